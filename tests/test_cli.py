@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from whence import cli
 from whence.cli import progress
 from whence.cli.console import console
-from whence.cli.progress import SweepTable
+from whence.cli.progress import SweepBars
 from whence.experiments import RunConfig, load_comparison
 from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.presets import presets
@@ -523,14 +523,16 @@ class TestProgress:
     def test_a_sweep_has_one_line_for_all_its_runs(self, capsys, clock):
         configs = [RunConfig(env="FrozenLake-v1", arm="ppo", seed=seed, rounds=3) for seed in (0, 1)]
         first, second = (Planned("lake", "ppo", config) for config in configs)
-        with SweepTable([first, second], 1, clock) as table:
+        with SweepBars([first, second], clock) as table:
             for planned, done, now in ((first, 0, 0), (first, 1, 1), (second, 1, 2), (second, 2, 11), (first, 3, 11)):
                 clock.now = now
                 table.rounds(planned, done)
             clock.now = 65
             table.ended(first, None)
+            table.ended(second, "it broke")
         assert capsys.readouterr().err.splitlines() == [
             "lake/ppo/seed_0: round 1 of 3",
             "lake/ppo/seed_1: round 2 of 3",
             "lake/ppo/seed_0: done in 0:01:05",
+            "lake/ppo/seed_1: failed: it broke",
         ]

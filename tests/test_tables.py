@@ -10,12 +10,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.cli.progress import SweepTable
 from whence.errors import Unsupported, WhenceError
 from whence.experiments import RunConfig, load_sweep, summarise_sweep
 from whence.experiments.rl.curves import KeptRun, make_curve
 from whence.experiments.rl.presets import presets
-from whence.experiments.sweepfile import Planned
 from whence.page import write_tables
 from whence.page.figures import COLOURS, arm_colours, learning_curves
 
@@ -390,117 +388,3 @@ class TestPictures:
         monkeypatch.setattr("plotly.graph_objects.Figure.write_image", full)
         with pytest.raises(OSError, match="No space left"):
             written(results(ppo=[0]), tmp_path, pictures=True)
-
-
-class Clock:
-    """Tells the seconds that it is given."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-def planned(group, seeds, rounds=10):
-    config = replace(LAKE, rounds=rounds)
-    return [Planned(group, "ppo", replace(config, seed=seed)) for seed in range(seeds)]
-
-
-def rows(live):
-    """The rows of a live table by experiment."""
-    columns = {column.header: list(column.cells) for column in live.table().columns}
-    names = columns.pop("experiment")
-    return {name: {heading: cells[place] for heading, cells in columns.items()} for place, name in enumerate(names)}
-
-
-class TestSweepTable:
-    @pytest.fixture
-    def clock(self):
-        return Clock()
-
-    def at(self, clock, live, run, *told):
-        """Tell of a run's rounds: how many are done, and at which second."""
-        for done, second in told:
-            clock.now = 1000.0 + second
-            live.rounds(run, done)
-
-    def test_time_left_is_that_of_open_rounds_by_workers(self, clock):
-        runs = planned("lake", 4)
-        live = SweepTable(runs, workers=2, clock=clock)
-        self.at(clock, live, runs[0], (1, 50))
-        assert (rows(live)["lake"]["seconds a round"], rows(live)["lake"]["time left"]) == ("", "")
-        self.at(clock, live, runs[0], (2, 56), (3, 66))
-        self.at(clock, live, runs[1], (1, 70))
-        # 8 seconds a round, 7 + 9 + 10 + 10 rounds, two at a time.
-        assert rows(live)["lake"] == {
-            "runs": "0/4",
-            "rounds": "4/40",
-            "under way": "ppo, seed 0; ppo, seed 1",
-            "seconds a round": "8",
-            "time left": "0:02:24",
-            "failed": "",
-        }
-
-    def test_the_last_run_is_one_workers(self, clock):
-        runs = planned("lake", 2)
-        live = SweepTable(runs, workers=4, clock=clock)
-        live.kept(runs[0])
-        self.at(clock, live, runs[1], (1, 0), (2, 10))
-        assert rows(live)["lake"]["time left"] == "0:01:20"
-
-    def test_a_cluster_has_more_runs_under_way_than_this_machine_has_cores(self, clock):
-        runs = planned("lake", 4)
-        live = SweepTable(runs, workers=1, clock=clock)
-        for run in runs:
-            self.at(clock, live, run, (1, 0), (2, 10))
-        assert rows(live)["lake"]["time left"] == "0:01:20"
-
-    def test_a_run_that_begins_once_more_leaves_the_mean_alone(self, clock):
-        runs = planned("lake", 1)
-        live = SweepTable(runs, workers=1, clock=clock)
-        self.at(clock, live, runs[0], (1, 0), (5, 40), (2, 100), (3, 110))
-        row = rows(live)["lake"]
-        assert (row["rounds"], row["seconds a round"], row["time left"]) == ("3/10", "10", "0:01:10")
-
-    def test_a_pause_is_charged_to_nobody(self, clock):
-        runs = planned("lake", 2)
-        live = SweepTable(runs, workers=1, clock=clock)
-        self.at(clock, live, runs[0], (9, 0), (10, 5))
-        live.ended(runs[0], None)
-        self.at(clock, live, runs[1], (1, 5000), (2, 5005))
-        assert rows(live)["lake"]["seconds a round"] == "5"
-        assert rows(live)["lake"]["time left"] == "0:00:40"
-
-    def test_what_was_done_before_has_no_rate(self, clock):
-        runs = planned("lake", 3)
-        live = SweepTable(runs, workers=1, clock=clock)
-        live.kept(runs[0])
-        self.at(clock, live, runs[1], (10, 1))
-        live.ended(runs[1], None)
-        self.at(clock, live, runs[2], (7, 2))
-        row = rows(live)["lake"]
-        assert (row["runs"], row["rounds"], row["seconds a round"], row["time left"]) == ("2/3", "27/30", "", "")
-
-    def test_failed_runs_are_neither_finished_nor_left(self, clock):
-        runs = planned("lake", 3)
-        live = SweepTable(runs, workers=1, clock=clock)
-        self.at(clock, live, runs[0], (1, 0), (2, 10))
-        live.ended(runs[0], "it broke")
-        self.at(clock, live, runs[1], (9, 20), (10, 30))
-        live.ended(runs[1], "its files could not be written")
-        row = rows(live)["lake"]
-        assert (row["runs"], row["under way"], row["failed"]) == ("0/3", "", "2")
-        assert row["time left"] == "0:01:40"  # of the third alone
-
-    def test_all_is_the_sum_of_unlike_experiments(self, clock):
-        quick, slow = planned("all", 2), planned("slow", 2, rounds=100)
-        live = SweepTable([*quick, *slow], workers=1, clock=clock)
-        self.at(clock, live, quick[0], (1, 0), (2, 1))
-        assert rows(live)["slow"]["time left"] == ""
-        *_, whole = zip(*(column.cells for column in live.table().columns), strict=True)
-        assert whole[5] == ""  # nobody knows how long a round of the other takes
-        self.at(clock, live, slow[0], (1, 100), (2, 160))
-        *_, whole = zip(*(column.cells for column in live.table().columns), strict=True)
-        # 18 rounds of a second, 198 of a minute, two at a time.
-        assert whole == ("all", "0/4", "4/220", "", "", "1:39:09", "")

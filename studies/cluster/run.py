@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import typer
 
-from whence.cli.progress import SweepTable
+from whence.cli.progress import SweepBars
 from whence.experiments import cluster, read_sweep, run, run_sweep, sweep
 from whence.experiments.sweepfile import Planned
 from whence.experiments.workers import Job, OnJobRound
@@ -120,7 +120,7 @@ def run_here(runs: Sequence[Planned], out: Path) -> None:
                 run(config, path)
             yield place, None
 
-    with patch.object(sweep, "run_all", run_one_by_one), SweepTable(runs) as table:
+    with patch.object(sweep, "run_all", run_one_by_one), SweepBars(runs) as table:
         run_sweep(runs, out, table)
 
 

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.progress import SweepTable
+from whence.cli.progress import SweepBars
 from whence.experiments import configure
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.sweep import run_sweep
@@ -189,7 +189,7 @@ def main(
 ) -> None:
     """Train what is not there yet."""
     runs = plan_study(only.split(","), [int(seed) for seed in seeds.split(",")])
-    with SweepTable(runs, workers) as table:
+    with SweepBars(runs) as table:
         failures = run_sweep(runs, out, table, workers=workers)
     for name, failure in failures.items():
         print(f"{name} failed: {failure}")

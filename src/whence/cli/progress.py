@@ -1,16 +1,15 @@
-"""Progress of training on standard error: bars and a table on a terminal, plain lines elsewhere."""
+"""Progress of training on standard error: bars on a terminal, plain lines elsewhere."""
 
 import math
-import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Self
 
-from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from whence.cli.console import errors, make_table, print_error_line
+from whence.cli.console import errors, print_error_line
 from whence.experiments.kinds import AnyConfig
 from whence.experiments.sweepfile import Planned
 
@@ -143,115 +142,44 @@ def describe_round(metrics: Mapping[str, Any]) -> list[str]:
     return words
 
 
-class SweepTable:
-    """A live table of a sweep, a row for each experiment; plain lines where there is no terminal."""
+class SweepBars(_Bars):
+    """A bar for each experiment of a sweep, with the time that it will take and its runs under way."""
 
-    def __init__(self, runs: Sequence[Planned], workers: int | None = None, clock: Clock = time.monotonic) -> None:
-        self._runs = runs
-        self._workers = workers or os.cpu_count() or 1
+    def __init__(self, runs: Sequence[Planned], clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self._clock = clock
-        self._done: dict[Planned, int] = {}
-        self._finished: set[Planned] = set()
-        self._failed: set[Planned] = set()
+        self._done = dict.fromkeys(runs, 0)
         self._starts: dict[Planned, float] = {}
-        self._reports: dict[Planned, float] = {}  # when each run under way last reported
-        self._timings: dict[str, tuple[int, float]] = {}  # by experiment: rounds, and the seconds they took
-        self._lines = PlainLines(clock)
-        self._live = Live(self.table(), console=errors, refresh_per_second=2) if errors.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._failures: Counter[str] = Counter()
+        self._bars = {
+            group: self._add(group, sum(run.config.rounds for run in runs if run.group == group))
+            for group in dict.fromkeys(run.group for run in runs)
+        }
 
     def kept(self, planned: Planned) -> None:
         """Count a run that was finished before."""
         self._done[planned] = planned.config.rounds
-        self._finished.add(planned)
+        self._show(planned.group)
 
     def rounds(self, planned: Planned, done: int) -> None:
         """Show how many rounds a run under way has done."""
-        now = self._clock()
-        self._starts.setdefault(planned, now)
-        # A run's first report counts rounds that another sweep may have done; one that was lost begins once more.
-        if planned in self._reports and done > self._done[planned]:
-            rounds, seconds = self._timings.get(planned.group, (0, 0.0))
-            self._timings[planned.group] = rounds + done - self._done[planned], seconds + now - self._reports[planned]
-        self._done[planned], self._reports[planned] = done, now
+        self._starts.setdefault(planned, self._clock())
+        self._done[planned] = done
         if 0 < done < planned.config.rounds:
             self._lines.print(f"{planned.name}: round {done} of {planned.config.rounds}")
-        self._show()
+        self._show(planned.group)
 
     def ended(self, planned: Planned, failure: str | None) -> None:
         """Show that a run has ended, and why it failed."""
-        now = self._clock()
-        self._reports.pop(planned, None)
-        if failure is None:
-            self._finished.add(planned)
-        else:
-            self._failed.add(planned)
-        duration = _format_clock(now - self._starts.get(planned, now))
-        end = f"failed: {failure}" if failure is not None else f"done in {duration}"
+        seconds = self._clock() - self._starts.pop(planned, self._clock())
+        self._failures[planned.group] += failure is not None
+        end = f"failed: {failure}" if failure is not None else f"done in {timedelta(seconds=round(seconds))}"
         self._lines.print(f"{planned.name}: {end}", always=True)
-        self._show()
+        self._show(planned.group)
 
-    def _show(self) -> None:
-        if self._live is not None:
-            self._live.update(self.table())
-
-    def table(self) -> Table:
-        """Return the table as it stands."""
-        groups: dict[str, list[Planned]] = {}
-        for planned in self._runs:
-            groups.setdefault(planned.group, []).append(planned)
-        lefts = [self._time_left(group, runs) for group, runs in groups.items()]
-        known = [left for left in lefts if left is not None]
-        rows = [
-            self._row(group, runs, self._under_way(runs), self._mean_seconds(group), left)
-            for (group, runs), left in zip(groups.items(), lefts, strict=True)
-        ]
-        # Rounds of unlike experiments have no mean.
-        rows.append(self._row("all", self._runs, "", None, sum(known) if len(known) == len(lefts) else None))
-        headings = ("experiment", "runs", "rounds", "under way", "seconds a round", "time left", "failed")
-        return make_table("Sweep", headings, rows)
-
-    def _time_left(self, group: str, runs: Sequence[Planned]) -> float | None:
-        """Return the seconds that an experiment's open rounds will take; None if no round was timed yet."""
-        unfinished = [run for run in runs if run not in self._finished | self._failed]
-        rounds = sum(run.config.rounds - self._done.get(run, 0) for run in unfinished)
-        if not rounds:
-            return 0.0
-        mean = self._mean_seconds(group)
-        # A cluster may make more runs at a time than this machine has cores.
-        at_a_time = max(self._workers, len(self._reports))
-        return None if mean is None else rounds * mean / min(at_a_time, len(unfinished))
-
-    def _mean_seconds(self, group: str) -> float | None:
-        rounds, seconds = self._timings.get(group, (0, 0.0))
-        return seconds / rounds if rounds else None
-
-    def _under_way(self, runs: Sequence[Planned]) -> str:
-        return "; ".join(f"{run.label}, seed {run.config.seed}" for run in runs if run in self._reports)
-
-    def _row(
-        self, name: str, runs: Sequence[Planned], under_way: str, mean: float | None, left: float | None
-    ) -> list[str]:
-        failed = sum(run in self._failed for run in runs)
-        return [
-            name,
-            f"{sum(run in self._finished for run in runs)}/{len(runs)}",
-            f"{sum(self._done.get(run, 0) for run in runs)}/{sum(run.config.rounds for run in runs)}",
-            under_way,
-            "" if mean is None else f"{mean:.3g}",
-            _format_clock(left) if left else "",
-            str(failed or ""),
-        ]
-
-
-def _format_clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    def _show(self, group: str) -> None:
+        words = [f"{run.label}, seed {run.config.seed}" for run in self._starts if run.group == group]
+        if self._failures[group]:
+            words.append(f"{self._failures[group]} failed")
+        done = sum(rounds for run, rounds in self._done.items() if run.group == group)
+        self._progress.update(self._bars[group], completed=done, last_round="; ".join(words))

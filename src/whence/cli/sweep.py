@@ -17,7 +17,7 @@ from whence.cli.console import (
     resumable,
 )
 from whence.cli.options import AsJson, On
-from whence.cli.progress import SweepTable
+from whence.cli.progress import SweepBars
 from whence.errors import WhenceError, suggest
 from whence.experiments.sweepfile import Planned
 from whence.page import write_tables
@@ -57,8 +57,8 @@ def sweep(
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), keep_stdout_clean(), SweepTable(runs, workers) as table:
-        failures = experiments.run_sweep(runs, path, table, workers=workers, keep_runs=keep_runs, on=on)
+    with resumable(), keep_stdout_clean(), SweepBars(runs) as bars:
+        failures = experiments.run_sweep(runs, path, bars, workers=workers, keep_runs=keep_runs, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:

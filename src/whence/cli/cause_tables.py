@@ -1,4 +1,4 @@
-"""What taught a decision or a response, in the terminal: the strip over rounds and the moments."""
+"""Causes of a decision or a response in the terminal: the strip over rounds and the moments."""
 
 from collections.abc import Sequence
 from itertools import pairwise

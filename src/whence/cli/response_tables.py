@@ -1,4 +1,4 @@
-"""What taught a language model a response, in the terminal and as JSON."""
+"""Causes of a language model's response, in the terminal and as JSON."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What a round would have done without some of its records: ground truth, by training it again."""
+"""Counterfactuals: a round trained again without some of its records, as ground truth."""
 
 from whence.counterfactual.interventions import intervene as intervene
 from whence.counterfactual.interventions import leave_out_group as leave_out_group

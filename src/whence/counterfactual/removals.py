@@ -1,4 +1,4 @@
-"""What leaving out the records that score highest or lowest does to a round, compared with random records."""
+"""Removals: the effect of leaving out the records with the highest or lowest scores, next to random records."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Why records harm or help, and what taught the policy what it does (LDA §4.1, §4.2)."""
+"""Diagnosis: the reasons why records harm or help, and the causes of a policy's behaviour (LDA §4.1, §4.2)."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What a judgement of advantages says: how often they were wrong where records harm, and how sure that is.
+"""A judgement's verdict: how often advantages were wrong where records harm, with its uncertainty.
 
 Each function takes a table of `judge_advantages`. Intervals are percentiles of a bootstrap over episodes, since the
 records of an episode share what happened in it. They do not cover what episodes share: the policy, and, if visits were

@@ -1,4 +1,4 @@
-"""What taught a policy an action: all rounds' records, by what training on them did to the action's probability."""
+"""Causes of an action: the records of all rounds, by the effect of training on them on the action's probability."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

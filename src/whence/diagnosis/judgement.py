@@ -1,4 +1,4 @@
-"""Whether the advantages that a round trained on were right, record by record (LDA §4.1)."""
+"""Judgement of the advantages that a round trained on, record by record (LDA §4.1)."""
 
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args

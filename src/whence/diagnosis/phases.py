@@ -1,4 +1,4 @@
-"""When a behaviour arose and from which records: its probability, its influence's roughness, and phases (LDA §4.2)."""
+"""Phases of a behaviour: its probability, its influence's roughness, and the records of each phase (LDA §4.2)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

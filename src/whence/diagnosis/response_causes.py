@@ -1,4 +1,4 @@
-"""What taught a language model a response: all rounds' records, by what training on them did to its probability."""
+"""Causes of a language model's response: the records of all rounds, by the effect on its probability."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What both kinds of runs share: the name of the standard arm, and how a round is reported."""
+"""Parts that both kinds of runs share: the name of the standard arm, and the report of a round."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

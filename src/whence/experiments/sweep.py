@@ -1,4 +1,4 @@
-"""Many comparisons in one directory: running what is not there yet, and reading what is."""
+"""Sweeps: many comparisons in one directory, run where they are missing, and read."""
 
 import shutil
 from collections.abc import Mapping, Sequence

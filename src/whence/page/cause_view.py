@@ -1,4 +1,4 @@
-"""What taught a policy a decision: what the terminal prints, pictures draw and the page opens."""
+"""Causes of a decision as terminal, pictures and page show them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

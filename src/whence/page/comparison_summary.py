@@ -1,4 +1,4 @@
-"""What a comparison shows: a verdict on each arm, and the table of its metrics."""
+"""The summary of a comparison: a verdict on each arm, and the table of its metrics."""
 
 import math
 from collections.abc import Mapping, Sequence

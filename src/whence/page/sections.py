@@ -1,4 +1,4 @@
-"""What the pages of a comparison and of one run share, from the runs' tables."""
+"""Sections that the pages of a comparison and of one run share, from the runs' tables."""
 
 import json
 import re

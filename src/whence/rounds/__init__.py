@@ -1,4 +1,4 @@
-"""What a round's optimisation did, and the same again: recorded, replayed, differentiated."""
+"""Rounds of optimisation: recorded, replayed, differentiated."""
 
 from whence.rounds.attribute import METHODS as METHODS
 from whence.rounds.attribute import attribute_round as attribute_round

@@ -1,4 +1,4 @@
-"""What a record did to the whole round: all epochs, the real optimiser (LDA §3.1, and beyond it)."""
+"""Scores of records by the whole round: all epochs, the real optimiser (LDA §3.1, and beyond it)."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""Whether a policy is the one that a recording is of: by names, shapes, and its outputs on the records."""
+"""The identity of a recording's policy: names, shapes, and outputs on the records."""
 
 from collections.abc import Mapping
 

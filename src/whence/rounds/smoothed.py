@@ -1,4 +1,4 @@
-"""What a record does to a round on average: over subsets and orders, and across the edge of the clip range.
+"""Smoothed scores: the derivative averaged over subsets and orders, across the edge of the clip range.
 
 The derivative of one training takes the set of clipped ratios at each step as fixed. But leaving a record out moves
 others past the edge, where their gradients end, and no derivative of a sharp edge shows that effect. Here the

@@ -1,4 +1,4 @@
-"""Why a language model's response scored as it did: its tokens' parts, and the target's rows that it pulls at."""
+"""Parts of a response's score: by its tokens, and by the target's rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

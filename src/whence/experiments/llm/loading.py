@@ -1,4 +1,4 @@
-"""Load what a user names: models of Transformers, data sets of Datasets, functions of Python."""
+"""Loading of a user's models (Transformers), data sets (Datasets) and functions (Python)."""
 
 import importlib
 import importlib.util

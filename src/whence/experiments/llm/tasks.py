@@ -1,4 +1,4 @@
-"""What a run trains on: a laboratory, or a user's model and data."""
+"""Tasks of language-model runs: the laboratory, or a user's model and data."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

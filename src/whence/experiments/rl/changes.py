@@ -1,4 +1,4 @@
-"""What a round changed in the policy: the distribution of actions and the value of each record, before and after."""
+"""Changes of a policy by a round: the distribution of actions and the value of each record, before and after."""
 
 from pathlib import Path
 from typing import Any

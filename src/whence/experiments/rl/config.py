@@ -1,4 +1,4 @@
-"""What one training run is, and how it follows from a preset or an environment's name."""
+"""The configuration of an agent's training run, from a preset or an environment's name."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,1 +1,1 @@
-"""What all trainers of language models read: rows, views of models, processes, settings."""
+"""The base of all trainers of language models: rows, views of models, processes, settings."""

@@ -1,4 +1,4 @@
-"""Read log-probs, values and entropies of response tokens from a causal language model."""
+"""The view of a causal language model: log-probs, values and entropies of response tokens."""
 
 import inspect
 from collections.abc import Iterator

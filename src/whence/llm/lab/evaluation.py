@@ -1,4 +1,4 @@
-"""Measure how often a model's answers are right, and by which steps."""
+"""Evaluation of a model's answers: the share that is right, and by which steps."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What pictures share: their colours, how text is put into them, how they are rendered."""
+"""The canvas of all pictures: colours, text, rendering."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

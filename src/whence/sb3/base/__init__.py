@@ -1,1 +1,1 @@
-"""What records, rules and rounds are in Stable-Baselines3."""
+"""The base of the callback: records, sampling, policies and recordings of Stable-Baselines3."""

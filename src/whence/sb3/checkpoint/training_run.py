@@ -1,4 +1,4 @@
-"""What `InfluenceCallback` keeps on disk: the rounds of a training, and checkpoints to go on from."""
+"""The run directory of `InfluenceCallback`: a training's rounds, and checkpoints to go on from."""
 
 import math
 from collections.abc import Mapping

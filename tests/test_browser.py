@@ -13,7 +13,7 @@ import pytest
 from test_report import by_hand, records_of, run_of
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.arms import ARMS
-from whence.page import write_report, write_run_report
+from whence.page import write_report
 from whence.runs import RunDirectory
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[dev]'")
@@ -49,12 +49,12 @@ def pages(tmp_path_factory) -> dict[str, Path]:
             directory.write_round("records", number, records_of(scored=scored, observation=observation))
     write_report(comparison, path / "comparison.html")
     hostile = {"reason": f"{TURNED} {HOSTILE}", "observation": None, f"observation.{HOSTILE}": np.arange(60) / 7}
-    write_run_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
+    write_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
     traced = run_of(path / "phases", {"env": ENV}, (1, 2))
     (traced.path / "phases").mkdir()
     (traced.path / "phases" / "hostile.json").write_text(json.dumps(made_history(HOSTILE)), encoding="utf-8")
-    write_run_report(traced, path / "phases.html")
-    write_run_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
+    write_report(traced, path / "phases.html")
+    write_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
     return {name: path / f"{name}.html" for name in ("comparison", "run", "phases", "empty")}
 
 

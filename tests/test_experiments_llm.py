@@ -31,7 +31,7 @@ from whence.llm.lab import check
 from whence.llm.lab.arithmetic import SIZES
 from whence.llm.lab.model import make_character_tokenizer
 from whence.llm.lab.model import make_model as make_lab_model
-from whence.page import write_run_report
+from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
 
@@ -286,7 +286,7 @@ class TestRun:
         assert (timings["generation_cpu"] > 0).all()
         assert (timings["optimisation_cpu"] > 0).all()
         assert ("scoring_cpu" in timings.columns) == (arm == "ippo")
-        write_run_report(directory, tmp_path / "report.html")
+        write_report(directory, tmp_path / "report.html")
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
     def test_in_half_precision(self, tmp_path, algorithm):
@@ -591,7 +591,7 @@ def test_prompts_and_responses_are_escaped_in_the_page(tmp_path):
     directory = RunDirectory.open(tmp_path)
     table = directory.round("records", 2)
     directory.write_round("records", 2, table.with_columns(prompt=pl.lit(HOSTILE), response=pl.lit(HOSTILE * 20)))
-    write_run_report(directory, tmp_path / "report.html")
+    write_report(directory, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "<script>alert(1)" not in page
     assert "<img src=x" not in page

@@ -7,7 +7,7 @@ from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_
 from whence.llm.text.generation import answer_prompts
 from whence.llm.text.prompts import read_prompts
 from whence.page.explorer.responses import compare_answers, read_answers
-from whence.page.html import write_run_report
+from whence.page.html import write_report
 from whence.runs import RunDirectory
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -121,7 +121,7 @@ class TestPage:
         run = RunDirectory.open(tmp_path)
         run.write_round("answers", 0, table_of([HOSTILE], [HOSTILE], [0.0]))
         run.write_round("answers", 2, table_of([HOSTILE], [HOSTILE + "x"], [1.0]))
-        write_run_report(run, tmp_path / "report.html")
+        write_report(run, tmp_path / "report.html")
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "Answers before and after training" in page
         assert "&lt;script&gt;alert(1)" in page

@@ -43,7 +43,7 @@ from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run
 from whence.llm.trl.supported_settings import check_selectable
 from whence.llm.trl.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl.trl_run import RunCallback
-from whence.page import write_run_report
+from whence.page import write_report
 from whence.runs import RunDirectory
 
 TRAINERS = {
@@ -460,7 +460,7 @@ class TestRunDirectory:
             assert table["prompt_ids"].list.len().to_list() == batch["prompt_mask"].sum(dim=1).tolist()
         if rule is not None:
             assert tables[1]["score"].to_list() == pytest.approx(trainer.influence.scores.tolist())
-        write_run_report(run, tmp_path / "report.html")
+        write_report(run, tmp_path / "report.html")
         assert "response" in (tmp_path / "report.html").read_text()
 
     def test_a_run_changes_nothing_of_the_training(self, plain_training, tmp_path):

@@ -13,7 +13,7 @@ from whence.experiments.comparison import run_path
 from whence.experiments.rl.training import run
 from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
-from whence.page import write_report, write_run_report
+from whence.page import write_report
 from whence.page.comparison_summary import (
     COMPARISON_DEFINITIONS,
     METRICS,
@@ -177,7 +177,7 @@ def run_of(path, config, rounds=(), **columns) -> RunDirectory:
 
 
 def page_of(directory) -> Page:
-    write_run_report(directory, directory.path.parent / "page.html")
+    write_report(directory, directory.path.parent / "page.html")
     return Page((directory.path.parent / "page.html").read_text(encoding="utf-8"))
 
 
@@ -299,7 +299,7 @@ class TestPage:
 class TestRunPage:
     def test_a_finished_run(self, tiny, tmp_path):
         config = next(config for config in tiny.configs if (config.arm, config.seed) == ("iif", 1))
-        write_run_report(tiny.run(config), tmp_path / "deep" / "page.html")
+        write_report(tiny.run(config), tmp_path / "deep" / "page.html")
         page = Page((tmp_path / "deep" / "page.html").read_text(encoding="utf-8"))
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")

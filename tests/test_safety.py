@@ -29,7 +29,7 @@ from whence.experiments.llm.rebuilding import rebuild_round
 from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model as load_agent
 from whence.guards import write_atomically
-from whence.page import write_run_report
+from whence.page import write_report
 from whence.page.explorer import ExploredRun
 from whence.page.server import make_app
 from whence.page.server.questions import Questions
@@ -167,7 +167,7 @@ def test_a_run_is_read_without_pickle(stage: Path, monkeypatch: pytest.MonkeyPat
     load_agent(RunDirectory.open(stage / "agent"), 2)
     RoundRecording.load(RunDirectory.open(stage / "agent").recording_path(2))
     for name in ("agent", "script", "language"):
-        write_run_report(RunDirectory.open(stage / name), stage / "page.html")
+        write_report(RunDirectory.open(stage / name), stage / "page.html")
 
 
 class TestModulesOfEnvironments:
@@ -342,7 +342,7 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
     pages = {}
     for text in ("plain", MARKUP):
         poison(RunDirectory.open(stage / name), text)
-        write_run_report(RunDirectory.open(stage / name), tmp_path / "page.html")
+        write_report(RunDirectory.open(stage / name), tmp_path / "page.html")
         served = (
             TestClient(
                 make_app([ExploredRun(stage / name)], Questions(), Questions()), base_url="http://127.0.0.1:8000"

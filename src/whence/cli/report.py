@@ -10,7 +10,7 @@ from whence.cli.console import print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
-from whence.page import write_report, write_run_report
+from whence.page import write_report
 from whence.page.explorer import ExploredRun
 from whence.runs.contents import find_content
 
@@ -62,7 +62,7 @@ def report(
             run = ExploredRun(path, env=env)
             if chosen:
                 run.directory.require_rounds(chosen)
-            write_run_report(run, out, **settings)
+            write_report(run, out, **settings)
     if json:
         print_json({"path": str(out)})
     else:

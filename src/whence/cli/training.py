@@ -36,7 +36,7 @@ from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig
 from whence.experiments.rl.plan import check_read
 from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import READ
-from whence.page import write_report, write_run_report
+from whence.page import write_report
 from whence.page.comparison_summary import READING, make_summary
 from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
 from whence.runs import RunDirectory
@@ -356,7 +356,7 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
     directory, page = RunDirectory.open(path), path / "report.html"
     with RoundBar() as bar_of_page:
         rounds = spread(directory.rounds(), COMPARED_ROUNDS)
-        write_run_report(directory, page, rounds=rounds, on_round=bar_of_page.update)
+        write_report(directory, page, rounds=rounds, on_round=bar_of_page.update)
     last_round = directory.table("metrics").to_dicts()[-1]
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]

@@ -1,7 +1,7 @@
 """A comparison, or one run, as one HTML file that needs no network; and the same page for a server."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
@@ -48,7 +48,7 @@ STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 
 
 def write_report(
-    comparison: Comparison,
+    shown: Comparison | RunDirectory | ExploredRun,
     path: Path,
     *,
     env: AnyEnv = None,
@@ -56,16 +56,31 @@ def write_report(
     continuations: int = 0,
     on_round: OnRound | None = None,
 ) -> None:
-    """Write the page of a finished comparison, atomically.
+    """Write the page of a run or of a finished comparison, atomically.
 
     Args:
-        comparison: from `compare` or `load_comparison`.
+        shown: a comparison; or a run, which need not be finished, nor have any round.
         path: the file.
         env: the environment, for frames; None: the runs' own.
-        rounds: those to embed of the first seed's runs; None: at most 12 of each, evenly spread.
+        rounds: those to embed, of a comparison those of the first seed's runs; None: all, of a comparison at most 12
+            of each run, evenly spread.
         continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
+    embedding: dict[str, Any] = {"mode": "file", "continuations": continuations, "on_round": on_round}
+    if isinstance(shown, Comparison):
+        html = _render_comparison(shown, env, rounds, embedding)
+    else:
+        run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
+        html = render_runs([run], rounds=[choose_rounds(run, rounds, None)], **embedding)
+    with write_atomically(path) as temporary:
+        # Half of a pair of surrogates, which JSON may hold, is no character.
+        temporary.write_text(html, encoding="utf-8", errors="replace")
+
+
+def _render_comparison(
+    comparison: Comparison, env: AnyEnv, rounds: Sequence[int] | None, embedding: Mapping[str, Any]
+) -> str:
     ((env_name, arms),) = comparison.summary.items()
     first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
     configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
@@ -82,7 +97,7 @@ def write_report(
             f"`whence view {comparison.path}` shows all of them."
         )
     tables = read_tables(runs)
-    html = _render(
+    return _render(
         title=f"{env_name}: {', '.join(arms)}",
         subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {_describe_evaluation(first)}.",
         summary=summary,
@@ -93,38 +108,10 @@ def write_report(
         drawings=attempt(lambda: draw_figures(tables, list(arms), len(seeds)), notes, "Figures cannot be drawn", []),
         explored=explored,
         rounds=chosen,
-        mode="file",
-        continuations=continuations,
-        on_round=on_round,
+        **embedding,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
         notes=notes,
     )
-    _write(path, html)
-
-
-def write_run_report(
-    run: RunDirectory | ExploredRun,
-    path: Path,
-    *,
-    env: AnyEnv = None,
-    rounds: Sequence[int] | None = None,
-    continuations: int = 0,
-    on_round: OnRound | None = None,
-) -> None:
-    """Write the page of one run, atomically.
-
-    Args:
-        run: its directory; the run need not be finished, nor have any round.
-        path: the file.
-        env: the environment, for frames; None: the run's own.
-        rounds: those to embed; None: all.
-        continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
-        on_round: called after each embedded round with the number of those that are done, and of all.
-    """
-    explored = run if isinstance(run, ExploredRun) else ExploredRun(run, env=env)
-    chosen = [choose_rounds(explored, rounds, None)]
-    html = render_runs([explored], mode="file", rounds=chosen, continuations=continuations, on_round=on_round)
-    _write(path, html)
 
 
 def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] = (), **embedding: Any) -> str:
@@ -134,7 +121,7 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
         runs: at least one.
         mode: "file": the rounds are embedded; "served": a server is asked for them.
         notes: shown on top.
-        embedding: `rounds`, `continuations` and `on_round`, if the rounds are embedded; see `write_run_report`.
+        embedding: `rounds`, `continuations` and `on_round`, if the rounds are embedded; see `write_report`.
     """
     notes = [*notes]
     directories = _name_runs(runs)
@@ -193,12 +180,6 @@ def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
     if len(runs) == 1:
         return {identify_run(runs[0].directory): runs[0].directory}
     return {(run.label, None): run.directory for run in runs}
-
-
-def _write(path: Path, html: str) -> None:
-    with write_atomically(path) as temporary:
-        # Half of a pair of surrogates, which JSON may hold, is no character.
-        temporary.write_text(html, encoding="utf-8", errors="replace")
 
 
 def embed(value: Any) -> Markup:

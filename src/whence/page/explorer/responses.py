@@ -1,6 +1,5 @@
 """A language model's responses: one opened with its tokens' parts, those to its prompt, answers before and after."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,13 +93,14 @@ def compare_answers(start: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> 
     by_name = {name: {row["prompt"]: row for row in table.iter_rows(named=True)} for name, table in tables.items()}
     shown: list[ShownPrompt] = []
     for row in start.iter_rows(named=True):
-        answers = [ShownAnswer("before training", _cut(row["response"]), row["reward"], None, True)]
+        answers = [ShownAnswer("before training", cut_text(row["response"] or ""), row["reward"], None, True)]
         for name, others in by_name.items():
             if (other := others.get(row["prompt"])) is not None:
                 is_same = other["response"] == row["response"]
-                change = _subtract(other["reward"], row["reward"])
-                answers.append(ShownAnswer(name, _cut(other["response"]), other["reward"], change, is_same))
-        shown.append(ShownPrompt(_cut(row["prompt"]), answers))
+                pair = other["reward"], row["reward"]
+                change = None if None in pair else pair[0] - pair[1]
+                answers.append(ShownAnswer(name, cut_text(other["response"] or ""), other["reward"], change, is_same))
+        shown.append(ShownPrompt(cut_text(row["prompt"] or ""), answers))
     shown.sort(key=lambda one: -max((abs(answer.change or 0.0) for answer in one.answers), default=0.0))
     sentences = [
         _summarise(name, start, table.filter(pl.col("prompt").is_in(prompts))) for name, table in tables.items()
@@ -117,14 +117,6 @@ def _summarise(name: str, start: pl.DataFrame, table: pl.DataFrame) -> str:
         return sentence
     before, after = (rewarded[column].to_numpy().mean() for column in ("reward", "reward_after"))
     return f"{sentence} The mean reward was {before:.3g} before and is {after:.3g}."
-
-
-def _subtract(after: float | None, before: float | None) -> float | None:
-    return None if after is None or before is None else after - before
-
-
-def _cut(text: Any) -> str:
-    return short_text(str(text or ""), LONGEST_TEXT)
 
 
 LONGEST_TEXT = 20_000
@@ -166,11 +158,7 @@ def describe_response(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _list_tokens(row: Mapping[str, Any]) -> dict[str, Any] | None:
     texts, parts = row.get("token_texts"), row.get("token_parts")
-    if not isinstance(texts, list) or not isinstance(parts, list) or not 0 < len(texts) == len(parts):
-        return None
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    if not all(isinstance(part, float) and math.isfinite(part) for part in parts):
+    if not texts or not parts:
         return None
     shown = slice(MOST_TOKENS)
     return {
@@ -219,6 +207,6 @@ def name_target(target: Any) -> str:
     return next((words for name, words in TARGETS.items() if text.startswith(name)), text)
 
 
-def cut_text(text: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return a text, cut off after so many characters."""
-    return short_text(str(text), longest)
+def cut_text(text: Any) -> str:
+    """Return a text, cut off after `LONGEST_TEXT` characters."""
+    return short_text(str(text), LONGEST_TEXT)

@@ -106,23 +106,18 @@ def _check_question(
     prompt: str | None, response: str | None, by: str | None, round: int | None, record: int | None, pulls: bool
 ) -> None:
     """Refuse options that make no question, or two."""
-    values = {"--prompt": prompt, "--response": response}
-    present = [name for name, value in values.items() if value is not None]
-    missing = [name for name, value in values.items() if value is None]
-    if not present:
+    if prompt is None and response is None:
         if by is not None:
             raise WhenceError(f"--by is {by!r}, and it scores records for an answer. Give --prompt and --response too.")
         return
-    if missing:
-        raise WhenceError(
-            f"{present[0]} came without {missing[0]}. An answer to ask about needs both: add {missing[0]} TEXT."
-        )
+    if prompt is None or response is None:
+        there, missing = ("--response", "--prompt") if prompt is None else ("--prompt", "--response")
+        raise WhenceError(f"{there} came without {missing}. An answer to ask about needs both: add {missing} TEXT.")
     others = {"--record": record is not None, "--round": round is not None, "--no-pulls": not pulls}
-    if present_others := [name for name, is_present in others.items() if is_present]:
+    if option := next((name for name, is_present in others.items() if is_present), None):
         raise WhenceError(
-            f"--prompt and --response came with {present_others[0]}. They ask what taught an answer, over all rounds; "
-            f"{present_others[0]} is about one stored response. Leave out {present_others[0]}, or --prompt and "
-            "--response."
+            f"--prompt and --response came with {option}. They ask what taught an answer, over all rounds; {option} is "
+            "about one stored response. Leave out either."
         )
     if by is not None and by not in BY:
         raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")

@@ -93,10 +93,11 @@ def _check_options(
     continuations: int,
     out: Path | None,
 ) -> None:
-    flags = [name for name, value in (("--record", record), ("--top", top), ("--bottom", bottom)) if value is not None]
-    if len(flags) > 1 or (record is not None and episode is not None):
-        both = " and ".join(flags if len(flags) > 1 else ["--record", "--episode"])
-        raise WhenceError(f"{both} exclude each other; give one of them.")
+    chosen = {"--record": record, "--episode": episode, "--top": top, "--bottom": bottom}
+    flags = [name for name, value in chosen.items() if value is not None]
+    if len(flags) > 1 and (record is not None or None not in (top, bottom)):
+        both = [flag for flag in flags if record is not None or flag != "--episode"][:2]
+        raise WhenceError(f"{' and '.join(both)} exclude each other; give one of them.")
     if by not in get_args(By):
         raise WhenceError(f"--by is {by!r}.{suggest(by, get_args(By))}")
     if continuations == 1:

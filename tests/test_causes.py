@@ -81,28 +81,6 @@ class TestScores:
             assert causes[name].to_list() == stored[name].to_list()
         assert (causes["score"] == 0).sum() == (~causes["keep"]).sum() > 0
 
-    def test_a_step_along_the_records_gradients_moves_the_log_probability_as_scored(self, cart):
-        # The sum of a round's scores is the derivative of the target along the sum of the records' gradients.
-        model, records = load_round(cart, 2)
-        target, objective = Action(STATES, ACTIONS), model_objective(model)
-        scores = attribute(model.policy, records, target=target, objective=objective).scores
-        params = list(model.policy.parameters())
-
-        def read():
-            distribution = model.policy.get_distribution(torch.as_tensor(STATES))
-            return distribution.log_prob(torch.as_tensor(ACTIONS)).mean()
-
-        prepared = objective.prepare(records)
-        log_prob = model.policy.get_distribution(records.observations).log_prob(records.actions)
-        total = (prepared.advantages * log_prob).sum()
-        gradients = torch.autograd.grad(total, params, allow_unused=True)
-        before, size = read().detach(), 1e-5
-        with torch.no_grad():
-            for parameter, gradient in zip(params, gradients, strict=True):
-                if gradient is not None:
-                    parameter += size * gradient
-        assert float(read().detach() - before) / size == pytest.approx(float(scores.sum()), rel=0.05)
-
     @pytest.mark.parametrize("method", ["optimizer", "smoothed"])
     def test_recorded_rounds(self, cart, method):
         causes = find_causes(cart, STATES, ACTIONS, method=method, rounds=[2])
@@ -277,15 +255,6 @@ class TestDecisions:
             (float(episode.first_log_probs[2]), float(episode.records.log_probs[2])), abs=1e-5
         )
         assert is_discrete
-
-    def test_continuous_actions_stay_as_the_policy_chose_them(self, tmp_path):
-        directory = learn(tmp_path / "run", Toy(action="box"))
-        episode = play_episode(directory, env=lambda: Toy(action="box"))
-        assert not episode.is_discrete
-        policy = load_model(directory, 3, env=lambda: Toy(action="box")).policy
-        with torch.no_grad():
-            expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
-        assert episode.records.log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-5)
 
     def test_policies_that_read_more_than_an_environment_shows(self, tmp_path):
         normalised = learn(tmp_path / "normalised", VecNormalize(DummyVecEnv([Toy])))

@@ -102,14 +102,6 @@ class TestScores:
                 assert rows[column].to_list() == table[column].to_list()
             assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob.item(), rel=1e-5)]
 
-    def test_the_engines_agree_and_dropped_records_count_for_nothing(self, runs):
-        directory = runs("ppo")
-        causes, plain = (find_response_causes(directory, *QUESTION, engine=engine) for engine in ("auto", "loop"))
-        largest = plain["score"].abs().max()
-        assert causes["score"].to_numpy() == pytest.approx(plain["score"].to_numpy(), abs=1e-5 * largest)
-        assert (~causes["keep"]).sum() > 0
-        assert causes.filter(~pl.col("keep"))["score"].to_list() == [0] * int((~causes["keep"]).sum())
-
     def test_nothing_changes(self, runs):
         directory = runs("an adapter by tokens")
 

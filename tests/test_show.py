@@ -17,7 +17,7 @@ from stable_baselines3 import PPO
 from torch.distributions import Normal, kl_divergence
 
 from toys import Toy
-from whence import IIF, Return, RunDirectory, WhenceError, attribute
+from whence import IIF, Return, RunDirectory, attribute
 from whence.experiments import configure, load_round, run
 from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
@@ -143,17 +143,6 @@ class TestWindows:
         assert choose_frames(read_window(self.TABLE, moment), moment) == [20, 25, 30, 35, 40]
         last = find_moment(self.TABLE, 59)
         assert choose_frames(read_window(self.TABLE, last), last)[-1] == 59
-
-    def test_a_record_is_the_face_of_the_moment_around_it(self):
-        moment = find_moment(self.TABLE, 31)
-        assert (moment.record_id, moment.record_ids) == (31, (29, 30, 31))
-        with pytest.raises(WhenceError, match="Record 100 is not in this round, which holds records 0 to 99"):
-            find_moment(self.TABLE, 100)
-
-    def test_without_scores_a_record_is_alone(self):
-        moment = find_moment(self.TABLE.drop("score"), 5)
-        assert moment.record_ids == (5,)
-        assert np.isnan(moment.score)
 
 
 class TestCommand:

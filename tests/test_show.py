@@ -144,6 +144,13 @@ class TestWindows:
         last = find_moment(self.TABLE, 59)
         assert choose_frames(read_window(self.TABLE, last), last)[-1] == 59
 
+    def test_a_record_is_the_face_of_the_moment_around_it(self):
+        moment = find_moment(self.TABLE, 31)
+        assert (moment.record_id, moment.record_ids) == (31, (29, 30, 31))
+        alone = find_moment(self.TABLE.drop("score"), 5)
+        assert alone.record_ids == (5,)
+        assert np.isnan(alone.score)
+
 
 class TestCommand:
     def test_the_most_harmful_moment_of_the_last_round(self, cart, whence):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from test_report import by_hand, records_of, run_of
+from whence.experiments.arms import ARMS
 from whence.experiments.comparison import run_path
-from whence.experiments.rl.arms import ARMS
 from whence.page import write_report
 from whence.runs import RunDirectory
 

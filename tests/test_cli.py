@@ -21,7 +21,7 @@ from whence.cli import progress
 from whence.cli.console import console
 from whence.cli.progress import SweepBars
 from whence.experiments import RunConfig, load_comparison
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 from whence.experiments.sweepfile import Planned
 from whence.page.comparison_summary import METRICS, READING, cell
@@ -397,7 +397,10 @@ class TestWrongInput:
             ("train CartPole-v1 --policy MplPolicy", "The policy 'MplPolicy' is unknown. Did you mean MlpPolicy,"),
             ("train CartPole-v1 --n-steps 1", "Stable-Baselines3's PPO refuses these settings: `n_steps * n_envs`"),
             ("train CartPole-v1 --device gpu", "device is 'gpu', which torch does not know. Pass cpu, cuda, cuda:0 or"),
-            ("train Blackjack-v1", "and Stable-Baselines3 reads no Tuple. Register the environment with a wrapper"),
+            (
+                "train Blackjack-v1",
+                "is a Tuple, which Stable-Baselines3 does not read. Register",
+            ),
             ("train CartPole-v1 --run taken", "taken exists and holds no config.json, so it is no run of whence's."),
             ("train CartPole-v1 --run lake", "lake holds a run of another configuration"),
             ("attribute nowhere", "nowhere is not there. Did you mean other?"),

@@ -19,8 +19,8 @@ from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command
 from whence.engines import auto, rules
 from whence.experiments import read_sweep
+from whence.experiments.arms import ARMS
 from whence.experiments.kinds import runner_of
-from whence.experiments.rl.arms import ARMS
 from whence.experiments.rl.presets import presets
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool

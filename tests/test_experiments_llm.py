@@ -21,7 +21,7 @@ from whence import cli, experiments
 from whence.engines import memory
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
-from whence.experiments.llm.arms import split_arm
+from whence.experiments.arms import split_arm
 from whence.experiments.llm.loading import load_function
 from whence.experiments.llm.outputs import digest_source, is_finished, read_curve
 from whence.experiments.llm.tasks import scoring_memory

@@ -33,7 +33,7 @@ def test_there_is_no_circle_of_imports_inside_functions_or_for_types_either(grap
 
 def test_imports_inside_functions_and_for_types_are_seen(graph):
     # Otherwise the test above would hold for too little.
-    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.experiments.rl.arms")
+    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.experiments.arms")
     assert "whence.llm.trl.trainers" in graph.find_modules_directly_imported_by("whence.experiments.llm.training")
 
 

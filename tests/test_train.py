@@ -16,7 +16,7 @@ from whence import Influence, Return, RoundRecording, RunDirectory, attribute, a
 from whence.cli.settings import collect_overrides
 from whence.engines import ENGINES
 from whence.experiments import load_round
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.arms import ARMS
 from whence.experiments.rl.config import TARGETS
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.stored import measure_returns

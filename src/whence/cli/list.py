@@ -9,7 +9,7 @@ import typer
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.arms import ARMS
+from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 
 ENGINES = {

@@ -11,7 +11,7 @@ import typer
 
 from whence.cli.console import parse_json, parse_json_object, parse_toml
 from whence.errors import WhenceError
-from whence.experiments.rl import arms
+from whence.experiments import arms
 from whence.experiments.rl.presets import presets
 
 Env: TypeAlias = Annotated[

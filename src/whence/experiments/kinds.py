@@ -1,36 +1,25 @@
-"""One protocol for the two kinds of runs: reinforcement learning, and post-training of language models."""
+"""The two kinds of runs: reinforcement learning, and post-training of language models."""
 
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from whence.experiments.llm.config import LanguageConfig
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.shared import OnRound
 from whence.metrics import Curve
 
 AnyConfig: TypeAlias = RunConfig | LanguageConfig
 """One run of either kind."""
 
 
-class Runner(Protocol):
-    """What a module offers that runs one kind of configuration."""
+def runner_of(config: AnyConfig) -> Any:
+    """Return the module that runs such a configuration: it has `prepare`, `run` and `is_finished`.
 
-    def prepare(self, config: Any) -> None:
-        """Check the settings before anything runs, and make what several runs share."""
-
-    def run(self, config: Any, path: Path, on_round: OnRound) -> None:
-        """Train and evaluate as `config` says; leave a finished run as it is."""
-
-    def is_finished(self, config: Any, path: Path) -> bool:
-        """Return whether a directory holds this run, finished."""
-
-
-def runner_of(config: AnyConfig) -> Runner:
-    """Return the module that runs such a configuration; what it trains with is imported here."""
+    What it trains with is imported here.
+    """
     kind = "llm" if isinstance(config, LanguageConfig) else "rl"
-    return cast(Runner, import_module(f"whence.experiments.{kind}.training"))
+    return import_module(f"whence.experiments.{kind}.training")
 
 
 def read_config(values: Any) -> AnyConfig:

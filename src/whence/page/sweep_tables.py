@@ -15,7 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.experiments import RunConfig
-from whence.experiments.rl.arms import is_control
+from whence.experiments.arms import is_control
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.rl.plan import reads
 from whence.experiments.rl.presets import presets

@@ -12,7 +12,7 @@ import polars as pl
 
 from whence import metrics
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments.rl.arms import counts_scoring
+from whence.experiments.arms import counts_scoring
 from whence.experiments.rl.config import RunConfig, list_evaluated_rounds
 from whence.experiments.rowfile import put_row, read_rows
 from whence.metrics import Curve
@@ -152,7 +152,7 @@ def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRu
     if config.seed != results["seed"]:
         raise WhenceError(f"its line has seed {results['seed']}, and its configuration {config.seed}")
     columns = {"evaluations": results["evaluations"], "rounds": results["rounds"], "seconds": timings["microseconds"]}
-    tables = {name: pl.DataFrame(_check_columns(name, table)) for name, table in columns.items()}
+    tables = {name: pl.DataFrame(table) for name, table in columns.items()}
     tables["seconds"] = tables["seconds"].with_columns(pl.exclude("round") / 1e6)
     # First, since no list of rounds is made that the file does not hold.
     if tables["seconds"].height != config.rounds:
@@ -161,25 +161,12 @@ def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRu
     for name, expected in (("evaluations", list_evaluated_rounds(config)), ("rounds", each), ("seconds", each)):
         if tables[name]["round"].to_list() != expected:
             raise WhenceError(f"the rounds of {name} are not those of the run, each once and in order")
-    for name, column in tables["seconds"].to_dict().items():
-        if column.null_count() or not all(0 <= value < math.inf for value in column):
-            raise WhenceError(f"{name} holds what is no time: seconds are finite, and 0 or more")
     return KeptRun(config, tables, make_curve(config, tables["evaluations"], tables["seconds"]))
 
 
 def _to_microseconds(timings: pl.DataFrame) -> pl.DataFrame:
     """Return seconds as whole microseconds, which need a third of the room and are as good."""
     return timings.with_columns((pl.exclude("round") * 1e6).round().cast(pl.Int64))
-
-
-def _check_columns(name: str, columns: Any) -> dict[str, list[float | None]]:
-    """Return a table's columns if they are lists of numbers; null stands for a number that is not finite."""
-    kinds = int, float, type(None)
-    if not isinstance(columns, dict) or not all(
-        isinstance(column, list) and all(type(value) in kinds for value in column) for column in columns.values()
-    ):
-        raise WhenceError(f"{name} is no table of numbers")
-    return columns
 
 
 def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:

@@ -169,40 +169,12 @@ def make_model_env(config: RunConfig) -> VecEnv:
 
 
 def make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
-    """Return Gymnasium's environment of a run, which shows the part to observe and names itself when it fails."""
-    env = _NameFailures(_make_gymnasium(config, **options), config.env)
+    """Return Gymnasium's environment of a run, which shows the part to observe."""
+    env = _make_gymnasium(config, **options)
     if (key := config.observe) is None:
         return env
     assert isinstance(env.observation_space, gym.spaces.Dict)  # `check_environment` has refused another
     return TransformObservation(env, lambda observation: observation[key], env.observation_space[key])
-
-
-class _NameFailures(gym.Wrapper[Any, Any, Any, Any]):
-    """Name the environment in the errors that its own code raises."""
-
-    def __init__(self, env: gym.Env[Any, Any], env_id: str) -> None:
-        super().__init__(env)
-        self._id = env_id
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment."""
-        try:
-            return self.env.reset(seed=seed, options=options)
-        except Exception as failure:
-            raise self._name(failure, "reset()") from failure
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the environment."""
-        try:
-            return self.env.step(action)
-        except Exception as failure:
-            raise self._name(failure, "step()") from failure
-
-    def _name(self, failure: Exception, method: str) -> WhenceError:
-        return WhenceError(
-            f"The environment {self._id!r} fails in {method}: {type(failure).__name__}: {failure}. Its own code raises "
-            "this; `whence --debug ...` shows where."
-        )
 
 
 def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> tuple[float, float]:

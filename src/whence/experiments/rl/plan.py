@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.arms import ARMS, RULE_FIELDS, find_arm
+from whence.experiments.arms import ARMS, RULE_FIELDS, find_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
 from whence.experiments.rl.presets import presets
@@ -94,23 +94,17 @@ def _list_parts(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
 def _check_reach(config: RunConfig, changes: Mapping[str, Any]) -> None:
     """Refuse overrides of an environment's settings that would not reach every environment of the run."""
     libraries = list_libraries(config)
-    if changes.get("pool_kwargs") and "envpool" not in libraries:
+    for name, library, other in (
+        ("env_kwargs", "gymnasium", "pool_kwargs"),
+        ("pool_kwargs", "envpool", "env_kwargs"),
+    ):
+        if changes.get(name) and library not in libraries:
+            raise WhenceError(f"{name} are {library}'s, and this run is in no environment of it. Pass {other} instead.")
+    if changes.get("env_kwargs") and "envpool" in libraries and "pool_kwargs" not in changes:
         raise WhenceError(
-            f"pool_kwargs {changes['pool_kwargs']} are EnvPool's, and this run is in Gymnasium's environments only. "
-            "Pass env_kwargs (--env-kwargs) instead."
-        )
-    if not changes.get("env_kwargs") or "envpool" not in libraries:
-        return
-    if "gymnasium" not in libraries:
-        raise WhenceError(
-            f"env_kwargs {changes['env_kwargs']} are Gymnasium's, and this run is in EnvPool's environments only. Pass "
-            "pool_kwargs (--pool-kwargs) instead, by EnvPool's names."
-        )
-    if "pool_kwargs" not in changes:
-        raise WhenceError(
-            f"env_kwargs {changes['env_kwargs']} would reach Gymnasium's environments and not EnvPool's, but this run "
-            f"collects with {config.collect_with} and evaluates with {config.evaluate_with}. Pass pool_kwargs "
-            "(--pool-kwargs) as well, by EnvPool's names; {} where EnvPool's environment is so already."
+            f"env_kwargs {changes['env_kwargs']} would not reach EnvPool's environments, but this run collects with "
+            f"{config.collect_with} and evaluates with {config.evaluate_with}. Pass pool_kwargs (--pool-kwargs) as "
+            "well, by EnvPool's names; {} where its environment is so already."
         )
 
 

@@ -12,7 +12,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments.rl.arms import ARMS, find_arm
+from whence.experiments.arms import ARMS, find_arm
 from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
 from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return

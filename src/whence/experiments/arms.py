@@ -1,4 +1,4 @@
-"""The arms of a comparison, as data."""
+"""The arms of a comparison, as data: ways to train an agent, and to select a language model's responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ class Arm:
         counts_scoring: whether the seconds of an arm include scoring and selecting. Those of a control that scores
             only to know how much to drop do not.
         learning_rate_scale: factor of the run's learning rate.
+        target: what a language model's responses are scored by, unless a run names another; None: nothing is scored.
     """
 
     rule: str
@@ -35,14 +36,14 @@ class Arm:
     rule_settings: Mapping[str, Any] = field(default_factory=dict)
     counts_scoring: bool = True
     learning_rate_scale: float = 1.0
+    target: str | None = None
 
-    def make_rule(self, *, drop: float, warmup: int, seed: int) -> "SelectionRule":
-        """Return the selection rule of a run with these fields."""
+    def make_rule(self, **run_fields: float) -> "SelectionRule":
+        """Return the selection rule of a run with these fields, at least those that the rule reads."""
         from whence import heuristics, selection  # they import torch, which a list of arms does not need
 
-        fields = {"drop": drop, "warmup": warmup, "seed": seed}
         rule_class = getattr(selection, self.rule, None) or getattr(heuristics, self.rule)
-        rule: SelectionRule = rule_class(**self.rule_settings, **{name: fields[name] for name in self.reads})
+        rule: SelectionRule = rule_class(**self.rule_settings, **{name: run_fields[name] for name in self.reads})
         return rule
 
 
@@ -74,7 +75,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         },
     }
 )
-"""Every arm by its name. A study trains in further ways with `run(..., make_callback=...)`, under names of its own."""
+"""Every arm of agents. A study trains in further ways with `run(..., make_callback=...)`, under names of its own."""
 
 
 def find_arm(name: str) -> Arm:
@@ -102,3 +103,51 @@ def place_arm(name: str) -> float:
     """Return the place of an arm in tables; those of studies stand between the rules and the learning rates."""
     names = list(ARMS)
     return names.index(name) if name in ARMS else names.index("ppo-lr-0.5") - 0.5
+
+
+LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
+    {
+        STANDARD: Arm("KeepAll", "PPO itself: every response trains", counts_scoring=False),
+        "random": Arm(
+            "RandomDrop",
+            "drop as many responses as iif, at random",
+            ("seed",),
+            {"drop": 1.0, "zeros": True},
+            counts_scoring=False,
+            target="sequence",
+        ),
+        "iif": Arm("NonPositive", "drop every response that scores 0 or less (LDA)", target="sequence"),
+        "ippo": Arm(
+            "IPPO",
+            "the same with scores by demonstrations, which also weight the kept responses (I-PPO)",
+            target="validation",
+        ),
+        "ippo-unweighted": Arm(
+            "IPPO",
+            "the same, with all kept responses weighted equally",
+            rule_settings={"weighted": False},
+            target="validation",
+        ),
+    }
+)
+"""Selections by name; the command calls the standard one `none`."""
+
+LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
+    {
+        "sequence": "log-probs of whole responses, by the advantage of the last token",
+        "token": "log-probs of tokens, each by its own advantage",
+        "validation": "likelihood of trusted demonstrations",
+        "held-out": "as sequence, over responses to prompts that do not train, drawn in every round",
+    }
+)
+
+
+def split_arm(arm: str) -> tuple[str, str | None]:
+    """Return an arm's selection, and its target if the arm's name has one."""
+    if arm in LANGUAGE_ARMS:
+        return arm, None
+    for target in LANGUAGE_TARGETS:
+        if arm.endswith(f"-{target}"):
+            return arm.removesuffix(f"-{target}"), target
+    selection, _, target = arm.rpartition("-")
+    return (selection, target) if selection else (arm, None)

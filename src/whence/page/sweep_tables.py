@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import polars as pl
-from numpy.typing import NDArray
 
 from whence.experiments import RunConfig
 from whence.experiments.arms import is_control
@@ -176,12 +175,13 @@ def _first_config(labels: Labels) -> RunConfig:
 def _describe_set_up(labels: Labels) -> str:
     """Describe the settings that the runs share, as far as they are no defaults."""
     config = _first_config(labels)
+    default = RunConfig(env=config.env, arm=config.arm, seed=config.seed)
     described = {"env", "arm", "seed", "drop", "rounds", "eval_episodes", "eval_every", "optimizer", "hyperparameters"}
     values = config.to_json()
     others = [
         f"{field.name} {json.dumps(values[field.name])}"
         for field in fields(config)
-        if field.name not in described and getattr(config, field.name) != _default(field)
+        if field.name not in described and getattr(config, field.name) != getattr(default, field.name)
     ]
     every = "" if config.eval_every == 1 else f" every {config.eval_every} rounds"
     hyperparameters = [f"{name} {value}" for name, value in config.hyperparameters.items()] or [
@@ -201,10 +201,6 @@ def _describe_set_up(labels: Labels) -> str:
         *drop,
     ]
     return f"{config.env}: {'; '.join(parts)}."
-
-
-def _default(field: Any) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def _list_runs(labels: Labels) -> str:
@@ -229,14 +225,12 @@ def _tabulate_savings(labels: Labels, summary: Mapping[str, Any]) -> str:
         rows.append([column_heading(label), str(len(labels[label])), *cells, *against])
         if lda_row := find_row(next(iter(labels[label].values())).config):
             name, shares = lda_row
-            lda_cells = [_format_share(shares.get(metric)) for metric in SAVED]
+            lda_cells = [
+                f"{shares[metric][0]:.1%} ± {shares[metric][1]:.1%}" if metric in shares else "" for metric in SAVED
+            ]
             rows.append([f"*{name}*", "3", *lda_cells, *("" for _ in _AGAINST_NULL)])
     against = [f"{HEADINGS[metric]}, against the null" for metric in _AGAINST_NULL]
     return _make_table(["arm", "seeds", *(HEADINGS[metric] for metric in SAVED), *against], rows)
-
-
-def _format_share(figure: Sequence[float] | None) -> str:
-    return "" if figure is None else f"{figure[0]:.1%} ± {figure[1]:.1%}"
 
 
 def _tabulate_returns(labels: Labels, summary: Mapping[str, Any]) -> str:
@@ -271,15 +265,10 @@ def _tabulate_rounds(labels: Labels) -> str | None:
 
 
 def _format_mean(table: pl.DataFrame, name: str) -> str:
-    if name == "train/clip_fraction" and _known_values(table, "train/update_scale").size:
+    is_scaled = "train/update_scale" in table.columns and table["train/update_scale"].count() > 0
+    if name not in table.columns or table[name].is_null().all() or (name == "train/clip_fraction" and is_scaled):
         return ""
-    known = _known_values(table, name)
-    return f"{known.mean():{_ROUND_METRICS[name][1]}}" if len(known) else ""
-
-
-def _known_values(table: pl.DataFrame, name: str) -> NDArray[np.float64]:
-    known = table[name].drop_nulls() if name in table.columns else pl.Series([])
-    return known.cast(pl.Float64).to_numpy()
+    return f"{np.mean(table[name].drop_nulls().to_numpy()):{_ROUND_METRICS[name][1]}}"
 
 
 def _tabulate_seconds(labels: Labels) -> str:

@@ -1,18 +1,15 @@
 """Advice from a run's metrics, each kind once."""
 
-import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
 import pytest
-from stable_baselines3 import PPO
-from stable_baselines3.common.monitor import Monitor
 
 import whence
-from toys import Toy, model
-from whence.advice import give_advice, log_new_advice
+from toys import model
+from whence.advice import give_advice
 from whence.page.sections import gather_advice
 from whence.sb3 import InfluenceCallback
 
@@ -31,17 +28,6 @@ def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     assert kinds(config, mean=[None, 0.1, 0.2]) == {"adaptive optimiser": 2}
     assert kinds(config, mean=[None, None]) == {}  # nothing was scored
     assert kinds(SGD, mean=[0.1, 0.2]) == {}
-
-
-def test_long_runs_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    monkeypatch.setattr("whence.advice.give_advice", lambda table, config: looks.append(table.height) or [])
-    row = {"round": 1, "mean": 0.1}
-    for count in range(1, 2001):
-        log_new_advice([row] * count, SGD, set())
-    assert looks[:100] == list(range(1, 101))
-    assert 150 < len(looks) < 300
-    assert max(later - earlier for earlier, later in itertools.pairwise(looks)) <= 2000 / 50
 
 
 def test_a_page_tells_of_interruptions() -> None:
@@ -157,12 +143,3 @@ def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> 
     assert messages[0].startswith("round 1: Scores describe one plain gradient step, but Adam rescales")
     assert messages[1].startswith("round 1: 97% of the records were dropped")
     assert [row["round"] for row in callback.metrics] == [1, 2, 3, 4]
-
-
-def test_the_mean_episode_return_is_that_of_the_monitor() -> None:
-    toy = PPO("MlpPolicy", Monitor(Toy()), n_steps=64, batch_size=64, device="cpu", seed=0)
-    callback = InfluenceCallback(whence.KeepAll())
-    toy.learn(64, callback=callback)
-    returns = toy.env.envs[0].get_episode_rewards()
-    assert len(returns) > 1
-    assert callback.metrics[0]["episode_return"] == pytest.approx(sum(returns) / len(returns), abs=1e-5)

@@ -132,14 +132,6 @@ def test_an_action_that_would_be_cut_to_a_whole_number_is_refused(action: object
     torch.testing.assert_close(whole, attribute(view, records, target=Action(records.observations[0], 2)).scores)
 
 
-def test_an_observation_that_a_byte_cannot_hold_is_refused() -> None:
-    toy = model(observation="image")
-    records = collect(toy)
-    for value in (300, -1, 0.5):
-        with pytest.raises(WhenceError, match=rf"observation of Action\(\) holds {value}, but the records' are uint8"):
-            attribute(toy.policy, records, target=Action(torch.full((3, 8, 8), value), 0))
-
-
 @pytest.mark.parametrize(
     ("space", "inside", "outside", "named"),
     [
@@ -158,16 +150,6 @@ def test_an_action_outside_the_policys_space_is_refused(space: str, inside: Any,
     if outside is not None:
         with pytest.raises(WhenceError, match=rf"Action\(\) got the action {named}: pass one that the policy can take"):
             attribute(toy.policy, records, target=Action(observation, outside))
-
-
-def test_an_action_kept_as_a_float_has_to_be_one_of_the_space_too() -> None:
-    toy = model()
-    records = collect(toy)
-    floats = records.with_columns({"actions": records.actions.float()[:, None]})
-    expected = attribute(toy.policy, records, target=Action(torch.zeros(5), 2)).scores
-    torch.testing.assert_close(attribute(toy.policy, floats, target=Action(torch.zeros(5), 2)).scores, expected)
-    with pytest.raises(WhenceError, match=r"got the action \[0\.5\], which is not in .*Discrete\(3\)"):
-        attribute(toy.policy, floats, target=Action(torch.zeros(5), 0.5))
 
 
 def test_bfloat16_is_scored_and_shown() -> None:
@@ -224,16 +206,6 @@ def test_a_sequence_policy_scores_one_record_per_sequence(embedding: bool) -> No
     assert float(influence.scores[5]) == pytest.approx(float(product), rel=1e-4)
 
 
-def test_several_targets_from_one_pass() -> None:
-    view = mlp_view()
-    records = records_for(view)
-    action = Action(records.observations[:3], records.actions[:3])
-    both = attribute(view, records, target={"return": Return(), "action": action})
-    for name, target in (("return", Return()), ("action", action)):
-        assert difference(both[name], attribute(view, records, target=target)) <= 1e-6
-        assert both[name].target == repr(target)
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 30), st.sampled_from([*ENGINES]))
 def test_targets_add(seed: int, n: int, engine: str) -> None:
@@ -287,24 +259,6 @@ def test_scaling_an_advantage_scales_its_score_for_a_fixed_target(
         before = attribute(view, records, target=target, objective=objective, engine=engine).scores
         after = attribute(view, scaled, target=target, objective=objective, engine=engine).scores
         torch.testing.assert_close(after, before * factors)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.lists(st.integers(0, 10**9), min_size=2, max_size=20, unique=True))
-def test_a_records_id_follows_it(seed: int, ids: list[int]) -> None:
-    torch.manual_seed(seed)
-    view = mlp_view(dtype=torch.float64)
-    records = records_for(view, len(ids), dtype=torch.float64).with_columns({"record_ids": torch.tensor(ids)})
-    order = torch.randperm(len(ids))
-    objective = PPOClip(advantage_norm="none")
-    target = Action(records.observations[:2], records.actions[:2])
-    scores = attribute(view, records, target=target, objective=objective)
-    shuffled = attribute(view, records.take(order), target=target, objective=objective)
-    by_id = dict(zip(scores.record_ids.tolist(), scores.scores.tolist(), strict=True))
-    for record_id, score in zip(shuffled.record_ids.tolist(), shuffled.scores.tolist(), strict=True):
-        assert score == pytest.approx(by_id[record_id], rel=1e-9, abs=1e-12)
-    lowest = shuffled.bottom(1).record_ids.tolist()
-    assert by_id[lowest[0]] == pytest.approx(min(by_id.values()), rel=1e-9, abs=1e-12)
 
 
 def test_a_plain_function_is_an_objective() -> None:
@@ -407,15 +361,6 @@ def test_an_algorithm_in_the_place_of_its_policy_is_refused(algorithm: Any) -> N
     records = collect(toy)
     with pytest.raises(Unsupported, match=rf"a {algorithm.__name__} algorithm.*Pass its policy: model\.policy"):
         attribute(toy, records, target=Return())
-
-
-def test_a_subclass_of_an_algorithm_in_the_place_of_its_policy_is_refused() -> None:
-    class Mine(PPO):
-        pass
-
-    toy = model(Mine)
-    with pytest.raises(Unsupported, match=r"a Mine algorithm.*Pass its policy"):
-        attribute(toy, collect(toy), target=Return())
 
 
 @pytest.mark.parametrize("observation", ["vector", "dict"])

@@ -147,12 +147,6 @@ def test_embeddings_that_mix_records_or_rewrite_themselves_have_no_rule(options:
         attribute(view, records_for(view, features=3), target=Return(), engine="ghost")
 
 
-def test_a_linear_layer_wider_than_its_input_and_one_narrower() -> None:
-    for sizes in ((2, 16, 3), (16, 2, 3)):
-        view = mlp_view(sizes)
-        against_loop(view, records_for(view, features=sizes[0]))
-
-
 def test_in_place_activations_do_not_mislead_ghost() -> None:
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
     view = categorical_view(network)
@@ -363,12 +357,6 @@ def test_auto_falls_back_to_the_loop_where_a_kernel_has_no_forward_mode() -> Non
     assert "Forward mode" in influence.engine_reason
 
 
-def test_records_of_another_width_meet_torchs_own_error() -> None:
-    view = mlp_view()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        attribute(view, records_for(mlp_view((6, 3)), features=6), target=Return())
-
-
 def batch_normed() -> nn.Module:
     network = nn.Sequential(nn.Conv1d(4, 6, 2), nn.BatchNorm1d(6), nn.Flatten(), nn.Linear(24, 8), nn.BatchNorm1d(8))
     network = nn.Sequential(network, nn.Tanh(), nn.Linear(8, 3))
@@ -423,21 +411,6 @@ def test_a_models_device_is_where_it_is_scored(device: str, observation: str, ac
             assert scored[name].scores.device.type == "cpu"
             assert difference(scored[name], truth[name]) <= 1e-5
     assert next(toy.policy.parameters()).device.type == device
-
-
-class OneNumber(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.temperature = nn.Linear(5, 3), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) / self.temperature
-
-
-@pytest.mark.parametrize("engine", ENGINES_BESIDE_LOOP)
-def test_a_parameter_of_one_number(engine: str) -> None:
-    view = categorical_view(OneNumber())
-    against_loop(view, records_for(view), engine)
 
 
 def pruned() -> nn.Module:
@@ -508,34 +481,3 @@ def test_an_axis_is_confirmed_for_each_view_of_a_module() -> None:
     records = records_for(view, 12, features=(12, 5))
     assert attribute(plain, records, target=Return()).engine == "ghost"
     assert attribute(view, records, target=Return()).engine == "forward"
-
-
-def test_an_axis_is_confirmed_anew_where_other_layers_are_trained() -> None:
-    view = categorical_view(Positions())
-    records = records_for(view, 12, features=(12, 5))
-    view.module.position.requires_grad_(False)
-    assert attribute(view, records, target=Return()).engine == "ghost"
-    view.module.position.requires_grad_(True)
-    assert attribute(view, records, target=Return()).engine == "forward"
-
-
-class Attending(nn.Module):
-    """A parameter of its own, and a kernel that has no forward mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out, self.scale = nn.Linear(5, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = (self.into(x) * self.scale)[:, None]
-        return self.out(nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 0, 0])
-
-
-def test_auto_goes_on_where_ghost_needs_forward_mode_and_there_is_none() -> None:
-    view = categorical_view(Attending())
-    records = records_for(view, features=(4, 5))
-    influence = attribute(view, records, target=Return())
-    assert influence.engine == "vmap"
-    against_loop(view, records, "auto")
-    with pytest.raises(Refused, match="`scale` belongs to no layer, so its part of the products needs forward mode"):
-        attribute(view, records, target=Return(), engine="ghost")

@@ -137,14 +137,6 @@ def test_scores_are_the_same_bits_with_errors(engine):
     assert torch.equal(both["one"].errors, both["two"].errors)
 
 
-def test_the_order_of_records_does_not_matter():
-    view, records = small_records()
-    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(3))
-    straight = attribute(view, records, target=Return(), folds=3).errors
-    shuffled = attribute(view, records.take(order), target=Return(), folds=3).errors
-    np.testing.assert_allclose(shuffled, straight[order], rtol=1e-4)
-
-
 def test_intervals_hold_the_truth_of_a_linear_softmax_policy():
     view = linear_view()
     generator = torch.Generator().manual_seed(1)
@@ -188,11 +180,6 @@ class TestInfluence:
         influence.save(tmp_path / "scores.safetensors")
         assert torch.equal(Influence.load(tmp_path / "scores.safetensors").errors, influence.errors)
         assert (influence + influence).errors is None
-
-    def test_errors_of_another_length_are_refused(self):
-        influence = self.make()
-        with pytest.raises(InvalidInfluence, match="errors have shape"):
-            Influence(influence.scores, influence.record_ids, influence.provenance, influence.errors[:2])
 
 
 class TestRefusals:
@@ -243,10 +230,6 @@ class TestCallback:
         share = (table["score"].abs() > 2 * table["error"]).mean()
         assert RunDirectory.open(tmp_path / "with").table("metrics")["significant_share"][1] == pytest.approx(share)
         assert "error" not in RunDirectory.open(tmp_path / "without").round("records", 2).columns
-
-    def test_without_a_directory_none_are_computed(self):
-        _, callback = self.learn(None)
-        assert callback.round.influence.errors is None
 
     def test_a_target_that_reads_no_records_has_none(self, tmp_path):
         _, callback = self.learn(tmp_path / "run", target=Action(np.zeros(4, np.float32), 1))

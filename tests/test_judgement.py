@@ -1,15 +1,12 @@
 """Judged advantages: which records, by what, and what is said of them; on the map; by the command."""
 
-import gymnasium as gym
 import numpy as np
 import polars as pl
 import pytest
 from PIL import Image
 
-from test_episode_replay import learn, train
-from test_explorer import table_of
-from toys import Toy
-from whence import InvalidRecords, ReplayError, WhenceError
+from test_episode_replay import train
+from whence import ReplayError, WhenceError
 from whence.diagnosis import judge_advantages, summarise_judgement
 from whence.diagnosis.agreement import (
     compare_bands,
@@ -18,7 +15,6 @@ from whence.diagnosis.agreement import (
 )
 from whence.diagnosis.grid_map import map_extremes
 from whence.diagnosis.judgement import compare_signs, draw_by_score, place_in_bands
-from whence.page.explorer import ExploredRun, build_round
 from whence.runs import RunDirectory
 
 
@@ -33,22 +29,6 @@ def lake(tmp_path_factory):
 def room(tmp_path_factory):
     """Two rounds of MiniGrid."""
     return train(tmp_path_factory.mktemp("room") / "run", preset="lda-code/minigrid", n_steps=300)
-
-
-class Steady(gym.Env):
-    """Episodes of seven steps that are numbered, with a reward of 0.1 each, whatever is done."""
-
-    observation_space = gym.spaces.Discrete(7)
-    action_space = gym.spaces.Discrete(3)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self._step = 0
-        return 0, {}
-
-    def step(self, action):
-        self._step += 1
-        return min(self._step, 6), 0.1, self._step == 7, False, {}
 
 
 def scored(n=100, **columns):
@@ -146,17 +126,6 @@ class TestJudgement:
 
         direct = estimate_advantages(lake, 2, ids, continuations=3, seed=4)
         assert judged["mc_value"].to_list() == direct["mc_value"].to_list()
-
-    def test_auto_measures_by_rollouts_where_states_hardly_repeat(self, room, tmp_path):
-        judged = judge_advantages(room, 2, records=4, continuations=2)
-        assert judged["measured"].unique().to_list() == ["rollouts"]
-        assert judge_advantages(room, 2, measure="visits")["measured"][0] == "visits"
-        box = learn(tmp_path / "box", Toy(action="box"))
-        assert judge_advantages(box, 1, records=2, continuations=2, env=lambda: Toy(action="box"))["measured"][0] == (
-            "rollouts"
-        )
-        with pytest.raises(InvalidRecords, match="discrete actions"):
-            judge_advantages(box, 1, measure="visits", env=lambda: Toy(action="box"))
 
     def test_what_cannot_be_judged_is_refused(self, lake, tmp_path):
         with pytest.raises(WhenceError, match="measure is 'visit'"):
@@ -266,13 +235,6 @@ class TestMap:
             "forward": 0,
             "drop": None,
         }
-
-    def test_environments_without_a_map_have_none(self, tmp_path):
-        cart = train(tmp_path / "cart", env="CartPole-v1", n_steps=64)
-        assert map_extremes(cart, 1, cart.round("records", 1)) is None
-        assert build_round(ExploredRun(cart.path), 1)["map"] is None
-        unknown = RunDirectory.create(tmp_path / "unknown", {"env": "Nowhere-v0", "algorithm": "PPO"})
-        assert map_extremes(unknown, 1, table_of()) is None
 
 
 class TestCommand:

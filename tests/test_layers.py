@@ -157,20 +157,6 @@ def test_layers_that_are_not_there_are_refused(layers: Any, message: str) -> Non
         attribute(view, records, target=Return(), layers=layers)
 
 
-def test_a_network_without_blocks_and_blocks_without_training_are_refused() -> None:
-    plain = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
-    twins = nn.ModuleDict({name: nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for name in ("actor", "critic")})
-    with pytest.raises(WhenceError, match=r"several lists of 2 blocks: `actor`, `critic`.*such as 'critic\.1\.\*'"):
-        find_blocks(twins)
-    with pytest.raises(WhenceError, match="Sequential has no ModuleList"):
-        attribute(plain, records_for(plain), target=Return(), layers=1)
-    view, records = tower()
-    view.module.blocks[3].requires_grad_(False)
-    with pytest.raises(WhenceError, match="The last 1 blocks of `blocks` have no trainable parameter"):
-        attribute(view, records, target=Return(), layers=1)
-    attribute(view, records, target=Return(), layers=2)
-
-
 def test_the_table_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
     view, _ = tower()
     records = records_for(view, dtype=torch.float64)  # none is clipped, so no two scores are 0

@@ -1,8 +1,6 @@
 """The recipes for PPO loops of other libraries: whence reads their records, and they train on those it keeps."""
 
-import re
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 import whence
 from test_examples import script
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 LIBRARIES = {
     "cleanrl": "gymnasium",
     "torchrl": "torchrl",
@@ -23,6 +20,14 @@ LIBRARIES = {
 }
 MODULES = pytest.mark.parametrize("name", LIBRARIES)
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(120)]
+
+
+@pytest.fixture(autouse=True)
+def _validation():
+    """skrl and rsl_rl stop torch's distributions from checking their arguments, in the whole process."""
+    before = torch.distributions.Distribution._validate_args
+    yield
+    torch.distributions.Distribution._validate_args = before
 
 
 class Chosen:
@@ -139,14 +144,6 @@ class Recipe:
         return owners[self.name]() if self.name in owners else self.columns["advantages"]
 
 
-@pytest.fixture(autouse=True)
-def _validation():
-    """skrl and rsl_rl stop torch's distributions from checking their arguments, in the whole process."""
-    before = torch.distributions.Distribution._validate_args
-    yield
-    torch.distributions.Distribution._validate_args = before
-
-
 @pytest.fixture
 def recipe(name, monkeypatch):
     return Recipe(name, monkeypatch)
@@ -224,42 +221,3 @@ def test_what_is_kept_trains(recipe, position):
     untouched = recipe.run(Chosen(keep_three_of_four))
     raised = recipe.run(Chosen(keep_three_of_four, raise_advantage))
     assert any(not torch.equal(untouched[key], raised[key]) for key in untouched)
-
-
-@MODULES
-def test_prints_a_line(recipe, capsys):
-    recipe.run(whence.IIF(0.25))
-    (line,) = capsys.readouterr().out.strip().splitlines()
-    trained, total = re.match(r"trained on (\d+) of (?:the last )?(\d+) records; ", line).groups()
-    assert 256 < int(trained) < int(total) == 512
-
-
-def test_what_cannot_be_scored_is_refused(monkeypatch):
-    tianshou = Recipe("tianshou", monkeypatch).module
-    with pytest.raises(ValueError, match="recompute_advantage"):
-        tianshou.SelectivePPO._preprocess_batch(SimpleNamespace(recompute_adv=True), None, None, None)
-
-
-@pytest.mark.parametrize("part", ["recurrent", "symmetry"])
-def test_rows_that_are_no_records_are_refused(part, monkeypatch):
-    rsl_rl = Recipe("rsl_rl", monkeypatch).module
-    ppo = SimpleNamespace(actor=SimpleNamespace(is_recurrent=part == "recurrent"), symmetry=part == "symmetry")
-    with pytest.raises(ValueError, match="single records"):
-        rsl_rl.SelectivePPO.update(ppo)
-
-
-@pytest.mark.parametrize("preprocessor", ["observation_preprocessor", "value_preprocessor"])
-def test_preprocessors_are_refused(preprocessor, monkeypatch):
-    recipe = Recipe("skrl", monkeypatch)
-    memory = recipe.module.SelectiveMemory(memory_size=1)
-    cfg = {"observation_preprocessor": None, "value_preprocessor": None} | {preprocessor: object}
-    memory.agent = SimpleNamespace(cfg=SimpleNamespace(**cfg), policy=None)
-    memory.create_tensor("advantages", size=1)
-    with pytest.raises(ValueError, match="Preprocessors"):
-        memory.set_tensor_by_name("advantages", torch.zeros(1, 1, 1))
-
-
-@MODULES
-def test_recipes_are_short(name):
-    text = (EXAMPLES / f"ppo_{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 60

@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,22 +49,6 @@ def test_what_is_held_stays_within_the_budget_for_tensors(engine: str, budget: i
     # What is kept for all records has its own share of the budget.
     assert held <= allowed + memory._BYTES_PER_NUMBER * len(records)
     assert held > 0.5 * allowed, "the budget is hardly used"
-
-
-@pytest.mark.parametrize("observation", ["vector", "image"])
-def test_scoring_in_one_pass_holds_less_than_a_training_step(observation: str) -> None:
-    toy = model(observation=observation, n_steps=256)
-    records = collect(toy)
-    optimizer = toy.policy.optimizer
-
-    def take_step() -> None:
-        _, log_prob, _ = toy.policy.evaluate_actions(records.observations, records.actions)
-        optimizer.zero_grad()
-        (records.advantages * log_prob).mean().backward()
-        optimizer.step()
-
-    take_step()  # the first one makes Adam's state, which stays
-    assert most_held(toy.policy, records, engine="ghost") <= 1.25 * max(memory.measure_bytes(take_step))
 
 
 @pytest.mark.parametrize("observation", ["vector", "image", "dict"])
@@ -134,19 +117,6 @@ def test_the_cost_is_measured_once_per_policy(monkeypatch: pytest.MonkeyPatch) -
     assert len(measured) == 2
 
 
-def test_the_cost_is_measured_once_for_a_policy_whose_view_is_made_for_every_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measured = []
-    measure = memory._measure_cost
-    monkeypatch.setattr(memory, "_measure_cost", lambda *args: measured.append(None) or measure(*args))
-    toy = model()
-    for _ in range(2):
-        attribute(toy.policy, collect(toy), target=Return())
-        attribute(toy.policy, collect(toy), target=Return(), objective=lambda outputs, r: outputs.log_prob)
-    assert len(measured) == 2
-
-
 def repeating(network: nn.Module, times: int) -> whence.ModuleView:
     """Return a view that keeps `times` numbers for each feature of a record."""
 
@@ -179,23 +149,6 @@ def test_views_and_objectives_have_costs_of_their_own(heavy: str, engine: str) -
     ) / memory._MARGIN + memory._BYTES_PER_NUMBER * len(records)
 
 
-def test_views_share_notes_where_their_functions_are_the_same() -> None:
-    network, toy = mlp_view().module, model()
-
-    def notes_with(function: Callable[..., Tensor]) -> dict[object, object]:
-        return notes_on(whence.ModuleView(network, function))
-
-    assert notes_with(greedy) is notes_with(greedy)
-    assert notes_with(greedy) is not notes_with(lambda module, inputs: inputs["observations"])
-    assert notes_with(greedy) is not notes_on(whence.ModuleView(network, greedy, lambda records: records.actions))
-    assert notes_on(as_view(toy.policy)) is notes_on(as_view(toy.policy))
-    one, other = repeating(network, 1), repeating(network, 2)
-    assert notes_on(one) is notes_on(one)
-    assert notes_on(one) is not notes_on(other)
-    by_default = [notes_with(lambda module, inputs, times=times: inputs * times) for times in (1, 2)]
-    assert by_default[0] is not by_default[1]
-
-
 def test_notes_go_with_the_view() -> None:
     gc.collect()
     before = len(whence.policies._NOTES)
@@ -208,17 +161,6 @@ def test_notes_go_with_the_view() -> None:
     assert len(whence.policies._NOTES) == before
 
 
-class NoHash(whence.ModuleView):
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_a_view_that_cannot_be_a_key_is_scored_all_the_same() -> None:
-    plain = mlp_view()
-    records = records_for(plain, 40)
-    unhashed = NoHash(plain.module, plain._outputs)
-    assert difference(attribute(unhashed, records, target=Return()), attribute(plain, records, target=Return())) == 0
-
-
 @pytest.mark.parametrize("engine", ["auto", "ghost", "forward"])
 @pytest.mark.parametrize("chunk_size", [None, 10])
 def test_an_objective_that_holds_a_number_for_each_record_is_told_why_not(engine: str, chunk_size: int | None) -> None:
@@ -229,16 +171,6 @@ def test_an_objective_that_holds_a_number_for_each_record_is_told_why_not(engine
         score_targets(view, records, {"": Return()}, engine=engine, **settings)
     with pytest.raises(RuntimeError, match="size of tensor"):  # wrong on all of them as well: no part's fault
         attribute(view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * weights[:3])
-
-
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_an_objective_that_spreads_one_record_is_told_that_parts_are_asked_for(engine: str) -> None:
-    view = mlp_view()
-    records, weights = records_for(view, 40), torch.rand(40)
-    with pytest.raises(WhenceError, match=r"shape \(40,\) for 1 records.*for any part of the records"):
-        attribute(
-            view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * weights, engine=engine
-        )
 
 
 RISE = """

@@ -39,10 +39,6 @@ class TestMoments:
         best = find_moments(make_table(), lowest=False, most=10)
         assert [moment.record_ids for moment in best] == [(106, 107), (104,), (108,)]
 
-    def test_a_moment_ends_with_its_episode(self):
-        first, second = find_moments(make_table([-4.0, -4.0], (0, 1)), lowest=True, most=10)
-        assert (first.record_ids, second.record_ids) == ((100,), (101,))
-
     def test_environments_are_apart(self):
         table = make_table([-4.0, -4.0, -4.0], (-1, -1, -1)).with_columns(
             env_index=pl.Series([0, 1, 0]), episode_id=pl.Series([7, 8, 7])

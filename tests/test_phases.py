@@ -319,12 +319,6 @@ def put_history(directory, history, **changes):
 
 
 class TestPage:
-    def test_without_results_it_names_the_command(self, tmp_path):
-        directory = run_of(tmp_path / "run", {"env": "CartPole-v1"}, (1, 2))
-        page_of(directory)
-        text = (tmp_path / "page.html").read_text()
-        assert f"<code>whence phases {directory.path}</code>" in text
-
     def test_results_are_drawn_and_escaped(self, tmp_path, history):
         directory = run_of(tmp_path / "run", {"env": "CartPole-v1"}, (1, 2))
         behaviour = {"name": HOSTILE, "round": 6, "records": [700]}

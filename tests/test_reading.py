@@ -1,27 +1,20 @@
 """What is read is checked where it enters: columns, tensors, configurations, JSON; by hand, a case for each check."""
 
-import io
 import json
 from pathlib import Path
 
-import polars as pl
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from toys import mlp_view, model, records_for
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
-from whence.cli.console import make_table, parse_json
-from whence.errors import NonFinite, ReplayError, RunDirectoryError
+from whence.errors import RunDirectoryError
 from whence.experiments import LanguageConfig, RunConfig
 from whence.experiments.kinds import read_config
-from whence.experiments.rl.stored import load_policy, read_records
-from whence.llm.ppo.ppo_run import check_model, read_model
-from whence.moments import find_moment, find_moments, group_scores, read_axes
-from whence.sb3 import InfluenceCallback, collect
-from whence.sb3.episodes.episode_replay import read_episode
+from whence.experiments.rl.stored import load_policy
+from whence.sb3 import InfluenceCallback
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +27,6 @@ def run(tmp_path, toy) -> RunDirectory:
     trained = model()
     trained.learn(32, callback=InfluenceCallback(IIF(0.5), run=tmp_path / "run", recordings=[1]))
     return RunDirectory.open(tmp_path / "run")
-
-
-def test_groups_of_odd_tables():
-    table = pl.DataFrame({"record_id": [1, 2], "score": [1.0, -1.0], "action": [0, None], "observation.a": [3, 4]})
-    assert group_scores(table, "action")["group"].to_list() == ["unknown", "0"]
-    assert group_scores(table, "region")["group"].to_list() == ["state 4", "state 3"]
-    assert group_scores(table.clear(), "region").is_empty()
-    assert read_axes(table.clear()) == {}
-
-
-def test_json_of_any_depth(tmp_path):
-    for text in ("[" * 100_000, "9" * 5000, '{"a":' * 5000):
-        with pytest.raises(WhenceError, match="which is not JSON") as raised:
-            parse_json("--x", text, "1")
-        assert len(str(raised.value)) < 600
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(RunDirectoryError, match="cannot be read as JSON"):
-            RunDirectory.open(tmp_path)
 
 
 def rewrite(path: Path, change) -> None:
@@ -132,69 +107,3 @@ def test_configurations_from_json():
             LanguageConfig.from_json({"arm": "iif", "seed": 0, name: value})
     with pytest.raises(WhenceError, match="rounds is 'many'; a whole number"):
         LanguageConfig.from_json({"arm": "iif", "seed": 0, "settings": {"rounds": "many"}})
-
-
-def test_tables_show_text_as_it_is():
-    console = Console(file=io.StringIO(), width=200)
-    console.print(make_table("a\x1b[2J", ["b"], [["[link=http://a]c[/link]\x1b]8;;d"]]))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b" not in text
-    assert "[link=http://a]c[/link]" in text
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        (pl.lit(9).alias("action"), r"action of record 0 of .* is 9, which is not in Discrete\(3\)"),
-        (pl.lit(1.0).alias("observation"), r"`observation` holds Float64; observations of Box.* are needed"),
-        (pl.lit(None).cast(pl.Boolean).alias("episode_start"), "`episode_start` holds Boolean or nulls"),
-    ],
-)
-def test_records_of_another_environment(run, toy, column, message):
-    with pytest.raises(WhenceError, match=message):
-        read_records(run, run.round("records", 1).with_columns(column), toy)
-
-
-def test_a_policy_whose_outputs_overflow():
-    toy = model()
-    records = collect(toy)
-    with torch.no_grad():
-        toy.policy.action_net.weight.fill_(torch.inf)
-    with pytest.raises(NonFinite, match="distribution of actions is not finite"):
-        attribute(toy.policy, records, target=Return(), engine="loop")
-
-
-def test_a_language_models_checkpoint_that_holds_something_else():
-    toy = model()
-    toy.learn(32)
-    optimizer = toy.policy.optimizer
-    content = read_model(toy.policy, optimizer)
-    check_model(toy.policy, content, Path("here"))
-    name = next(iter(content["model"]))
-    for wrong, message in (
-        ({**content, "model": {**content["model"], name: {}}}, "parameters that train differ"),
-        ({**content, "model": 3}, "parameters that train differ"),
-        ({**content, "optimizer": {name: 3}}, "belongs to no parameter"),
-        ({**content, "optimizer": [3]}, "belongs to no parameter"),
-        ({**content, "optimizer": {name: {"exp_avg": torch.zeros(2)}}}, "belongs to no parameter"),
-    ):
-        with pytest.raises(RunDirectoryError, match=f"here .*{message}"):
-            check_model(toy.policy, wrong, Path("here"))
-
-
-def test_an_episode_without_its_generators_state(run):
-    episode = run.round("episodes", 1)["episode_id"][0]
-    for column, message in ((pl.lit("[").alias("generator_state"), "not readable as JSON"), (None, "no column")):
-        table = run.round("episodes", 1)
-        run.write_round("episodes", 1, table.drop("generator_state") if column is None else table.with_columns(column))
-        with pytest.raises(ReplayError, match=message):
-            read_episode(run, episode)
-
-
-def test_a_moment_of_records_without_a_score():
-    records = pl.DataFrame({"record_id": [3, 4], "episode_id": [0, 0], "score": [None, None]})
-    assert records.schema["score"] == pl.Null
-    moment = find_moment(records, 4)
-    assert (moment.total, moment.records) == (0.0, 1)
-    assert moment.score != moment.score
-    assert find_moments(records, lowest=True, most=3) == []

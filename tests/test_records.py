@@ -1,12 +1,9 @@
-import hashlib
-
 import numpy as np
 import polars as pl
 import pytest
 import torch
 
 from whence import InvalidRecords, NonFinite, RecordBatch
-from whence.trees import named_leaves
 
 
 def columns(n: int = 4, **changes: object) -> dict[str, object]:
@@ -62,49 +59,10 @@ def test_table_has_nulls_for_the_unknown_and_arrays_for_vectors() -> None:
     assert "observation" not in batch.to_polars().columns
 
 
-def test_large_observations_stay_out_of_the_table() -> None:
-    batch = RecordBatch(**columns(observations=np.zeros((4, 1025), np.float32)))
-    assert "observation" not in batch.to_polars(observations=True).columns
-
-
-def test_bfloat16_has_a_fingerprint_and_a_table() -> None:
-    halves = {name: torch.linspace(-1, 1, 4, dtype=torch.bfloat16) for name in ("log_probs", "advantages")}
-    batch = RecordBatch(**columns(**halves, observations=torch.full((4, 2), 0.5, dtype=torch.bfloat16)))
-    assert batch.advantages.dtype == torch.bfloat16
-    assert batch.fingerprint != batch.with_advantages(-batch.advantages).fingerprint
-    table = batch.to_polars(observations=True)
-    assert table["advantage"].dtype == pl.Float32
-    assert table["advantage"].to_list() == batch.advantages.tolist()
-    assert table["observation"].to_list()[1] == [0.5, 0.5]
-
-
-def test_the_fingerprint_is_that_of_the_columns_bytes() -> None:
-    batch = RecordBatch(**columns(observations=np.zeros((4, 2)))).take(torch.tensor([3, 1]))
-    parts = (column.numpy().tobytes() for column in (batch.ids, batch.log_probs, batch.advantages))
-    assert batch.fingerprint == hashlib.sha256(b"".join(parts)).hexdigest()
-
-
 @pytest.mark.parametrize("index", [slice(0, 0), torch.zeros(4, dtype=torch.bool), torch.tensor([], dtype=torch.int64)])
 def test_taking_no_record_is_refused(index: slice | torch.Tensor) -> None:
     with pytest.raises(InvalidRecords, match=r"take\(\) was to leave none of the 4 records; a RecordBatch holds"):
         RecordBatch(**columns()).take(index)
-
-
-@pytest.mark.parametrize("name", ["log_probs", "actions"])
-def test_all_columns_are_moved_wherever_one_of_them_is(name: str) -> None:
-    batch = RecordBatch(**columns(observations={"x": torch.zeros(4, 2)}))
-    apart = batch.with_columns({name: getattr(batch, name).to("meta")})
-    assert {t.device.type for _, t in named_leaves(apart.to("meta").columns)} == {"meta"}
-    assert batch.to("cpu") is batch
-
-
-def test_keys_may_hold_a_dot_where_the_joined_names_stay_apart() -> None:
-    zeros = np.zeros((4, 1))
-    table = RecordBatch(**columns(observations={"a.b": zeros, "a": {"c": zeros + 1}})).to_polars(observations=True)
-    assert table["observation.a.b"].to_list() == [0] * 4
-    assert table["observation.a.c"].to_list() == [1] * 4
-    with pytest.raises(InvalidRecords, match=r"Two observations are both named `observations\.a\.b`"):
-        RecordBatch(**columns(observations={"a.b": zeros, "a": {"b": zeros}}))
 
 
 def test_other_advantages_are_taken_as_they_are() -> None:

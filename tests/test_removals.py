@@ -146,19 +146,6 @@ def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None
             assert bottom["change"] > random["change"] + 2 * random["spread"]
 
 
-def test_of_equal_scores_the_record_that_comes_first_is_left_out(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, recording = case
-    spy = RetrainSpy(monkeypatch)
-    scores = np.zeros(64)
-    scores[[2, 60]] = -1, 1
-    table = leave_out(model.policy, recording, {"flat": scores}, target=Return(), shares=(0.05,), draws=1, orders=1)
-    without = [(~mask).nonzero().flatten().tolist() for mask in spy.calls[0][0]]
-    assert without[:3] == [[], [0, 1, 60], [0, 1, 2]]
-    assert table["spread"].null_count() == table.height
-    assert table["score"].to_list() == ["flat", "flat", None] * 4
-    assert table["side"].to_list() == ["top", "bottom", "random"] * 4
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -174,29 +161,6 @@ def test_what_is_refused(case: Any, changed: dict[str, Any], message: str) -> No
     settings = {"scores": {"zero": np.zeros(64)}, "target": Return(), "shares": (0.1,)} | changed
     with pytest.raises(WhenceError, match=message):
         leave_out(model.policy, recording, settings.pop("scores"), **settings)
-
-
-def test_memory_is_checked_before_anything_is_trained(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, recording = case
-    spy = RetrainSpy(monkeypatch)
-    settings: dict[str, Any] = {"target": Return(), "shares": (0.1, 0.2), "draws": 3, "orders": 1}
-    scores = {"zero": np.zeros(64)}
-    leave_out(model.policy, recording, scores, **settings)
-    kept, orders = spy.calls[1]
-    assert len(kept) == 1 + 2 * (2 + 3)
-
-    def least_memory(trainings: Any, minibatches: Any) -> int:
-        with pytest.raises(WhenceError, match="takes about") as refusal:
-            retrain(model.policy, recording, trainings, orders=minibatches, memory=1000)
-        return int(str(refusal.value).split("takes about ")[1].split()[0].replace(",", ""))
-
-    # The second truth needs more memory, for its orders: the first must not be trained in vain.
-    enough = least_memory(kept, None)
-    assert least_memory(kept, orders) > enough
-    spy.calls.clear()
-    with pytest.raises(WhenceError, match=f"training round 2 {len(kept)} times takes about"):
-        leave_out(model.policy, recording, scores, **settings, memory=enough)
-    assert spy.calls == []
 
 
 def test_the_command_adds_the_curves(tmp_path: Path) -> None:

@@ -47,26 +47,6 @@ def test_episodes_by_hand():
     assert flatten_rollout(**make_rollout()).episode_ids is None
 
 
-def test_columns_may_have_a_last_axis_of_one_and_be_arrays():
-    plain = flatten_rollout(**make_rollout(episode_starts=STARTS))
-    columns = make_rollout(episode_starts=STARTS.numpy()[..., None])
-    columns["log_probs"] = columns["log_probs"].numpy()[..., None]
-    columns["advantages"] = columns["advantages"][..., None]
-    records = flatten_rollout(**columns)
-    for name in ("log_probs", "advantages", "episode_starts", "episode_ids", "steps"):
-        assert torch.equal(getattr(records, name), getattr(plain, name)), name
-    # An action of one number is a column of its own.
-    actions = torch.zeros(4, 2, 1)
-    assert flatten_rollout(**make_rollout(actions=actions)).actions.shape == (8, 1)
-
-
-def test_columns_are_copied():
-    columns = make_rollout()
-    records = flatten_rollout(**columns)
-    columns["advantages"].zero_()
-    assert records.advantages.tolist() == [0.5, 1.5, 10.5, 11.5, 20.5, 21.5, 30.5, 31.5]
-
-
 def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
     generator = np.random.default_rng(0)
     advantages, rewards, values = (torch.tensor(generator.normal(size=(4, 2))) for _ in range(3))

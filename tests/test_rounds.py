@@ -74,10 +74,6 @@ def model_of(name="Adam", env="CartPole-v1", n_envs=2, algorithm=PPO, policy="Ml
     return algorithm(policy, vec_env, seed=0, device="cpu", policy_kwargs=kwargs, **(SMALL | settings))
 
 
-def rising(left):
-    return 0.01 * (1 + left)
-
-
 def recorded(model, rule=None, rounds=2, **settings):
     """Train some rounds and return the last one's recording."""
     callback = InfluenceCallback(rule or KeepAll(), recordings=range(1, rounds + 1), **settings)
@@ -205,7 +201,7 @@ class TestReplay:
             assert torch.equal(mine, other)
 
 
-@pytest.fixture(scope="module", params=["SGD", "SGD unclipped", "SGD with momentum", "Adam", "AdamW", "RMSprop"])
+@pytest.fixture(scope="module", params=["SGD unclipped", "SGD with momentum", "AdamW", "RMSprop"])
 def small(request):
     """A small round, far from the clip, and the policy."""
     rate = {"SGD unclipped": 0.01, "SGD": 0.1, "SGD with momentum": 0.1}.get(request.param, 1e-3)
@@ -216,32 +212,15 @@ def small(request):
 
 
 class TestScores:
-    def test_unrolled_is_the_derivative_by_weights(self, small):
-        _, model, recording = small
-        n = len(recording.records)
-        target = Return()
-        scores = attribute_round(model.policy, recording, target=target, method="unrolled", dtype=torch.float64).scores
-        numeric = torch.zeros(n, dtype=torch.float64)
-        round = open_round(model.policy, recording, dtype=torch.float64)
-        step = 1e-4
-        for record in range(n):
-            values = []
-            for sign in (1, -1):
-                weights = torch.ones(n, dtype=torch.float64)
-                weights[record] += sign * step
-                ended = replay(model.policy, recording, weights=weights, dtype=torch.float64)
-                values.append(float(target(round.view, ended, round.records).detach()))
-            numeric[record] = (values[0] - values[1]) / (2 * step)
-        assert float((scores - numeric).abs().max() / numeric.abs().max()) < 1e-6
-
     @pytest.mark.parametrize(
         "name",
         [
             *("a2c", "values clipped", "advantages as they are", "a short last minibatch", "target_kl", "continuous"),
-            *("entropy", "dict observations", "filtered", "masked actions", "RMSprop centred", "Adam decoupled"),
+            *("entropy", "dict observations", "filtered", "masked actions", "RMSprop centred", "AdamW"),
+            *("SGD with momentum", "SGD unclipped"),
         ],
     )
-    def test_unrolled_is_the_derivative_of_rounds_of_all_kinds(self, name):
+    def test_unrolled_is_the_derivative_by_weights(self, name):
         model, rule = CASES[name]()
         recording = recorded(model, rule)
         n, step, target = len(recording.records), 1e-4, Return()
@@ -350,14 +329,6 @@ class TestScores:
         assert [len(influences) for influences in epochs.values()] == [2, 2]
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_epochs_add_up(self, small, method):
-        _, model, recording = small
-        whole = attribute_round(model.policy, recording, target=Return(), method=method)
-        epochs = attribute_round(model.policy, recording, target=Return(), method=method, per_epoch=True)
-        assert len(epochs) == 2
-        assert torch.allclose(sum(one.scores for one in epochs), whole.scores, rtol=1e-4, atol=1e-7)
-
-    @pytest.mark.parametrize("method", METHODS)
     def test_records_that_did_not_train_score_zero(self, method):
         model = model_of()
         recording = recorded(model, IIF(drop=1.0))
@@ -396,7 +367,7 @@ class TestMemory:
             again = one.scores(round, Return(), interval)[method]
             assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), interval
 
-    @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize("share", [0.0, 0.5])
     @pytest.mark.parametrize("method", SCHEDULED)
     def test_the_estimated_memory_is_what_scoring_takes(self, long, method, share, monkeypatch):
         model, recording = long
@@ -410,15 +381,6 @@ class TestMemory:
         peak = max(measure_bytes(lambda: one.scores(round, Return(), interval)))
         assert peak <= needed
         assert peak > 0.75 * (needed - 2 * point), "the budget is hardly used"
-
-    def test_the_refusal_says_what_to_do(self, long):
-        model, recording = long
-        with pytest.raises(WhenceError, match="Allow more, or use method='trajectory' or method='optimizer', which"):
-            attribute_round(model.policy, recording, target=Return(), method="unrolled", memory=1000)
-        with pytest.raises(
-            WhenceError, match=r"for 4 points of parameters and optimiser state, 24 steps.*Allow more\.$"
-        ):
-            attribute_round(model.policy, recording, target=Return(), method="optimizer", memory=1000)
 
 
 class Dropping(FlattenExtractor):
@@ -459,17 +421,6 @@ def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     again = replay_sb3(model, recording)
     assert all(torch.equal(again[name], recording.end[name]) for name in again)
     assert_untouched(before, state_of(model))
-
-
-def test_a_training_cannot_keep_only_records_that_did_not_train():
-    model = model_of()
-    recording = recorded(model, IIF(drop=1.0))
-    dropped = torch.ones(64, dtype=torch.bool)
-    dropped[recording.trained] = False
-    assert recording.trained.tolist() == sorted({*torch.cat(list(recording.minibatches)).tolist()})
-    assert int(dropped.sum()) >= 2
-    with pytest.raises(WhenceError, match=f"keeps 0 of {64 - int(dropped.sum())} records that the round trained on"):
-        replay(model.policy, recording, weights=dropped.float())
 
 
 @pytest.mark.parametrize("which", ["it begins", "it ends"])
@@ -515,26 +466,6 @@ def test_a_step_is_torchs_even_after_unequal_steps(name):
         assert torch.allclose(params, expected, rtol=0, atol=1e-12)
 
 
-def test_parameters_of_several_dtypes_are_refused():
-    model = model_of()
-    recording = recorded(model)
-    model.policy.value_net.double()
-    with pytest.raises(Unsupported, match="float32, float64"):
-        replay(model.policy, replace(recording, start={**recording.start, **mixed(recording.start)}))
-
-
-def mixed(start):
-    return {name: tensor.double() for name, tensor in start.items() if name.startswith("value_net")}
-
-
-def test_adams_correction_is_its_own():
-    model = model_of("AdamW")
-    optimizer = recorded(model, rounds=1).optimizer
-    state = {"step": torch.tensor(3.0)}
-    assert float(optimizers.bias_correction(optimizer, state)) == pytest.approx(1 - 0.9**3)
-    assert float(optimizers.bias_correction(replace(optimizer, name="SGD"), state)) == 1
-
-
 @pytest.fixture(scope="module")
 def round():
     model = model_of()
@@ -546,19 +477,6 @@ def mean_of(column):
         return (view(params, view.prepare(records)).log_prob * getattr(records, column)).mean()
 
     return target
-
-
-class TestTargets:
-    @pytest.mark.parametrize("method", METHODS)
-    def test_a_target_that_reads_what_the_recording_lacks(self, round, method):
-        model, recording = round
-        with pytest.raises(
-            WhenceError,
-            match=r"The target target fails on the recording of round 2 with TypeError: .*NoneType.* "
-            "The recording lacks action_masks: take a target that reads none",
-        ) as refused:
-            attribute_round(model.policy, recording, target=mean_of("action_masks"), method=method)
-        assert isinstance(refused.value.__cause__, TypeError)
 
 
 class TestRefusals:
@@ -585,14 +503,6 @@ class TestRefusals:
         with pytest.raises(WhenceError, match=message):
             replay_sb3(other, recording)
         assert_untouched(before, state_of(other))
-
-    def test_a_frozen_parameter_that_differs(self, round):
-        _, recording = round
-        other = PPO("MlpPolicy", "CartPole-v1", seed=3, policy_kwargs={"net_arch": [8]}, device="cpu")
-        for parameter in other.policy.action_net.parameters():
-            parameter.requires_grad_(False)
-        with pytest.raises(WhenceError, match=r"`action_net\.weight` is not trained and differs"):
-            replay(other.policy, recording)
 
     @pytest.mark.parametrize(
         ("weights", "message"),

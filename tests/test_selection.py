@@ -117,12 +117,6 @@ def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
         rule(drop=lambda remaining: -remaining).select(records, influence, Progress(1, 0.5))
 
 
-@pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, NonPositive, RandomDrop, NegativeRandom])
-def test_a_negative_warmup_is_refused(rule: type[IIF]) -> None:
-    with pytest.raises(WhenceError, match="warmup is -1; it is a number of rounds"):
-        rule(warmup=-1)
-
-
 def test_other_types_are_refused() -> None:
     for drop in ("0.5", None):
         with pytest.raises(WhenceError, match=rf"drop is {drop!r}; .*in \(0, 1\]"):

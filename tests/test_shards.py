@@ -91,11 +91,3 @@ def test_a_norm_is_known_without_its_weight(in_shards):
     rule = rule_for(layer)
     assert rule is not None
     assert torch.allclose(rule.gradient(layer, x, g, torch.ones(2))["weight"], weight_gradient, atol=1e-6)
-
-
-def test_an_embedding_needs_no_weight_for_its_gradient():
-    layer = nn.Embedding(5, 4)
-    x, g = torch.tensor([[0, 3], [3, 1]]), torch.randn(2, 2, 4)
-    weight_gradient = torch.autograd.grad((layer(x) * g).sum(), layer.weight)[0]
-    put_in_shards(layer.weight)
-    assert torch.allclose(rule_for(layer).gradient(layer, x, g, torch.ones(2))["weight"], weight_gradient)

@@ -1,7 +1,6 @@
 """Scores averaged over trainings on random halves, across a soft edge of the clip range."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,19 +99,6 @@ def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, nois
         assert np.allclose(scores[:, record], expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.9, 1.0])
-def test_the_subsets_have_the_given_share(gentle, monkeypatch, share):
-    model, recording = gentle
-    draws = []
-    monkeypatch.setattr(smoothed, "derivatives", lambda *args: draws.append(args[1]) or derivatives(*args))
-    settings = {"target": Return(), "method": "smoothed", "draws": 3, "share": share}
-    influence = attribute_round(model.policy, recording, **settings)
-    assert draws[-1].weights.sum(dim=1).tolist() == [int(64 * share)] * 3
-    expected = smoothed.average_derivatives(open_round(model.policy, recording), Return(), draws[-1], 1, 3).sum(dim=0)
-    assert torch.allclose(influence.scores, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
-    assert bool(influence.scores.all())
-
-
 def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
     model, recording = gentle
     sizes = []
@@ -185,22 +171,3 @@ def test_it_sees_the_edge_that_the_derivative_does_not():
         rank[method] = stats.spearmanr(kept.double().numpy() @ scores.double().numpy(), truth).statistic
     assert rank["smoothed"] > 0.5
     assert rank["smoothed"] > rank["unrolled"] + 0.1
-
-
-def test_an_advantage_far_from_the_others():
-    """Put into a training, it moves the advantages' deviation far less than the derivative says at first."""
-    model = model_of(n_steps=128, batch_size=64, learning_rate=1e-3, max_grad_norm=10.0)
-    recording = recorded(model)
-    advantages = recording.records.advantages.clone()
-    advantages[::40] *= 100
-    recording = replace(recording, records=recording.records.with_advantages(advantages))
-    kept = draw_subsets(256, 0.5, 100, torch.Generator().manual_seed(3))
-    trained = retrain(model.policy, recording, kept)
-    truth = measure_outcomes(model.policy, recording, trained, Return(), None)["target"]
-    round = open_round(model.policy, recording)
-    draws = draw_trainings(round, 16, 0.5, smoothed._make_generator(0))
-    alike = derivatives(round, draws, Return(), 4).sum(dim=0).mean(dim=0)
-    scores = attribute_round(model.policy, recording, target=Return(), method="smoothed").scores
-    rank = [stats.spearmanr(kept.double().numpy() @ s.double().numpy(), truth).statistic for s in (alike, scores)]
-    assert rank[1] > 0.7
-    assert rank[1] > rank[0] + 0.1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from whence import A2C, InvalidRecords, Outputs, PPOClip, RecordBatch, WhenceError
-from whence.objectives import as_objective, mean_surrogate
+from whence.objectives import as_objective
 
 
 def batch(advantages: list[float], **more: object) -> RecordBatch:
@@ -31,13 +31,6 @@ def test_clipped_surrogate_by_hand() -> None:
     records = batch([2, 2, -1, -1, 3])
     values = PPOClip(advantage_norm="none")(of_ratios([1.5, 0.5, 1.5, 0.5, 1.1]), records)
     assert values.tolist() == pytest.approx([2.4, 1, -1.5, -0.8, 3.3])
-
-
-def test_the_mean_surrogate_by_hand() -> None:
-    # rho A: 1.5 * 2 = 3 and 0.5 * -1 = -0.5; no clipping.
-    records = batch([2, -1])
-    log_probs = of_ratios([1.5, 0.5]).log_prob
-    assert mean_surrogate(log_probs, records, records.advantages).item() == pytest.approx(1.25)
 
 
 def test_entropy_and_value_terms_by_hand() -> None:

@@ -85,13 +85,7 @@ def check_engines(
                 row |= {"refused": str(refusal)}
         rows.append(row)
     schema = {"engine": pl.String, "difference": pl.Float64, "seconds": pl.Float64, "refused": pl.String}
-    table = pl.DataFrame(rows, schema=schema)
-    if verbose:
-        with pl.Config(
-            tbl_rows=-1, fmt_str_lengths=200, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True
-        ):
-            print(table)
-    return table
+    return _show(pl.DataFrame(rows, schema=schema), verbose)
 
 
 def check_layers(
@@ -129,12 +123,8 @@ def check_layers(
     view = as_view(policy)
     choices: list[Layers | None] = [None, *(list_last_blocks(view.module) if layers is None else layers)]
     parameters = view.parameters()
-    numbers = [
-        sum(parameters[name].numel() for name in choose_parameters(view.module, parameters, each))
-        if each is not None
-        else sum(parameter.numel() for parameter in parameters.values())
-        for each in choices
-    ]
+    chosen = [parameters if each is None else choose_parameters(view.module, parameters, each) for each in choices]
+    numbers = [sum(parameters[name].numel() for name in names) for names in chosen]
 
     def score(choice: Layers | None) -> Tensor:
         influence = attribute(
@@ -165,9 +155,13 @@ def check_layers(
                 "same_sign": float((scores.sign() == whole.sign()).double().mean()),
             }
         )
-    table = pl.DataFrame(rows)
+    return _show(pl.DataFrame(rows), verbose)
+
+
+def _show(table: pl.DataFrame, verbose: bool) -> pl.DataFrame:
+    """Return a table, after printing it if that is asked for."""
     if verbose:
-        with pl.Config(tbl_rows=-1, fmt_str_lengths=60, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True):
+        with pl.Config(tbl_rows=-1, fmt_str_lengths=99, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True):
             print(table)
     return table
 

@@ -242,7 +242,9 @@ def name_groups(
     """
     groupings = {
         "action": lambda: _name_actions(records, labels),
-        "episode": lambda: _name_episodes(records),
+        "episode": lambda: (
+            records["episode_id"].cast(pl.String).fill_null("unknown") if "episode_id" in records.columns else None
+        ),
         "reward": lambda: _name_rewards(records),
         "region": lambda: _name_regions(records, names),
         "step": lambda: _name_steps(records),
@@ -276,12 +278,6 @@ def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
     if isinstance(action, Sequence) and not isinstance(action, str):
         return ", ".join(name_action(entry) for entry in action)
     return str(action)
-
-
-def _name_episodes(records: pl.DataFrame) -> pl.Series | None:
-    if "episode_id" not in records.columns:
-        return None
-    return records["episode_id"].cast(pl.String).fill_null("unknown")
 
 
 def _name_rewards(records: pl.DataFrame) -> pl.Series | None:

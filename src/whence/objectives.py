@@ -111,19 +111,6 @@ def _normalise(advantages: Tensor) -> Tensor:
     return (advantages - mean) / (std + 1e-8)
 
 
-def mean_surrogate(
-    log_probs: Float[Tensor, " n"], records: RecordBatch, advantages: Float[Tensor, " n"]
-) -> Float[Tensor, ""]:
-    """Return `mean(rho A)`, the surrogate of the expected return without clipping (LDA §2.1).
-
-    Args:
-        log_probs: (n,) log-probabilities of the records' actions under the policy to judge.
-        records: n records, with the log-probabilities under the policy that collected them.
-        advantages: (n,) the advantages A: the records' own, or centred ones.
-    """
-    return ((log_probs - records.log_probs).exp() * advantages).mean()
-
-
 @dataclass(frozen=True)
 class PPOClip(_ActorCritic):
     """PPO's clipped objective of each record, to be raised.

@@ -252,10 +252,6 @@ def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
     return _VIEWS.get(package)
 
 
-def _viewable_packages() -> list[str]:
-    return sorted({*_VIEWS, *entry_points(group="whence.views").names})
-
-
 def as_view(policy: object) -> PolicyView:
     """Return `policy` if it is a view, else a view by the function registered for its class's package.
 
@@ -272,9 +268,10 @@ def as_view(policy: object) -> PolicyView:
     for base in type(policy).__mro__:
         if make := _find_view(base.__module__.partition(".")[0]):
             return make(policy)
+    packages = sorted({*_VIEWS, *entry_points(group="whence.views").names})
     raise Unsupported(
         f"whence cannot read log-probabilities from a {type(policy).__module__}.{type(policy).__qualname__}. "
-        f"Pass a policy of {', '.join(_viewable_packages()) or 'a registered library'}, or wrap your own: "
+        f"Pass a policy of {', '.join(packages) or 'a registered library'}, or wrap your own: "
         "whence.ModuleView(module, lambda module, inputs: log_probs)."
     )
 

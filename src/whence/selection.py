@@ -165,12 +165,10 @@ class BelowMean:
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
         scores, share = read_scores(records, influence).double(), share_at(self.drop, self.warmup, progress)
-        lowest = argsort_ascending(scores, records.ids.cpu())[
-            : count_to_drop(share, int((scores < scores.mean()).sum()))
-        ]
-        return _drop_positions(
-            lowest, len(records), f"influence among the lowest {100 * share:.3g}% of those below the mean"
-        )
+        count = count_to_drop(share, int((scores < scores.mean()).sum()))
+        lowest = argsort_ascending(scores, records.ids.cpu())[:count]
+        reason = f"influence among the lowest {100 * share:.3g}% of those below the mean"
+        return _drop_positions(lowest, len(records), reason)
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,7 @@ class RandomDrop:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random."""
-        chosen = _draw_records(self, records, influence, progress, from_negative=False)
-        return _drop_positions(chosen, len(records), "drawn at random")
+        return _draw_records(self, records, influence, progress, "drawn at random")
 
 
 @dataclass(frozen=True)
@@ -273,8 +270,7 @@ class NegativeRandom:
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
-        chosen = _draw_records(self, records, influence, progress, from_negative=True)
-        return _drop_positions(chosen, len(records), "drawn at random from the negative")
+        return _draw_records(self, records, influence, progress, "drawn at random from the negative")
 
 
 def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
@@ -323,16 +319,16 @@ def _draw_records(
     records: RecordBatch,
     influence: Influence | None,
     progress: Progress,
-    *,
-    from_negative: bool,
-) -> NDArray[np.int64]:
-    """Return random positions of as many records as IIF would drop, among all or among the negatively scored."""
+    reason: str,
+) -> Selection:
+    """Drop as many records as IIF would at random, among all or among the negatively scored."""
     scores, share = read_scores(records, influence), share_at(rule.drop, rule.warmup, progress)
     counted = scores <= 0 if getattr(rule, "zeros", False) else scores < 0
     negative = counted.nonzero().flatten().numpy()
-    candidates = negative if from_negative else np.arange(len(records))
+    candidates = negative if isinstance(rule, NegativeRandom) else np.arange(len(records))
     generator = np.random.default_rng([rule.seed, int(records.ids.min())])
-    return generator.choice(candidates, size=count_to_drop(share, len(negative)), replace=False)
+    chosen = generator.choice(candidates, size=count_to_drop(share, len(negative)), replace=False)
+    return _drop_positions(chosen, len(records), reason)
 
 
 def _drop_positions(positions: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from whence.experiments.rl.plan import check_action
 from whence.experiments.rl.rebuilding import AnyEnv
 from whence.experiments.rl.stored import load_model, load_policy, read_records
 from whence.guards import eval_mode
+from whence.heuristics import number_states
 from whence.moments import name_action
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
@@ -220,7 +221,8 @@ def is_density(action_space: spaces.Space[Any]) -> bool:
 def embed_records(policy: Any, records: RecordBatch) -> Float[np.ndarray, "n d"]:
     """Return the activations of a policy's penultimate layer for each record, (n, d); equal states have equal ones."""
     view = actor_critic_view(policy)
-    first, place = _find_distinct(records)
+    # Rows of one minibatch may differ in the last bits though their inputs are equal.
+    _, first, place = np.unique(number_states(records), return_index=True, return_inverse=True)
     distinct = records.take(torch.from_numpy(first))
     with torch.no_grad(), eval_mode(policy.modules()):
         parts = [
@@ -229,14 +231,3 @@ def embed_records(policy: Any, records: RecordBatch) -> Float[np.ndarray, "n d"]
         ]
     embeddings: Float[np.ndarray, "n d"] = to_numpy(torch.cat(parts)).astype(np.float64)[place]
     return embeddings
-
-
-def _find_distinct(records: RecordBatch) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " n"]]:
-    """Return the positions of distinct observations, and for each record which of them it has.
-
-    Rows of one minibatch may differ in the last bits though their inputs are equal.
-    """
-    leaves = [to_numpy(leaf).reshape(len(records), -1) for _, leaf in named_leaves(records.observations)]
-    rows = np.concatenate([np.ascontiguousarray(leaf).view(np.uint8) for leaf in leaves], axis=1)
-    _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return first, place.reshape(-1)

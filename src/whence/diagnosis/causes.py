@@ -110,26 +110,18 @@ def iterate_causes(
     for done, number in enumerate(numbers, start=1):
         table = run.round("records", number)
         scores = score(number, table, read_records(run, table, model, env=env))
-        yield _tabulate(number, table, scores)
+        columns = table.select(name for name in _COLUMNS if name in table.columns)
+        yield columns.select(pl.lit(number, dtype=pl.Int64).alias("round"), pl.all(), pl.Series("score", scores))
         if on_round is not None:
             on_round(done, len(numbers))
 
 
 def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
-    """Return the rounds to score.
-
-    Raises:
-        WhenceError: see `find_causes`.
-    """
     if method not in METHODS:
         raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
-    missing = (
-        [number for number in numbers if not run.round_path("recordings", number).exists()]
-        if method in RECORDED
-        else []
-    )
-    if missing:
+    missing = [number for number in numbers if not run.round_path("recordings", number).exists()]
+    if method in RECORDED and missing:
         raise RunDirectoryError(
             f"method={method!r} needs recordings, and {len(missing)} of {len(numbers)} rounds of {run.path} have none, "
             f"such as round {missing[0]}. Train with --record-rounds {numbers[0]}-{numbers[-1]}, or take method='raw'."
@@ -169,11 +161,6 @@ def _score_recording(
     places = np.searchsorted(influence.record_ids[order].numpy(), table["record_id"].to_numpy())
     scores: NDArray[np.float64] = influence.scores[order].double().numpy()[places]
     return scores
-
-
-def _tabulate(number: int, table: pl.DataFrame, scores: NDArray[np.float64]) -> pl.DataFrame:
-    columns = table.select(name for name in _COLUMNS if name in table.columns)
-    return columns.select(pl.lit(number, dtype=pl.Int64).alias("round"), pl.all(), pl.Series("score", scores))
 
 
 def sum_rounds(causes: pl.DataFrame) -> pl.DataFrame:
@@ -280,14 +267,8 @@ def _compare_states(
 
 def _find_centres(states: Float[Tensor, "m d"], actions: Tensor) -> list[tuple[Tensor, Tensor, float]]:
     """Return each action of the target with the mean of its states, and its share of the target."""
-    return [
-        (
-            action,
-            states[(actions == action).all(dim=1)].mean(dim=0),
-            float((actions == action).all(dim=1).double().mean()),
-        )
-        for action in actions.unique(dim=0)
-    ]
+    masks = [(action, (actions == action).all(dim=1)) for action in actions.unique(dim=0)]
+    return [(action, states[mask].mean(dim=0), float(mask.double().mean())) for action, mask in masks]
 
 
 def read_observed(policy: Any, records: RecordBatch) -> Float[Tensor, "n d"]:

@@ -38,7 +38,7 @@ def read(path: Path, name: str) -> Any:
         "metrics.parquet": lambda: directory.table("metrics"),
         "records/round_00001.parquet": lambda: find_moments(directory.round("records", 1), lowest=True, most=3),
         "policies/round_00001.safetensors": lambda: directory.policy(1),
-        "recordings/round_00001.safetensors": lambda: RoundRecording.load(directory.recording_path(1)),
+        "recordings/round_00001.safetensors": lambda: RoundRecording.load(directory.round_path("recordings", 1)),
     }
     return readers[name]()
 

@@ -165,7 +165,7 @@ def test_a_run_is_read_without_pickle(stage: Path, monkeypatch: pytest.MonkeyPat
     for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (np, "load")):
         monkeypatch.setattr(owner, name, refuse)
     load_agent(RunDirectory.open(stage / "agent"), 2)
-    RoundRecording.load(RunDirectory.open(stage / "agent").recording_path(2))
+    RoundRecording.load(RunDirectory.open(stage / "agent").round_path("recordings", 2))
     for name in ("agent", "script", "language"):
         write_report(RunDirectory.open(stage / name), stage / "page.html")
 

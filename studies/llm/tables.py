@@ -17,9 +17,9 @@ from scipy import stats
 
 from whence import experiments
 from whence.experiments import LanguageConfig
+from whence.experiments.arms import STANDARD
 from whence.experiments.llm.outputs import read_curve
 from whence.experiments.rowfile import put_row, read_rows
-from whence.experiments.shared import STANDARD
 from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.metrics import Curve, summarise

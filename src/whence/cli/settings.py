@@ -10,9 +10,9 @@ import typer
 from whence.cli.console import parse_toml
 from whence.errors import WhenceError, suggest
 from whence.experiments import RunConfig
+from whence.experiments.arms import STANDARD
 from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.presets import presets
-from whence.experiments.shared import STANDARD
 
 Settings: TypeAlias = Annotated[
     list[str] | None,

@@ -6,10 +6,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.shared import STANDARD
 
 if TYPE_CHECKING:
     from whence.selection import SelectionRule
+
+STANDARD = "ppo"
+"""The arm that the others are measured against."""
 
 RULE_FIELDS = ("drop", "warmup", "seed")
 """Fields of a run that a rule may read."""

@@ -10,9 +10,9 @@ from typing import Any
 import polars as pl
 
 from whence.errors import WhenceError
+from whence.experiments.arms import STANDARD
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, read_curve, runner_of
-from whence.experiments.shared import STANDARD
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
 from whence.guards import explain_write_errors, write_atomically
 from whence.metrics import Curve, summarise

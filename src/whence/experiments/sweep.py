@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whence.errors import RunDirectoryError
-from whence.experiments.arms import place_arm
+from whence.experiments.arms import STANDARD, place_arm
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.rl.curves import CurveFiles, KeptRun
-from whence.experiments.shared import STANDARD
 from whence.experiments.sweepfile import Planned, find_differences
 from whence.experiments.workers import check_workers, describe_failure, leave_imported_script, run_all
 from whence.metrics import summarise

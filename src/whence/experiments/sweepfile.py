@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field
 
 from whence.errors import WhenceError, suggest
+from whence.experiments.arms import STANDARD
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.curves import EXTRA_COLUMNS
 from whence.experiments.rl.plan import check_read, configure_arms, reads
-from whence.experiments.shared import STANDARD
 from whence.validation import one_of, read_table, settings
 
 OVERRIDES = tuple(each.name for each in fields(RunConfig) if each.name not in ("env", "arm", "seed", "drop"))

@@ -9,7 +9,7 @@ import polars as pl
 from scipy import stats
 
 from whence.experiments import Comparison, LanguageConfig
-from whence.experiments.shared import STANDARD
+from whence.experiments.arms import STANDARD
 from whence.metrics import PAIR_METRICS, t_interval
 
 LEAST_SEEDS = 3

@@ -14,11 +14,10 @@ import plotly.graph_objects as go
 import polars as pl
 
 from whence.experiments import RunConfig
-from whence.experiments.arms import is_control
+from whence.experiments.arms import STANDARD, is_control
 from whence.experiments.rl.curves import KeptRun
 from whence.experiments.rl.plan import reads
 from whence.experiments.rl.presets import presets
-from whence.experiments.shared import STANDARD
 from whence.experiments.sweep import Results
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from whence.engines import ENGINES
 from whence.errors import WhenceError, suggest
-from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, split_arm
-from whence.experiments.shared import STANDARD
+from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic",)

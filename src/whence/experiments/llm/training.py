@@ -1,10 +1,10 @@
 """One post-training run of a language model, from its configuration to its directory."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import TrainerCallback
@@ -23,7 +23,6 @@ from whence.experiments.llm.tasks import (
     split_held_out,
 )
 from whence.experiments.llm.trainer_config import make_trainer_config
-from whence.experiments.shared import OnRound, ignore_round
 from whence.guards import preserve_rng_state
 from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
 from whence.llm.base.ppo_config import PPOConfig
@@ -34,6 +33,9 @@ from whence.llm.text.prompts import context_length, join_messages, list_columns
 from whence.llm.text.rewards import Reward, compute_rewards, find_columns
 from whence.runs import RunDirectory
 from whence.runs.checkpoints import CheckpointClock
+
+OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
+"""Called with the number of rounds done, from 0, and the last one's metrics."""
 
 
 def prepare(config: LanguageConfig) -> None:
@@ -47,7 +49,9 @@ def prepare(config: LanguageConfig) -> None:
         arithmetic(size=config.size)
 
 
-def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *, overwrite: bool = False) -> None:
+def run(
+    config: LanguageConfig, path: Path, on_round: OnRound = lambda number, metrics: None, *, overwrite: bool = False
+) -> None:
     """Train and evaluate as `config` says, and write the run's directory; a finished run is left as it is.
 
     An interrupted run goes on after its last checkpoint.
@@ -79,7 +83,9 @@ def run(config: LanguageConfig, path: Path, on_round: OnRound = ignore_round, *,
         save_atomically(path / "model", trainer.save_model)
 
 
-def make_trainer(config: LanguageConfig, task: Task, path: Path, on_round: OnRound = ignore_round) -> PPOTrainer:
+def make_trainer(
+    config: LanguageConfig, task: Task, path: Path, on_round: OnRound = lambda number, metrics: None
+) -> PPOTrainer:
     """Return the trainer of a run, before its first round."""
     prompts, held_out = split_held_out(config, task)
     return PPOTrainer(

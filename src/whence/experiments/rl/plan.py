@@ -11,12 +11,11 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.arms import ARMS, RULE_FIELDS, find_arm
+from whence.experiments.arms import ARMS, RULE_FIELDS, STANDARD, find_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
-from whence.experiments.shared import STANDARD
 from whence.guards import preserve_rng_state
 from whence.sb3.base.networks import default_policy, default_policy_kwargs
 from whence.targets import Action

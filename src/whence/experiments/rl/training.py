@@ -1,9 +1,9 @@
 """One training run, from its configuration to its directory."""
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,13 +16,15 @@ from whence.experiments.arms import ARMS, find_arm
 from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
 from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
-from whence.experiments.shared import OnRound, ignore_round
 from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.base.model_description import describe, library_versions
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors
 from whence.sb3.base.networks import resolve_classes
+
+OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
+"""Called with the number of rounds done, from 0, and the last one's metrics."""
 
 MakeCallback: TypeAlias = Callable[[RunConfig, RunDirectory | None, Collection[int]], InfluenceCallback]
 """Takes a run, its directory, and the rounds to record; returns the callback that trains it.
@@ -38,7 +40,7 @@ def prepare(config: RunConfig) -> None:
 def run(
     config: RunConfig,
     path: str | Path,
-    on_round: OnRound = ignore_round,
+    on_round: OnRound = lambda number, metrics: None,
     *,
     overwrite: bool = False,
     tensorboard: Path | None = None,

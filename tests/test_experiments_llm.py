@@ -566,7 +566,9 @@ class TestCommand:
 
     def test_layers_are_those_of_the_arms_that_score(self, tmp_path, monkeypatch):
         compared = []
-        monkeypatch.setattr("whence.cli.training._compare", lambda configs, *_, **__: compared.extend(configs))
+        monkeypatch.setattr(
+            "whence.cli.commands.train_command._compare", lambda configs, *_, **__: compared.extend(configs)
+        )
         arguments = ["--task", "arithmetic", "--size", "tiny", "--arms", "none,ippo", "--layers", 1, "--seeds", 1]
         done = invoke("llm", "compare", *arguments, "--out", tmp_path)
         assert done.exit_code == 0, done.output

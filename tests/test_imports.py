@@ -15,7 +15,7 @@ from whence.cli.app import COMMANDS, LLM_COMMANDS
 from whence.engines import ENGINES
 from whence.experiments.rl.config import TARGETS
 
-lists = importlib.import_module("whence.cli.list")
+lists = importlib.import_module("whence.cli.commands.list_command")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,8 +70,10 @@ def test_the_lists_name_all_engines_and_targets():
 
 def test_a_command_is_imported_when_it_is_called():
     loaded = loaded_by("from whence.cli import app\ntry: app(['list', 'arms'])\nexcept SystemExit: pass")
-    modules = {f"whence.cli.{place.partition(':')[0]}" for place in (*COMMANDS.values(), *LLM_COMMANDS.values())}
-    assert loaded & modules == {"whence.cli.list"}
+    modules = {
+        f"whence.cli.commands.{place.partition(':')[0]}" for place in (*COMMANDS.values(), *LLM_COMMANDS.values())
+    }
+    assert loaded & modules == {"whence.cli.commands.list_command"}
 
 
 HEAVY = {"torch", "polars", "scipy", "stable_baselines3", "gymnasium", "transformers", "plotly", "jinja2"}

@@ -28,7 +28,7 @@ from whence.sb3.base.model_tensors import load_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
-command = importlib.import_module("whence.cli.intervene")
+command = importlib.import_module("whence.cli.commands.intervene_command")
 
 
 @pytest.fixture(scope="module", params=["SGD", "Adam"])

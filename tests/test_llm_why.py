@@ -8,7 +8,7 @@ import pytest
 
 from test_experiments_llm import cache, invoke, tiny  # noqa: F401
 from whence import NonPositive
-from whence.cli.llm_why import colour_tokens
+from whence.cli.commands.llm_why_command import colour_tokens
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.explaining import explain_response
 from whence.experiments.llm.rebuilding import rebuild_round

@@ -22,7 +22,7 @@ from whence.sb3.base.sampling import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
-command = importlib.import_module("whence.cli.counterfactual")
+command = importlib.import_module("whence.cli.commands.counterfactual_command")
 
 
 @pytest.fixture(scope="module", params=["Adam"])

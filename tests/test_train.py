@@ -349,7 +349,7 @@ DRIVER = """
 import importlib, json, os, signal, sys
 
 # Once, for all the runs below: an optimiser's first step imports PyTorch's compiler.
-import torch._dynamo, whence.cli.training, whence.experiments.rl.training, whence.page
+import torch._dynamo, whence.cli.commands.train_command, whence.experiments.rl.training, whence.page
 from whence.cli import main
 
 def stop_at_second_call(module, owner, name, number):

@@ -18,28 +18,28 @@ from whence.cli.console import errors, make_printable, print_line
 from whence.errors import WhenceError
 
 COMMANDS: Mapping[str, str] = {
-    "train": "training:train",
-    "compare": "training:compare",
-    "sweep": "sweep:sweep",
-    "table": "sweep:table",
-    "attribute": "attribute:attribute",
-    "show": "show:show",
-    "diagnose": "diagnose:diagnose",
-    "phases": "phases:phases",
-    "why": "why:why",
-    "view": "view:view",
-    "report": "report:report",
-    "list": "list:list_",
-    "counterfactual": "counterfactual:counterfactual",
-    "intervene": "intervene:intervene",
-    "doctor": "doctor:doctor",
+    "train": "train_command:train",
+    "compare": "train_command:compare",
+    "sweep": "sweep_command:sweep",
+    "table": "sweep_command:table",
+    "attribute": "attribute_command:attribute",
+    "show": "show_command:show",
+    "diagnose": "diagnose_command:diagnose",
+    "phases": "phases_command:phases",
+    "why": "why_command:why",
+    "view": "view_command:view",
+    "report": "report_command:report",
+    "list": "list_command:list_",
+    "counterfactual": "counterfactual_command:counterfactual",
+    "intervene": "intervene_command:intervene",
+    "doctor": "doctor_command:doctor",
 }
-"""The commands, and where the function of each is: "module:function" of `whence.cli`."""
+"""The commands, and where the function of each is: "module:function" of `whence.cli.commands`."""
 
 LLM_COMMANDS: Mapping[str, str] = {
-    "train": "training:train_language",
-    "compare": "training:compare_language",
-    "why": "llm_why:why",
+    "train": "train_command:train_language",
+    "compare": "train_command:compare_language",
+    "why": "llm_why_command:why",
 }
 """The same of `whence llm`."""
 
@@ -81,7 +81,7 @@ def load_command(name: str, place: str) -> Any:
     """Import a command's module and return it as Typer makes it."""
     module, _, function = place.partition(":")
     single = typer.Typer(**_STYLE)
-    single.command(name)(getattr(import_module(f"whence.cli.{module}"), function))
+    single.command(name)(getattr(import_module(f"whence.cli.commands.{module}"), function))
     loaded = get_command(single)
     loaded.name = name
     return loaded
@@ -90,7 +90,7 @@ def load_command(name: str, place: str) -> Any:
 def read_first_sentence(place: str) -> str:
     """Return the first sentence of a command's docstring without importing its module, which may take seconds."""
     module, _, function = place.partition(":")
-    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(__file__).parent / f"commands/{module}.py").read_text(encoding="utf-8"))
     definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     return (ast.get_docstring(definitions[function]) or "").partition("\n\n")[0]
 

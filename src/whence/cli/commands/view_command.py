@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from whence.cli.commands.report_command import find_runs
 from whence.cli.console import print_line
 from whence.cli.options import ReplayEnv
-from whence.cli.report import find_runs
 from whence.errors import WhenceError
 from whence.page.moment_view import CONTINUATIONS
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from whence.cli.commands.show_command import find_round, list_moments
 from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line
 from whence.cli.moment_tables import print_response
 from whence.cli.options import AsJson
@@ -18,7 +19,6 @@ from whence.cli.response_tables import (
     shorten,
     show_text,
 )
-from whence.cli.show import find_round, list_moments
 from whence.errors import WhenceError, suggest
 from whence.runs import RunDirectory
 

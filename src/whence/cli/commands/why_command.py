@@ -163,7 +163,7 @@ def _read_step(
 def _read_record(run: "ExploredRun", record: int, *, with_frame: bool) -> tuple["Action", "Decision"]:
     from dataclasses import replace
 
-    from whence.cli.show import find_round
+    from whence.cli.commands.show_command import find_round
     from whence.diagnosis.causes import RankedMoment
     from whence.moments import find_moment
     from whence.page.cause_view import read_decision, replay_faces

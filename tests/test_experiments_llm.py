@@ -22,11 +22,11 @@ from whence.engines import memory
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.arms import split_arm
+from whence.experiments.llm.language_training import prepare, run
 from whence.experiments.llm.loading import load_function
 from whence.experiments.llm.outputs import digest_source, is_finished, read_curve
 from whence.experiments.llm.tasks import scoring_memory
 from whence.experiments.llm.trainer_config import make_trainer_config
-from whence.experiments.llm.training import prepare, run
 from whence.llm.lab import check
 from whence.llm.lab.arithmetic import SIZES
 from whence.llm.lab.model import make_character_tokenizer

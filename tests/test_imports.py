@@ -34,7 +34,9 @@ def test_there_is_no_circle_of_imports_inside_functions_or_for_types_either(grap
 def test_imports_inside_functions_and_for_types_are_seen(graph):
     # Otherwise the test above would hold for too little.
     assert "whence.selection" in graph.find_modules_directly_imported_by("whence.experiments.arms")
-    assert "whence.llm.trl.trainers" in graph.find_modules_directly_imported_by("whence.experiments.llm.training")
+    assert "whence.llm.trl.trainers" in graph.find_modules_directly_imported_by(
+        "whence.experiments.llm.language_training"
+    )
 
 
 def test_every_module_of_floors_0_to_2_is_in_the_contract_that_keeps_libraries_out(graph):
@@ -93,7 +95,7 @@ def test_a_configuration_loads_no_trainer():
     )
     assert not loaded & {
         "whence.experiments.rl.training",
-        "whence.experiments.llm.training",
+        "whence.experiments.llm.language_training",
         "whence.sb3.callback",
         "whence.llm.ppo.trainer",
         "trl",

@@ -22,9 +22,9 @@ from whence.cli.console import console
 from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained, rank_bm25
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
-from whence.experiments.llm.rebuilding import _list_prompt_widths, list_policies, rebuild_round
+from whence.experiments.llm.language_rebuilding import _list_prompt_widths, list_policies, rebuild_round
+from whence.experiments.llm.language_training import run
 from whence.experiments.llm.tasks import make_response_target
-from whence.experiments.llm.training import run
 from whence.guards import eval_mode
 from whence.llm import language_view
 from whence.runs import RunDirectory

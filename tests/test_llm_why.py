@@ -11,8 +11,8 @@ from whence import NonPositive
 from whence.cli.commands.llm_why_command import colour_tokens
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.explaining import explain_response
-from whence.experiments.llm.rebuilding import rebuild_round
-from whence.experiments.llm.training import run
+from whence.experiments.llm.language_rebuilding import rebuild_round
+from whence.experiments.llm.language_training import run
 from whence.runs import RunDirectory
 
 KEEP_ALL = {"save_every": 1, "keep_checkpoints": 9, "rounds": 3}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from test_examples import script
 from whence import cli
-from whence.experiments.llm import training
+from whence.experiments.llm import language_training as training
 from whence.llm.lab.model import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -78,7 +78,7 @@ def gather_response_causes(run: RunDirectory, prompt: str, response: str, *, by:
     """
     from whence.diagnosis.causes import sum_rounds
     from whence.diagnosis.response_causes import find_response_causes, measure_trained, rank_records
-    from whence.experiments.llm.rebuilding import list_policies
+    from whence.experiments.llm.language_rebuilding import list_policies
 
     reads_policies = by != "bm25"
     policies = list_policies(run) if reads_policies else None

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from whence.errors import RunDirectoryError, Unsupported, WhenceError, suggest
-from whence.experiments.llm.rebuilding import RebuiltRound, list_policies, load_trained_task, rebuild_round
+from whence.experiments.llm.language_rebuilding import RebuiltRound, list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
 from whence.llm.base.language_view import embed_rows, unscored_view

@@ -1,7 +1,7 @@
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
 from .comparison import load_comparison as load_comparison
-from .llm.config import LanguageConfig as LanguageConfig
+from .llm.language_config import LanguageConfig as LanguageConfig
 from .rl.config import RunConfig as RunConfig
 from .rl.continuations import estimate_advantage as estimate_advantage
 from .rl.continuations import estimate_advantages as estimate_advantages

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from whence.errors import Unsupported, WhenceError, first_line
-from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.node import apply_changes, list_files, list_versions, read_files, train_on_node
 from whence.experiments.workers import Job, OnJobRound, remove_traceback, write_traceback
 

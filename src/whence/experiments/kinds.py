@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.rl.config import RunConfig
 from whence.metrics import Curve
 
@@ -18,8 +18,8 @@ def runner_of(config: AnyConfig) -> Any:
 
     What it trains with is imported here.
     """
-    kind = "llm" if isinstance(config, LanguageConfig) else "rl"
-    return import_module(f"whence.experiments.{kind}.training")
+    module = "llm.language_training" if isinstance(config, LanguageConfig) else "rl.training"
+    return import_module(f"whence.experiments.{module}")
 
 
 def read_config(values: Any) -> AnyConfig:

@@ -31,7 +31,7 @@ from whence.errors import WhenceError
 from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD
 from whence.experiments.comparison import Comparison, check_comparison
 from whence.experiments.kinds import AnyConfig, runner_of
-from whence.experiments.llm.config import SOURCE, LanguageConfig
+from whence.experiments.llm.language_config import SOURCE, LanguageConfig
 from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig
 from whence.experiments.rl.plan import check_read
 from whence.experiments.sweepfile import READ

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from whence.errors import RunDirectoryError
-from whence.experiments.llm.rebuilding import RebuiltRound, rebuild_round
+from whence.experiments.llm.language_rebuilding import RebuiltRound, rebuild_round
 from whence.llm.scores.language_targets import split_mean
 from whence.llm.scores.token_scores import score_target_rows, score_tokens
 from whence.llm.text.generation import split_text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import RunDirectoryError
-from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig
 from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.errors import WhenceError
-from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import (
     check_prompts,
     ignore_old_names,

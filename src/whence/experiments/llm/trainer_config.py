@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.llm.config import DEFAULT_ROUNDS, LanguageConfig
+from whence.experiments.llm.language_config import DEFAULT_ROUNDS, LanguageConfig
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str) -> Any:

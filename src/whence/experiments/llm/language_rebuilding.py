@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
-from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import load_pretrained
 from whence.experiments.llm.tasks import Task, load_task, make_validation_target, scoring_memory
 from whence.experiments.llm.trainer_config import make_trainer_config

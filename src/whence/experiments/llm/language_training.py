@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
-from whence.experiments.llm.config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names
 from whence.experiments.llm.outputs import describe, is_finished
 from whence.experiments.llm.tasks import (

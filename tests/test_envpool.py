@@ -170,7 +170,7 @@ def test_the_callback_takes_a_pool() -> None:
         ),
         (
             {"env": "Acrobot-v1", "evaluate_with": "envpol"},
-            "library to evaluate with 'envpol' is unknown. Did you mean",
+            "evaluate_with 'envpol' is unknown. Did you mean",
         ),
         ({"env": "Acrobot-v1", "observe": "image"}, "Acrobot-v1 has no part 'image' to observe.*a Box"),
         (

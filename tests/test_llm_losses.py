@@ -198,15 +198,15 @@ class TestRewards:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 1}, "batch_size is 1; a whole number, at least 2"),
+        ({"batch_size": 1}, "batch_size is 1; at least 2"),
         ({"rounds": 2.5}, "rounds is 2.5; a whole number"),
         ({"rounds": True}, "rounds is True; a whole number"),
-        ({"learning_rate": -1e-5}, "learning_rate is -1e-05; a number, 0 or more"),
+        ({"learning_rate": -1e-5}, "learning_rate is -1e-05; at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"cliprange": 0}, "cliprange is 0; a number above 0"),
-        ({"top_p": 1.5}, "top_p is 1.5; a number above 0 and at most 1"),
-        ({"kl_penalty": "kll"}, "kl_penalty is 'kll'"),
-        ({"gamma": "1"}, "gamma is '1'; a number from 0 to 1"),
+        ({"top_p": 1.5}, "top_p is 1.5; at most 1"),
+        ({"kl_penalty": "kll"}, "kl_penalty 'kll' is unknown. Did you mean kl"),
+        ({"gamma": "1"}, "gamma is '1'; a number"),
     ],
 )
 def test_settings_that_cannot_be(wrong, message):

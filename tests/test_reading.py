@@ -94,8 +94,7 @@ def test_configurations_from_json():
     assert read_config(agent) == RunConfig.from_json(agent)
     for values, message in (
         ({**agent, "round": 3}, "has no 'round'. Did you mean rounds"),
-        ({"env": "CartPole-v1"}, "lacks 'arm' and 'seed'; it needs env, arm, seed"),
-        ({**agent, 3: 4}, "has no 3"),
+        ({"env": "CartPole-v1"}, "lacks 'arm'"),
     ):
         with pytest.raises(WhenceError, match=message):
             RunConfig.from_json(values)

@@ -134,6 +134,8 @@ class LanguageConfig:
                 f"held_out is an option of PPO; with {self.algorithm} the target is over the scored completions."
             )
         task_settings(self.task, self.size, self.algorithm)  # refuses an unknown size
+        if not isinstance(self.rounds, int):
+            raise WhenceError(f"rounds is {self.rounds!r}; a whole number is needed.")
 
     def _check_source(self) -> None:
         """Refuse a source that is incomplete, or that contradicts the task."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.experiments.rowfile import put_row, read_rows
+from whence.experiments import put_row, read_rows
 from whence.runs.files import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")

@@ -17,8 +17,7 @@ from studies.faithfulness import tables as faithfulness
 from studies.planted.tables import write_tables as write_planted
 from studies.practice import tables as practice
 from whence import experiments
-from whence.experiments import load_sweep, summarise_sweep
-from whence.experiments.rowfile import read_rows, write_rows
+from whence.experiments import load_sweep, read_rows, summarise_sweep, write_rows
 from whence.page import write_tables
 from whence.runs import RunDirectory
 

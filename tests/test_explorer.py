@@ -179,7 +179,7 @@ class TestRound:
             {"record_id": [4, 8, 9], **numbers, "before": [[0.5, 0.5]] * 3, "after": [[0.9, 0.1]] * 3}
         )
         monkeypatch.setattr(
-            "whence.experiments.rl.changes.compare_policies", lambda run, number, env: changes.sort("record_id")
+            "whence.page.explored_run.compare_policies", lambda run, number, env: changes.sort("record_id")
         )
         assert [change["record"] for change in build_round(lake, 1)["changed"]] == [4, 9]
 
@@ -318,7 +318,7 @@ class TestFrames:
             asked.append((episode, sorted(frames)))
             return make_replay(frames)
 
-        monkeypatch.setattr("whence.experiments.rl.stored.replay_episode", replay)
+        monkeypatch.setattr("whence.page.explored_run.replay_episode", replay)
         (embedded,) = embedding.embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded.text)))
@@ -347,7 +347,7 @@ class TestFrames:
             noise = {step: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for step in frames}
             return replace(make_replay(frames), frames=noise)
 
-        monkeypatch.setattr("whence.experiments.rl.stored.replay_episode", replay)
+        monkeypatch.setattr("whence.page.explored_run.replay_episode", replay)
         (large,) = embedding.embed_rounds([lake], [[1]])
         (small,) = embedding.embed_rounds([lake], [[1]], budget=1000)
         assert len(small.text) < 0.5 * len(large.text)

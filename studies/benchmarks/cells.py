@@ -9,7 +9,7 @@ from typing import Any
 from filelock import FileLock
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.rowfile import put_row, read_rows
+from whence.experiments import put_row, read_rows
 
 KEYS = ("device", "cell")
 """What tells the lines of results apart."""

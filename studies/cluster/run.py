@@ -19,8 +19,7 @@ import torch
 import typer
 
 from whence.cli.progress import SweepBars
-from whence.experiments import cluster, read_sweep, run, run_sweep, sweep
-from whence.experiments.sweepfile import Planned
+from whence.experiments import Planned, cluster, read_sweep, run, run_sweep, sweep
 from whence.experiments.workers import Job, OnJobRound
 from whence.guards import preserve_rng_state, write_atomically
 

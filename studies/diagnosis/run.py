@@ -28,8 +28,7 @@ from studies.stored import round_numbers
 from whence import experiments
 from whence.diagnosis.agreement import calibrate_critic, summarise_judgement
 from whence.diagnosis.judgement import compare_signs, judge_advantages
-from whence.experiments.rl.rebuilding import make_replay_env
-from whence.experiments.rowfile import put_row, read_rows
+from whence.experiments import make_replay_env, put_row, read_rows
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
 from whence.sb3.episodes.episode_replay import open_env

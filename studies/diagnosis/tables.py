@@ -14,7 +14,7 @@ import typer
 from studies.diagnosis.run import KEYS, SETUPS, results_file
 from studies.markdown import cell, nested, table
 from whence.diagnosis.agreement import BANDS
-from whence.experiments.rowfile import read_rows
+from whence.experiments import read_rows
 from whence.guards import write_atomically
 from whence.metrics import t_interval
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from studies.diagnosis import run, tables
-from whence.experiments.rowfile import read_rows
+from whence.experiments import read_rows
 
 
 def test_rounds_are_judged_once_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

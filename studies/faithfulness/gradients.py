@@ -14,7 +14,7 @@ from stable_baselines3 import PPO
 from torch import Tensor
 
 from whence.advantages import returns_to_go
-from whence.experiments.rl.config import RunConfig
+from whence.experiments import RunConfig
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
 from whence.guards import eval_mode, preserve_rng_state

@@ -36,9 +36,7 @@ from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.stored import read_round, round_numbers, write_round
 from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import compute_scores, intervene, leave_out, study
-from whence.experiments import RunConfig
-from whence.experiments.rl.rebuilding import read_run_config
-from whence.experiments.rl.stored import measure_returns
+from whence.experiments import RunConfig, measure_returns, read_run_config
 from whence.guards import write_atomically
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective

@@ -37,8 +37,7 @@ from studies.faithfulness.gradients import large_rollout, monte_carlo
 from studies.faithfulness.run import RUNS, Job, Only, Out, Runs, Workers, at_once, trained
 from studies.stored import read_round, write_round
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
-from whence.experiments import load_recording, load_round
-from whence.experiments.rl.rebuilding import read_run_config
+from whence.experiments import load_recording, load_round, read_run_config
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.rounds.optimizers import preconditioner

@@ -16,10 +16,8 @@ import typer
 from scipy import stats
 
 from whence import experiments
-from whence.experiments import LanguageConfig
-from whence.experiments.arms import STANDARD
+from whence.experiments import STANDARD, LanguageConfig, put_row, read_rows
 from whence.experiments.llm.outputs import read_curve
-from whence.experiments.rowfile import put_row, read_rows
 from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.metrics import Curve, summarise

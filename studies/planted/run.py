@@ -44,10 +44,7 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from whence.diagnosis import find_causes
-from whence.experiments import RunConfig, configure, run
-from whence.experiments.rl.rebuilding import make_replay_env
-from whence.experiments.rl.stored import load_model, load_policy
-from whence.experiments.rowfile import read_rows
+from whence.experiments import RunConfig, configure, load_model, load_policy, make_replay_env, read_rows, run
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from studies.stored import round_numbers
-from whence.experiments.rowfile import put_row
+from whence.experiments import put_row
 from whence.runs import RunDirectory
 from whence.runs.files import lock_directory
 

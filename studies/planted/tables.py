@@ -16,7 +16,7 @@ from studies.planted.scores import (
     SLOW,
     is_taught,
 )
-from whence.experiments.rowfile import read_rows
+from whence.experiments import read_rows
 from whence.guards import write_atomically
 
 

@@ -29,10 +29,7 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli.progress import SweepBars
-from whence.experiments import configure
-from whence.experiments.rl.config import RunConfig
-from whence.experiments.sweep import run_sweep
-from whence.experiments.sweepfile import Planned, make_label
+from whence.experiments import Planned, RunConfig, configure, make_label, run_sweep
 
 DROP = 0.125
 """The usual share to drop."""

@@ -7,10 +7,7 @@ import numpy as np
 import polars as pl
 
 from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, DROP, RATES, SEEDS, TARGETS, WORLDS, list_arms, list_steps
-from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.curves import KeptRun
-from whence.experiments.sweep import Results, load_sweep
-from whence.experiments.sweepfile import make_label
+from whence.experiments import KeptRun, Results, RunConfig, load_sweep, make_label
 
 RANGE = 10.0
 """The highest rate that the controller of a target set, over the one at the start, and that over the lowest."""

@@ -11,8 +11,7 @@ import typer
 
 from whence.cli.console import parse_json, parse_json_object, parse_toml
 from whence.errors import WhenceError
-from whence.experiments import arms
-from whence.experiments.rl.presets import presets
+from whence.experiments import ARMS, presets
 
 Env: TypeAlias = Annotated[
     str | None,
@@ -72,7 +71,7 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for
 
 def describe_arms() -> str:
     """Return the help text on arms."""
-    return f"{', '.join(arms.ARMS)}; `whence list arms` tells what they do."
+    return f"{', '.join(ARMS)}; `whence list arms` tells what they do."
 
 
 def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any, Self
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from whence.cli.console import errors, print_error_line
-from whence.experiments.kinds import AnyConfig
-from whence.experiments.sweepfile import Planned
+from whence.experiments import AnyConfig, Planned
 
 LINE_SECONDS = 10.0
 """Seconds from one plain line about rounds under way to the next, at least."""

@@ -6,8 +6,7 @@ from stable_baselines3 import PPO
 
 from whence.cli.options import parse_action
 from whence.errors import WhenceError, suggest
-from whence.experiments.rl.config import TARGETS
-from whence.experiments.rl.plan import check_action
+from whence.experiments import TARGETS, check_action
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.targets import Action, Return, Target

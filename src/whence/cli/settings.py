@@ -9,10 +9,7 @@ import typer
 
 from whence.cli.console import parse_toml
 from whence.errors import WhenceError, suggest
-from whence.experiments import RunConfig
-from whence.experiments.arms import STANDARD
-from whence.experiments.rl.config import HYPERPARAMETERS
-from whence.experiments.rl.presets import presets
+from whence.experiments import HYPERPARAMETERS, STANDARD, RunConfig, presets
 
 Settings: TypeAlias = Annotated[
     list[str] | None,

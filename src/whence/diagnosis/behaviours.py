@@ -14,10 +14,7 @@ from torch import Tensor
 
 from whence.diagnosis.roughness import median_distance
 from whence.errors import WhenceError
-from whence.experiments.rl.labels import action_labels
-from whence.experiments.rl.plan import check_action
-from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_model, load_policy, read_records
+from whence.experiments import AnyEnv, action_labels, check_action, load_model, load_policy, read_records
 from whence.guards import eval_mode
 from whence.heuristics import number_states
 from whence.moments import name_action

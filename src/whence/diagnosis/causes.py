@@ -14,8 +14,7 @@ from torch import Tensor
 
 from whence.attribution import attribute
 from whence.errors import RunDirectoryError, WhenceError, suggest
-from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_model, load_policy, read_records
+from whence.experiments import AnyEnv, load_model, load_policy, read_records
 from whence.guards import eval_mode
 from whence.moments import Moment, find_moments
 from whence.records import RecordBatch

@@ -13,8 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import ReplayError, RunDirectoryError, WhenceError
-from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_env, reads_raw_observations
-from whence.experiments.rl.stored import load_model, load_policy, read_records
+from whence.experiments import (
+    AnyEnv,
+    is_squashed,
+    load_model,
+    load_policy,
+    make_replay_env,
+    read_records,
+    reads_raw_observations,
+)
 from whence.guards import eval_mode
 from whence.policies import as_view
 from whence.records import RecordBatch

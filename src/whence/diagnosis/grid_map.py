@@ -11,8 +11,7 @@ import polars as pl
 
 from whence.diagnosis.judgement import REPEATS, compare_signs, measure_visits
 from whence.errors import ReplayError
-from whence.experiments.rl.labels import action_labels
-from whence.experiments.rl.rebuilding import AnyEnv, make_replay_env
+from whence.experiments import AnyEnv, action_labels, make_replay_env
 from whence.moments import name_action
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import MakeEnv, open_env, play_again, read_episode

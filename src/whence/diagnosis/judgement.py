@@ -7,9 +7,7 @@ import numpy as np
 import polars as pl
 
 from whence.errors import ReplayError, WhenceError, suggest
-from whence.experiments.rl.continuations import OnRecord, estimate_advantages
-from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_round, score_round
+from whence.experiments import AnyEnv, OnRecord, estimate_advantages, load_round, score_round
 from whence.heuristics import has_single_actions, measure_by_visits, number_states
 from whence.influence import SIGNIFICANT
 from whence.runs import RunDirectory

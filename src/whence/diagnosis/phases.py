@@ -25,8 +25,7 @@ from whence.diagnosis.roughness import (
     spread_evenly,
 )
 from whence.errors import WhenceError
-from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_model, load_policy, read_records
+from whence.experiments import AnyEnv, load_model, load_policy, read_records
 from whence.guards import eval_mode
 from whence.moments import Moment, find_moments
 from whence.records import RecordBatch

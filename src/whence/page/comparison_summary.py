@@ -8,8 +8,7 @@ import numpy as np
 import polars as pl
 from scipy import stats
 
-from whence.experiments import Comparison, LanguageConfig
-from whence.experiments.arms import STANDARD
+from whence.experiments import STANDARD, Comparison, LanguageConfig
 from whence.metrics import PAIR_METRICS, t_interval
 
 LEAST_SEEDS = 3

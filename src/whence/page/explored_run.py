@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.errors import RunDirectoryError, first_line
-from whence.experiments.rl import changes, continuations, stored
-from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
-from whence.experiments.rl.rebuilding import AnyEnv
+from whence.experiments import (
+    AnyEnv,
+    action_labels,
+    box_action_labels,
+    compare_policies,
+    estimate_advantage,
+    replay_episode,
+    score_round,
+    state_names,
+)
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 
@@ -145,7 +152,7 @@ class ExploredRun:
         def compare() -> pl.DataFrame | str:
             # A refusal is remembered, too: each record's details need it.
             try:
-                return changes.compare_policies(self.directory, number, env=self.env)
+                return compare_policies(self.directory, number, env=self.env)
             except Exception as refusal:
                 return first_line(refusal)
 
@@ -160,7 +167,7 @@ class ExploredRun:
         try:
             with LOCK:
                 run = self.directory
-                return stored.replay_episode(run, episode, env=self.env, frames=list(steps), last_step=max(steps)), None
+                return replay_episode(run, episode, env=self.env, frames=list(steps), last_step=max(steps)), None
         except Exception as refusal:  # an environment's own code may raise anything
             return None, f"No frames: {first_line(refusal)}"
 
@@ -169,7 +176,7 @@ class ExploredRun:
     ) -> tuple[float, float]:
         """Return a record's advantage by fresh rollouts and its standard error; see `estimate_advantage`."""
         with LOCK:
-            return continuations.estimate_advantage(
+            return estimate_advantage(
                 self.directory, number, record, env=self.env, continuations=rollouts, seed=0, on_step=on_step
             )
 
@@ -211,7 +218,7 @@ class ExploredRun:
             notes.append("Nothing was scored in this round, and its observations were not stored.")
             return table
         try:
-            scores = stored.score_round(self.directory, number, env=self.env).to_polars()
+            scores = score_round(self.directory, number, env=self.env).to_polars()
         except Exception as refusal:
             notes.append(f"Nothing was scored in this round, and scoring it now failed: {first_line(refusal)}")
             return table

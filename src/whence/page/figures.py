@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from whence.errors import Unsupported
-from whence.experiments.arms import STANDARD
+from whence.experiments import STANDARD
 from whence.guards import write_atomically
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")

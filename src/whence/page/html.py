@@ -12,9 +12,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from whence.experiments import Comparison, LanguageConfig
-from whence.experiments.kinds import AnyConfig
-from whence.experiments.rl.rebuilding import AnyEnv
+from whence.experiments import AnyConfig, AnyEnv, Comparison, LanguageConfig
 from whence.guards import write_atomically
 from whence.page.comparison_summary import COMPARISON_DEFINITIONS, make_summary
 from whence.page.explored_run import ExploredRun, attempt, identify_run

@@ -11,7 +11,7 @@ import polars.selectors as cs
 from markupsafe import Markup, escape
 
 from whence.advice import Advice, give_advice
-from whence.experiments.arms import ARMS
+from whence.experiments import ARMS
 from whence.page import figures
 from whence.runs import RunDirectory, Table
 

@@ -13,12 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from whence.experiments import RunConfig
-from whence.experiments.arms import STANDARD, is_control
-from whence.experiments.rl.curves import KeptRun
-from whence.experiments.rl.plan import reads
-from whence.experiments.rl.presets import presets
-from whence.experiments.sweep import Results
+from whence.experiments import STANDARD, KeptRun, Results, RunConfig, is_control, presets, reads
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS
 from whence.page.comparison_summary import DEFINITIONS, HEADINGS, cell, column_heading

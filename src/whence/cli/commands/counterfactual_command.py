@@ -19,7 +19,7 @@ from whence.counterfactual import leave_out, study
 from whence.counterfactual.removals import SHARES, check_removals
 from whence.counterfactual.scores import MOST
 from whence.errors import WhenceError
-from whence.experiments.rl.stored import measure_returns
+from whence.experiments import measure_returns
 from whence.guards import write_atomically
 from whence.rounds import DRAWS
 from whence.runs.files import check_links

@@ -24,8 +24,7 @@ from whence.counterfactual import leave_out_group
 from whence.counterfactual.interventions import VARIANTS, mean_change, summarise_changes
 from whence.counterfactual.retrain import check_memory
 from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
-from whence.experiments.rl.labels import state_names
-from whence.experiments.rl.stored import measure_returns
+from whence.experiments import measure_returns, state_names
 from whence.guards import write_atomically
 from whence.influence import Influence
 from whence.moments import read_axes

@@ -9,8 +9,7 @@ import typer
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
 from whence.errors import WhenceError, suggest
-from whence.experiments.arms import ARMS
-from whence.experiments.rl.presets import presets
+from whence.experiments import ARMS, presets
 
 ENGINES = {
     "auto": "ghost where every layer has a rule, else forward, else vmap, else loop",

@@ -19,7 +19,7 @@ from whence.cli.console import (
 from whence.cli.options import AsJson, On
 from whence.cli.progress import SweepBars
 from whence.errors import WhenceError, suggest
-from whence.experiments.sweepfile import Planned
+from whence.experiments import Planned
 from whence.page import write_tables
 
 

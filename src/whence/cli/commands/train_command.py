@@ -28,13 +28,21 @@ from whence.cli.options import FieldOption, make_field_options, parse_fields, pa
 from whence.cli.progress import ComparisonBars, RoundBar, RunBar, describe_round
 from whence.cli.settings import Settings, collect_overrides
 from whence.errors import WhenceError
-from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD
-from whence.experiments.comparison import Comparison, check_comparison
-from whence.experiments.kinds import AnyConfig, runner_of
-from whence.experiments.llm.language_config import SOURCE, LanguageConfig
-from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig
-from whence.experiments.rl.plan import check_read
-from whence.experiments.sweepfile import READ
+from whence.experiments import (
+    HYPERPARAMETERS,
+    LANGUAGE_ARMS,
+    LANGUAGE_TARGETS,
+    READ,
+    SOURCE,
+    STANDARD,
+    AnyConfig,
+    Comparison,
+    LanguageConfig,
+    RunConfig,
+    check_comparison,
+    check_read,
+    runner_of,
+)
 from whence.page import write_report
 from whence.page.comparison_summary import READING, make_summary
 from whence.page.explorer.embedding import COMPARED_ROUNDS, spread

@@ -177,8 +177,7 @@ def _read_record(run: "ExploredRun", record: int, *, with_frame: bool) -> tuple[
 
 
 def _parse_decision(run: "ExploredRun", observation: str | None, action: str | None) -> tuple["Action", "Decision"]:
-    from whence.experiments.rl.plan import check_action
-    from whence.experiments.rl.stored import load_model
+    from whence.experiments import check_action, load_model
     from whence.page.cause_view import describe_target
     from whence.targets import Action
 

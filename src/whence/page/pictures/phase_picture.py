@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.errors import WhenceError, first_line
-from whence.experiments.rl.rebuilding import AnyEnv
+from whence.experiments import AnyEnv
 from whence.page.moment_view import format_number
 from whence.page.pictures.canvas import (
     DPI,
@@ -68,7 +68,7 @@ def draw_picture(run: RunDirectory, content: Mapping[str, Any], path: Path, *, e
 
 def replay_top(run: RunDirectory, phase: Mapping[str, Any], env: AnyEnv = None) -> Still:
     """Return a phase's top moment with its frame, or why there is none."""
-    from whence.experiments.rl.stored import replay_episode
+    from whence.experiments import replay_episode
 
     moment = phase["moments"][0]
     caption = (

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from whence.errors import WhenceError
-from whence.experiments.rl.rebuilding import AnyEnv
+from whence.experiments import AnyEnv
 from whence.page.explored_run import stamp_file
 from whence.page.explorer import ExploredRun, build_causes
 from whence.page.explorer.detail import describe_advantage

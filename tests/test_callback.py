@@ -192,6 +192,17 @@ def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: lis
     assert toy.rollout_buffer.full
 
 
+def test_strict_raises_instead() -> None:
+    with pytest.raises(WhenceError, match="keeps 1 of 32 records"):
+        model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
+
+
+def test_a_short_last_minibatch_may_be_left_out() -> None:
+    callback = InfluenceCallback(Fixed(100), last="drop")
+    assert [len(advantages) for advantages in seen_by_train(model(n_steps=128, batch_size=64), callback)] == [64, 64]
+    assert callback.settings()["last"] == "drop"
+
+
 class Fails(BaseCallback):
     def _on_step(self) -> bool:
         return True
@@ -382,6 +393,7 @@ def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) 
         ({"rule": 0.5}, "rule is 0.5; pass an instance"),
         ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
         ({"rule": KeepAll(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
+        ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
         ({"rule": KeepAll(), "target": Return}, "pass an instance"),
         ({"rule": KeepAll(), "run": 5}, "run is 5; pass the directory's path"),
     ],

@@ -401,18 +401,20 @@ def test_the_buffers_own_get_is_back_after_an_exception() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "join", "sizes"),
+    ("kept", "last", "join", "sizes"),
     [
-        (65, True, [65]),
-        (65, False, [64, 1]),
-        (66, True, [64, 2]),
-        (129, True, [64, 65]),
-        (2, True, [2]),
-        (1, True, [1]),
+        (65, "keep", True, [65]),
+        (65, "drop", True, [64]),
+        (65, "keep", False, [64, 1]),
+        (66, "keep", True, [64, 2]),
+        (129, "keep", True, [64, 65]),
+        (128, "drop", True, [64, 64]),
+        (2, "drop", True, [2]),
+        (1, "keep", True, [1]),
     ],
 )
-def test_minibatches(kept: int, join: bool, sizes: list[int]) -> None:
-    batches = cut_minibatches(np.arange(kept), 64, join=join)
+def test_minibatches(kept: int, last: Any, join: bool, sizes: list[int]) -> None:
+    batches = cut_minibatches(np.arange(kept), 64, last=last, join=join)
     assert [len(batch) for batch in batches] == sizes
     assert np.concatenate(batches).tolist() == list(range(sum(sizes)))
 

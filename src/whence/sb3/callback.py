@@ -4,13 +4,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
 from whence.engines import ENGINES, check_engine, check_memory
+from whence.errors import WhenceError, suggest
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence
 from whence.nonfinite import name_round
@@ -25,7 +26,7 @@ from whence.sb3.base.nonfinite_training import check_observation, check_step, ch
 from whence.sb3.base.objective import model_objective
 from whence.sb3.base.recorder import Recorder, check_groups, check_recordings
 from whence.sb3.base.rollout_buffer import Ongoing, check_model, read_buffer
-from whence.sb3.base.sampling import select_from
+from whence.sb3.base.sampling import Last, select_from
 from whence.sb3.base.train_hook import cancel_hook, claim_learn, wrap_next_train
 from whence.sb3.checkpoint.restore import holds_policy
 from whence.sb3.checkpoint.training_run import TrainingRun
@@ -77,6 +78,8 @@ class InfluenceCallback(BaseCallback):
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
+        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
+        strict: raise if a round keeps fewer than two records, instead of skipping its training.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -99,13 +102,17 @@ class InfluenceCallback(BaseCallback):
         overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
+        last: Last = "keep",
+        strict: bool = False,
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
         check_rule(rule)
         check_engine(engine)
         check_memory(memory)
-        self.rule = rule
+        if last not in get_args(Last):
+            raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
+        self.rule, self.last, self.strict = rule, last, strict
         self.target = as_target(Return() if target is None else target)
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
@@ -182,7 +189,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with select_from(buffer, selection, recorder=recorder):
+        with select_from(buffer, selection, last=self.last, recorder=recorder):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
@@ -196,6 +203,7 @@ class InfluenceCallback(BaseCallback):
             "target": strip_addresses(target_name(self.target)),
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
+            **({} if self.last == "keep" else {"last": self.last}),
         }
 
     @property
@@ -289,7 +297,7 @@ class InfluenceCallback(BaseCallback):
             check_value_loss(records)
             self._last_timestep = self.model.num_timesteps
             choice = self.choose(records)
-        check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
+        check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         seconds["scoring"] = scoring_clock.seconds()
         errors_clock = Stopwatch()
         choice = replace(choice, influence=self._estimate_errors(records, choice.influence))

@@ -76,6 +76,7 @@ def resume(
         target=target,
         objective=objective,
         engine=config["engine"],
+        last=config.get("last", "keep"),
     )
     model = build_model(stored, env, remedy=_REMEDY, changes=hyperparameters, device=device)
     experiment = {"experiment": stored.experiment} if stored.experiment else {}

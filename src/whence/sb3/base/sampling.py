@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,15 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from whence.sb3.base.recorder import Recorder
 from whence.selection import Selection
 
+Last: TypeAlias = Literal["keep", "drop"]
+
 
 @contextmanager
 def select_from(
     buffer: RolloutBuffer,
     selection: Selection,
     *,
+    last: Last = "keep",
     recorder: Recorder | None = None,
 ) -> Iterator[None]:
     """Let `buffer.get` yield the selected records only; the buffer has its own `get` again on exit.
@@ -27,6 +30,7 @@ def select_from(
     Args:
         buffer: the rollout buffer, of n records.
         selection: n entries, in the order of the flattened buffer.
+        last: whether a last minibatch shorter than the others trains.
         recorder: records every epoch and minibatch.
     """
     sb3_get = buffer.get
@@ -42,7 +46,7 @@ def select_from(
         else:
             weights = selection.weights.double().numpy()
             order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
-        for indices in cut_minibatches(order, batch_size or len(keep), join=not keeps_all):
+        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not keeps_all):
             if recorder is not None:
                 recorder.add_minibatch(indices)
             yield buffer._get_samples(indices)
@@ -76,16 +80,22 @@ def replace_samples(buffer: RolloutBuffer, get_samples: Callable[..., Any]) -> I
             buffer._get_samples = before  # type: ignore[method-assign]
 
 
-def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, join: bool) -> list[NDArray[np.int64]]:
+def cut_minibatches(
+    order: NDArray[np.int64], batch_size: int, *, last: Last = "keep", join: bool
+) -> list[NDArray[np.int64]]:
     """Cut an order of records into minibatches.
 
     Args:
         order: positions of records.
         batch_size: records in a minibatch.
+        last: "drop" leaves out a last minibatch shorter than the others, unless it is the only one.
         join: let a last minibatch of one record join the one before, since one advantage cannot be normalised. False
             cuts as SB3 does.
     """
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    if join and len(batches) > 1 and len(batches[-1]) == 1 < batch_size:
-        batches[-2:] = [np.concatenate(batches[-2:])]
+    if len(batches) > 1 and len(batches[-1]) < batch_size:
+        if last == "drop":
+            batches.pop()
+        elif join and len(batches[-1]) == 1:
+            batches[-2:] = [np.concatenate(batches[-2:])]
     return batches

@@ -30,9 +30,8 @@ from whence import (
     attribute,
     attribute_round,
 )
-from whence.diagnosis import find_causes
-from whence.diagnosis.causes import rank_moments, read_hidden, sum_rounds
-from whence.diagnosis.decisions import compare_log_probs, play_episode, read_record
+from whence.diagnosis import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
+from whence.diagnosis.causes import read_hidden
 from whence.experiments import configure, load_recording, load_round, run
 from whence.experiments.rl.stored import load_model
 from whence.page.cause_view import CauseView, Decision, tell_causes, tell_decision

@@ -7,13 +7,12 @@ from PIL import Image
 
 from test_episode_replay import train
 from whence import ReplayError, WhenceError
-from whence.diagnosis import judge_advantages, summarise_judgement
+from whence.diagnosis import judge_advantages, map_extremes, summarise_judgement
 from whence.diagnosis.agreement import (
     compare_bands,
     describe_verdict,
     partial_spearman,
 )
-from whence.diagnosis.grid_map import map_extremes
 from whence.diagnosis.judgement import compare_signs, draw_by_score, place_in_bands
 from whence.runs import RunDirectory
 
@@ -245,7 +244,7 @@ class TestCommand:
         assert first.startswith("Round 2: ")
         assert first.endswith("(all 1,024 records, judged by repeated visits)")
         assert "the fifth that harms most" in rest[0]
-        for title in ("trained (Â) advantages by influence", "The critic's values", "By action", "By step"):
+        for title in ("trained (Â) advantages by influence", "The critic's values"):
             assert title in out
 
     def test_what_is_written(self, lake, whence, tmp_path):

@@ -26,11 +26,10 @@ from rich.progress import track
 
 from studies.stored import round_numbers
 from whence import experiments
-from whence.diagnosis.agreement import calibrate_critic, summarise_judgement
-from whence.diagnosis.judgement import compare_signs, judge_advantages
+from whence.diagnosis import calibrate_critic, judge_advantages, summarise_judgement
+from whence.diagnosis.judgement import compare_signs
 from whence.experiments import make_replay_env, put_row, read_rows
-from whence.runs import RunDirectory
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, lock_directory
 from whence.sb3.episodes.episode_replay import open_env
 
 

@@ -45,11 +45,9 @@ from studies.planted.scores import (
 from studies.planted.tables import write_tables
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.response_causes import compute_response_log_prob
-from whence.experiments import LanguageConfig, read_rows
+from whence.experiments import LanguageConfig, load_model, read_rows, run
 from whence.experiments.llm.language_config import task_settings
 from whence.experiments.llm.language_rebuilding import load_trained_task
-from whence.experiments.llm.language_training import run
-from whence.experiments.llm.loading import load_model
 from whence.experiments.llm.tasks import make_response_target
 from whence.llm.lab import Lab
 from whence.llm.lab.problems import answer, reward

@@ -76,8 +76,7 @@ def gather_response_causes(run: RunDirectory, prompt: str, response: str, *, by:
     Raises:
         WhenceError: see `find_response_causes`.
     """
-    from whence.diagnosis.causes import sum_rounds
-    from whence.diagnosis.response_causes import find_response_causes, measure_trained, rank_records
+    from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
     from whence.experiments.llm.language_rebuilding import list_policies
 
     reads_policies = by != "bm25"

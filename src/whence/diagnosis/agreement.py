@@ -14,8 +14,6 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy import stats
 
-from whence.moments import By, name_groups
-
 BANDS = ("top", "middle", "bottom")
 """A fifth of a round's records that scores highest, three fifths, and the fifth that scores lowest."""
 
@@ -24,8 +22,6 @@ RESAMPLES = 1000
 
 BINS = 10
 """Bins of the critic's values, and of the advantages' sizes."""
-
-_GROUP_MEANS = ("score", "mismatch", "advantage", "mc_advantage")
 
 Numbers = NDArray[np.float64]
 
@@ -118,27 +114,6 @@ def calibrate_critic(judged: pl.DataFrame, bins: int = BINS) -> pl.DataFrame:
         .sort("bin")
         .drop("bin")
     )
-
-
-def group_mismatches(judged: pl.DataFrame, by: By, *, labels: Sequence[str] | None = None) -> pl.DataFrame:
-    """Return how often the sign was wrong in groups of records, the lowest mean score first.
-
-    Args:
-        judged: a table of `judge_advantages`.
-        by: see `whence.moments.group_scores`.
-        labels: names of discrete actions.
-
-    Returns:
-        `group`, `records`, mean `score`, `mismatch`, and the means of `advantage` and `mc_advantage`; no rows if the
-        table lacks what is needed.
-    """
-    groups = None if judged.is_empty() else name_groups(judged, by, labels=labels)
-    if groups is None:
-        names: dict[str, Any] = {"group": pl.String, "records": pl.Int64} | dict.fromkeys(_GROUP_MEANS, pl.Float64)
-        return pl.DataFrame(schema=names)
-    means = [pl.col(name).cast(pl.Float64).mean() for name in _GROUP_MEANS]
-    table = judged.with_columns(groups.alias("group")).group_by("group")
-    return table.agg(pl.len().cast(pl.Int64).alias("records"), *means).sort("score", "group")
 
 
 def partial_spearman(one: Numbers, other: Numbers, fixed: Numbers) -> float:

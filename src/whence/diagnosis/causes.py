@@ -1,7 +1,6 @@
 """Causes of an action: the records of all rounds, by the effect of training on them on the action's probability."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.attribution import attribute
+from whence.diagnosis.ranking import OnRound, Score, score_rounds
 from whence.errors import RunDirectoryError, WhenceError, suggest
 from whence.experiments import AnyEnv, load_model, load_policy, read_records
 from whence.guards import eval_mode
-from whence.moments import Moment, find_moments
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording, attribute_round
 from whence.runs import RunDirectory
@@ -37,13 +36,7 @@ RECORDED = ("optimizer", "smoothed")
 METHODS = (RAW, *RECORDED, *SIMILAR)
 """Ways to score a record; see `find_causes`."""
 
-PER_ROUND_MOMENTS = 3
-"""Moments of one round that a list over rounds holds at most, so that no round fills it."""
-
 _COLUMNS = ("record_id", "env_index", "episode_id", "step", "action", "advantage", "value", "return", "reward", "keep")
-
-OnRound = Callable[[int, int], None]
-"""Called with the number of rounds that are scored, and of all."""
 
 
 def find_causes(
@@ -87,32 +80,9 @@ def find_causes(
         WhenceError: the method is unknown, or does not fit the policy; states or actions do not fit the records.
         RunDirectoryError: the run holds no rounds, lacks a recording, or its policy cannot be built again.
     """
-    target = Action(target_states, actions, action_masks)
-    return pl.concat(
-        iterate_causes(run, target, rounds=rounds, method=method, env=env, on_round=on_round), how="diagonal_relaxed"
-    )
-
-
-def iterate_causes(
-    run: RunDirectory,
-    target: Action,
-    *,
-    rounds: Sequence[int] | None = None,
-    method: str = RAW,
-    env: AnyEnv = None,
-    on_round: OnRound | None = None,
-) -> Iterator[pl.DataFrame]:
-    """Yield the rows of `find_causes` round by round."""
-    numbers = _list_rounds(run, rounds, method)
-    model = load_model(run, numbers[0], env=env)
-    score = _make_score(run, numbers, model, target, method, env)
-    for done, number in enumerate(numbers, start=1):
-        table = run.round("records", number)
-        scores = score(number, table, read_records(run, table, model, env=env))
-        columns = table.select(name for name in _COLUMNS if name in table.columns)
-        yield columns.select(pl.lit(number, dtype=pl.Int64).alias("round"), pl.all(), pl.Series("score", scores))
-        if on_round is not None:
-            on_round(done, len(numbers))
+    target, numbers = Action(target_states, actions, action_masks), _list_rounds(run, rounds, method)
+    score = _make_score(run, numbers, load_model(run, numbers[0], env=env), target, method, env)
+    return score_rounds(run, numbers, _COLUMNS, score, on_round)
 
 
 def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
@@ -128,98 +98,35 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
     return numbers
 
 
-Score = Callable[[int, pl.DataFrame, RecordBatch], NDArray[np.float64]]
-"""Returns the scores, (n,), of a round, by its number, its table and its records, in the order of the table."""
-
-
 def _make_score(
     run: RunDirectory, numbers: Sequence[int], model: Any, target: Action, method: str, env: AnyEnv
 ) -> Score:
     """Return the function that scores a round; `model` is its to load policies into."""
-    if method in SIMILAR:
-        similarity = _make_similarity(run, numbers, model, target, method, env)
-        return lambda number, table, records: similarity(records) * read_weights(table)
-    if method in RECORDED:
-        return lambda number, table, records: _score_recording(run, number, table, model, target, method)
+    similarity = _make_similarity(run, numbers, model, target, method, env) if method in SIMILAR else None
 
-    def score(number: int, table: pl.DataFrame, records: RecordBatch) -> NDArray[np.float64]:
+    def score(number: int, table: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
+        if method in RECORDED:  # whose scores leave out what did not train
+            recording = RoundRecording.load(run.round_path("recordings", number))
+            influence: Any = attribute_round(model.policy, recording, target=target, method=method)
+            order = torch.argsort(influence.record_ids)
+            places = np.searchsorted(influence.record_ids[order].numpy(), table["record_id"].to_numpy())
+            return {"score": influence.scores[order].double().numpy()[places]}
+        records = read_records(run, table, model, env=env)
+        if similarity is not None:
+            return {"score": similarity(records) * read_weights(table)}
         load_policy(run, number, model)
         influence = attribute(model.policy, records, target=target, objective=model_objective(model))
-        scores: NDArray[np.float64] = influence.scores.double().numpy() * read_weights(table)
-        return scores
+        return {"score": influence.scores.double().numpy() * read_weights(table)}
 
     return score
 
 
-def _score_recording(
-    run: RunDirectory, number: int, table: pl.DataFrame, model: Any, target: Action, method: str
-) -> NDArray[np.float64]:
-    recording = RoundRecording.load(run.round_path("recordings", number))
-    influence: Any = attribute_round(model.policy, recording, target=target, method=method)
-    order = torch.argsort(influence.record_ids)
-    places = np.searchsorted(influence.record_ids[order].numpy(), table["record_id"].to_numpy())
-    scores: NDArray[np.float64] = influence.scores[order].double().numpy()[places]
-    return scores
-
-
-def sum_rounds(causes: pl.DataFrame) -> pl.DataFrame:
-    """Return what each round did: `round`, `records`, and the sums `raised` (above 0) and `lowered` (below 0)."""
-    score = pl.col("score")
-    return (
-        causes.group_by("round")
-        .agg(
-            records=pl.len().cast(pl.Int64),
-            raised=score.filter(score > 0).sum(),
-            lowered=score.filter(score < 0).sum(),
-        )
-        .sort("round")
-    )
-
-
-@dataclass(frozen=True)
-class RankedMoment:
-    """A moment among those of all rounds.
-
-    Attributes:
-        round: its round.
-        moment: the moment; its scores are of the decision in question.
-    """
-
-    round: int
-    moment: Moment
-
-
-def rank_moments(
-    causes: pl.DataFrame, *, lowest: bool, most: int, per_round: int = PER_ROUND_MOMENTS
-) -> list[RankedMoment]:
-    """Return the moments of all rounds that raised a decision's probability most, or lowered it most.
-
-    Args:
-        causes: from `find_causes`.
-        lowest: True: those that lowered it; False: those that raised it.
-        most: the largest number of moments.
-        per_round: the largest number of moments of one round.
-    """
-    ranked = [
-        RankedMoment(int(number), moment)
-        for (number,), table in causes.group_by("round", maintain_order=True)
-        for moment in find_moments(table, lowest=lowest, most=per_round)
-    ]
-    return sorted(ranked, key=lambda entry: (-abs(entry.moment.score), entry.moment.record_id))[:most]
-
-
 def _make_similarity(
-    run: RunDirectory, numbers: Sequence[int], model: Any, target: Action, method: str, env: AnyEnv = None
+    run: RunDirectory, numbers: Sequence[int], model: Any, target: Action, method: str, env: AnyEnv
 ) -> Callable[[RecordBatch], NDArray[np.float64]]:
     """Return the function that scores records by advantage × same action × similarity of state.
 
-    Args:
-        run: the run.
-        numbers: its rounds, in order.
-        model: the run's model; it holds the last policy afterwards, and has to as long as the function is used.
-        target: the decision.
-        method: one of `SIMILAR`.
-        env: see `load_round`.
+    The model holds the last policy afterwards, and has to as long as the function is used.
 
     Raises:
         WhenceError: the actions are continuous.

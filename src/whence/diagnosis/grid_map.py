@@ -45,6 +45,10 @@ class GridMap:
     cells: tuple[str, ...]
     arrows: pl.DataFrame
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the map in JSON types."""
+        return {"rows": self.rows, "cols": self.cols, "cells": list(self.cells), "arrows": self.arrows.to_dicts()}
+
 
 class _Layout(NamedTuple):
     rows: int
@@ -52,12 +56,8 @@ class _Layout(NamedTuple):
     cells: tuple[str, ...]
 
 
-class _Pose(NamedTuple):
-    """Where a MiniGrid's agent is, and the grid around it."""
-
-    cell: int
-    direction: int
-    layout: _Layout
+_Pose = tuple[int, int, _Layout]
+"""The cell and the direction of a MiniGrid's agent, and the grid around it."""
 
 
 def map_extremes(
@@ -85,15 +85,28 @@ def map_extremes(
         records = compare_signs(records.join(visited, on="record_id", how="left"))
     extremes = _choose_extremes(records, most)
     if isinstance(world, _Layout):
-        placed, layout = _place_by_observation(extremes), world
+        layout = world
+        placed = extremes.with_columns(
+            cell=pl.col("observation").cast(pl.Int64), direction=_translate(_LAKE_DIRECTIONS), turn=pl.lit(0, pl.Int64)
+        )
     else:
         poses = _replay_poses(run, extremes, world)
-        layouts = {pose.layout for pose in poses.values()}
+        layouts = {layout for _, _, layout in poses.values()}
         if len(layouts) != 1:
             return None
-        placed, layout = _place_by_pose(extremes, poses), layouts.pop()
+        layout = layouts.pop()
+        places = pl.DataFrame(
+            [(record, cell, direction) for record, (cell, direction, _) in poses.items()],
+            schema=dict.fromkeys(("record_id", "cell", "direction"), pl.Int64),
+            orient="row",
+        )
+        placed = extremes.with_columns(turn=_translate(_MINIGRID_TURNS)).join(places, on="record_id", how="inner")
     name = env if isinstance(env, str) else run.config.get("env")
     return GridMap(*layout, _count_arrows(placed, name if isinstance(name, str) else None))
+
+
+def _translate(numbers: Mapping[int, int]) -> pl.Expr:
+    return pl.col("action").replace_strict(numbers, default=None, return_dtype=pl.Int64)
 
 
 def has_map(run: RunDirectory, *, env: AnyEnv = None) -> bool:
@@ -110,11 +123,6 @@ def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | MakeEnv | None:
             return make_env if lake is None and _is_minigrid(world) else lake
     except ReplayError:
         return None
-
-
-def describe_map(grid: GridMap) -> dict[str, Any]:
-    """Return a map in JSON types."""
-    return {"rows": grid.rows, "cols": grid.cols, "cells": list(grid.cells), "arrows": grid.arrows.to_dicts()}
 
 
 def _choose_extremes(records: pl.DataFrame, most: int) -> pl.DataFrame:
@@ -142,16 +150,16 @@ def _is_minigrid(env: gym.Env[Any, Any]) -> bool:
     return all(hasattr(env.unwrapped, name) for name in ("agent_pos", "agent_dir", "grid"))
 
 
-def _read_pose(env: gym.Env[Any, Any], layouts: dict[int, _Layout]) -> _Pose:
+def _read_pose(env: gym.Env[Any, Any], layouts: list[_Layout]) -> _Pose:
     """Return a MiniGrid's pose; its layout is read before the first action, since the agent may open doors."""
     base: Any = env.unwrapped
-    if 0 not in layouts:
+    if not layouts:
         grid = base.grid
         objects = [grid.get(column, row) for row in range(grid.height) for column in range(grid.width)]
         cells = tuple("floor" if each is None else str(each.type) for each in objects)
-        layouts[0] = _Layout(grid.height, grid.width, cells)
-    column, row = (int(at) for at in base.agent_pos)
-    return _Pose(row * layouts[0].cols + column, int(base.agent_dir), layouts[0])
+        layouts.append(_Layout(grid.height, grid.width, cells))
+    column, row = map(int, base.agent_pos)
+    return row * layouts[0].cols + column, int(base.agent_dir), layouts[0]
 
 
 def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, make_env: MakeEnv) -> dict[int, _Pose]:
@@ -160,29 +168,12 @@ def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, make_env: MakeEnv) 
     known = extremes.drop_nulls(["episode_id", "step"])
     for (episode,), rows in known.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))
-        inspect = partial(_read_pose, layouts={})
+        inspect = partial(_read_pose, layouts=[])
         replay = play_again(make_env, stored, last_step=int(rows["step"].to_numpy().max()), inspect=inspect)
         if replay.mismatch is not None:
             raise ReplayError(replay.mismatch)
         poses |= {record: replay.inspected[step] for record, step in rows.select("record_id", "step").iter_rows()}
     return poses
-
-
-def _place_by_observation(extremes: pl.DataFrame) -> pl.DataFrame:
-    directions = pl.col("action").replace_strict(_LAKE_DIRECTIONS, default=None, return_dtype=pl.Int64)
-    return extremes.with_columns(
-        cell=pl.col("observation").cast(pl.Int64), direction=directions, turn=pl.lit(0, pl.Int64)
-    )
-
-
-def _place_by_pose(extremes: pl.DataFrame, poses: Mapping[int, _Pose]) -> pl.DataFrame:
-    places = pl.DataFrame(
-        [(record, pose.cell, pose.direction) for record, pose in poses.items()],
-        schema={"record_id": pl.Int64, "cell": pl.Int64, "direction": pl.Int64},
-        orient="row",
-    )
-    turns = pl.col("action").replace_strict(_MINIGRID_TURNS, default=None, return_dtype=pl.Int64)
-    return extremes.with_columns(turn=turns).join(places, on="record_id", how="inner")
 
 
 def _count_arrows(placed: pl.DataFrame, env_id: str | None) -> pl.DataFrame:

@@ -1,14 +1,17 @@
 """Phases of a behaviour: its probability, its influence's roughness, and the records of each phase (LDA §4.2)."""
 
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from jaxtyping import Float
-from scipy.spatial.distance import cdist
 
 from whence.attribution import attribute
 from whence.diagnosis.behaviours import Behaviour, embed_records, is_density
@@ -20,25 +23,22 @@ from whence.diagnosis.roughness import (
     expect_roughness,
     link_similar,
     name_pattern,
-    permute_roughness,
     split_curve,
     spread_evenly,
 )
-from whence.errors import WhenceError
 from whence.experiments import AnyEnv, load_model, load_policy, read_records
-from whence.guards import eval_mode
-from whence.moments import Moment, find_moments
+from whence.guards import eval_mode, write_atomically
+from whence.moments import Moment, find_moments, name_action
 from whence.records import RecordBatch
-from whence.runs import RunDirectory
-from whence.sb3.base.objective import model_objective
+from whence.runs import RunDirectory, check_links
+from whence.sb3 import model_objective
 from whence.sb3.policy import actor_critic_view
 from whence.targets import Action
 
+FORMAT, VERSION = "whence-phases", 1
+
 PERMUTATIONS = 20
 """Permutations of the scores that roughness is compared with."""
-
-TOP = 20
-"""The highest records of a round, of which it is told what they share."""
 
 _LEAST = 3  # nodes of a graph
 _MOMENTS = 3  # of a phase that are kept
@@ -55,8 +55,6 @@ class Phase:
         relative: the mean of roughness over that of permuted scores; None if it is not defined.
         log_prob: log π(a|s) before the first round.
         log_prob_after: log π(a|s) after the last; None if that policy is not stored.
-        association: see `History`; the mean over the rounds, or None.
-        nearness: see `History`; the mean over the rounds, or None.
         moments: the rounds and moments of the highest scores among the records that trained, the highest first.
     """
 
@@ -66,8 +64,6 @@ class Phase:
     relative: float | None
     log_prob: float
     log_prob_after: float | None
-    association: float | None
-    nearness: float | None
     moments: tuple[tuple[int, Moment], ...]
 
 
@@ -81,12 +77,9 @@ class History:
         neighbours: of each node of the similarity graph.
         rounds: a row for each round: `round`; `log_prob` and `log_prob_after`, the behaviour's under the policy that
             collected the round and under the next; `nodes`, records with a positive score; `roughness`; of permuted
-            scores the `expected` roughness, and the `low` and `high` of all permutations; `relative`, roughness over
-            expected; of the `TOP` highest records, `association`, the share that took the behaviour's discrete action
-            with a normalised advantage above 0 or another with one below 0, and `nearness`, the mean share of the
-            round's records that are farther from the behaviour's state. What is not defined is null.
+            scores the `expected` roughness, and the `low` and `high` of all permutations; and `relative`, roughness
+            over expected. What is not defined is null.
         phases: in the order of time; none if no round has a roughness.
-        relative_phases: the same of `relative`, each by its first and last round and its level.
         permuted_patterns: the pattern of each permutation's roughness over the rounds; see `name_pattern`.
     """
 
@@ -95,7 +88,6 @@ class History:
     neighbours: int
     rounds: pl.DataFrame
     phases: tuple[Phase, ...]
-    relative_phases: tuple[tuple[int, int, float], ...]
     permuted_patterns: tuple[Pattern, ...]
 
     @property
@@ -125,8 +117,8 @@ def trace_phases(
     Args:
         run: the run, of `whence train` or a callback.
         behaviours: from `find_behaviours`, `behaviour_of_records` or `behaviour_by_hand`.
-        neighbours: nearest neighbours that each node is linked with.
-        permutations: of the scores.
+        neighbours: nearest neighbours that each node is linked with, at least 1.
+        permutations: of the scores, at least 1.
         engine: see `attribute`.
         env: see `load_round`.
         seed: seeds the permutations.
@@ -136,41 +128,34 @@ def trace_phases(
         The behaviours' histories, in their order.
 
     Raises:
-        WhenceError: there are no rounds, or `neighbours` or `permutations` is below 1.
-        RunDirectoryError: a round or a policy is missing, or cannot be built again.
+        RunDirectoryError: there are no rounds, or a policy is missing or cannot be built again.
     """
-    numbers, policies = run.rounds(), set(run.rounds("policies"))
-    if not numbers or not policies:
-        raise WhenceError(f"{run.path} holds no rounds, or no policies, yet. Train at least one round into it.")
-    for name, value in (("neighbours", neighbours), ("permutations", permutations)):
-        if value < 1:
-            raise WhenceError(f"{name} is {value}; at least 1 is needed.")
-    model, final = (load_model(run, number, env=env) for number in (numbers[0], max(policies)))
-    traces = [_Trace(behaviour, [], [], []) for behaviour in behaviours]
+    numbers, policies = run.require_rounds(), run.rounds("policies")
+    model, final = (load_model(run, number, env=env) for number in (numbers[0], policies[-1]))
+    traces = [_Trace(behaviour) for behaviour in behaviours]
+    targets = {str(place): behaviour.target for place, behaviour in enumerate(behaviours)}
     for done, number in enumerate(numbers, start=1):
         load_policy(run, number, model)
-        round = _read_round(run, number, model, final, env)
-        scores = _score(model, round.records, [trace.behaviour.target for trace in traces], engine)
+        table = run.round("records", number)
+        records = read_records(run, table, model, env=env)
+        embeddings = embed_records(final.policy, records)
+        influences = attribute(model.policy, records, target=targets, objective=model_objective(model), engine=engine)
+        trained = table["keep"].fill_null(True).to_numpy() if "keep" in table.columns else True
         for place, trace in enumerate(traces):
+            scores = influences[str(place)].scores.double().numpy()
             generator = np.random.default_rng([seed, number, place])
-            row, permuted = _measure_roughness(scores[place], round.embeddings, neighbours, permutations, generator)
-            row |= {"round": number, "log_prob": _rate(trace.behaviour.target, model.policy, round.records)}
-            trace.rows.append(row | _describe_top(trace.behaviour.target, scores[place], round, final.policy))
+            row, permuted = _measure_roughness(scores, embeddings, neighbours, permutations, generator)
+            trace.rows.append(row | {"round": number, "log_prob": _rate(trace.behaviour.target, model.policy, records)})
             trace.permuted.append(permuted)
-            moments = find_moments(_make_table(round, scores[place]), lowest=False, most=_MOMENTS)
+            taught = records.to_polars().with_columns(score=pl.Series(np.where(trained, scores, 0.0)))
+            moments = find_moments(taught, lowest=False, most=_MOMENTS)
             trace.moments.extend((number, moment) for moment in moments)
         on_round(done, len(numbers))
     # The policy after the last round is missing if training was stopped in that round.
-    is_whole = max(policies) > numbers[-1]
-    return [
-        _make_history(
-            trace,
-            _rate(trace.behaviour.target, final.policy, round.records) if is_whole else None,
-            neighbours,
-            is_density(model.action_space),
-        )
-        for trace in traces
-    ]
+    is_whole = policies[-1] > numbers[-1]
+    ends = [_rate(trace.behaviour.target, final.policy, records) if is_whole else None for trace in traces]
+    density = is_density(model.action_space)
+    return [_make_history(trace, end, neighbours, density) for trace, end in zip(traces, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -178,37 +163,9 @@ class _Trace:
     """What was measured of a behaviour so far: a row, the permutations' roughness and the moments of each round."""
 
     behaviour: Behaviour
-    rows: list[dict[str, Any]]
-    permuted: list[Float[np.ndarray, " p"]]
-    moments: list[tuple[int, Moment]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Round:
-    """A round's records; their advantages as the objective normalises them; embeddings; and whether each trained."""
-
-    records: RecordBatch
-    advantages: Float[np.ndarray, " n"]
-    embeddings: Float[np.ndarray, "n d"]
-    trained: pl.DataFrame | None
-
-
-def _read_round(run: RunDirectory, number: int, model: Any, final: Any, env: AnyEnv) -> _Round:
-    table = run.round("records", number)
-    records = read_records(run, table, model, env=env)
-    return _Round(
-        records=records,
-        advantages=model_objective(model).prepare(records).advantages.numpy(),
-        embeddings=embed_records(final.policy, records),
-        trained=table.select("record_id", "keep") if "keep" in table.columns else None,
-    )
-
-
-def _score(model: Any, records: RecordBatch, targets: Sequence[Action], engine: str) -> list[Float[np.ndarray, " n"]]:
-    """Return the records' scores for each target, from one pass over the records."""
-    by_place = {str(place): target for place, target in enumerate(targets)}
-    influences = attribute(model.policy, records, target=by_place, objective=model_objective(model), engine=engine)
-    return [influences[place].scores.double().numpy() for place in by_place]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    permuted: list[Float[np.ndarray, " p"]] = field(default_factory=list)
+    moments: list[tuple[int, Moment]] = field(default_factory=list)
 
 
 def _measure_roughness(
@@ -226,7 +183,7 @@ def _measure_roughness(
     values = scores[nodes] / scores[nodes].max()
     graph = link_similar(embeddings[nodes], neighbours)
     roughness, expected = compute_roughness(graph, values), expect_roughness(values)
-    permuted = permute_roughness(graph, values, permutations, generator)
+    permuted = np.array([compute_roughness(graph, generator.permutation(values)) for _ in range(permutations)])
     return {
         **{"nodes": len(positive), "roughness": roughness, "expected": expected},
         **{"low": float(permuted.min()), "high": float(permuted.max())},
@@ -241,38 +198,11 @@ def _rate(target: Action, policy: Any, records: RecordBatch) -> float:
         return float(target(view, view.parameters(), records))
 
 
-def _describe_top(
-    target: Action, scores: Float[np.ndarray, " n"], round: _Round, final: Any
-) -> dict[str, float | None]:
-    """Return what the highest records share: `association` and `nearness` of `History.rounds`."""
-    top = np.argsort(-scores, kind="stable")[:TOP]
-    top = top[scores[top] > 0]
-    if len(top) == 0:
-        return {"association": None, "nearness": None}
-    states, association = target.as_records(round.records), None
-    actions, wanted = (batch.actions.reshape(len(batch), -1).numpy() for batch in (round.records, states))
-    if np.issubdtype(actions.dtype, np.integer) and (wanted == wanted[0]).all():  # one action, that others can equal
-        same, advantages = (actions[top] == wanted[0]).all(axis=1), round.advantages[top]
-        association = float(np.where(same, advantages > 0, advantages < 0).mean())
-    distances = cdist(round.embeddings, embed_records(final, states)).min(axis=1)
-    farther, equal = (compare(distances, distances[top, None]).mean() for compare in (np.greater, np.equal))
-    return {"association": association, "nearness": float(farther + equal / 2)}
-
-
-def _make_table(round: _Round, scores: Float[np.ndarray, " n"]) -> pl.DataFrame:
-    """Return the records with a behaviour's scores; those that did not train, and so taught nothing, score 0."""
-    table = round.records.to_polars().with_columns(score=pl.Series(scores))
-    if round.trained is None:
-        return table
-    joined = table.join(round.trained, on="record_id", how="left", maintain_order="left")
-    return joined.with_columns(score=pl.when(pl.col("keep").fill_null(True)).then("score").otherwise(0.0))
-
-
 def _make_history(trace: _Trace, last: float | None, neighbours: int, is_density: bool) -> History:
     after = [*(row["log_prob"] for row in trace.rows[1:]), last]
     rows = [{**_UNDEFINED, **row, "log_prob_after": value} for row, value in zip(trace.rows, after, strict=True)]
     rounds = pl.DataFrame(rows, schema=_SCHEMA)
-    with_roughness, with_relative = (rounds.drop_nulls(name) for name in ("roughness", "relative"))
+    curve = rounds.drop_nulls("roughness")
     permuted = np.stack(trace.permuted)[rounds["roughness"].is_not_null().to_numpy()]
     return History(
         behaviour=trace.behaviour,
@@ -280,12 +210,8 @@ def _make_history(trace: _Trace, last: float | None, neighbours: int, is_density
         neighbours=neighbours,
         rounds=rounds,
         phases=tuple(
-            _make_phase(with_roughness[start:end], level, trace.moments)
-            for start, end, level in split_curve(with_roughness["roughness"].to_numpy())
-        ),
-        relative_phases=tuple(
-            (with_relative["round"][start], with_relative["round"][end - 1], level)
-            for start, end, level in split_curve(with_relative["relative"].to_numpy())
+            _make_phase(curve[start:end], level, trace.moments)
+            for start, end, level in split_curve(curve["roughness"].to_numpy())
         ),
         permuted_patterns=tuple(
             name_pattern([segment.level for segment in split_curve(curve)]) for curve in permuted.T if len(curve)
@@ -296,27 +222,120 @@ def _make_history(trace: _Trace, last: float | None, neighbours: int, is_density
 _SCHEMA = {
     **dict.fromkeys(("round", "nodes"), pl.Int64),
     **dict.fromkeys(("log_prob", "log_prob_after", "roughness", "expected", "low", "high", "relative"), pl.Float64),
-    **dict.fromkeys(("association", "nearness"), pl.Float64),
 }
 _UNDEFINED: Mapping[str, Any] = dict.fromkeys(_SCHEMA)
 
 
 def _make_phase(rows: pl.DataFrame, roughness: float, moments: Sequence[tuple[int, Moment]]) -> Phase:
-    first, last, after = rows["round"][0], rows["round"][-1], rows["log_prob_after"][-1]
+    first, last = rows["round"][0], rows["round"][-1]
     inside = [(number, moment) for number, moment in moments if first <= number <= last]
     return Phase(
         first=first,
         last=last,
         roughness=roughness,
-        relative=_mean(rows["relative"]),
+        relative=rows.select(pl.col("relative").mean()).item(),
         log_prob=rows["log_prob"][0],
-        log_prob_after=after,
-        association=_mean(rows["association"]),
-        nearness=_mean(rows["nearness"]),
+        log_prob_after=rows["log_prob_after"][-1],
         moments=tuple(sorted(inside, key=lambda pair: (-pair[1].score, pair[1].record_id))[:_MOMENTS]),
     )
 
 
-def _mean(column: pl.Series) -> float | None:
-    mean = column.mean()
-    return None if mean is None else float(mean)  # type: ignore[arg-type]
+_VERDICTS = {
+    "three phases": "LDA's three phases appear (roughness falls twice)",
+    "one fall": "LDA's three phases do not appear (roughness ends lower, but does not fall twice)",
+    "no fall": "LDA's three phases do not appear (roughness does not end lower)",
+}
+
+
+def describe_history(history: History) -> list[str]:
+    """Return sentences: when the behaviour arose, which phases its roughness has, and how permuted scores compare."""
+    rise = _describe_rise(history)
+    if history.pattern is None:
+        return [rise, "No round has three records with a positive score, so there is no roughness."]
+    levels = ", ".join(f"{phase.roughness:.2g} in rounds {phase.first}–{phase.last}" for phase in history.phases)
+    count = len(history.permuted_patterns)
+    same = history.permuted_patterns.count(history.pattern)
+    permuted = f"With the scores permuted over the same records, {same} of {count} histories show the same"
+    # What permuted scores show as well needs no likeness of similar states.
+    if history.pattern != "no fall":
+        is_chance = same > count / 20
+        permuted += ": the scores' spread alone "
+        permuted += "can make it, even if similar states do not score alike" if is_chance else "does not make it"
+    return [rise, f"{_VERDICTS[history.pattern]}: {levels}.", f"{permuted}."]
+
+
+def _describe_rise(history: History) -> str:
+    values, rounds = read_preference(history), history.rounds["round"].to_list()
+    kind = "The log-density of" if history.is_density else "The probability of"
+    verb = "rose" if values[-1] > values[0] else "fell"
+    text = f"{kind} {history.behaviour.name} {verb} from {values[0]:.3g} to {values[-1]:.3g}"
+    if (span := find_rise(values)) is None:
+        return f"{text}."
+    first, last = (rounds[min(step, len(rounds) - 1)] for step in span)
+    where = f"round {first}" if first == last else f"rounds {first} to {last}"
+    return f"{text}; the middle 80% of that change took place in {where}."
+
+
+def read_preference(history: History) -> list[float]:
+    """Return π(a|s), or its logarithm where it is a density, by the policy of each round and by the one after all."""
+    last = history.rounds["log_prob_after"][-1]
+    values = [*history.rounds["log_prob"].to_list(), *([] if last is None else [last])]
+    return values if history.is_density else [math.exp(value) for value in values]
+
+
+def find_rise(values: Sequence[float]) -> tuple[int, int] | None:
+    """Return the first and the last step in which a curve went from a tenth to nine tenths of its way.
+
+    It is counted from the last value that is within a tenth of the way from the first value. Step i leads from value i
+    to value i + 1. None if the curve ends where it began.
+    """
+    way = np.asarray(values, np.float64) - values[0]
+    if way[-1] == 0:
+        return None
+    share = way / way[-1]
+    end = int(np.argmax(share >= 0.9))
+    start = int(np.flatnonzero(share[: end + 1] <= 0.1)[-1])
+    return start, max(end - 1, start)
+
+
+def summarise_history(history: History, labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return a history in JSON types, as `write_history` stores it.
+
+    Args:
+        history: the history.
+        labels: names of the environment's discrete actions.
+    """
+    behaviour = history.behaviour
+    names = ("episode_id", "step", "first_step", "last_step", "records", "score", "advantage", "reward")
+    phases = [
+        vars(phase)
+        | {
+            "moments": [
+                {"round": number, "record": moment.record_id, "action": name_action(moment.action, labels)}
+                | {name: getattr(moment, name) for name in names}
+                for number, moment in phase.moments
+            ]
+        }
+        for phase in history.phases
+    ]
+    return {
+        **{"format": FORMAT, "version": VERSION, "sentences": describe_history(history)},
+        "behaviour": {"name": behaviour.name, "round": behaviour.round, "records": list(behaviour.record_ids)},
+        **{"is_density": history.is_density, "neighbours": history.neighbours, "pattern": history.pattern},
+        "permuted_patterns": dict(Counter(history.permuted_patterns)),
+        **{"phases": phases, "preference": read_preference(history)},
+        "rounds": history.rounds.to_dict(as_series=False),
+    }
+
+
+def write_history(run: RunDirectory, history: History, content: Mapping[str, Any]) -> Path:
+    """Write a summary into `phases/` of its run, in place of one of the same behaviour; return the file.
+
+    Raises:
+        RunDirectoryError: the run cannot be written to.
+    """
+    check_links(run.path)
+    path = run.path / "phases" / f"{history.behaviour.key}.json"
+    with write_atomically(path) as temporary:
+        temporary.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+    return path

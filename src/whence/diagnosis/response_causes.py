@@ -1,23 +1,25 @@
 """Causes of a language model's response: the records of all rounds, by the effect on its probability."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
 import torch
 from numpy.typing import NDArray
 
+from whence.diagnosis.ranking import OnRound, Score, score_rounds
 from whence.errors import RunDirectoryError, Unsupported, WhenceError, suggest
-from whence.experiments.llm.language_rebuilding import RebuiltRound, list_policies, load_trained_task, rebuild_round
+from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
 from whence.llm.base.language_view import embed_rows, unscored_view
 from whence.llm.scores.language_targets import ValidationLoss
 from whence.llm.scores.row_scores import Scoring, score
 from whence.llm.text.prompts import Prompt, join_messages
+from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.selection import read_weights
 
@@ -29,9 +31,6 @@ METHODS = (RAW, BM25, EMBEDDING)
 """Ways to score a record; see `find_response_causes`."""
 
 _COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
-
-OnRound = Callable[[int, int], None]
-"""Called with the number of rounds that are scored, and of all."""
 
 
 def find_response_causes(
@@ -76,21 +75,7 @@ def find_response_causes(
     """
     numbers = _list_rounds(run, rounds, method)
     score_round = _make_score(run, numbers, prompt, response, method, engine)
-    parts = []
-    for done, number in enumerate(numbers, start=1):
-        table = run.round("records", number)
-        scores, log_prob = score_round(number, table)
-        columns = table.select(name for name in _COLUMNS if name in table.columns)
-        scored = columns.select(
-            pl.lit(number, dtype=pl.Int64).alias("round"),
-            pl.all(),
-            pl.Series("score", scores * read_weights(table)),
-            pl.lit(log_prob, dtype=pl.Float64).alias("log_prob"),
-        )
-        parts.append(scored)
-        if on_round is not None:
-            on_round(done, len(numbers))
-    return pl.concat(parts, how="diagonal_relaxed")
+    return score_rounds(run, numbers, _COLUMNS, score_round, on_round)
 
 
 def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -> list[int]:
@@ -112,45 +97,39 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
     return numbers
 
 
-Score = Callable[[int, pl.DataFrame], tuple[NDArray[np.float64], float | None]]
-"""Returns the scores, (n,), of a round, by its number and table, and the response's log-prob under its policy."""
-
-
 def _make_score(
     run: RunDirectory, numbers: Sequence[int], prompt: Prompt, response: str, method: str, engine: str
 ) -> Score:
+    """Return the function that scores a round, with the response's log-prob under its policy."""
     if method == BM25:
         scores = _score_texts(run, numbers, prompt, response)
-        return lambda number, table: (scores[number], None)
+        return lambda number, table: {
+            "score": scores[number] * read_weights(table),
+            "log_prob": pl.lit(None, dtype=pl.Float64),
+        }
     make_target = partial(make_response_target, prompt=prompt, response=response)
 
-    def score_round(number: int, table: pl.DataFrame) -> tuple[NDArray[np.float64], float]:
+    def score_round(number: int, table: pl.DataFrame) -> dict[str, Any]:
         rebuilt = rebuild_round(run, number, make_target=make_target)
-        target: Any = rebuilt.target
-        log_prob = compute_response_log_prob(target, rebuilt.model, rebuilt.temperature)
+        model, target = rebuilt.model, cast(ValidationLoss, rebuilt.target)
+        log_prob = compute_response_log_prob(target, model, rebuilt.temperature)
         if method == EMBEDDING:
-            embeddings, centre = (
-                embed_rows(rebuilt.model, rows, batch_size=rebuilt.chunk_size) for rows in (rebuilt.rows, target.rows)
+            rows = rebuilt.rows, cast(RecordBatch, target.rows)
+            embeddings, centre = (embed_rows(model, each, batch_size=rebuilt.chunk_size) for each in rows)
+            scores = torch.cosine_similarity(embeddings, centre).double().numpy() * _read_advantages(table)
+        else:
+            scoring = Scoring(
+                target=target,
+                objective=rebuilt.objective,
+                temperature=rebuilt.temperature,
+                engine=engine,
+                memory=rebuilt.memory,
+                chunk_size=rebuilt.chunk_size,
             )
-            cosines = torch.cosine_similarity(embeddings, centre).double().numpy()
-            return cosines * _read_advantages(table), log_prob
-        return _attribute(rebuilt, engine), log_prob
+            scores = score(model, rebuilt.rows, scoring).scores.double().numpy()
+        return {"score": scores * read_weights(table), "log_prob": pl.lit(log_prob, dtype=pl.Float64)}
 
     return score_round
-
-
-def _attribute(rebuilt: RebuiltRound, engine: str) -> NDArray[np.float64]:
-    scoring = Scoring(
-        target=rebuilt.target,
-        objective=rebuilt.objective,
-        temperature=rebuilt.temperature,
-        engine=engine,
-        memory=rebuilt.memory,
-        chunk_size=rebuilt.chunk_size,
-    )
-    influence = score(rebuilt.model, rebuilt.rows, scoring)
-    scores: NDArray[np.float64] = influence.scores.double().numpy()
-    return scores
 
 
 def _score_texts(
@@ -158,16 +137,11 @@ def _score_texts(
 ) -> dict[int, NDArray[np.float64]]:
     """Return advantage × BM25 score of each round's records; terms are weighed over the texts of all rounds."""
     tables = {number: run.round("records", number) for number in numbers}
-    texts = [_join_texts(*pair) for table in tables.values() for pair in table.select("prompt", "response").rows()]
-    similarities = rank_bm25(texts, _join_texts(join_messages(prompt), response))
+    texts = ["\n".join(pair) for table in tables.values() for pair in table.select("prompt", "response").rows()]
+    similarities = rank_bm25(texts, f"{join_messages(prompt)}\n{response}")
     ends = np.cumsum([len(table) for table in tables.values()])
     parts = np.split(similarities, ends[:-1])
     return {number: part * _read_advantages(table) for (number, table), part in zip(tables.items(), parts, strict=True)}
-
-
-def _join_texts(prompt: str, response: str) -> str:
-    """Return prompt and response as one text to compare."""
-    return f"{prompt}\n{response}"
 
 
 def split_terms(text: str) -> list[str]:
@@ -222,11 +196,6 @@ def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: f
 def measure_trained(run: RunDirectory, prompt: Prompt, response: str) -> float | None:
     """Return a response's log-probability under the trained model; None: the run holds none yet.
 
-    Args:
-        run: see `find_response_causes`.
-        prompt: see `find_response_causes`.
-        response: see `find_response_causes`.
-
     Raises:
         WhenceError: see `find_response_causes`.
     """
@@ -235,19 +204,3 @@ def measure_trained(run: RunDirectory, prompt: Prompt, response: str) -> float |
         return None
     task, temperature = trained
     return compute_response_log_prob(make_response_target(task, prompt, response), task.model, temperature)
-
-
-def rank_records(causes: pl.DataFrame, *, lowest: bool, most: int) -> pl.DataFrame:
-    """Return the records of all rounds that raised a response's probability most, or lowered it most; the most first.
-
-    Args:
-        causes: from `find_response_causes`.
-        lowest: True: those that lowered it; False: those that raised it.
-        most: the largest number of records.
-    """
-    score = pl.col("score")
-    return (
-        causes.filter(score < 0 if lowest else score > 0)
-        .sort("score", "record_id", descending=[not lowest, False])
-        .head(most)
-    )

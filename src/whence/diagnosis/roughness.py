@@ -15,9 +15,6 @@ NEIGHBOURS = 50
 LARGEST = 4096
 """Nodes of a graph at most, since each one's distance to each other is computed."""
 
-_ROWS = 512
-"""Nodes whose distances to all others are held at a time."""
-
 
 class Graph(NamedTuple):
     """The edges of a graph without directions, each once.
@@ -47,24 +44,12 @@ def link_similar(embeddings: Float[np.ndarray, "n d"], neighbours: int = NEIGHBO
     count = min(neighbours, len(nodes) - 1)
     if count < 1:
         return Graph(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
-    pairs = [_find_nearest(nodes, start, count) for start in range(0, len(nodes), _ROWS)]
-    first, second, squared = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    _, once = np.unique(np.minimum(first, second) * len(nodes) + np.maximum(first, second), return_index=True)
-    first, second, squared = first[once], second[once], squared[once]
-    weights = np.exp(-squared / median_distance(nodes) ** 2)
-    return Graph(np.minimum(first, second), np.maximum(first, second), weights)
-
-
-def _find_nearest(
-    nodes: Float[np.ndarray, "n d"], start: int, count: int
-) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
-    """Return some nodes' pairs with their nearest ones: numbers of both, and the squared distance."""
-    squared = cdist(nodes[start : start + _ROWS], nodes, "sqeuclidean")
-    here = np.arange(len(squared))
-    squared[here, start + here] = np.inf  # no node is its own neighbour
+    squared = cdist(nodes, nodes, "sqeuclidean")
+    np.fill_diagonal(squared, np.inf)  # no node is its own neighbour
     furthest = np.partition(squared, count - 1, axis=1)[:, count - 1]
-    rows, others = np.nonzero(squared <= furthest[:, None])
-    return rows + start, others, squared[rows, others]
+    near = squared <= furthest[:, None]
+    first, second = np.nonzero(np.triu(near | near.T))
+    return Graph(first, second, np.exp(-squared[first, second] / median_distance(nodes) ** 2))
 
 
 def median_distance(nodes: Float[np.ndarray, "n d"]) -> float:
@@ -100,13 +85,6 @@ def expect_roughness(values: Float[np.ndarray, " n"]) -> float:
     A random pair of nodes then differs by that much squared. Roughness divided by it is Geary's C.
     """
     return 2 * float(np.var(values, ddof=1)) if len(values) > 1 else float("nan")
-
-
-def permute_roughness(
-    graph: Graph, values: Float[np.ndarray, " n"], permutations: int, generator: np.random.Generator
-) -> Float[np.ndarray, " p"]:
-    """Return the roughness of random permutations of the values over the same nodes."""
-    return np.array([compute_roughness(graph, generator.permutation(values)) for _ in range(permutations)])
 
 
 LEAST = 3

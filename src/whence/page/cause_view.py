@@ -9,8 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.diagnosis.causes import RankedMoment, find_causes, rank_moments, sum_rounds
-from whence.diagnosis.decisions import compare_log_probs, read_record
+from whence.diagnosis import RankedMoment, compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.moments import name_action
 from whence.page.explored_run import LOCK, ExploredRun
 from whence.page.moment_view import Frames

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from whence.diagnosis.phase_summary import FORMAT, VERSION
+from whence.diagnosis.phases import FORMAT, VERSION
 from whence.page.explored_run import attempt
 from whence.page.figures import COLOURS, make_figure, shade
 from whence.page.moment_view import format_number
@@ -89,7 +89,7 @@ def draw_history(content: dict[str, Any]) -> list[Drawn]:
     _add_levels(roughness, content["phases"], "roughness", _ROUGHNESS)
     relative.add_hline(y=1, line={"color": _PERMUTED, "width": 1.5, "dash": "dot"})
     _add_line(relative, numbers, rounds["relative"], "roughness / permuted", _RELATIVE)
-    _add_levels(relative, content["relative_phases"], "relative", _RELATIVE)
+    _add_levels(relative, content["phases"], "relative", _RELATIVE)
     drawings = {
         "Probability": "Of the behaviour, by the policy of each round and by the last one. Dashed lines separate the "
         "phases.",

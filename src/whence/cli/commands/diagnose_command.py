@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import polars as pl
 import typer
@@ -12,21 +12,20 @@ from whence.cli.console import console, make_printable, make_table, print_json, 
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.cli.runs import open_agent_run
-from whence.diagnosis.agreement import (
+from whence.diagnosis import (
+    REPEATS,
+    SAMPLE,
+    Measure,
     calibrate_critic,
     describe_verdict,
-    group_mismatches,
+    judge_advantages,
+    map_extremes,
+    read_scored_round,
     summarise_judgement,
 )
-from whence.diagnosis.judgement import REPEATS, SAMPLE, Measure, judge_advantages
 from whence.errors import WhenceError, suggest
 from whence.page.explored_run import ExploredRun
 from whence.runs import RunDirectory
-
-if TYPE_CHECKING:
-    from whence.moments import By
-
-GROUPINGS: "tuple[By, ...]" = ("action", "step", "reward")
 
 
 def diagnose(
@@ -85,9 +84,8 @@ def diagnose(
         judgements.append(Judgement(number, judged, summarise_judgement(judged, seed=seed)))
     if out is not None:
         _write(directory, judgements, out, env)
-    labels = ExploredRun(directory, env=env).labels
     if json:
-        content = [_describe(judgement, labels) for judgement in judgements]
+        content = [_describe(judgement) for judgement in judgements]
         print_json({"run": str(run), "rounds": content} | ({} if out is None else {"out": str(out)}))
         return
     for judgement in judgements:
@@ -96,7 +94,7 @@ def diagnose(
     target = str(directory.config.get("target") or "return")
     if not target.lower().startswith("return"):
         print_line(make_printable(f"Influence is on the target {target} here; LDA's is on the return."))
-    _print_tables(judgements, labels)
+    _print_tables(judgements)
     if out is not None:
         print_line(f"{'Picture' if out.suffix.lower() == '.png' else 'Records'}: {out}")
 
@@ -125,8 +123,6 @@ def _write(run: RunDirectory, judgements: Sequence[Judgement], out: Path, env: s
         with write_atomically(out) as temporary:
             pl.concat(tables, how="diagonal_relaxed").write_parquet(temporary)
         return
-    from whence.diagnosis.grid_map import map_extremes
-    from whence.diagnosis.judgement import read_scored_round
     from whence.page.pictures.judgement_picture import JudgedRound, draw_judgements
 
     rounds = []
@@ -207,8 +203,8 @@ def _interval(entry: Mapping[str, Any]) -> str:
     return f"{entry['mean']:.2f}{interval}"
 
 
-def _print_tables(judgements: Sequence[Judgement], labels: Sequence[str] | None) -> None:
-    """Print the bands of every round; of a single round also the critic and the groups."""
+def _print_tables(judgements: Sequence[Judgement]) -> None:
+    """Print the bands of every round; of a single round also the critic."""
     rows = [
         [
             *(judgement.number, row["band"], f"{row['records']:,}", _share(row)),
@@ -227,25 +223,9 @@ def _print_tables(judgements: Sequence[Judgement], labels: Sequence[str] | None)
         for row in calibrate_critic(judged).to_dicts()
     ]
     console.print(make_table("The critic's values, by tenths", ["records", "value", "measured return"], critic))
-    for by in GROUPINGS:
-        groups = group_mismatches(judged, by, labels=labels).to_dicts()
-        if len(groups) > 1:
-            console.print(_make_group_table(groups, by))
 
 
-def _make_group_table(groups: Sequence[Mapping[str, Any]], by: str) -> Any:
-    rows = [
-        [
-            *(make_printable(row["group"]), f"{row['records']:,}", f"{row['score']:.3g}", f"{row['mismatch']:.0%}"),
-            *(f"{row['advantage']:.3g}", f"{row['mc_advantage']:.3g}"),
-        ]
-        for row in groups
-    ]
-    return make_table(f"By {by}, lowest mean score first", [by, "records", "score", "wrong sign", "Â", "Ā"], rows)
-
-
-def _describe(judgement: Judgement, labels: Sequence[str] | None) -> dict[str, Any]:
+def _describe(judgement: Judgement) -> dict[str, Any]:
     """Return a round's judgement in JSON types."""
-    groups = {by: group_mismatches(judgement.judged, by, labels=labels).to_dicts() for by in GROUPINGS}
     critic = calibrate_critic(judgement.judged).to_dicts()
-    return {"round": judgement.number, **judgement.summary, "critic": critic, "groups": groups}
+    return {"round": judgement.number, **judgement.summary, "critic": critic}

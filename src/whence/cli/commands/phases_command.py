@@ -13,7 +13,7 @@ from whence.errors import WhenceError
 from whence.page.moment_view import format_number
 
 if TYPE_CHECKING:
-    from whence.diagnosis.behaviours import Behaviour
+    from whence.diagnosis import Behaviour
     from whence.runs import RunDirectory
 
 
@@ -58,8 +58,7 @@ def phases(
     Example: whence phases runs/lander --record 8210 --out phases.png
     """
     from whence.cli.runs import open_agent_run
-    from whence.diagnosis.phase_summary import summarise_history, write_history
-    from whence.diagnosis.phases import trace_phases
+    from whence.diagnosis import summarise_history, trace_phases, write_history
     from whence.page.explored_run import ExploredRun
 
     if out is not None and out.suffix.lower() != ".png":
@@ -93,7 +92,7 @@ def _read_behaviours(
     env: str | None,
 ) -> "list[Behaviour]":
     """Return the behaviours that options name, or find some."""
-    from whence.diagnosis.behaviours import behaviour_by_hand, behaviour_of_records, find_behaviours
+    from whence.diagnosis import behaviour_by_hand, behaviour_of_records, find_behaviours
 
     settings = options.parse_action(observation, action)
     if find is not None and (record or settings):
@@ -132,17 +131,11 @@ def print_history(content: dict[str, Any]) -> None:
         [
             *(_name_rounds(phase), f"{phase['roughness']:.3g}", format_number(phase["relative"])),
             f"{_rate(phase['log_prob'], content)} → {_rate(phase['log_prob_after'], content)}",
-            *(_percent(phase["association"]), _percent(phase["nearness"])),
         ]
         for phase in content["phases"]
     ]
-    headings = ["rounds", "roughness", "/ permuted", kind, "associated", "nearer than"]
+    headings = ["rounds", "roughness", "/ permuted", kind]
     console.print(make_table("Phases", headings, rows))
-    print_line(
-        f"associated: of each round's {content['top']} highest records, those that took the action with an advantage "
-        "above 0, or another with one below 0, as PPO normalises advantages. nearer than: the share of the round's "
-        "records that are farther from the behaviour's state than these."
-    )
     moments = [
         [
             *(_name_rounds(phase), moment["round"], moment["record"], moment["episode_id"], _name_steps(moment)),
@@ -169,7 +162,3 @@ def _rate(log_prob: float | None, content: dict[str, Any]) -> str:
     from math import exp
 
     return "–" if log_prob is None else f"{log_prob if content['is_density'] else exp(log_prob):.3g}"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"

@@ -14,7 +14,7 @@ from whence.moments import name_action
 from whence.page.explorer.embedding import spread
 
 if TYPE_CHECKING:
-    from whence.diagnosis.decisions import PlayedEpisode
+    from whence.diagnosis import PlayedEpisode
     from whence.page.cause_view import Decision
     from whence.page.explored_run import ExploredRun
     from whence.targets import Action
@@ -145,7 +145,7 @@ def _read_step(
 ) -> tuple["Action", "Decision"]:
     from dataclasses import replace
 
-    from whence.diagnosis.decisions import play_episode
+    from whence.diagnosis import play_episode
     from whence.page.cause_view import describe_target
 
     episode = play_episode(run.directory, **settings)
@@ -164,7 +164,7 @@ def _read_record(run: "ExploredRun", record: int, *, with_frame: bool) -> tuple[
     from dataclasses import replace
 
     from whence.cli.commands.show_command import find_round
-    from whence.diagnosis.causes import RankedMoment
+    from whence.diagnosis import RankedMoment
     from whence.moments import find_moment
     from whence.page.cause_view import read_decision, replay_faces
 
@@ -189,7 +189,7 @@ def _parse_decision(run: "ExploredRun", observation: str | None, action: str | N
 
 def _play(run: "ExploredRun", settings: dict[str, Any], out: Path | None, *, json: bool) -> None:
     """List the steps of an episode, and draw them."""
-    from whence.diagnosis.decisions import play_episode
+    from whence.diagnosis import play_episode
 
     episode = play_episode(run.directory, **settings)
     chosen = episode.choose_step()

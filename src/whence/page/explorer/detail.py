@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.diagnosis.causes import RankedMoment
+from whence.diagnosis import RankedMoment
 from whence.errors import WhenceError
 from whence.moments import find_moment
 from whence.page.cause_view import CauseView, gather_causes, read_decision, replay_faces, tell_causes, tell_decision

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import polars as pl
 
-from whence.diagnosis import grid_map
+from whence.diagnosis import has_map, map_extremes
 from whence.influence import SIGNIFICANT, is_significant
 from whence.moments import By, Moment, find_moments, group_scores, read_axes
 from whence.page.explored_run import ExploredRun, Round, attempt
@@ -316,10 +316,10 @@ def _build_map(run: ExploredRun, records: Round, notes: list[str]) -> dict[str, 
     files = [run.directory.round_path("records", number), run.directory.round_path("policies", number)]
 
     def draw() -> dict[str, Any] | None:
-        if not run.remember("grid", (), lambda: grid_map.has_map(run.directory, env=run.env)):
+        if not run.remember("grid", (), lambda: has_map(run.directory, env=run.env)):
             return None
-        extremes = grid_map.map_extremes(run.directory, number, records.table, env=run.env)
-        return None if extremes is None else grid_map.describe_map(extremes)
+        extremes = map_extremes(run.directory, number, records.table, env=run.env)
+        return None if extremes is None else extremes.to_json()
 
     grid: dict[str, Any] | None = attempt(
         lambda: run.remember(("map", number), files, draw), notes, "The map of this round is not known"

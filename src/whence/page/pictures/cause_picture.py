@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.diagnosis.causes import RankedMoment
+from whence.diagnosis import RankedMoment
 from whence.errors import WhenceError
 from whence.moments import name_action
 from whence.page.cause_view import SCORED, CauseView, tell_causes, tell_decision

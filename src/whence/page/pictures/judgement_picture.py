@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from whence.diagnosis.agreement import BANDS
-from whence.diagnosis.grid_map import GridMap
+from whence.diagnosis import BANDS, GridMap
 from whence.page.pictures.canvas import (
     DPI,
     GREY,

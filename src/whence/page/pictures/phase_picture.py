@@ -125,8 +125,8 @@ def _draw_curves(panels: "Sequence[Axes]", content: Mapping[str, Any]) -> None:
     panels[2].plot(numbers, columns["relative"], color=RELATIVE, linewidth=1.6)
     for phase in content["phases"]:
         panels[1].hlines(phase["roughness"], phase["first"], phase["last"], color=ROUGHNESS, linewidth=5, alpha=0.35)
-    for phase in content["relative_phases"]:
-        panels[2].hlines(phase["relative"], phase["first"], phase["last"], color=RELATIVE, linewidth=5, alpha=0.35)
+        if phase["relative"] is not None:
+            panels[2].hlines(phase["relative"], phase["first"], phase["last"], color=RELATIVE, linewidth=5, alpha=0.35)
     for axes, title in zip(panels, (kind, "roughness", "roughness / permuted"), strict=True):
         axes.set_title(title, fontsize=12, color=INK, loc="left", parse_math=False)
         axes.set_xlabel("round", fontsize=11, color=INK)

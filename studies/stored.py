@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.experiments import put_row, read_rows
-from whence.runs.files import lock_directory
+from whence.runs import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")
 """What tells the rounds of a study apart; their rows are in this order."""

@@ -32,8 +32,7 @@ from whence.llm.scores import row_scores as row_scorer
 from whence.llm.scores.row_scores import Scoring, score
 from whence.llm.text.generation import generate
 from whence.llm.text.prompts import tokenize_prompts
-from whence.runs import RunDirectory, checkpoints
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, checkpoints, lock_directory
 
 LETTERS = "abcdefghij"
 

@@ -29,14 +29,7 @@ import toys
 import whence.sb3.checkpoint.training_run
 from whence import IIF, Action, KeepAll, RunDirectory
 from whence.errors import RunDirectoryError, WhenceError
-from whence.runs.checkpoints import (
-    CheckpointClock,
-    checkpoint_path,
-    list_checkpoints,
-    load_tree,
-    read_latest,
-    save_tree,
-)
+from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
 from whence.runs.files import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.checkpoint.building import build_rule

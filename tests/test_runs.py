@@ -28,10 +28,10 @@ import whence.runs.directory
 from whence.errors import InvalidInfluence, RunDirectoryError
 from whence.guards import eval_mode, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import list_checkpoints, save_checkpoint
+from whence.runs import RunDirectory, list_checkpoints, time_stage
+from whence.runs.checkpoints import save_checkpoint
 from whence.runs.files import lock_run
-from whence.runs.stopwatch import flatten_seconds, time_stage
+from whence.runs.stopwatch import flatten_seconds
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 

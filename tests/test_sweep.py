@@ -47,8 +47,7 @@ from whence.experiments.rowfile import put_row, read_rows, write_rows
 from whence.experiments.workers import run_all
 from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
-from whence.runs import RunDirectory
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, lock_directory
 
 LAKE = """
 [[experiment]]

@@ -16,7 +16,7 @@ from whence.errors import InvalidInfluence
 from whence.guards import write_atomically
 from whence.notebook import Bar, Cell, format_table
 from whence.records import to_numpy
-from whence.runs.tensorfiles import parse_document, read_tensor_file
+from whence.runs import parse_document, read_tensor_file
 
 if TYPE_CHECKING:
     import polars as pl

@@ -21,8 +21,7 @@ from whence.experiments.llm.outputs import read_curve
 from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.metrics import Curve, summarise
-from whence.runs import RunDirectory
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, lock_directory
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),

@@ -11,8 +11,7 @@ from scipy.stats import rankdata
 
 from studies.stored import round_numbers
 from whence.experiments import put_row
-from whence.runs import RunDirectory
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, lock_directory
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

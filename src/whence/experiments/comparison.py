@@ -16,9 +16,7 @@ from whence.experiments.kinds import AnyConfig, read_config, read_curve, runner_
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
 from whence.guards import explain_write_errors, write_atomically
 from whence.metrics import Curve, summarise
-from whence.runs import RunDirectory, Table
-from whence.runs.contents import check_content
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, Table, check_content, lock_directory
 
 Progress = Callable[[AnyConfig, int], None]
 """Called with a run and the number of its rounds that are done."""

@@ -17,8 +17,7 @@ import torch
 from whence.experiments.kinds import read_config, runner_of
 from whence.experiments.workers import describe_failure
 from whence.guards import explain_write_errors
-from whence.runs.checkpoints import list_checkpoints
-from whence.runs.files import LOCK
+from whence.runs import LOCK, list_checkpoints
 
 Files: TypeAlias = dict[str, bytes]
 """The contents of files by their names relative to a run's directory."""

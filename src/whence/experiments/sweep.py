@@ -13,9 +13,7 @@ from whence.experiments.rl.curves import CurveFiles, KeptRun
 from whence.experiments.sweepfile import Planned, find_differences
 from whence.experiments.workers import check_workers, describe_failure, leave_imported_script, run_all
 from whence.metrics import summarise
-from whence.runs import RunDirectory
-from whence.runs.contents import check_content
-from whence.runs.files import lock_directory
+from whence.runs import RunDirectory, check_content, lock_directory
 
 
 class Watch(Protocol):

@@ -15,7 +15,7 @@ from whence.errors import RunDirectoryError, first_line
 from whence.guards import write_atomically
 from whence.objectives import A2C, Objective, PPOClip
 from whence.records import RecordBatch
-from whence.runs.tensorfiles import CHANGED, parse_document, read_tensor_file
+from whence.runs import CHANGED, parse_document, read_tensor_file
 from whence.trees import Tree
 
 FORMAT, VERSION = "whence-round", "3"

@@ -18,10 +18,7 @@ from whence.nonfinite import name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint
-from whence.runs.config_file import strip_addresses
-from whence.runs.stopwatch import Stopwatch
+from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses
 from whence.sb3.base.nonfinite_training import check_observation, check_step, check_value_loss, watch_training
 from whence.sb3.base.objective import model_objective
 from whence.sb3.base.recorder import Recorder, check_groups, check_recordings

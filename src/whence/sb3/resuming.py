@@ -6,8 +6,7 @@ from typing import Any
 
 from whence.errors import RunDirectoryError
 from whence.objectives import Objective
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import list_checkpoints
+from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import describe
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.checkpoint.building import build_model, build_rule

@@ -22,7 +22,7 @@ from whence.errors import WhenceError
 from whence.experiments import measure_returns
 from whence.guards import write_atomically
 from whence.rounds import DRAWS
-from whence.runs.files import check_links
+from whence.runs import check_links
 
 
 def counterfactual(

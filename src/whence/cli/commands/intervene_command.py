@@ -30,8 +30,7 @@ from whence.influence import Influence
 from whence.moments import read_axes
 from whence.page.explored_run import name_run
 from whence.rounds import DRAWS, METHODS, RoundRecording, attribute_round
-from whence.runs import RunDirectory
-from whence.runs.files import check_links
+from whence.runs import RunDirectory, check_links
 from whence.sb3 import model_objective
 from whence.targets import Target
 

@@ -12,7 +12,7 @@ from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
 from whence.page import write_report
 from whence.page.explorer import ExploredRun
-from whence.runs.contents import find_content
+from whence.runs import find_content
 
 
 def report(

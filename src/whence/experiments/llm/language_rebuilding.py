@@ -29,9 +29,7 @@ from whence.llm.text.generation import Responses
 from whence.llm.trl.supported_settings import make_group_objective
 from whence.objectives import Objective
 from whence.records import RecordBatch
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import checkpoint_path
-from whence.runs.tensorfiles import read_tensor_file
+from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
 from whence.targets import Target
 
 

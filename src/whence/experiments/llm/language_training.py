@@ -31,8 +31,7 @@ from whence.llm.lab import arithmetic
 from whence.llm.text.generation import answer_prompts, read_sample_prompts
 from whence.llm.text.prompts import context_length, join_messages, list_columns
 from whence.llm.text.rewards import Reward, compute_rewards, find_columns
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import CheckpointClock
+from whence.runs import CheckpointClock, RunDirectory
 
 OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of rounds done, from 0, and the last one's metrics."""

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from whence.runs.config_file import strip_addresses
+from whence.runs import strip_addresses
 from whence.targets import target_name
 
 _SECRET = re.compile(r"(^|_)(token|password|secret|credentials?)$|(api|access|private)_?key|auth_token", re.IGNORECASE)

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from whence.errors import WhenceError
 from whence.guards import write_atomically
-from whence.runs.tensorfiles import read_tensor_file
+from whence.runs import read_tensor_file
 
 VALUE_HEAD = "value_head.safetensors"
 

@@ -15,9 +15,7 @@ from whence.llm.base.processes import Processes
 from whence.llm.base.rows import list_tokens
 from whence.llm.base.run_description import describe_run, read_versions
 from whence.llm.ppo.rollout import Rollout
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint, load_tree, read_latest
-from whence.runs.writer import RunWriter
+from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_latest
 from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")

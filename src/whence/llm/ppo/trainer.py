@@ -37,8 +37,7 @@ from whence.llm.text.prompts import Prompt, Prompts, check_tokenizer, context_le
 from whence.llm.text.rewards import Reward, combine_rewards
 from whence.nonfinite import check_parameters, name_round
 from whence.objectives import Objective, as_objective
-from whence.runs.checkpoints import Checkpoint
-from whence.runs.stopwatch import time_stage
+from whence.runs import Checkpoint, time_stage
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.targets import Target, as_target
 

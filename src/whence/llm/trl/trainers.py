@@ -46,7 +46,7 @@ from whence.llm.trl.trl_run import RunCallback
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
-from whence.runs.stopwatch import Stopwatch
+from whence.runs import Stopwatch
 from whence.selection import KeepAll, Progress, Selection, SelectionRule
 from whence.targets import Target, as_target
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from whence.errors import RunDirectoryError
-from whence.runs.checkpoints import load_tree, save_tree
+from whence.runs import load_tree, save_tree
 
 log = logging.getLogger("whence")
 

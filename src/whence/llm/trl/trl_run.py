@@ -29,9 +29,7 @@ from whence.llm.trl.trl_checkpoints import (
     read_state,
     seal_checkpoint,
 )
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint
-from whence.runs.writer import RunWriter
+from whence.runs import Checkpoint, RunDirectory, RunWriter
 from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")

@@ -12,7 +12,7 @@ import numpy as np
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, unwrap_vec_normalize
 
-from whence.runs.config_file import strip_addresses
+from whence.runs import strip_addresses
 
 # The arguments of PPO's constructor that are no hyper-parameters: what is trained, where, and what is logged.
 _OTHERS = (

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from whence.errors import RunDirectoryError
 from whence.guards import load_rng_state, read_rng_state
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint
+from whence.runs import Checkpoint, RunDirectory
 from whence.sb3.base.model_tensors import load_tensors, named_tensors
 from whence.sb3.base.rollout_buffer import begin_episodes
 from whence.sb3.contrib import MaskablePPO

@@ -9,10 +9,7 @@ import polars as pl
 
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
-from whence.runs import RunDirectory
-from whence.runs.checkpoints import Checkpoint
-from whence.runs.directory import POLICIES_EVERY
-from whence.runs.writer import RunWriter, Seconds
+from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds
 from whence.sb3.base.model_description import describe, library_versions
 from whence.sb3.base.model_tensors import named_tensors
 from whence.sb3.checkpoint.restore import check_goes_on, read_training, restore_training, warn_if_inexact

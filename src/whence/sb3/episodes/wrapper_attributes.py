@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from whence.runs.checkpoints import TAG
+from whence.runs import TAG
 
 _PLAIN = bool, int, float, str, type(None)
 _PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."

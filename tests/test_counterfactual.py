@@ -1,7 +1,6 @@
 """Many trainings of one round side by side, each as if it were alone; and how predictions compare with them."""
 
 import random
-import re
 import sys
 from dataclasses import replace
 
@@ -100,61 +99,32 @@ def wide():
     return model, recorded(model)
 
 
-def least_memory(model, recording, kept, orders):
-    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but training round 2 {len(kept)} times") as refusal:
-        retrain(model.policy, recording, kept, orders=orders, memory=1000)
-    numbers = re.search(r"about ([\d,]+) .* one by one: ([\d,]+) .* and ([\d,]+) for", str(refusal.value)).groups()
-    return [int(number.replace(",", "")) for number in numbers]
+@pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
+def test_small_budgets_give_the_same_parameters(wide, truth, monkeypatch):
+    model, recording = wide
+    kept = draw_subsets(128, 0.5, 5, seeded())
+    orders = None if truth == "recorded" else reshuffle(kept, 64, 3, seeded(1))
+    whole = retrain(model.policy, recording, kept, orders=orders)
+    counts, train = [], retrain_module._train_side_by_side
+    monkeypatch.setattr(
+        retrain_module, "_train_side_by_side", lambda round, w, o: counts.append(len(w)) or train(round, w, o)
+    )
+    sizes = set()
+    for memory in (1, 4 * 10**6, 10**8):
 
+        def train_within(memory=memory):
+            counts.clear()
+            return retrain(model.policy, recording, kept, orders=orders, memory=memory)
 
-def nbytes(orders):
-    return sum(positions.nbytes for positions in orders or [])
-
-
-class TestMemory:
-    @pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
-    @pytest.mark.parametrize("side_by_side", [1, 2, 3])
-    def test_small_budgets_give_the_same_parameters(self, wide, truth, side_by_side, monkeypatch):
-        model, recording = wide
-        kept = draw_subsets(128, 0.5, 5, seeded())
-        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, seeded(1))
-        whole = retrain(model.policy, recording, kept, orders=orders)
-        least, one, results = least_memory(model, recording, kept, orders)
-        assert least == one + results
-        parts = []
-        train = retrain_module._train_side_by_side
-        monkeypatch.setattr(
-            retrain_module, "_train_side_by_side", lambda round, w, o: parts.append(len(w)) or train(round, w, o)
-        )
-        memory = results + side_by_side * one
-        peak = max(
-            measure_bytes(lambda: parts.clear() or retrain(model.policy, recording, kept, orders=orders, memory=memory))
-        )
-        assert parts[:2] == [1, 2]  # measured
-        assert parts[2:] == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[side_by_side]
-        assert peak < memory
-        again = retrain(model.policy, recording, kept, orders=orders, memory=memory)
+        peak = max(measure_bytes(train_within))
+        assert counts[:2] == [1, 2]  # measured
+        sizes.add(counts[2])
+        assert counts[2] == 1 or peak < memory
+        again = train_within()
         for name, tensor in whole.items():
             assert torch.allclose(again[name], tensor, rtol=0, atol=1e-6), name
-        with pytest.raises(WhenceError, match=f"memory is {least - 1:,} bytes.*Allow more, or ask for fewer trainings"):
-            retrain(model.policy, recording, kept, orders=orders, memory=least - 1)
-
-    @pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
-    def test_the_estimated_memory_is_what_training_takes(self, wide, truth, monkeypatch):
-        model, recording = wide
-        monkeypatch.setattr(retrain_module, "MARGIN", 1)
-        kept = draw_subsets(128, 0.5, 20, seeded())
-        orders = None if truth == "recorded" else reshuffle(kept, 64, 3, seeded(1))
-        _, one, results = least_memory(model, recording, kept, orders)
-        memory = results + 8 * one - nbytes(orders)  # which are there already
-        round = open_round(model.policy, recording)
-        with torch.no_grad():
-            at_once = retrain_module._count_that_fit(round, kept.float(), orders, memory, 0)
-            part = orders and [positions[:at_once] for positions in orders]
-            train = retrain_module._train_side_by_side
-            peak = max(measure_bytes(lambda: train(round, kept[:at_once].float(), part))) + results - nbytes(orders)
-        assert 8 <= at_once < 20
-        assert 0.75 * memory < peak < 1.01 * memory
+    assert sizes >= {1, 5}
+    assert len(sizes) == 3
 
 
 @given(st.integers(2, 60), st.floats(0.1, 1.0), st.integers(0, 5), st.sampled_from([4, 7, 16]))

@@ -13,16 +13,14 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import IIF, Influence, Return, RunDirectory, WhenceError, attribute, attribute_round, cli
+from whence import IIF, Influence, Return, RunDirectory, WhenceError, attribute_round, cli
 from whence.cli.console import console
 from whence.cli.options import parse_rounds
-from whence.counterfactual import intervene, interventions, leave_out_group, summarise_changes
-from whence.counterfactual.interventions import VARIANTS, mean_change
+from whence.counterfactual import VARIANTS, intervene, interventions, summarise_changes
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.experiments import load_recording
 from whence.experiments.rl.stored import measure_returns
 from whence.influence import Provenance
-from whence.sb3 import model_objective
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.base.model_tensors import load_tensors
 
@@ -76,10 +74,10 @@ class TestIntervene:
             trained.append(params)
             return weight(params)
 
-        table = intervene(model.policy, recording, scores, evaluate)
+        table = intervene(model.policy, recording, scores, evaluate=evaluate)
         assert table["variant"].to_list() == list(VARIANTS)
         assert table["kept"].to_list() == [int(kept.sum()) for kept, _ in trainings]
-        for (_, minibatches), params, outcome in zip(trainings, trained, table["outcome"], strict=True):
+        for (_, minibatches), params, outcome in zip(trainings, trained, table["value"], strict=True):
             epochs = [epoch for epoch in range(3) for _ in range(len(minibatches) // 3)]
             as_sb3 = replay_sb3(model, replace(recording, minibatches=minibatches, epochs=epochs))
             assert params.keys() == dict(model.policy.named_parameters()).keys()
@@ -91,7 +89,7 @@ class TestIntervene:
         model, recording, _ = case
         values = torch.linspace(-1, 1, 64)[torch.randperm(64)]
         values[:5] = 0.0
-        intervene(model.policy, recording, make_influence(recording, values), weight)
+        intervene(model.policy, recording, make_influence(recording, values), evaluate=weight)
         full, filtered, random = (kept for kept, _ in trainings)
         assert full.all()
         assert torch.equal(filtered, values >= 0)
@@ -100,7 +98,7 @@ class TestIntervene:
 
     def test_an_order_is_one_permutation_for_all(self, case, trainings):
         model, recording, scores = case
-        table = intervene(model.policy, recording, scores, weight, orders=2)
+        table = intervene(model.policy, recording, scores, evaluate=weight, orders=2)
         assert table["order"].to_list() == [1, 1, 1, 2, 2, 2]
 
         def epochs(minibatches):
@@ -125,7 +123,7 @@ class TestIntervene:
             numbers.append((order, float(torch.rand(())), float(np.random.random())))
             return 0.0
 
-        intervene(model.policy, recording, scores, evaluate, orders=2, on_stage=stages.append)
+        intervene(model.policy, recording, scores, evaluate=evaluate, orders=2, on_stage=stages.append)
         assert_untouched(before, state_of(model))
         assert [order for order, *_ in numbers] == [1, 1, 1, 2, 2, 2]
         assert len(set(numbers)) == 2
@@ -141,14 +139,14 @@ class TestIntervene:
         recording = recorded(model, IIF(drop=1.0))
         assert len(torch.cat(list(recording.minibatches)).unique()) < 64
         scores = attribute_round(model.policy, recording, target=Return(), method="trajectory")
-        assert intervene(model.policy, recording, scores, weight)["kept"][0] == 64
+        assert intervene(model.policy, recording, scores, evaluate=weight)["kept"][0] == 64
 
 
 class TestGroups:
     def test_what_is_left_out_are_the_groups_records(self, case, trainings):
         model, recording, _ = case
         group = recording.records.ids[[3, 10, 40]].tolist()
-        table = leave_out_group(model.policy, recording, group, orders=2)
+        table = intervene(model.policy, recording, group, orders=2)
         full, filtered, random = (kept for kept, _ in trainings[:3])
         assert full.all()
         assert (~filtered).nonzero()[:, 0].tolist() == [3, 10, 40]
@@ -160,19 +158,16 @@ class TestGroups:
         model, recording, scores = case
         group = scores.record_ids[scores.scores < 0].tolist()
         before = state_of(model)
-        table = leave_out_group(
-            model.policy, recording, group, evaluate=lambda params, _: weight(params), orders=2, seed=3
-        )
+        table = intervene(model.policy, recording, group, evaluate=lambda params, _: weight(params), orders=2, seed=3)
         assert_untouched(before, state_of(model))
-        intervened = intervene(model.policy, recording, scores, weight, orders=2, seed=3)
-        evaluated = table.filter(pl.col("outcome") == "evaluated").drop("outcome").rename({"value": "outcome"})
-        assert evaluated.to_dicts() == intervened.to_dicts()
+        intervened = intervene(model.policy, recording, scores, evaluate=weight, orders=2, seed=3)
+        assert table.filter(pl.col("outcome") == "evaluated").to_dicts() == intervened.to_dicts()
 
     def test_the_probability_is_the_policys_of_what_the_group_did(self, case):
         model, recording, _ = case
         chosen = torch.tensor([5, 6, 50])
         trained = []
-        table = leave_out_group(
+        table = intervene(
             model.policy,
             recording,
             recording.records.ids[chosen].tolist(),
@@ -204,21 +199,6 @@ class TestGroups:
         half = stats.t.ppf(0.975, 1) * np.array([5.0, 3.5, 1.5])  # the errors of two values are half their distance
         assert summary["high"].to_list() == pytest.approx([2.0 + half[0], -0.5 + half[1], 2.5 + half[2]])
         assert summary["low"].to_list() == pytest.approx([2.0 - half[0], -0.5 - half[1], 2.5 - half[2]])
-
-
-class TestMeanChange:
-    def test_it_has_a_t_interval(self):
-        changes = [1.0, 4.0, -2.0, 3.0]
-        mean = mean_change(changes)
-        low, high = stats.t.interval(0.95, 3, loc=1.5, scale=stats.sem(changes))
-        assert mean == {
-            "mean": 1.5,
-            "low": pytest.approx(low),
-            "high": pytest.approx(high),
-            "rounds": 4,
-            "improved": 3,
-        }
-        assert mean_change([2.0, 2.0])["low"] == 2.0
 
 
 class TestRounds:
@@ -278,26 +258,21 @@ class TestCommand:
     def test_it_intervenes_in_all_recorded_rounds(self, run):
         result = whence("intervene", run, "--test-episodes", 3, "--orders", 2)
         assert result.exit_code == 0, result.output
-        assert "CartPole-v1, ppo, seed 0: test returns, records scored by snapshot" in result.output
-        assert "Mean change, filtered: " in result.output
-        assert "of 2 rounds" in result.output
+        assert "Mean of the test returns over 2 rounds, filtered - full: " in result.output
         assert f"Numbers: {run / 'interventions'}" in result.output
         assert sorted(stamps(run)) == ["round_00001.json", "round_00003.json"]
         content = json.loads((run / "interventions" / "round_00003.json").read_text())
         assert (content["round"], content["target"], content["method"]) == (3, "Return()", "snapshot")
         assert len(content["rows"]) == 6
-        scores = pl.DataFrame(content["rows"])
-        again = whence("intervene", run, "--test-episodes", 3, "--orders", 2, "--json")
-        printed = json.loads(again.stdout)
+        rows = pl.DataFrame(content["rows"])
+        printed = json.loads(whence("intervene", run, "--test-episodes", 3, "--orders", 2, "--json").stdout)
         row = printed["rounds"][1]
-        assert (row["round"], row["records"]) == (3, 64)
-        for variant in VARIANTS:
-            rows = scores.filter(pl.col("variant") == variant)
-            assert row[variant] == pytest.approx(rows["outcome"].mean())
-            if variant != "full":
-                assert row[f"change_{variant}"] == pytest.approx(rows["change"].mean())
-                changes = [one[f"change_{variant}"] for one in printed["rounds"]]
-                assert printed["mean_change"][variant] == pytest.approx(mean_change(changes))
+        assert (row["round"], row["records"], row["outcome"]) == (3, 64, "evaluated")
+        means = {variant: rows.filter(variant=variant)["value"].mean() for variant in VARIANTS}
+        assert {variant: row[variant] for variant in VARIANTS} == pytest.approx(means)
+        assert row["filtered - full"]["mean"] == pytest.approx(means["filtered"] - means["full"])
+        changes = [one["filtered - full"]["mean"] for one in printed["rounds"]]
+        assert printed["mean_change"]["filtered - full"]["mean"] == pytest.approx(np.mean(changes))
 
     def test_rounds_that_are_there_are_not_done_again(self, run):
         arguments = ["intervene", run, "--test-episodes", 2]
@@ -324,24 +299,20 @@ class TestCommand:
         model, recording = load_recording(directory, 3)
         records = directory.round("records", 3)
         group = records.filter((pl.col("action") == 1) & (pl.col("step") < 9))["record_id"]
-        scores = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
-        of_group = scores.to_polars().filter(pl.col("record_id").is_in(group.to_list()))["score"]
         orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
         with measure_returns(directory, model, episodes=2, seed=int(tests)) as measure:
-            table = leave_out_group(model.policy, recording, group, evaluate=measure, orders=2, seed=int(orders))
+            table = intervene(model.policy, recording, group, evaluate=measure, orders=2, seed=int(orders))
         content = json.loads((run / "interventions" / "round_00003_where.json").read_text())
         assert content["rows"] == table.to_dicts()
-        words = " ".join(result.output.split())  # lines break where the terminal ends
-        assert f"Round 3 without {len(group)} records: {where}" in words
-        assert f"They score {of_group.mean():.3g} on average, {(of_group < 0).mean():.0%} of them below 0" in words
-        (row,) = json.loads(whence(*arguments, "--where", where, "--json").stdout)["rounds"]
-        assert (row["round"], row["records"]) == (3, len(group))
+        assert f"without {where}" in " ".join(result.output.split())
+        rows = json.loads(whence(*arguments, "--where", where, "--json").stdout)["rounds"]
         changes = {(one["outcome"], one["difference"]): one["mean"] for one in summarise_changes(table).to_dicts()}
-        for outcome in row["outcomes"]:
+        for row in rows:
+            assert (row["round"], row["records"] - row["kept"]) == (3, len(group))
             for difference in ("filtered - full", "filtered - random"):
-                mean = changes[outcome["outcome"], difference]
-                assert outcome[difference]["mean"] == pytest.approx(mean)
-                assert f"{mean:+.3g} [" in result.output
+                mean = changes[row["outcome"], difference]
+                assert row[difference]["mean"] == pytest.approx(mean)
+                assert f"{mean:+.4g} [" in result.output
         # It stands apart from what leaving out the records below 0 did.
         assert whence(*arguments).exit_code == 0
         assert sorted(stamps(run)) == ["round_00003.json", "round_00003_where.json"]
@@ -349,10 +320,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--rounds", "1-3"], "Round 2 of .* was not recorded. Recorded rounds: 1, 3"),
+            (["--rounds", "2"], "Round 2 of .* was not recorded. Recorded rounds: 1, 3"),
             (["--rounds", "b"], "--rounds is 'b'; whole numbers or ranges"),
             (["--method", "snapshots"], "--method is 'snapshots'. Did you mean snapshot?"),
-            (["--target", "action", "--record", "0"], "--record is of one round, and 2 are asked for"),
+            (["--target", "action", "--record", "-1"], "Record -1 is not in this round"),
+            (["--where", "action"], "--where is 'action'"),
+            (["--where", "action = 7"], "holds for none of the round's 64 records"),
             (["--target", "action"], "The target action needs --record ID"),
             (["--target", "retrun"], "The target 'retrun' is unknown. Did you mean return?"),
         ],

@@ -153,7 +153,6 @@ def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None
         ({"scores": {"short": np.zeros(63)}}, r"The scores 'short' have shape \(63,\).* for each of the 64"),
         ({"scores": {"odd": np.where(np.arange(64) == 5, np.nan, 0.0)}}, "'odd' .* 63 of them finite"),
         ({"target": mean_of("action_masks")}, "The recording lacks action_masks"),
-        ({"memory": 1000}, "memory is 1,000 bytes, but training round 2"),
     ],
 )
 def test_what_is_refused(case: Any, changed: dict[str, Any], message: str) -> None:

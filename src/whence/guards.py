@@ -1,5 +1,6 @@
 """Context managers that restore generators, module modes and buffers on exit, and write files whole or not at all."""
 
+import json
 import os
 import random
 import re
@@ -131,6 +132,12 @@ def write_atomically(path: str | Path) -> Iterator[Path]:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file of JSON as `write_atomically` does."""
+    with write_atomically(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -227,8 +227,8 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     model, recording = experiments.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
     with measure_returns(run, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
-        rows = intervene(model.policy, recording, scored, measure, seed=seed)
-    return {"interventions": rows.to_dicts()}
+        rows = intervene(model.policy, recording, scored, evaluate=measure, seed=seed)
+    return {"interventions": rows.drop("outcome").rename({"value": "outcome"}).to_dicts()}
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:

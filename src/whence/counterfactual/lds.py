@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from whence.counterfactual.outcomes import Evaluate, check_scores, measure_outcomes
-from whence.counterfactual.retrain import check_memory, draw_subsets, read_batch_size, reshuffle, retrain
-from whence.counterfactual.scores import compute_scores
+from whence.counterfactual.outcomes import Evaluate, check_scores, compute_scores, measure_outcomes
+from whence.counterfactual.retrain import draw_subsets, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.rounds import DRAWS, METHODS, RoundRecording
 from whence.rounds.replay import check_target, open_round
@@ -150,8 +149,7 @@ def study(
         evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
             the orders are the repetitions from 1, so that orders do not agree because of random numbers they share.
         seed: the seed of subsets, orders and random scores.
-        memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`. Training is
-            checked against it before anything is scored.
+        memory: bytes that scoring and training may hold at a time; see `attribute_round` and `retrain`.
         on_stage: called with the name of each stage as it begins.
 
     Raises:
@@ -170,7 +168,6 @@ def study(
     generator = torch.Generator().manual_seed(seed)
     kept = torch.zeros(count, n, dtype=torch.bool)
     kept[:, recording.trained] = draw_subsets(len(recording.trained), share, count, generator)
-    check_memory(policy, recording, kept, memory)
     if scores is None:
         scores = compute_scores(
             policy,

@@ -1,17 +1,17 @@
 """Removals: the effect of leaving out the records with the highest or lowest scores, next to random records."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import polars as pl
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.counterfactual.outcomes import Evaluate, Outcomes, check_scores, measure_outcomes
-from whence.counterfactual.retrain import Orders, check_memory, read_batch_size, reshuffle, retrain
+from whence.counterfactual.retrain import Orders, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
 from whence.rounds import RoundRecording
 from whence.rounds.replay import check_target, open_round
@@ -32,15 +32,6 @@ SCHEMA = {
     "change": pl.Float64,
     "spread": pl.Float64,
 }
-
-
-class _Removal(NamedTuple):
-    """The `removed` records that a training leaves out, from one side of a score or at random."""
-
-    score: str | None
-    side: str
-    removed: int
-    kept: Bool[Tensor, " n"]
 
 
 def leave_out(
@@ -72,7 +63,7 @@ def leave_out(
         orders: the number of orders in which "reshuffled" trains each removal.
         evaluate: measures trained parameters; None: "evaluated" is left out.
         seed: the seed of random removals and orders.
-        memory: bytes that training may hold at a time; it is checked before anything is trained.
+        memory: bytes that training may hold at a time; see `retrain`.
         on_stage: called with the name of each stage as it begins.
 
     Returns:
@@ -87,67 +78,51 @@ def leave_out(
         WhenceError: a share leaves out no record or keeps fewer than two; or see `study`.
     """
     n, size = len(recording.records), read_batch_size(recording)
-    counts = _count_removed(shares, len(recording.trained))
     target = check_target(target, open_round(policy, recording))
     generator = torch.Generator().manual_seed(seed)
     checked = {name: check_scores(name, values, n) for name, values in scores.items()}
-    check_removals(policy, recording, len(checked), shares=shares, draws=draws, memory=memory)
-    everything = _mask_trained(recording)
-    removals = _draw_removals(checked, everything, counts, draws, generator)
+    removals = _draw_removals(checked, recording.trained, shares, draws, generator)
     shuffle_seeds = torch.randint(2**62, (orders,), generator=generator).tolist()
+    kept = torch.zeros(1 + sum(map(len, removals.values())), n, dtype=torch.bool)
+    kept[:, recording.trained] = True
+    for mask, dropped in zip(kept[1:], chain.from_iterable(removals.values()), strict=True):
+        mask[dropped] = False
 
-    kept = torch.stack([everything, *(removal.kept for removal in removals)])
-
-    def train_and_measure(minibatches: Orders | None, repetition: int) -> Outcomes:
+    def measure_changes(minibatches: Orders | None, repetition: int) -> Outcomes:
         params = retrain(policy, recording, kept, orders=minibatches, memory=memory)
-        return measure_outcomes(policy, recording, params, target, evaluate, repetition)
+        outcomes = measure_outcomes(policy, recording, params, target, evaluate, repetition)
+        return {name: values[1:] - values[0] for name, values in outcomes.items()}
 
-    on_stage(f"leaving out: training {len(removals) + 1} times, recorded")
-    recorded = train_and_measure(None, 0)
-    changes = {"recorded": {name: values[None, 1:] - values[0] for name, values in recorded.items()}}
-    by_order: list[Outcomes] = []
+    on_stage(f"leaving out: training {len(kept)} times, recorded")
+    changes = {"recorded": [measure_changes(None, 0)], "reshuffled": []}
     for number, shuffle_seed in enumerate(shuffle_seeds, start=1):
-        on_stage(f"leaving out: training {len(removals) + 1} times, reshuffled, order {number} of {orders}")
+        on_stage(f"leaving out: training {len(kept)} times, reshuffled, order {number} of {orders}")
         # All trainings of an order share its permutations, so that a change is not one of order.
         permutations = torch.Generator().manual_seed(shuffle_seed)
         minibatches = reshuffle(kept, size, recording.update.n_epochs, permutations)
-        outcomes = train_and_measure(minibatches, number)
-        by_order.append({name: values[1:] - values[0] for name, values in outcomes.items()})
-    changes["reshuffled"] = {name: np.stack([order[name] for order in by_order]) for name in by_order[0]}
-    rows = [
-        {**row, "truth": truth, "outcome": outcome}
-        for truth, by_outcome in changes.items()
-        for outcome, values in by_outcome.items()
-        for row in _curve_rows(removals, values)
-    ]
+        changes["reshuffled"].append(measure_changes(minibatches, number))
+    rows = []
+    bounds = np.cumsum([len(group) for group in removals.values()])[:-1]
+    for truth, by_order in changes.items():
+        for outcome in by_order[0]:
+            groups = np.split(np.stack([order[outcome] for order in by_order]), bounds, axis=1)
+            for (score, side, count), values in zip(removals, groups, strict=True):
+                repeated = values.mean(axis=0) if side == "random" else values[:, 0]
+                error = float(np.std(repeated, ddof=1) / np.sqrt(len(repeated))) if len(repeated) > 1 else None
+                row = {"score": score, "side": side, "removed": count, "truth": truth, "outcome": outcome}
+                rows.append({**row, "change": float(values.mean()), "spread": error})
     return pl.DataFrame(rows, schema=SCHEMA)
 
 
-def check_removals(
-    policy: object,
-    recording: RoundRecording,
-    scores: int,
-    *,
-    shares: Sequence[float] = SHARES,
-    draws: int = DRAWS,
-    memory: int = 2**31,
-) -> None:
-    """Refuse removals by a number of scores that do not fit into memory, before `leave_out`; nothing is trained.
-
-    Raises:
-        WhenceError: see `retrain`.
-    """
-    trainings = 1 + len(shares) * (2 * scores + draws)
-    check_memory(policy, recording, _mask_trained(recording).expand(trainings, -1), memory)
-
-
-def _mask_trained(recording: RoundRecording) -> Bool[Tensor, " n"]:
-    mask = torch.zeros(len(recording.records), dtype=torch.bool)
-    mask[recording.trained] = True
-    return mask
-
-
-def _count_removed(shares: Sequence[float], n: int) -> list[int]:
+def _draw_removals(
+    scores: Mapping[str, NDArray[np.float64]],
+    positions: Int[Tensor, " k"],
+    shares: Sequence[float],
+    draws: int,
+    generator: torch.Generator,
+) -> dict[tuple[str | None, str, int], list[Int[Tensor, " removed"]]]:
+    """Return the positions to leave out by score, side and their number: one removal of each, and several at random."""
+    n = len(positions)
     for share in shares:
         count = int(share * n) if 0 < share < 1 else 0
         if count < 1 or n - count < 2:
@@ -155,48 +130,15 @@ def _count_removed(shares: Sequence[float], n: int) -> list[int]:
                 f"A share of {share} of {n} records cannot be left out; a share has to remove at least one record and "
                 f"leave at least two: from 1/{n} to {n - 2}/{n}."
             )
-    return sorted({int(share * n) for share in shares})
-
-
-def _draw_removals(
-    scores: Mapping[str, NDArray[np.float64]],
-    everything: Bool[Tensor, " n"],
-    counts: Sequence[int],
-    draws: int,
-    generator: torch.Generator,
-) -> list[_Removal]:
-    """Return every removal from the records in `everything`."""
-    positions = everything.nonzero()[:, 0]
-    # The sort is stable, so that of equal scores the first record is left out first.
-    ranked = {
-        (name, side): positions[np.argsort(sign * values[positions.numpy()], kind="stable")]
-        for name, values in scores.items()
-        for side, sign in (("top", -1), ("bottom", 1))
-    }
-
-    def keep_all_but(dropped: Tensor) -> Bool[Tensor, " n"]:
-        kept = everything.clone()
-        kept[dropped] = False
-        return kept
-
-    removals = []
+    counts = sorted({int(share * n) for share in shares})
+    removals: dict[tuple[str | None, str, int], list[Tensor]] = {}
+    for name, values in scores.items():
+        for side, sign in (("top", -1), ("bottom", 1)):
+            # The sort is stable, so that of equal scores the first record is left out first.
+            ranked = positions[np.argsort(sign * values[positions.numpy()], kind="stable")]
+            removals |= {(name, side, count): [ranked[:count]] for count in counts}
     for count in counts:
-        for (name, side), order in ranked.items():
-            removals.append(_Removal(name, side, count, keep_all_but(order[:count])))
-        for _ in range(draws):
-            dropped = positions[torch.randperm(len(positions), generator=generator)[:count]]
-            removals.append(_Removal(None, "random", count, keep_all_but(dropped)))
+        removals[None, "random", count] = [
+            positions[torch.randperm(n, generator=generator)[:count]] for _ in range(draws)
+        ]
     return removals
-
-
-def _curve_rows(removals: Sequence[_Removal], changes: Float[np.ndarray, "orders m"]) -> Iterator[Mapping[str, object]]:
-    """Yield a row for each score, side and number removed, curve by curve."""
-    places: dict[tuple[str | None, str, int], list[int]] = {}
-    for place, removal in enumerate(removals):
-        places.setdefault((removal.score, removal.side, removal.removed), []).append(place)
-    curves = list(dict.fromkeys((score, side) for score, side, _ in places))
-    for (score, side, count), columns in sorted(places.items(), key=lambda entry: curves.index(entry[0][:2])):
-        values = changes[:, columns]
-        repeated = values.mean(axis=0) if side == "random" else values[:, 0]
-        error = float(np.std(repeated, ddof=1) / np.sqrt(len(repeated))) if len(repeated) > 1 else None
-        yield {"score": score, "side": side, "removed": count, "change": float(values.mean()), "spread": error}

@@ -120,8 +120,8 @@ def retrain(
         recording: the recorded round.
         kept: (m, n) which records each training keeps, or how often; see `whence.rounds.replay`.
         orders: the minibatches of each training; None: the recorded ones.
-        memory: bytes that training and the orders may hold at a time, besides the policy and the records. As many
-            trainings as fit run side by side. One step is measured before the start.
+        memory: bytes that training may hold at a time, besides the policy, the records and the results. As many
+            trainings as fit run side by side, and at least one.
         dtype: the dtype to compute in; None: the recorded one.
 
     Returns:
@@ -130,13 +130,16 @@ def retrain(
     Raises:
         NonFinite: a training diverged.
         WhenceError: a subset keeps fewer than two records (without `orders`, of those that the round trained on) or is
-            of another round, or training needs more memory than allowed; or see `whence.rounds.replay`.
+            of another round; or see `whence.rounds.replay`.
     """
-    round, weights = _open_with_weights(policy, recording, kept, dtype, reshuffled=orders is not None)
+    round = open_round(policy, recording, dtype=dtype)
+    n = len(round.records)
+    if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
+        raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
+    weights = check_weights(kept, round, reshuffled=orders is not None)
     trained = round.start.params.new_empty(len(weights), len(round.start.params))
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        order_bytes = 0 if orders is None else sum(positions.nbytes for positions in orders)
-        at_once = _count_that_fit(round, weights, orders, memory, order_bytes)
+        at_once = _count_side_by_side(round, weights, orders, memory)
         for first in range(0, len(weights), at_once):
             chosen = slice(first, first + at_once)
             part = None if orders is None else [positions[chosen] for positions in orders]
@@ -146,48 +149,10 @@ def retrain(
     return {name: tensor.contiguous() for name, tensor in round.unflatten(trained).items()}
 
 
-def check_memory(policy: object, recording: RoundRecording, kept: Bool[Tensor, "m n"], memory: int) -> None:
-    """Refuse trainings of a round that do not fit into memory, recorded or reshuffled; nothing is trained.
-
-    Args:
-        policy: see `retrain`.
-        recording: see `retrain`.
-        kept: (m, n) which records each training keeps, the same number in each.
-        memory: bytes that training may hold at a time.
-
-    Raises:
-        WhenceError: see `retrain`.
-    """
-    round, weights = _open_with_weights(policy, recording, kept, None, reshuffled=False)
-    # One epoch of one subset has the largest minibatch of all.
-    orders = reshuffle(kept[:1], read_batch_size(recording), 1, torch.Generator())
-    order_bytes = sum(positions.nbytes for positions in orders) * recording.update.n_epochs * len(kept)
-    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.no_grad():
-        _count_that_fit(round, weights, None, memory, 0)
-        _count_that_fit(round, weights, orders, memory, order_bytes)
-
-
-def _open_with_weights(
-    policy: object, recording: RoundRecording, kept: Tensor, dtype: torch.dtype | None, *, reshuffled: bool
-) -> tuple[SteppedRound, Float[Tensor, "m n"]]:
-    round = open_round(policy, recording, dtype=dtype)
-    n = len(round.records)
-    if kept.ndim != 2 or kept.shape[1] != n or len(kept) == 0:
-        raise WhenceError(f"kept has shape {tuple(kept.shape)}; (m, {n}) is needed, a row for each training.")
-    return round, check_weights(kept, round, reshuffled=reshuffled)
-
-
-def _count_that_fit(
-    round: SteppedRound, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int, order_bytes: int
-) -> int:
-    """Return how many trainings fit into `memory` bytes side by side, together with orders of `order_bytes` bytes.
-
-    Raises:
-        WhenceError: not even one fits.
-    """
-    count = len(weights)
+def _count_side_by_side(round: SteppedRound, weights: Float[Tensor, "m n"], orders: Orders | None, memory: int) -> int:
+    """Return how many trainings fit into `memory` bytes side by side, by a step of one and of two; at least 1."""
     if len(round if orders is None else orders) == 0:
-        return count
+        return len(weights)
     measured = round.reduce_to_largest_step() if orders is None else round
     largest = None if orders is None else max(orders, key=lambda positions: positions.shape[1])
 
@@ -196,18 +161,9 @@ def _count_that_fit(
         peaks = measure_bytes(lambda: _train_side_by_side(measured, weights[:1].expand(trainings, -1), step_orders))
         return MARGIN * (max(peaks) + trainings * round.start.nbytes)  # the points before the step are there as well
 
-    results = order_bytes + weights.nbytes + 2 * round.start.params.nbytes * count
     one = measure(1)
-    if results + one > memory:
-        raise WhenceError(
-            f"memory is {memory:,} bytes, but training round {round.recording.number} {count} times takes about "
-            f"{results + one:,} bytes even one by one: {one:,} for a step of one training, and {results:,} for the "
-            "weights, orders and final parameters of all. Allow more, or ask for fewer trainings at a time."
-        )
-    if count == 1:
-        return 1
     another = max(1, measure(2) - one)
-    return min(count, 1 + (memory - results - one) // another)
+    return min(len(weights), max(1, 1 + (memory - one) // another))
 
 
 def _train_side_by_side(

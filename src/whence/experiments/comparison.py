@@ -14,7 +14,7 @@ from whence.experiments.arms import STANDARD
 from whence.experiments.cluster import check_place, run_all_on_ray
 from whence.experiments.kinds import AnyConfig, read_config, read_curve, runner_of
 from whence.experiments.workers import check_workers, leave_imported_script, run_all
-from whence.guards import explain_write_errors, write_atomically
+from whence.guards import explain_write_errors, write_json
 from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, Table, check_content, lock_directory
 
@@ -115,8 +115,7 @@ def compare(
         with explain_write_errors(path):  # killed between the two files, it holds no figures of other runs
             (path / "comparison.json").unlink(missing_ok=True)
         for name, content in (("summary", finished.summary), ("comparison", [config.to_json() for config in configs])):
-            with write_atomically(path / f"{name}.json") as temporary:
-                temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            write_json(path / f"{name}.json", content)
         return finished
 
 

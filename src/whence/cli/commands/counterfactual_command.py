@@ -1,10 +1,8 @@
 """`whence counterfactual`."""
 
-import json as json_module
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import polars as pl
 import torch
@@ -15,12 +13,8 @@ from whence import experiments
 from whence.cli import options
 from whence.cli.console import console, errors, make_table, print_json, print_line
 from whence.cli.runs import make_target, open_agent_run
-from whence.counterfactual import leave_out, study
-from whence.counterfactual.removals import SHARES, check_removals
-from whence.counterfactual.scores import MOST
-from whence.errors import WhenceError
-from whence.experiments import measure_returns
-from whence.guards import write_atomically
+from whence.counterfactual import SHARES, leave_out, study
+from whence.guards import write_json
 from whence.rounds import DRAWS
 from whence.runs import check_links
 
@@ -58,21 +52,14 @@ def counterfactual(
     """
     directory = open_agent_run(run)
     check_links(directory.path)
-    if test_episodes == 1:
-        raise WhenceError("--test-episodes is 1; at least 2 are needed, or 0 to measure no test returns.")
     model, recording = experiments.load_recording(directory, round, env=env)
     explained = make_target(target, model, recording.records, record, observation, action)
     torch.set_num_threads(1)
-    limit = int(memory * 2**30)
-    # A small share of few records is no record.
-    shares = [share for share in SHARES if share * len(recording.trained) >= 1]
     with ExitStack() as stack:
         status = stack.enter_context(errors.status("reading"))
-        if leaving_out:  # checked here, since the study before it takes long
-            check_removals(model.policy, recording, MOST - 1, shares=shares, memory=limit)
         evaluate = None
         if test_episodes:
-            tests = measure_returns(directory, model, episodes=test_episodes, seed=seed, env=env)
+            tests = experiments.measure_returns(directory, model, episodes=test_episodes, seed=seed, env=env)
             evaluate = stack.enter_context(tests)
         results = study(
             model.policy,
@@ -84,50 +71,39 @@ def counterfactual(
             draws=draws,
             evaluate=evaluate,
             seed=seed,
-            memory=limit,
+            memory=int(memory * 2**30),
             on_stage=status.update,
         )
         settings = {"round": round, "target": repr(explained), "share": share, "subsets": subsets, "orders": orders}
         settings |= {"draws": draws, "test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
         content = settings | {"rows": results.table.to_dicts()}
         file = directory.path / "counterfactual" / f"round_{round:05d}.json"
-        _write_json(file, content)
+        write_json(file, content)
         removals = None
         if leaving_out:
-            # The curves leave out records at random already.
-            scores = {name: values for name, values in results.scores.items() if name != "random"}
             removals = leave_out(
                 model.policy,
                 recording,
-                scores,
+                {name: scores for name, scores in results.scores.items() if name != "random"},
                 target=explained,
-                shares=shares,
+                shares=[share for share in SHARES if share * len(recording.trained) >= 1],
                 orders=orders,
                 evaluate=evaluate,
                 seed=seed,
-                memory=limit,
+                memory=int(memory * 2**30),
                 on_stage=status.update,
             )
-            content["removals"] = removals.to_dicts()
-            _write_json(file, content)
+            write_json(file, content := {**content, "removals": removals.to_dicts()})
     if json:
         print_json(content)
         return
     for (truth, outcome), rows in results.table.group_by("truth", "outcome", maintain_order=True):
         title = f"Round {round}, {subsets} subsets of {share:.0%}, {truth} minibatches, outcome: {outcome}"
         console.print(make_table(title, ("score", "LDS", "95% interval", "ceiling"), _format_rows(rows)))
-    if removals is not None:
-        for (truth, outcome), rows in removals.group_by("truth", "outcome", maintain_order=True):
+        if removals is not None:
             title = f"Round {round}, change of the {outcome}, {truth} minibatches, by records removed"
-            console.print(_make_curves(title, rows))
-    if recording.stopped:
-        print_line("target_kl ended the round early: recorded trainings end there too, reshuffled ones go on.")
+            console.print(_make_curves(title, removals.filter(truth=truth, outcome=outcome)))
     print_line(f"Numbers: {file}")
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    with write_atomically(file) as temporary:
-        temporary.write_text(json_module.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _format_rows(rows: pl.DataFrame) -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env.stacked_observations import StackedObserva
 from torch import Tensor
 
 from whence.attribution import attribute
-from whence.counterfactual.outcomes import Evaluate
+from whence.counterfactual import Evaluate
 from whence.errors import InvalidRecords, RunDirectoryError
 from whence.experiments.rl.environments import evaluate, measure_return
 from whence.experiments.rl.rebuilding import (

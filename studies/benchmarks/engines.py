@@ -20,7 +20,7 @@ from studies.benchmarks.timing import (
     take_turns,
 )
 from whence.attribution import score_targets
-from whence.engines.memory import measure_bytes
+from whence.engines import measure_bytes
 from whence.errors import WhenceError, first_line
 
 SIZES = (512, 2048, 16_384, 131_072, 1_000_000)

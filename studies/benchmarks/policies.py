@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import whence
 from studies.benchmarks.subjects import MIB, Question, Subject, compute_log_probs
 from whence.policies import as_view
-from whence.sb3 import collect
-from whence.sb3.base.networks import MiniGridCNN
+from whence.sb3 import MiniGridCNN, collect
 from whence.trees import map_tree
 
 WIDTHS = (64, 128, 256, 512, 1024)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from whence.engines.memory import measure_bytes
+from whence.engines import measure_bytes
 from whence.errors import WhenceError
 
 LIMIT = 60.0

@@ -30,7 +30,7 @@ from whence.diagnosis import calibrate_critic, judge_advantages, summarise_judge
 from whence.diagnosis.judgement import compare_signs
 from whence.experiments import make_replay_env, put_row, read_rows
 from whence.runs import RunDirectory, lock_directory
-from whence.sb3.episodes.episode_replay import open_env
+from whence.sb3 import open_env
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import Outputs, Params, compute_outputs, find_acting_parameters
 from whence.records import RecordBatch
-from whence.rounds import RoundRecording
-from whence.rounds.replay import SteppedRound, open_round
+from whence.rounds import RoundRecording, SteppedRound, open_round
 
 ALL = "all"
 """The name of the selection of all records."""

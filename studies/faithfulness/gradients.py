@@ -20,8 +20,7 @@ from whence.experiments.rl.training import make_model
 from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import as_view
 from whence.records import RecordBatch
-from whence.sb3 import collect
-from whence.sb3.base.model_tensors import load_tensors, named_tensors
+from whence.sb3 import collect, load_tensors, named_tensors
 
 Vector = NDArray[np.float64]
 

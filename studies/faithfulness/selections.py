@@ -39,9 +39,8 @@ from studies.stored import read_round, write_round
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
 from whence.experiments import load_recording, load_round, read_run_config
 from whence.records import RecordBatch
-from whence.rounds import RoundRecording
+from whence.rounds import RoundRecording, open_round
 from whence.rounds.optimizers import preconditioner
-from whence.rounds.replay import open_round
 from whence.rounds.schedule import target_gradient
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective

@@ -20,8 +20,7 @@ from whence import IIF, SelectionRule, experiments
 from whence.errors import NonFinite
 from whence.guards import eval_mode, preserve_rng_state
 from whence.policies import as_view, find_acting_parameters
-from whence.sb3 import InfluenceCallback
-from whence.sb3.base.model_tensors import preserve_model
+from whence.sb3 import InfluenceCallback, preserve_model
 from whence.selection import Selection
 
 CHUNK = 4096

@@ -15,8 +15,7 @@ from whence import IIF, KeepAll, RunDirectory
 from whence.experiments import configure
 from whence.experiments.rl.environments import make_model_env
 from whence.experiments.rl.training import make_model
-from whence.sb3 import InfluenceCallback, collect
-from whence.sb3.base.model_tensors import load_tensors, named_tensors
+from whence.sb3 import InfluenceCallback, collect, load_tensors, named_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

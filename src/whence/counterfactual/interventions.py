@@ -14,8 +14,7 @@ from whence.guards import eval_mode
 from whence.influence import Influence
 from whence.metrics import t_interval
 from whence.policies import compute_outputs
-from whence.rounds import RoundRecording
-from whence.rounds.replay import open_round
+from whence.rounds import RoundRecording, open_round
 from whence.selection import read_scores
 
 VARIANTS = ("full", "filtered", "random")

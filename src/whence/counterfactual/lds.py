@@ -14,8 +14,7 @@ from torch import Tensor
 from whence.counterfactual.outcomes import Evaluate, check_scores, compute_scores, measure_outcomes
 from whence.counterfactual.retrain import draw_subsets, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
-from whence.rounds import DRAWS, METHODS, RoundRecording
-from whence.rounds.replay import check_target, open_round
+from whence.rounds import DRAWS, METHODS, RoundRecording, check_target, open_round
 from whence.targets import Target
 
 SCHEMA = {

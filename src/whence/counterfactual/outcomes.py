@@ -17,9 +17,16 @@ from whence.guards import eval_mode, preserve_rng_state
 from whence.heuristics import compute_td_errors
 from whence.influence import Influence
 from whence.policies import compute_outputs
-from whence.rounds import DRAWS, METHODS, SHARE, RoundRecording, attribute_round_by
-from whence.rounds.replay import check_target, open_round
-from whence.rounds.schedule import snapshot_scores
+from whence.rounds import (
+    DRAWS,
+    METHODS,
+    SHARE,
+    RoundRecording,
+    attribute_round_by,
+    check_target,
+    open_round,
+    snapshot_scores,
+)
 from whence.targets import BatchTarget, Target
 
 Evaluate = Callable[[Mapping[str, Tensor], int], float]

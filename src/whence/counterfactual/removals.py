@@ -13,8 +13,7 @@ from torch import Tensor
 from whence.counterfactual.outcomes import Evaluate, Outcomes, check_scores, measure_outcomes
 from whence.counterfactual.retrain import Orders, read_batch_size, reshuffle, retrain
 from whence.errors import WhenceError
-from whence.rounds import RoundRecording
-from whence.rounds.replay import check_target, open_round
+from whence.rounds import RoundRecording, check_target, open_round
 from whence.targets import Target
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)

@@ -9,13 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from whence.engines.memory import measure_bytes
+from whence.engines import measure_bytes
 from whence.errors import WhenceError
 from whence.guards import eval_mode, preserve_rng_state
-from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import (
+from whence.rounds import (
     MARGIN,
     Point,
+    RoundRecording,
     SteppedRound,
     check_finite,
     check_weights,

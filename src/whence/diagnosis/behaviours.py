@@ -20,7 +20,7 @@ from whence.heuristics import number_states
 from whence.moments import name_action
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
-from whence.sb3.policy import actor_critic_view, embed, predict
+from whence.sb3 import actor_critic_view, embed, predict
 from whence.targets import Action
 from whence.trees import named_leaves
 

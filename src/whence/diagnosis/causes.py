@@ -19,8 +19,7 @@ from whence.guards import eval_mode
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording, attribute_round
 from whence.runs import RunDirectory
-from whence.sb3.base.objective import model_objective
-from whence.sb3.policy import actor_critic_view, embed
+from whence.sb3 import actor_critic_view, embed, model_objective
 from whence.selection import read_weights
 from whence.targets import Action
 from whence.trees import named_leaves

@@ -26,9 +26,7 @@ from whence.guards import eval_mode
 from whence.policies import as_view
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
-from whence.sb3.base.gsde import use_fresh_noise
-from whence.sb3.contrib import MaskableActorCriticPolicy
-from whence.sb3.episodes.episode_replay import explain_no_frames, open_env, render, to_env_actions
+from whence.sb3 import MaskableActorCriticPolicy, explain_no_frames, open_env, render, to_env_actions, use_fresh_noise
 from whence.targets import Action
 from whence.trees import Tree
 

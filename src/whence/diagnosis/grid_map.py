@@ -14,7 +14,7 @@ from whence.errors import ReplayError
 from whence.experiments import AnyEnv, action_labels, make_replay_env
 from whence.moments import name_action
 from whence.runs import RunDirectory
-from whence.sb3.episodes.episode_replay import MakeEnv, open_env, play_again, read_episode
+from whence.sb3 import MakeEnv, open_env, play_again, read_episode
 
 MOST = 100
 """Records at either end of a round, as in LDA's figures."""

@@ -31,8 +31,7 @@ from whence.guards import eval_mode, write_atomically
 from whence.moments import Moment, find_moments, name_action
 from whence.records import RecordBatch
 from whence.runs import RunDirectory, check_links
-from whence.sb3 import model_objective
-from whence.sb3.policy import actor_critic_view
+from whence.sb3 import actor_critic_view, model_objective
 from whence.targets import Action
 
 FORMAT, VERSION = "whence-phases", 1

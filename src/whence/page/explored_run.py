@@ -21,7 +21,7 @@ from whence.experiments import (
     state_names,
 )
 from whence.runs import RunDirectory
-from whence.sb3.episodes.episode_replay import EpisodeReplay
+from whence.sb3 import EpisodeReplay
 
 MEMORIES = 24
 """Results that a run remembers at a time: those of a few rounds."""

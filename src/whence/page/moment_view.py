@@ -13,7 +13,7 @@ from whence.errors import WhenceError, first_line
 from whence.influence import is_significant
 from whence.moments import Moment, name_action, sort_by_time
 from whence.page.explored_run import ExploredRun
-from whence.sb3.episodes.episode_replay import EpisodeReplay
+from whence.sb3 import EpisodeReplay
 
 Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
 """Pictures (height, width, 3) by step."""

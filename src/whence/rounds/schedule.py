@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.engines.forward import along_direction
-from whence.engines.memory import measure_bytes
+from whence.engines import along_direction, measure_bytes
 from whence.errors import WhenceError
 from whence.guards import eval_mode, preserve_rng_state
 from whence.rounds import optimizers

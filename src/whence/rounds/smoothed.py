@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from whence.engines.memory import measure_bytes
+from whence.engines import measure_bytes
 from whence.errors import WhenceError
 from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs

@@ -14,7 +14,7 @@ from whence.experiments.rl.stored import load_policy, load_round
 from whence.guards import eval_mode
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
-from whence.sb3.policy import actor_critic_view, predict
+from whence.sb3 import actor_critic_view, predict
 
 CHUNK = 4096
 """Records that the policy reads at a time."""

@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from whence.engines import ENGINES
 from whence.errors import WhenceError
 from whence.experiments.arms import find_arm
-from whence.sb3.base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
+from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
 from whence.targets import Action, Return, Target
 from whence.validation import Count, Finite, Natural, NotNegative, Unit, one_of, read_table, settings

@@ -16,16 +16,16 @@ from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_en
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.base.gsde import use_fresh_noise
-from whence.sb3.contrib import MaskableActorCriticPolicy
-from whence.sb3.episodes.episode_replay import (
-    StoredEpisode,
+from whence.sb3 import (
+    MaskableActorCriticPolicy,
+    RecordResets,
     open_env,
     play_again,
     read_episode,
     reset_to,
+    use_fresh_noise,
 )
-from whence.sb3.episodes.resets import RecordResets
+from whence.sb3.episodes.episode_replay import StoredEpisode
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""

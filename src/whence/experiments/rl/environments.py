@@ -15,11 +15,15 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from whence.errors import Unsupported, WhenceError, suggest
 from whence.experiments.rl.config import RunConfig
 from whence.guards import eval_mode, preserve_rng_state
-from whence.sb3 import RecordResets
-from whence.sb3.base.gsde import use_fresh_noise
-from whence.sb3.contrib import MaskableActorCriticPolicy
-from whence.sb3.episodes.envpool import EnvPoolVecEnv, evaluate_pool, make_pool
-from whence.sb3.episodes.resets import reuses_world
+from whence.sb3 import (
+    EnvPoolVecEnv,
+    MaskableActorCriticPolicy,
+    RecordResets,
+    evaluate_pool,
+    make_pool,
+    reuses_world,
+    use_fresh_noise,
+)
 
 _READABLE = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 """The spaces that SB3's policies observe; also as the parts of a Dict."""

@@ -17,7 +17,7 @@ from whence.experiments.rl.environments import check_environment, list_libraries
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
 from whence.guards import preserve_rng_state
-from whence.sb3.base.networks import default_policy, default_policy_kwargs
+from whence.sb3 import default_policy, default_policy_kwargs
 from whence.targets import Action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")

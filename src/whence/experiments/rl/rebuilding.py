@@ -18,9 +18,8 @@ from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_env, make_evaluation_env, make_model_env, renew_world
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
+from whence.sb3 import MakeEnv, read_settings
 from whence.sb3.checkpoint import building as sb3_building
-from whence.sb3.checkpoint.building import read_settings
-from whence.sb3.episodes.episode_replay import MakeEnv
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
 """An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""

@@ -32,10 +32,16 @@ from whence.influence import Influence
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3.base.model_tensors import load_tensors, named_tensors
-from whence.sb3.base.objective import model_objective
-from whence.sb3.checkpoint.building import read_settings
-from whence.sb3.episodes.episode_replay import EpisodeReplay, Frames, play_again, read_episode
+from whence.sb3 import (
+    EpisodeReplay,
+    Frames,
+    load_tensors,
+    model_objective,
+    named_tensors,
+    play_again,
+    read_episode,
+    read_settings,
+)
 from whence.targets import Return
 
 

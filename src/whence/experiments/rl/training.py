@@ -18,10 +18,15 @@ from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
 from whence.metrics import Curve
 from whence.runs import RunDirectory
-from whence.sb3 import InfluenceCallback
-from whence.sb3.base.model_description import describe, library_versions
-from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors
-from whence.sb3.base.networks import resolve_classes
+from whence.sb3 import (
+    InfluenceCallback,
+    copy_tensors,
+    describe,
+    library_versions,
+    load_tensors,
+    named_tensors,
+    resolve_classes,
+)
 
 OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of rounds done, from 0, and the last one's metrics."""

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whence.engines import LayerRule, register_rule
-from whence.engines.rules import LayerTensors, linear_gradient, linear_product, rule_for
+from whence.engines import LayerRule, LayerTensors, linear_gradient, linear_product, register_rule, rule_for
 from whence.errors import Unsupported
 from whence.policies import whole_shape
 

@@ -15,10 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.attribution import open_problem, score_targets
-from whence.engines import Gradient, Problem, record_gradient, target_gradients
-from whence.engines.forward import outputs_along
-from whence.engines.memory import fit_chunk_size
-from whence.engines.problem import compute_seeds
+from whence.engines import (
+    Gradient,
+    Problem,
+    compute_seeds,
+    fit_chunk_size,
+    outputs_along,
+    record_gradient,
+    target_gradients,
+)
 from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.layers import Layers, restrict_view
 from whence.llm.base.language_view import language_view

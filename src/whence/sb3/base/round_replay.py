@@ -14,8 +14,7 @@ from torch import Tensor
 from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.policies import as_view
-from whence.rounds import RoundRecording
-from whence.rounds.identity import check_collected
+from whence.rounds import RoundRecording, check_collected
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
 from whence.sb3.base.recorder import training_versions
 from whence.trees import Tree

@@ -1,30 +1,33 @@
-from .agreement import BANDS as BANDS
-from .agreement import calibrate_critic as calibrate_critic
-from .agreement import describe_verdict as describe_verdict
 from .agreement import summarise_judgement as summarise_judgement
 from .behaviours import Behaviour as Behaviour
 from .behaviours import behaviour_by_hand as behaviour_by_hand
 from .behaviours import behaviour_of_records as behaviour_of_records
 from .behaviours import find_behaviours as find_behaviours
 from .causes import find_causes as find_causes
+from .decisions import play_episode as play_episode
+from .grid_map import GridMap as GridMap
+from .grid_map import map_extremes as map_extremes
+from .judgement import judge_advantages as judge_advantages
+from .phases import trace_phases as trace_phases
+from .ranking import rank_moments as rank_moments
+from .ranking import rank_records as rank_records
+from .response_causes import find_response_causes as find_response_causes
+
+# isort: split
+# What only other rooms of whence import.
+from .agreement import BANDS as BANDS
+from .agreement import calibrate_critic as calibrate_critic
+from .agreement import describe_verdict as describe_verdict
 from .decisions import PlayedEpisode as PlayedEpisode
 from .decisions import compare_log_probs as compare_log_probs
-from .decisions import play_episode as play_episode
 from .decisions import read_record as read_record
-from .grid_map import GridMap as GridMap
 from .grid_map import has_map as has_map
-from .grid_map import map_extremes as map_extremes
 from .judgement import REPEATS as REPEATS
 from .judgement import SAMPLE as SAMPLE
 from .judgement import Measure as Measure
-from .judgement import judge_advantages as judge_advantages
 from .judgement import read_scored_round as read_scored_round
 from .phases import summarise_history as summarise_history
-from .phases import trace_phases as trace_phases
 from .phases import write_history as write_history
 from .ranking import RankedMoment as RankedMoment
-from .ranking import rank_moments as rank_moments
-from .ranking import rank_records as rank_records
 from .ranking import sum_rounds as sum_rounds
-from .response_causes import find_response_causes as find_response_causes
 from .response_causes import measure_trained as measure_trained

@@ -1,4 +1,16 @@
-# What other rooms use stands below what users import.
+from .base.objective import model_objective as model_objective
+from .base.rollout_buffer import collect as collect
+from .base.rollout_buffer import snapshot as snapshot
+from .base.round_replay import replay_round as replay_round
+from .callback import InfluenceCallback as InfluenceCallback
+from .episodes.episode_replay import EpisodeReplay as EpisodeReplay
+from .episodes.resets import RecordResets as RecordResets
+from .resuming import resume as resume
+from .round_result import Choice as Choice
+from .round_result import RoundResult as RoundResult
+
+# isort: split
+# What only other rooms of whence import.
 from .base.gsde import use_fresh_noise as use_fresh_noise
 from .base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
 from .base.model_description import describe as describe
@@ -11,20 +23,15 @@ from .base.networks import MiniGridCNN as MiniGridCNN
 from .base.networks import default_policy as default_policy
 from .base.networks import default_policy_kwargs as default_policy_kwargs
 from .base.networks import resolve_classes as resolve_classes
-from .base.objective import model_objective as model_objective
-from .base.rollout_buffer import collect as collect
-from .base.rollout_buffer import snapshot as snapshot
-from .base.round_replay import replay_round as replay_round
-from .callback import InfluenceCallback as InfluenceCallback
 from .checkpoint.building import read_settings as read_settings
 from .contrib import MaskableActorCriticPolicy as MaskableActorCriticPolicy
 from .contrib import MaskablePPO as MaskablePPO
 from .episodes.envpool import EnvPoolVecEnv as EnvPoolVecEnv
 from .episodes.envpool import evaluate_pool as evaluate_pool
 from .episodes.envpool import make_pool as make_pool
-from .episodes.episode_replay import EpisodeReplay as EpisodeReplay
 from .episodes.episode_replay import Frames as Frames
 from .episodes.episode_replay import MakeEnv as MakeEnv
+from .episodes.episode_replay import StoredEpisode as StoredEpisode
 from .episodes.episode_replay import explain_no_frames as explain_no_frames
 from .episodes.episode_replay import open_env as open_env
 from .episodes.episode_replay import play_again as play_again
@@ -33,11 +40,7 @@ from .episodes.episode_replay import read_episode as read_episode
 from .episodes.episode_replay import render as render
 from .episodes.episode_replay import reset_to as reset_to
 from .episodes.episode_replay import to_env_actions as to_env_actions
-from .episodes.resets import RecordResets as RecordResets
 from .episodes.resets import reuses_world as reuses_world
 from .policy import actor_critic_view as actor_critic_view
 from .policy import embed as embed
 from .policy import predict as predict
-from .resuming import resume as resume
-from .round_result import Choice as Choice
-from .round_result import RoundResult as RoundResult

@@ -19,13 +19,13 @@ from whence.runs import RunDirectory
 from whence.sb3 import (
     MaskableActorCriticPolicy,
     RecordResets,
+    StoredEpisode,
     open_env,
     play_again,
     read_episode,
     reset_to,
     use_fresh_noise,
 )
-from whence.sb3.episodes.episode_replay import StoredEpisode
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""

@@ -13,10 +13,16 @@ import pytest
 import torch
 
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
-from whence.experiments import LanguageConfig, cluster, comparison, configure, node, read_sweep, run, run_sweep
-from whence.experiments.cluster import RETRIES, check_place
-from whence.experiments.kinds import runner_of
-from whence.experiments.node import apply_changes, list_files, list_versions, read_files, train_on_node
+from whence.experiments import LanguageConfig, cluster, comparison, configure, read_sweep, run, run_sweep, runner_of
+from whence.experiments.cluster import (
+    RETRIES,
+    apply_changes,
+    check_start,
+    list_files,
+    list_versions,
+    read_files,
+    train_on_node,
+)
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 
@@ -212,7 +218,7 @@ class TestDispatch:
             failure.args = tuple(str(each).replace("HERE", str(path)) for each in failure.args)
             raise failure
 
-        monkeypatch.setattr(node, "runner_of", lambda config: SimpleNamespace(run=fail))
+        monkeypatch.setattr(cluster, "runner_of", lambda config: SimpleNamespace(run=fail))
         ray, file = FakeRay(), job[1].with_name("seed_0.error.txt")
         assert [*dispatch(ray)] == [(0, f"{message.replace('HOME', str(job[1]))} (traceback: {file})")]
         assert "in fail" in file.read_text()
@@ -227,7 +233,8 @@ class TestDispatch:
         assert message.startswith("Ray could not run it: ModuleNotFoundError: No module named 'whence' (traceback: ")
 
     def test_another_version_is_refused(self, dispatch, monkeypatch):
-        monkeypatch.setattr(cluster, "list_versions", lambda: {**list_versions(), "torch": "1.0"})
+        versions = iter([{**list_versions(), "torch": "1.0"}, list_versions()])  # of home, then of the node
+        monkeypatch.setattr(cluster, "list_versions", lambda: next(versions))
         ((_, message),) = dispatch(FakeRay())
         assert "'torch': '1.0'}. Install the same on both." in message
 
@@ -279,14 +286,14 @@ class TestConnecting:
         with pytest.raises(Unsupported, match=r"needs Ray, which is not installed: .* pip install '\.\[ray\]'"):
             run_sweep([], tmp_path / "out", None, on="ray")
         assert not (tmp_path / "out").exists()
-        check_place("local")
+        check_start(None, "local")
 
     def test_what_ray_prints_is_no_part_of_the_json(self, whence, monkeypatch, tmp_path):
-        def print_and_fail(jobs, workers, on_round):
+        def print_and_fail(jobs, workers, on, on_round):
             print("(raylet) A node has been marked dead.")
             return nullcontext((place, "no node") for place in range(len(jobs)))
 
-        monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "run_all_on_ray", print_and_fail)
+        monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "start_jobs", print_and_fail)
         (tmp_path / "lake.toml").write_text(SWEEP)
         _, out, err = whence("sweep", tmp_path / "lake.toml", "--on", "ray", "--out", tmp_path / "out", "--json")
         assert "marked dead" in err

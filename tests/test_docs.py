@@ -18,9 +18,8 @@ from whence import cli, policies
 from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command
 from whence.engines import auto, rules
-from whence.experiments import read_sweep
+from whence.experiments import read_sweep, runner_of
 from whence.experiments.arms import ARMS
-from whence.experiments.kinds import runner_of
 from whence.experiments.rl.presets import presets
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
@@ -151,7 +150,7 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page != "README"])
 def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch):
-    monkeypatch.setattr(sys.modules["whence.experiments.comparison"], "run_all", run_one_by_one)
+    monkeypatch.setattr("whence.experiments.cluster.run_all", run_one_by_one)
     names = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), start=1):
         exec(compile(block, f"{page}.md, block {number}", "exec"), names)
@@ -159,10 +158,7 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
 
 @pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"\b(compare|run_sweep)\(", PAGES[page])])
 def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, elsewhere, monkeypatch):
-    for module in ("comparison", "sweep"):
-        monkeypatch.setattr(
-            sys.modules[f"whence.experiments.{module}"], "run_all", lambda *jobs: pytest.fail("a process was started")
-        )
+    monkeypatch.setattr("whence.experiments.cluster.run_all", lambda *jobs: pytest.fail("a process was started"))
     for block in blocks(page, "python"):
         exec(compile(block, f"{page}.md", "exec"), {"__name__": "__mp_main__"})
 
@@ -179,9 +175,10 @@ def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, e
 )
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     for module in ("comparison", "sweep"):
-        monkeypatch.setattr(sys.modules[f"whence.experiments.{module}"], "run_all", run_one_by_one)
         monkeypatch.setattr(
-            sys.modules[f"whence.experiments.{module}"], "run_all_on_ray", lambda *jobs: closing(run_one_by_one(*jobs))
+            sys.modules[f"whence.experiments.{module}"],
+            "start_jobs",
+            lambda jobs, workers, on, on_round: closing(run_one_by_one(jobs, workers, on_round)),
         )
     # The page is served until Ctrl-C.
     monkeypatch.setattr("whence.page.server.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from toys import mlp_view, model, records_for
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.errors import RunDirectoryError
-from whence.experiments import LanguageConfig, RunConfig
-from whence.experiments.kinds import read_config
+from whence.experiments import LanguageConfig, RunConfig, read_config
 from whence.experiments.rl.stored import load_policy
 from whence.sb3 import InfluenceCallback
 

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 from whence.errors import Unsupported, WhenceError
-from whence.experiments import RunConfig, load_sweep, summarise_sweep
-from whence.experiments.rl.curves import KeptRun, make_curve
+from whence.experiments import KeptRun, RunConfig, load_sweep, summarise_sweep
 from whence.experiments.rl.presets import presets
+from whence.experiments.rl.training import make_curve
 from whence.page import write_tables
 from whence.page.figures import COLOURS, arm_colours, learning_curves
 

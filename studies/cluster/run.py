@@ -19,7 +19,8 @@ import torch
 import typer
 
 from whence.cli.progress import SweepBars
-from whence.experiments import Planned, cluster, read_sweep, run, run_sweep, sweep
+from whence.experiments import Planned, cluster, read_rows, read_sweep, run, run_sweep
+from whence.experiments.sweep import KEYS
 from whence.experiments.workers import Job, OnJobRound
 from whence.guards import preserve_rng_state, write_atomically
 
@@ -106,7 +107,7 @@ class Killer:
 
 def read_lines(out: Path) -> list[str]:
     """Return the results of a sweep, a line for each run, in the order of their text."""
-    return sorted(line for file in (out / "curves").glob("*.jsonl") for line in file.read_text().splitlines())
+    return [json.dumps(row, sort_keys=True) for row in read_rows(out / "curves.parquet", KEYS).values()]
 
 
 def run_here(runs: Sequence[Planned], out: Path) -> None:
@@ -119,7 +120,7 @@ def run_here(runs: Sequence[Planned], out: Path) -> None:
                 run(config, path)
             yield place, None
 
-    with patch.object(sweep, "run_all", run_one_by_one), SweepBars(runs) as table:
+    with patch.object(cluster, "run_all", run_one_by_one), SweepBars(runs) as table:
         run_sweep(runs, out, table)
 
 

@@ -25,15 +25,11 @@ from .arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from .arms import STANDARD as STANDARD
 from .arms import is_control as is_control
 from .comparison import check_comparison as check_comparison
-from .kinds import AnyConfig as AnyConfig
-from .kinds import read_config as read_config
-from .kinds import runner_of as runner_of
 from .llm.language_config import SOURCE as SOURCE
 from .rl.changes import compare_policies as compare_policies
 from .rl.config import HYPERPARAMETERS as HYPERPARAMETERS
 from .rl.config import TARGETS as TARGETS
 from .rl.continuations import OnRecord as OnRecord
-from .rl.curves import KeptRun as KeptRun
 from .rl.labels import action_labels as action_labels
 from .rl.labels import box_action_labels as box_action_labels
 from .rl.labels import state_names as state_names
@@ -54,7 +50,11 @@ from .rl.stored import score_round as score_round
 from .rowfile import put_row as put_row
 from .rowfile import read_rows as read_rows
 from .rowfile import write_rows as write_rows
+from .sweep import KeptRun as KeptRun
 from .sweep import Results as Results
 from .sweepfile import READ as READ
 from .sweepfile import Planned as Planned
 from .sweepfile import make_label as make_label
+from .workers import AnyConfig as AnyConfig
+from .workers import read_config as read_config
+from .workers import runner_of as runner_of

@@ -1,19 +1,38 @@
-"""Runs as tasks of a Ray cluster, on many machines."""
+"""Runs in processes of this machine, or as tasks of a Ray cluster, with the files that travel to and from its nodes."""
 
 import importlib.util
 import logging
 import os
+import platform
+import shutil
 import socket
+import tempfile
+import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
 
 from whence.errors import Unsupported, WhenceError, first_line
 from whence.experiments.llm.language_config import LanguageConfig
-from whence.experiments.node import apply_changes, list_files, list_versions, read_files, train_on_node
-from whence.experiments.workers import Job, OnJobRound, remove_traceback, write_traceback
+from whence.experiments.workers import (
+    Job,
+    OnJobRound,
+    describe_failure,
+    leave_imported_script,
+    read_config,
+    remove_traceback,
+    run_all,
+    runner_of,
+    write_traceback,
+)
+from whence.guards import explain_write_errors
+from whence.runs import LOCK, list_checkpoints
 
 PLACES = "local", "ray"
 """Where runs are made: in processes of this machine, or as tasks of a Ray cluster."""
@@ -32,13 +51,20 @@ _ANSWER_SECONDS, _POLL_SECONDS = 10.0, 0.2
 log = logging.getLogger("whence")
 
 
-def check_place(on: str) -> None:
-    """Refuse a place where runs cannot be made.
+def check_start(workers: int | None, on: str) -> None:
+    """Refuse a number of workers or a place that cannot be, before anything else is done.
+
+    Args:
+        workers: runs at a time; None: as many as there is room for.
+        on: a place.
 
     Raises:
-        WhenceError: it is unknown.
+        WhenceError: there are fewer than one worker, or the place is unknown.
         Unsupported: Ray is not installed.
     """
+    leave_imported_script()
+    if workers is not None and workers < 1:
+        raise WhenceError(f"workers is {workers}; at least 1 is needed.")
     if on not in PLACES:
         raise WhenceError(
             f"on is {on!r}; {' or '.join(PLACES)} is needed. docs/guide/scale.md tells how Ray runs on Slurm and "
@@ -51,25 +77,25 @@ def check_place(on: str) -> None:
 
 
 @contextmanager
-def run_all_on_ray(
-    jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
+def start_jobs(
+    jobs: Sequence[Job], workers: int | None, on: str, on_round: OnJobRound
 ) -> Iterator[Iterator[tuple[int, str | None]]]:
-    """Connect to a Ray cluster, and yield what `workers.run_all` returns: an iterator that runs jobs as its tasks.
+    """Yield an iterator that runs jobs, in processes or on a Ray cluster; what is under way at the end is broken off.
 
     No job is touched before the iterator's first item, so that a caller may make room for them once there is a cluster.
-    At the end of the context, runs under way are ended, and the connection.
+    Processes of this machine are those of `run_all`.
 
     The cluster is the one that this process is connected to, or that RAY_ADDRESS names; otherwise Ray is started on
     this machine, and ended afterwards. A run has a process of its own with one torch thread, and a GPU if its device is
     one, or if it trains a language model and the cluster has one. In a cluster without a GPU, a run whose device is one
-    waits for a node that has one, and a warning says so.
-
-    A run trains in a temporary directory of its node. Its files come home once a minute and at its end, so that a run
-    whose node is lost goes on where the last copy was made, and so does one that the caller broke off.
+    waits for a node that has one, and a warning says so. A run trains in a temporary directory of its node. Its files
+    come home once a minute and at its end, so that a run whose node is lost goes on where the last copy was made, and
+    so does one that the caller broke off.
 
     Args:
         jobs: what to run; a finished run is left as it is.
-        workers: runs at a time; None: as many as the cluster has room for.
+        workers: runs at a time; None: as many as there is room for.
+        on: "local" or "ray".
         on_round: called with a job's place and the number of its rounds that are done.
 
     Yields:
@@ -78,6 +104,10 @@ def run_all_on_ray(
     Raises:
         WhenceError: there is no such cluster.
     """
+    if on == "local":
+        with closing(run_all(jobs, workers, on_round)) as ends:
+            yield ends
+        return
     with _connect(workers) as ray, closing(_Dispatch(ray, jobs, workers, on_round).run()) as ends:
         yield ends
 
@@ -211,3 +241,128 @@ def _make_queue(ray: Any) -> Any:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+
+
+Files: TypeAlias = dict[str, bytes]
+"""The contents of files by their names relative to a run's directory."""
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions that have to be the same everywhere; a torch for GPUs counts as the one for CPUs."""
+    return {name: version(name).partition("+")[0] for name in ("whence", "torch")}
+
+
+def train_on_node(
+    queue: Any,
+    sender: Any,
+    settings: Mapping[str, Any],
+    home: Path,
+    files: Files,
+    versions: Mapping[str, str],
+    save_seconds: float,
+) -> tuple[str, str] | None:
+    """Train in a temporary directory of this machine, and send home what happens; this is the task that a node runs.
+
+    Args:
+        queue: Ray's queue of tuples: the sender, "round" and the rounds done; or the sender, "files", those that are
+            new or changed, and the names of those that are gone.
+        sender: what says at home which run this is.
+        settings: the configuration, from `to_json`.
+        home: the run's directory at home, for messages.
+        files: what home has of the run.
+        versions: of home's libraries.
+        save_seconds: seconds from one copy of the unfinished run to the next.
+
+    Returns:
+        None, or what went wrong and its traceback.
+    """
+    torch.set_num_threads(1)
+    logging.getLogger("whence").setLevel(logging.ERROR)
+    if (here := list_versions()) != versions:
+        return f"The node {platform.node()} has {here}, and home has {versions}. Install the same on both.", ""
+    with tempfile.TemporaryDirectory(prefix="whence-") as scratch:
+        folder = Path(scratch) / home.name
+        apply_changes(folder, files, ())
+        stamps, last_time = list_files(folder), time.monotonic()
+
+        def send_changes() -> None:
+            nonlocal stamps, last_time
+            now = list_files(folder)
+            changed = [name for name, stamp in now.items() if stamps.get(name) != stamp]
+            gone = [name for name in stamps if name not in now]
+            queue.put((sender, "files", read_files(folder, changed), gone))
+            stamps, last_time = now, time.monotonic()
+
+        def report(rounds: int, metrics: Mapping[str, Any]) -> None:
+            queue.put((sender, "round", rounds))
+            # A run goes on from a checkpoint only: a copy without one would have its rounds refused.
+            has_checkpoint = list_checkpoints(folder) or any(folder.glob("trl/checkpoint-*"))
+            if has_checkpoint and time.monotonic() - last_time >= save_seconds:
+                send_changes()
+
+        failure = None
+        try:
+            config = read_config(settings)
+            runner_of(config).run(config, folder, report)
+        except (Exception, SystemExit) as error:  # Ray would take an exit for a lost process, and start the run again.
+            failure = describe_failure(error).replace(str(folder), str(home)), traceback.format_exc()
+        send_changes()
+    return failure
+
+
+def list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return inode, size and time of change of a directory's files, without its lock and what is half written.
+
+    A directory that is not there has no files.
+    """
+    stamps = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp")):
+            status = path.stat()
+            stamps[path.relative_to(folder).as_posix()] = status.st_ino, status.st_size, status.st_mtime_ns
+    return stamps
+
+
+def read_files(folder: Path, names: Collection[str]) -> Files:
+    """Return the contents of files of a directory."""
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def apply_changes(path: Path, files: Files, removed: Collection[str]) -> None:
+    """Bring a run's directory up to date with what was sent, as a whole.
+
+    The new directory is made next to the old one and takes its place by renaming. Killed at any moment, `path` is the
+    old directory, the new one, or (between two renamings) missing, so that a run starts anew.
+
+    Args:
+        path: the directory; it may be missing.
+        files: the files that are new or changed.
+        removed: the names of those that are gone.
+
+    Raises:
+        RunDirectoryError: the system refuses to write.
+    """
+    incoming, replaced = (path.with_name(f".{path.name}.{state}") for state in ("incoming", "replaced"))
+    with explain_write_errors(path):
+        for leftover in (incoming, replaced):  # A process that was killed here may have left them.
+            shutil.rmtree(leftover, ignore_errors=True)
+        incoming.mkdir(parents=True)
+        if path.exists():
+            shutil.copytree(path, incoming, copy_function=_link, dirs_exist_ok=True)
+        for name in (*removed, *files):
+            (incoming / name).unlink(missing_ok=True)  # Writing into it would change the old directory's file, too.
+        for name, content in files.items():
+            (incoming / name).parent.mkdir(parents=True, exist_ok=True)
+            (incoming / name).write_bytes(content)
+        if path.exists():
+            path.rename(replaced)
+        incoming.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Make a hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

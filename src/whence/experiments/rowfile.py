@@ -36,14 +36,11 @@ def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str
     try:
         table = pl.read_parquet(path, glob=False)
         rows = [_unpack_row(packed) for packed in table.iter_rows(named=True)]
-        by_key = {tuple(row[name] for name in keys): row for row in rows}
+        return {tuple(row[name] for name in keys): row for row in rows}
     except (OSError, LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
         raise RunDirectoryError(
             f"{path} cannot be read as rows with {', '.join(keys)} ({type(failure).__name__}: {failure}). Restore it."
         ) from None
-    if len(by_key) < len(rows):
-        raise RunDirectoryError(f"{path} has two rows with the same {', '.join(keys)}. Restore it.")
-    return by_key
 
 
 def put_row(path: Path, row: Row, keys: Sequence[str]) -> None:

@@ -1,19 +1,40 @@
-"""Sweeps: many comparisons in one directory, run where they are missing, and read."""
+"""Sweeps: many comparisons in one directory, run where they are missing, and read.
 
+Two files hold what stays of finished runs, with a row for each: `curves.parquet` has what can be reproduced
+(configuration, evaluations, and what happened each round), `timings.parquet` what cannot (microseconds, versions and
+the machine).
+"""
+
+import math
+import os
+import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from whence.errors import RunDirectoryError
+import polars as pl
+
+from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments.arms import STANDARD, place_arm
-from whence.experiments.cluster import check_place, run_all_on_ray
-from whence.experiments.rl.curves import CurveFiles, KeptRun
+from whence.experiments.cluster import check_start, start_jobs
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.training import make_curve
+from whence.experiments.rowfile import put_row, read_rows
 from whence.experiments.sweepfile import Planned, find_differences
-from whence.experiments.workers import check_workers, describe_failure, leave_imported_script, run_all
-from whence.metrics import summarise
+from whence.experiments.workers import describe_failure
+from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, check_content, lock_directory
+
+KEYS = ("experiment", "label", "seed")
+"""What tells the runs of a sweep apart."""
+
+COLUMNS = (
+    *("round", "dropped_share", "negative_share", "held_out_gain", "fell_back", "episode_return", "train/approx_kl"),
+    *("train/kl", "train/learning_rate", "train/update_scale", "train/entropy_loss", "train/clip_fraction"),
+)
+"""Columns of a run's metrics that its results have, as far as the run has them."""
 
 
 class Watch(Protocol):
@@ -30,13 +51,7 @@ class Watch(Protocol):
 
 
 def run_sweep(
-    runs: Sequence[Planned],
-    out: Path,
-    watch: Watch,
-    *,
-    workers: int | None = None,
-    keep_runs: bool = False,
-    on: str = "local",
+    runs: Sequence[Planned], out: Path, watch: Watch, *, workers: int | None = None, on: str = "local"
 ) -> dict[str, str]:
     """Run what is not there yet, and keep the results and the timings of each run.
 
@@ -49,7 +64,6 @@ def run_sweep(
         out: the directory: `curves.parquet` and `timings.parquet` with a row for each run; `runs/...` are under way.
         watch: called with what happens.
         workers: runs at a time, each in a process with one torch thread; None: one per core.
-        keep_runs: keep the directories of the runs that are made now, with every round's records and policies.
         on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
             started on this machine.
 
@@ -63,115 +77,134 @@ def run_sweep(
             lacks that line.
         Unsupported: Ray is not installed.
     """
-    leave_imported_script()
-    check_workers(workers)
-    check_place(on)
+    check_start(workers, on)
     check_content(out, "sweep")
     with lock_directory(out):
         finished = _find_finished(runs, out)
         todo = [planned for planned in runs if planned not in finished]
         jobs = [(planned.config, planned.run_path(out)) for planned in todo]
-
-        def report(place: int, rounds: int) -> None:
-            watch.rounds(todo[place], rounds)
-
-        running = run_all_on_ray(jobs, workers, report) if on == "ray" else closing(run_all(jobs, workers, report))
-        with running as ends:  # nothing is deleted before the cluster is there
+        failures: dict[str, str] = {}
+        with start_jobs(jobs, workers, on, lambda place, rounds: watch.rounds(todo[place], rounds)) as ends:
             for planned in finished:
                 watch.kept(planned)
-                if not keep_runs and _discard_mark(planned.run_path(out)).exists():  # killed before it was discarded
-                    _discard(planned.run_path(out))
-            for planned in todo:
-                _remove_other_run(planned, out)
-            failures = {}
+                _discard_run(planned, out)  # A kill may have left it.
             for place, failure in ends:
                 planned = todo[place]
-                if failure is None:
-                    try:
-                        _store_run(planned, out, keep_runs=keep_runs)
-                    except Exception as error:  # of this run alone, whatever it is
-                        failure = describe_failure(error)
+                try:
+                    if failure is None:
+                        _store_run(planned, out)
+                except Exception as error:  # of this run alone, whatever it is
+                    failure = describe_failure(error)
                 if failure is not None:
                     failures[planned.name] = failure
                 watch.ended(planned, failure)
-            return failures
+        return failures
 
 
 def _find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
     """Return the runs whose results are there.
 
     Raises:
-        RunDirectoryError: the results are of a run with other settings, or lack columns that the sweep asks for.
+        RunDirectoryError: the results are of a run with other settings.
     """
-    files = CurveFiles.of_sweep(out)
-    stored_runs = files.read()
+    stored_runs = read_runs(out)
     finished = []
     for planned in runs:
-        stored_run = stored_runs.get((planned.group, planned.label, planned.config.seed))
-        if stored_run is not None:
-            _check_same_run(planned, stored_run, files.results)
-            finished.append(planned)
+        if (stored := stored_runs.get((planned.group, planned.label, planned.config.seed))) is None:
+            continue
+        before, now = stored.config.to_json(), planned.config.to_json()
+        if others := [field for field in now if before[field] != now[field]]:
+            raise RunDirectoryError(
+                f"{planned.name} in {out} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
+                f"{now[others[0]]!r}. Choose another directory, or delete its row."
+            )
+        finished.append(planned)
     return finished
 
 
-def _check_same_run(planned: Planned, stored_run: KeptRun, path: Path) -> None:
-    before, now = stored_run.config.to_json(), planned.config.to_json()
-    name = planned.name
-    if others := [field for field in now if before[field] != now[field]]:
-        raise RunDirectoryError(
-            f"{name} in {path} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
-            f"{now[others[0]]!r}. Choose another directory, or delete its row."
-        )
-    if missing := [column for column in planned.metrics if column not in stored_run.tables["rounds"].columns]:
-        raise RunDirectoryError(
-            f"{name} in {path} has no {missing[0]}, which the sweep's `metrics` ask for, and its run is gone. Delete "
-            "its row to have the run made again, choose another directory, or leave the name out."
-        )
+@dataclass(frozen=True, eq=False)
+class KeptRun:
+    """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve."""
+
+    config: RunConfig
+    tables: Mapping[str, pl.DataFrame]
+    curve: Curve
 
 
-def _remove_other_run(planned: Planned, out: Path) -> None:
-    """Remove an unfinished run of another configuration; what is no run of a sweep stays, and is refused later."""
-    try:
-        experiment = RunDirectory.open(planned.run_path(out)).experiment
-    except RunDirectoryError:
-        return
-    if experiment and experiment != planned.config.to_json():
-        with suppress(OSError):
-            _remove_run(planned.run_path(out))
+def _store_run(planned: Planned, out: Path) -> None:
+    """Write a finished run's two rows, that of the timings first, then discard its directory.
+
+    Raises:
+        WhenceError: the directory does not hold the whole run, and nothing was written; or a file is damaged.
+    """
+    run = RunDirectory.open(planned.run_path(out))
+    head = {"experiment": planned.group, "label": planned.label, "seed": planned.config.seed}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    timings = head | {
+        "machine": f"{machine}, Python {platform.python_version()}",
+        "versions": dict(run.versions),
+        # Whole microseconds need a third of the room, and are as good.
+        "microseconds": _list_columns(
+            run.table("timings").with_columns((pl.exclude("round") * 1e6).round().cast(pl.Int64))
+        ),
+    }
+    metrics = run.table("metrics")
+    results = head | {
+        "config": planned.config.to_json(),
+        "evaluations": _list_columns(run.table("evaluations")),
+        "rounds": _list_columns(metrics.select(name for name in COLUMNS if name in metrics.columns)),
+    }
+    _parse_run(results, timings)
+    put_row(out / "timings.parquet", timings, KEYS)
+    put_row(out / "curves.parquet", results, KEYS)
+    _discard_run(planned, out)
 
 
-def _store_run(planned: Planned, out: Path, *, keep_runs: bool) -> None:
-    """Write a finished run's rows, then discard its directory."""
-    path = planned.run_path(out)
-    if keep_runs:
-        _discard_mark(path).unlink(missing_ok=True)
-    else:
-        _discard_mark(path).touch()
-    files = CurveFiles.of_sweep(out)
-    files.write(planned.group, planned.label, planned.config, RunDirectory.open(path), more=planned.metrics)
-    if not keep_runs:
-        _discard(path)
+def _discard_run(planned: Planned, out: Path) -> None:
+    shutil.rmtree(planned.run_path(out), ignore_errors=True)
 
 
-def _discard_mark(path: Path) -> Path:
-    """Return the file whose presence says that a run's directory is to be discarded once its results are there."""
-    return path.with_name(f"{path.name}.discard")
+def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:
+    """Return a table's columns as numbers: null for what is not finite, 1 and 0 for true and false."""
+    numbers = table.with_columns(pl.col(pl.Boolean).cast(pl.UInt8))
+    return {
+        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column]
+        for name, column in numbers.to_dict().items()
+    }
 
 
-def _discard(path: Path) -> None:
-    """Remove a run whose results are there; what the system refuses to remove is left to the next sweep."""
-    with suppress(OSError):
-        _remove_run(path)
-        _discard_mark(path).unlink()
+def read_runs(out: Path) -> dict[tuple[str, str, int], KeptRun]:
+    """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
+
+    Raises:
+        RunDirectoryError: a row is missing, or is none of a whole run.
+    """
+    results, timings = (read_rows(out / f"{name}.parquet", KEYS) for name in ("curves", "timings"))
+    runs: dict[Any, KeptRun] = {}
+    for key, row in results.items():
+        try:
+            runs[key] = _parse_run(row, timings[key])
+        except (LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
+            raise RunDirectoryError(
+                f"{out / 'curves.parquet'} does not hold a whole run {'{}/{}/seed_{}'.format(*key)} "
+                f"({type(failure).__name__}: {failure}). Delete both files' row of it, and the run is made again."
+            ) from failure
+    return runs
 
 
-def _remove_run(path: Path) -> None:
-    """Remove a run's directory; killed half-way, it leaves nothing under that name."""
-    aside = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(aside, ignore_errors=True)  # of a sweep that was killed here
-    if path.exists():
-        path.rename(aside)
-        shutil.rmtree(aside)
+def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRun:
+    """Return what the two rows of a run hold.
+
+    Raises:
+        WhenceError: they are not of a whole run.
+    """
+    config = RunConfig.from_json(results["config"])
+    columns = {"evaluations": results["evaluations"], "rounds": results["rounds"], "seconds": timings["microseconds"]}
+    tables = {name: pl.DataFrame(table) for name, table in columns.items()}
+    tables["seconds"] = tables["seconds"].with_columns(pl.exclude("round") / 1e6)
+    if tables["rounds"].height != config.rounds:
+        raise WhenceError(f"it has {tables['rounds'].height} rounds, and its configuration {config.rounds}")
+    return KeptRun(config, tables, make_curve(config, tables["evaluations"], tables["seconds"]))
 
 
 Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
@@ -187,21 +220,21 @@ def load_sweep(out: Path) -> Results:
     """
     results: dict[str, dict[str, dict[int, KeptRun]]] = {}
     settings: dict[str, dict[str, Any]] = {}
-    files = CurveFiles.of_sweep(out)
-    for (group, label, seed), stored_run in files.read().items():
-        if others := find_differences(settings.setdefault(group, {}), label, stored_run.config):
+    for (group, label, seed), stored in read_runs(out).items():
+        if others := find_differences(settings.setdefault(group, {}), label, stored.config):
             raise RunDirectoryError(
-                f"{group}/{label}/seed_{seed} in {files.results} differs from other runs there in {', '.join(others)}, "
-                "and cannot be compared with them. Move the one or the others to another directory."
+                f"{group}/{label}/seed_{seed} in {out} differs from other runs there in {', '.join(others)}, and "
+                "cannot be compared with them. Move the one or the others to another directory."
             )
-        results.setdefault(group, {}).setdefault(label, {})[seed] = stored_run
+        results.setdefault(group, {}).setdefault(label, {})[seed] = stored
     if not results:
         raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
-    for group, labels in results.items():
-        firsts = [(label, next(iter(runs.values())).config) for label, runs in labels.items()]
-        firsts.sort(key=lambda item: (place_arm(item[1].arm), item[1].drop))
-        results[group] = {label: labels[label] for label, _ in firsts}
-    return results
+
+    def place(labelled: tuple[str, Mapping[int, KeptRun]]) -> tuple[float, float]:
+        config = next(iter(labelled[1].values())).config
+        return place_arm(config.arm), config.drop
+
+    return {group: dict(sorted(labels.items(), key=place)) for group, labels in results.items()}
 
 
 def summarise_sweep(results: Results) -> dict[str, Any]:
@@ -211,7 +244,7 @@ def summarise_sweep(results: Results) -> dict[str, Any]:
     """
     return {
         group: summarise(
-            {label: {seed: stored_run.curve for seed, stored_run in runs.items()} for label, runs in labels.items()},
+            {label: {seed: stored.curve for seed, stored in runs.items()} for label, runs in labels.items()},
             standard=STANDARD,
         )
         for group, labels in results.items()

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,9 +11,8 @@ from pydantic import AfterValidator, Field
 from whence.errors import WhenceError, suggest
 from whence.experiments.arms import STANDARD
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.curves import EXTRA_COLUMNS
 from whence.experiments.rl.plan import check_read, configure_arms, reads
-from whence.validation import one_of, read_table, settings
+from whence.validation import read_table, settings
 
 OVERRIDES = tuple(each.name for each in fields(RunConfig) if each.name not in ("env", "arm", "seed", "drop"))
 """Fields of a run that a sweep may set for all of an experiment's runs."""
@@ -36,10 +35,9 @@ _Distinct = Annotated[list[_T], Field(min_length=1), AfterValidator(_check_disti
 
 @settings("A sweep")
 class _Sweep:
-    """A sweep file: its experiments, and further columns of their results."""
+    """A sweep file."""
 
     experiment: Annotated[list[Mapping[str, Any]], Field(min_length=1)]
-    metrics: list[Annotated[str, one_of(EXTRA_COLUMNS)]] = field(default_factory=list)
 
 
 @settings("An experiment")
@@ -62,13 +60,11 @@ class Planned:
         group: the experiment's name; runs of one group differ in arm, share to drop and seed only.
         label: the arm's name, followed by the share to drop if that is not the group's: "iif", "iif-drop0.25".
         config: the run.
-        metrics: further columns of its metrics that the results have; some of `EXTRA_COLUMNS`.
     """
 
     group: str
     label: str
     config: RunConfig
-    metrics: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -98,8 +94,6 @@ def read_sweep(path: Path) -> list[Planned]:
     """Return the runs of a sweep file, in its order, seed by seed. All of it is checked here.
 
     ```toml
-    metrics = ["train/entropy_loss"]  # further columns of every round's results, from `EXTRA_COLUMNS`
-
     [[experiment]]
     name = "frozenlake"
     preset = "lda-code/frozenlake"   # or env = "CartPole-v1"
@@ -116,15 +110,12 @@ def read_sweep(path: Path) -> list[Planned]:
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise WhenceError(
-            f"{path} cannot be read ({error.strerror}). Write a sweep file; docs/reference/command.md shows one."
+            f"{path} cannot be read as TOML ({error}). Write a sweep file; docs/reference/command.md shows one."
         ) from None
-    except (RecursionError, ValueError) as error:
-        raise WhenceError(f"{path} is not TOML: {error}.") from None
     try:
-        sweep = read_table(_Sweep, "A sweep", document)
-        return [replace(planned, metrics=tuple(sweep.metrics)) for planned in _plan_runs(sweep.experiment)]
+        return _plan_runs(read_table(_Sweep, "A sweep", document).experiment)
     except WhenceError as error:
         raise WhenceError(f"{path}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Runs in worker processes, several at a time."""
+"""Runs of either kind, agents' or language models', in worker processes, several at a time."""
 
 import contextlib
 import logging
@@ -8,18 +8,23 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from whence.errors import WhenceError
-from whence.experiments.kinds import AnyConfig, runner_of
+from whence.experiments.llm.language_config import LanguageConfig
+from whence.experiments.rl.config import RunConfig
 from whence.guards import write_atomically
+
+AnyConfig: TypeAlias = RunConfig | LanguageConfig
+"""One run of either kind."""
 
 Job = tuple[AnyConfig, Path]
 """A run and its directory."""
@@ -31,14 +36,23 @@ _NO_GUARD = 78
 """The exit code of a process that imported its caller's script, and came to the call that had started it."""
 
 
-def check_workers(workers: int | None) -> None:
-    """Refuse a number of processes below one; None is one per core.
+def runner_of(config: AnyConfig) -> Any:
+    """Return the module that runs such a configuration: it has `prepare`, `run` and `is_finished`.
+
+    What it trains with is imported here.
+    """
+    module = "llm.language_training" if isinstance(config, LanguageConfig) else "rl.training"
+    return import_module(f"whence.experiments.{module}")
+
+
+def read_config(values: Any) -> AnyConfig:
+    """Return the configuration that its `to_json` returned.
 
     Raises:
-        WhenceError: the number is below one.
+        WhenceError: the values are no configuration's.
     """
-    if workers is not None and workers < 1:
-        raise WhenceError(f"workers is {workers}; at least 1 is needed.")
+    is_agent = isinstance(values, Mapping) and "env" in values
+    return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
 
 
 def leave_imported_script() -> None:
@@ -155,11 +169,8 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
 def write_traceback(path: Path, text: str) -> str:
     """Write an error's traceback to a file next to a run's directory; return where it is, for the error's sentence."""
     file = _traceback_file(path)
-    try:
-        with write_atomically(file) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except WhenceError as failure:
-        return f" (without its traceback: {failure})"
+    with contextlib.suppress(WhenceError), write_atomically(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return f" (traceback: {file})"
 
 

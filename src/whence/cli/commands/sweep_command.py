@@ -40,9 +40,6 @@ def sweep(
             show_default=False,
         ),
     ] = None,
-    keep_runs: Annotated[
-        bool, typer.Option("--keep-runs", help="Keep the directories of the runs made from now on, with every round.")
-    ] = False,
     on: On = "local",
     json: AsJson = False,
 ) -> None:
@@ -58,7 +55,7 @@ def sweep(
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
     with resumable(), keep_stdout_clean(), SweepBars(runs) as bars:
-        failures = experiments.run_sweep(runs, path, bars, workers=workers, keep_runs=keep_runs, on=on)
+        failures = experiments.run_sweep(runs, path, bars, workers=workers, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names
 from whence.experiments.llm.outputs import describe, is_finished
+from whence.experiments.llm.outputs import read_curve as read_curve
 from whence.experiments.llm.tasks import (
     Task,
     check_lengths,

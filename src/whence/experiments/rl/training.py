@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import polars as pl
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
+from whence import metrics
 from whence.errors import RunDirectoryError, WhenceError
-from whence.experiments.arms import ARMS, find_arm
+from whence.experiments.arms import ARMS, counts_scoring, find_arm
 from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
-from whence.experiments.rl.curves import make_curve
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return
-from whence.metrics import Curve
 from whence.runs import RunDirectory
 from whence.sb3 import (
     InfluenceCallback,
@@ -204,7 +204,18 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     return directory.table("evaluations").height == len(list_evaluated_rounds(config))
 
 
-def read_curve(config: RunConfig, path: Path) -> Curve:
+def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> metrics.Curve:
+    """Return a run's learning curve and its seconds (process CPU) a round.
+
+    Between evaluations the curve stays at the last one, and reaches nothing.
+    """
+    seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
+    if counts_scoring(config.arm):
+        seconds = seconds + timings["scoring_cpu"]
+    return metrics.make_curve(config.rounds, evaluations, seconds.to_numpy())
+
+
+def read_curve(config: RunConfig, path: Path) -> metrics.Curve:
     """Read a finished run's learning curve; see `make_curve`."""
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")

@@ -284,7 +284,7 @@ class TestPlan:
     def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
         pytest.importorskip("minigrid")
         asked = {"env": "minigrid:MiniGrid-Empty-5x5-v0", "eval_episodes": 0}
-        message = r"mission is a MissionSpace, which .* does not read\. Observe one part: --set observe=image \(of dir"
+        message = r"mission is a MissionSpace, which .* does not read\. Observe one part: --observe image \(of dir"
         with pytest.raises(WhenceError, match=message):
             configure(**asked)
         config = configure(**asked, observe="image")
@@ -295,7 +295,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("device", "message"),
         [
-            ("cuda", r"device is 'cuda', but torch .* finds 0 GPUs, .* --device cpu, or --set"),
+            ("cuda", r"device is 'cuda', but torch .* finds 0 GPUs, .* --device cpu"),
             ("gpu", r"device is 'gpu', which torch does not know\. Pass cpu, cuda, cuda:0 or auto"),
         ],
     )

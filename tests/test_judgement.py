@@ -244,8 +244,7 @@ class TestCommand:
         assert first.startswith("Round 2: ")
         assert first.endswith("(all 1,024 records, judged by repeated visits)")
         assert "the fifth that harms most" in rest[0]
-        for title in ("trained (Â) advantages by influence", "The critic's values"):
-            assert title in out
+        assert "trained (Â) advantages by influence" in out
 
     def test_what_is_written(self, lake, whence, tmp_path):
         code, out, _ = whence("diagnose", lake.path, "--rounds", "1,2", "--out", tmp_path / "two.png")
@@ -254,7 +253,3 @@ class TestCommand:
         with Image.open(tmp_path / "two.png") as picture:
             assert picture.size == (1500, 840)
             assert len(picture.getcolors(1 << 20)) > 100
-        whence("diagnose", lake.path, "--rounds", "2", "--out", tmp_path / "two.parquet")
-        table = pl.read_parquet(tmp_path / "two.parquet")
-        assert table["round"].to_list() == [2] * 1024
-        assert table.drop("round").equals(judge_advantages(lake, 2))

@@ -276,7 +276,7 @@ class TestCommand:
         shutil.rmtree(directory.path / "model")
         done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS)
         text = " ".join(done.output.split())
-        assert "Note: The policies of 1 of 3 rounds were not kept (2), so their records are not scored." in text
+        assert "Note: The policies of 1 of 3 rounds were not kept, so their records are not scored." in text
         assert '"keep_checkpoints": 3' in text
         assert "“now” is the policy that drew the records of round 3" in text
         assert "Sums of scores in 2 of rounds 1 to 3:" in text
@@ -305,14 +305,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--prompt", "5-1?"], "--prompt came without --response. An answer to ask about needs both: add"),
-            (["--response", "5"], "--response came without --prompt."),
-            ([*QUESTION_OPTIONS, "--record", 3], "came with --record. They ask what taught an answer, over all rounds"),
-            (["--prompt", "5-1?", "--record", 3], "--prompt came without --response"),
-            ([*QUESTION_OPTIONS, "--round", 1], "came with --round"),
-            ([*QUESTION_OPTIONS, "--no-pulls"], "came with --no-pulls"),
-            ([*QUESTION_OPTIONS, "--by", "similar"], "--by is 'similar'."),
-            (["--by", "bm25"], "Give --prompt and --response too."),
+            (["--prompt", "5-1?"], "--prompt and --response go together"),
+            ([*QUESTION_OPTIONS, "--record", 3], "without --round and --record"),
         ],
     )
     def test_what_is_refused_before_anything_is_read(self, tmp_path, arguments, message):

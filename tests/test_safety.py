@@ -343,10 +343,10 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["show", "language"], ["show", "language", "--bottom", "2"], ["show", "script", "--by", "reward"]),
-        *(["llm", "why", "language", "--round", "1", "--no-pulls"], ["show", "absent" + ESCAPES], ["llm", ESCAPES]),
-        *(["train", ESCAPES], ["show", "script", "--by", ESCAPES], ["attribute", "script", "--env", ESCAPES]),
-        ["train", "CartPole-v1", "--set", f"device={ESCAPES}"],
+        *(["show", "language"], ["show", "language", "--bottom", "2"], ["show", "script", "--top", "2"]),
+        *(["llm", "why", "language", "--round", "1"], ["show", "absent" + ESCAPES], ["llm", ESCAPES]),
+        *(["train", ESCAPES], ["why", "script", "--by", ESCAPES], ["attribute", "script", "--env", ESCAPES]),
+        ["train", "CartPole-v1", "--device", ESCAPES],
     ],
     ids=lambda words: " ".join(words[:2]).split("\x1b")[0],
 )

@@ -159,13 +159,11 @@ class TestCommand:
         assert code == 0
         assert f"Record {face['record_id']} of CartPole-v1, round 3" in out
         assert f"{face['score']:.3g}" in out
-        for text in ("measured", "by 2 fresh rollouts", "pole angle", "left", "lowest mean first", "As a picture"):
+        for text in ("measured", "by 2 fresh rollouts", "pole angle", "left"):
             assert text in out, text
 
     def test_json_is_all_of_it(self, cart, whence):
-        code, out, _ = whence(
-            "show", cart.path, "--round", 2, "--json", "--continuations", 0, "--bottom", 3, "--changed"
-        )
+        code, out, _ = whence("show", cart.path, "--round", 2, "--json", "--continuations", 0, "--bottom", 3)
         content = json.loads(out)
         face = worst(cart, 2)
         moment = content["moment"]
@@ -175,15 +173,10 @@ class TestCommand:
             found.record_id for found in find_moments(cart.round("records", 2), lowest=True, most=3)
         ]
         assert moment["significant"] == (abs(face["score"]) > 2 * face["error"])
-        assert len(content["changed"]) == 10
-        assert sum(group["records"] for group in content["groups"]) == 256
 
-    def test_a_record_and_an_episode_are_found_in_their_round(self, cart, whence):
+    def test_a_record_is_found_in_its_round(self, cart, whence):
         code, out, _ = whence("show", cart.path, "--record", 300, "--json", "--continuations", 0)
         assert (code, json.loads(out)["round"], json.loads(out)["moment"]["record"]) == (0, 2, 300)
-        episode = cart.round("records", 1)["episode_id"][0]
-        code, out, _ = whence("show", cart.path, "--episode", episode, "--json", "--continuations", 0)
-        assert (code, json.loads(out)["moment"]["episode"]) == (0, episode)
 
     def test_pictures(self, cart, whence, tmp_path):
         for name, frames in (("moment.png", 1), ("moment.gif", 5)):
@@ -197,15 +190,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["--record", "1", "--top", "3"], "--record and --top exclude each other"),
-            (["--top", "1", "--bottom", "3"], "--top and --bottom exclude each other"),
+            (["--record", "1", "--top", "3"], "--record, --top and --bottom exclude each other"),
             (["--record", "99999"], "No round of .* holds record 99999; it holds rounds 1 to 3"),
-            (["--episode", "99999"], "holds episode 99999"),
             (["--round", "9"], "holds records of rounds 1 to 3"),
             (["--round", "1", "--record", "300"], "Record 300 is not in this round"),
-            (["--by", "colour"], "--by is 'colour'.*action"),
             (["--out", "moment.jpg"], r"has to end in \.png or \.gif"),
-            (["--continuations", "1"], "an error needs at least 2"),
         ],
     )
     def test_what_cannot_be_is_refused(self, cart, whence, arguments, said):
@@ -249,7 +238,6 @@ class TestCommand:
         assert "[red]b[/]" in out
         assert "\x1b[31md" not in out
         assert "lowers the target" in out
-        assert whence("show", tmp_path / "run", "--out", "m.png")[0] == 2
 
 
 def hostile_view():

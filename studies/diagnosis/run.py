@@ -26,7 +26,7 @@ from rich.progress import track
 
 from studies.stored import round_numbers
 from whence import experiments
-from whence.diagnosis import calibrate_critic, judge_advantages, summarise_judgement
+from whence.diagnosis import judge_advantages, summarise_judgement
 from whence.diagnosis.judgement import compare_signs
 from whence.experiments import make_replay_env, put_row, read_rows
 from whence.runs import RunDirectory, lock_directory
@@ -208,8 +208,7 @@ def describe(run: RunDirectory, number: int, judged: pl.DataFrame) -> dict[str, 
     """Return what a line holds of a judgement, and the mean return of the round's last hundred episodes."""
     metrics = run.table("metrics").filter(pl.col("round") == number)
     returned = metrics["episode_return"][0] if "episode_return" in metrics.columns else None
-    critic = calibrate_critic(judged).to_dicts()
-    return {"episode_return": returned, **summarise_judgement(judged), "critic": critic}
+    return {"episode_return": returned, **summarise_judgement(judged)}
 
 
 if __name__ == "__main__":

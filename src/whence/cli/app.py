@@ -27,12 +27,11 @@ COMMANDS: Mapping[str, str] = {
     "diagnose": "diagnose_command:diagnose",
     "phases": "phases_command:phases",
     "why": "why_command:why",
-    "view": "view_command:view",
+    "view": "report_command:view",
     "report": "report_command:report",
     "list": "list_command:list_",
     "counterfactual": "counterfactual_command:counterfactual",
     "intervene": "intervene_command:intervene",
-    "doctor": "doctor_command:doctor",
 }
 """The commands, and where the function of each is: "module:function" of `whence.cli.commands`."""
 

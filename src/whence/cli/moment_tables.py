@@ -1,7 +1,8 @@
-"""A moment in the terminal."""
+"""Moments, responses and causes in the terminal."""
 
 from collections.abc import Mapping
-from math import isfinite
+from itertools import pairwise
+from math import ceil, isfinite
 from typing import Any
 
 import polars as pl
@@ -11,12 +12,18 @@ from rich.text import Text
 from whence.cli.console import console, make_printable, make_table, print_line
 from whence.influence import is_significant
 from whence.moments import Moment, name_action
+from whence.page.cause_view import CauseView, tell_causes, tell_decision
 from whence.page.moment_view import PROBABILITIES, MomentView, format_number
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""
 
 _STRIPS = ("reward", "value", "advantage", "score")
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+_COLUMNS = 100
+"""The most columns of blocks in a line."""
 
 
 def print_view(view: MomentView) -> None:
@@ -101,20 +108,6 @@ def _make_strip(view: MomentView) -> Table:
     return make_table("Steps around it", ["", "step", "action", *names, ""], cells)
 
 
-def make_group_table(groups: pl.DataFrame, by: str) -> Table:
-    """Return the table of what groups of a round's records score, the lowest mean first."""
-    rows = [
-        [
-            *(row["group"], f"{row['records']:,}", f"{row['mean']:.3g}"),
-            "–" if row["error"] is None else f"{row['error']:.2g}",
-            *(f"{row['share_negative']:.0%}", f"{row['dropped_share']:.0%}"),
-        ]
-        for row in groups.to_dicts()
-    ]
-    title = f"Scores of the round by {by}, lowest mean first"
-    return make_table(title, [by, "records", "mean", "± error", "below 0", "dropped"], rows)
-
-
 def list_cells(moment: Moment) -> list[object]:
     """Return where a moment is, as cells of a table: its record, its episode and its steps."""
     steps = f"{moment.first_step}–{moment.last_step}" if moment.records > 1 else moment.step
@@ -136,3 +129,43 @@ def print_response(row: Mapping[str, Any], number: int, response: Text | None = 
     facts |= {name: format_number(row[name]) for name in ("reward", "advantage") if row.get(name) is not None}
     facts |= {name: str(row[name]) for name in ("prompt", "response") if row.get(name) is not None}
     _print_facts(facts if response is None else facts | {"response": response})
+
+
+def print_causes(view: CauseView) -> None:
+    """Print what taught a decision: two sentences, the strip over rounds, and the moments."""
+    print_line(tell_decision(view.decision))
+    print_line(tell_causes(view))
+    print_strip(view.rounds)
+    headings = ["round", "record", "episode", "steps", "action", "advantage", "score"]
+    for entries, verb in ((view.raised, "raised"), (view.lowered, "lowered")):
+        rows = [
+            [
+                *(entry.round, *list_cells(entry.moment), name_action(entry.moment.action, view.action_labels)),
+                "–" if entry.moment.advantage is None else f"{entry.moment.advantage:+.3g}",
+                f"{entry.moment.score:+.3g}",
+            ]
+            for entry in entries
+        ]
+        if rows:
+            console.print(make_table(f"The {len(rows)} moments that {verb} it most", headings, rows))
+
+
+def print_strip(rounds: pl.DataFrame) -> None:
+    """Print the sums of each round, from `sum_rounds`, as two lines of blocks of one scale.
+
+    A column is a round, or the mean of neighbouring rounds where there are many.
+    """
+    numbers = rounds["round"].to_list()
+    gaps = numbers[-1] - numbers[0] + 1 - len(numbers)
+    span = f"rounds {numbers[0]} to {numbers[-1]}"
+    print_line(f"\nSums of scores in {f'{len(numbers)} of {span}' if gaps else span}:")
+    columns = min(_COLUMNS, len(rounds))
+    edges = [round(place * len(rounds) / columns) for place in range(columns + 1)]
+    sums: dict[str, list[float]] = {name: rounds[name].to_list() for name in ("raised", "lowered")}
+    means = {
+        name: [abs(sum(values[first:last])) / (last - first) for first, last in pairwise(edges)]
+        for name, values in sums.items()
+    }
+    largest = max(map(max, means.values())) or 1.0
+    for name, values in means.items():
+        print_line(f"{name:<8} {''.join(_BLOCKS[ceil(8 * value / largest)] for value in values)}")

@@ -1,7 +1,9 @@
 """Options that several commands have, and those that are fields of a configuration."""
 
 import inspect
+import json
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType, UnionType
@@ -9,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 
 import typer
 
-from whence.cli.console import parse_json, parse_json_object, parse_toml
 from whence.errors import WhenceError
 from whence.experiments import ARMS, presets
 
@@ -35,7 +36,8 @@ Overwrite: TypeAlias = Annotated[
     bool, typer.Option("--overwrite", help="Delete what the directory holds of it, and start anew.")
 ]
 Target: TypeAlias = Annotated[
-    str, typer.Option(help="What the scores are of: return, or action (of --record, or of the two below).")
+    Literal["return", "action"],
+    typer.Option(help="What the scores are of: return, or action (of --record, or of the two below)."),
 ]
 Observation: TypeAlias = Annotated[
     str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
@@ -47,10 +49,7 @@ Record: TypeAlias = Annotated[
     int | None,
     typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
 ]
-Engine: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="How scores are computed; see `whence list engines`. (default: auto)", show_default=False),
-]
+Engine: TypeAlias = Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")]
 ReplayEnv: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -74,17 +73,42 @@ def describe_arms() -> str:
     return f"{', '.join(ARMS)}; `whence list arms` tells what they do."
 
 
+def parse_json(option: str, text: str | None, example: str, kind: type = object) -> Any:
+    """Return the value of an option that takes JSON; None if the option is not given.
+
+    Args:
+        option: the option's name.
+        text: its value.
+        example: of a value, for the message.
+        kind: what the value has to be.
+
+    Raises:
+        WhenceError: the text is not JSON, or its value is of another kind.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise WhenceError(
+            f"{option} is {reprlib.repr(text)}, which is not JSON ({error}). Write it as {example}."
+        ) from None
+    if not isinstance(value, kind):
+        raise WhenceError(f"{option} is {reprlib.repr(value)}; a JSON object is needed, such as {example}.")
+    return value
+
+
 def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
     """Return the arguments of the target action from `Observation` and `Action`, without those that are not given.
 
     Raises:
         WhenceError: one is not JSON.
     """
-    texts = {
-        "observation": (observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
-        "action": (action, "2 or '[0.5, -0.5]'"),
+    values = {
+        "observation": parse_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
+        "action": parse_json("--action", action, "2 or '[0.5, -0.5]'"),
     }
-    return {name: parse_json(f"--{name}", text, example) for name, (text, example) in texts.items() if text is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 _ROUNDS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6})(?::([0-9]{1,6}))?)?")
@@ -96,20 +120,14 @@ def parse_rounds(option: str, text: str | None) -> list[int]:
     Raises:
         WhenceError: the text names no rounds.
     """
-    if text is None:
-        return []
     rounds: set[int] = set()
-    for part in text.split(","):
-        if (match := _ROUNDS.fullmatch(part.strip())) is None:
+    for part in [] if text is None else text.split(","):
+        match = _ROUNDS.fullmatch(part.strip())
+        first, last, every = (int(match[1]), int(match[2] or match[1]), int(match[3] or 1)) if match else (0, 0, 0)
+        if last < first or every < 1:
             raise WhenceError(
                 f"{option} is {text!r}; whole numbers or ranges of up to six digits, separated by commas, are needed, "
                 "such as 5,20 or 10-50 or, for every tenth, 10-150:10."
-            )
-        first, last, every = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        if last < first or every < 1:
-            raise WhenceError(
-                f"{option} has the range {part.strip()}; it goes from a round to a later one, in steps of at least 1: "
-                "10-50 or 10-150:10."
             )
         rounds.update(range(first, last + 1, every))
     return sorted(rounds)
@@ -123,7 +141,7 @@ class FieldOption:
 
     Args:
         name: the field's name.
-        kinds: the types of its values, as a dataclass names them; `Mapping` is given as JSON.
+        kinds: the types of its values, as a dataclass names them; `Mapping` is given as JSON, several are int and str.
         about: what it is, as a phrase.
         default: its value where the option is not given; None: there is none to name.
         panel: the heading that it stands under in the help.
@@ -156,11 +174,10 @@ class FieldOption:
         Raises:
             WhenceError: the option needs JSON, and its value is none.
         """
-        option = f"--{self.name.replace('_', '-')}"
         if self._kinds == [Mapping]:
-            return parse_json_object(option, value, """'{"name": "value"}'""")
+            return parse_json(f"--{self.name.replace('_', '-')}", value, """'{"name": "value"}'""", dict)
         if len(self._kinds) > 1:
-            return parse_toml(option, value)
+            return int(value) if value.isdigit() else value
         return value == "true" if self._kinds == [bool] else value
 
 

@@ -2,14 +2,13 @@
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from whence.cli.console import errors, print_error_line
+from whence.cli.console import errors, print_line
 from whence.experiments import AnyConfig, Planned
 
 LINE_SECONDS = 10.0
@@ -18,34 +17,15 @@ LINE_SECONDS = 10.0
 Clock = Callable[[], float]
 
 
-class PlainLines:
-    """Lines for logs: nothing on a terminal, and at most one about rounds under way every ten seconds."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._last = -math.inf
-
-    def print(self, text: str, *, always: bool = False) -> None:
-        """Print a line, unless another one was printed in the last ten seconds.
-
-        Args:
-            text: the line.
-            always: print it even then.
-        """
-        now = self._clock()
-        if not errors.is_terminal and (always or now - self._last >= LINE_SECONDS):
-            self._last = now
-            print_error_line(text)
-
-
 class _Bars:
-    """Bars that are shown inside their `with`, and plain lines where there is no terminal."""
+    """Bars that are shown inside their `with`; where there is no terminal, lines for logs."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        last_round = TextColumn("{task.fields[last_round]}", markup=False)
-        self._progress = Progress(*columns, last_round, console=errors, disable=not errors.is_terminal)
-        self._lines = PlainLines(clock)
+        about = TextColumn("{task.fields[about]}", markup=False)
+        self._progress = Progress(*columns, about, console=errors, disable=not errors.is_terminal)
+        self._clock = clock
+        self._last_line = -math.inf
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -55,31 +35,14 @@ class _Bars:
         self._progress.stop()
 
     def _add(self, name: str, rounds: int) -> TaskID:
-        return self._progress.add_task(name, total=rounds, last_round="")
+        return self._progress.add_task(name, total=rounds, about="")
 
-
-class ComparisonBars(_Bars):
-    """A bar for all rounds and one for each run under way."""
-
-    def __init__(self, configs: Sequence[AnyConfig], clock: Clock = time.monotonic) -> None:
-        super().__init__(clock)
-        self._done: dict[tuple[str, int], int] = {}
-        self._bars: dict[tuple[str, int], TaskID] = {}
-        self._all = self._add("all rounds", sum(config.rounds for config in configs))
-
-    def update(self, config: AnyConfig, rounds: int) -> None:
-        """Show how many rounds of a run are done."""
-        key, name = (config.arm, config.seed), f"{config.arm}, seed {config.seed}"
-        self._done[key] = rounds
-        self._progress.update(self._all, completed=sum(self._done.values()))
-        if 0 < rounds < config.rounds:
-            if key not in self._bars:
-                self._bars[key] = self._add(f"  {name}", config.rounds)
-            self._lines.print(f"{name}: round {rounds} of {config.rounds}")
-        if key in self._bars:
-            self._progress.update(self._bars[key], completed=rounds, visible=rounds < config.rounds)
-        if rounds == config.rounds:
-            self._lines.print(f"{name}: {rounds} rounds done", always=True)
+    def _log(self, text: str, *, always: bool = False) -> None:
+        """Print a line if there is no terminal, unless another one was printed in the last ten seconds."""
+        now = self._clock()
+        if not errors.is_terminal and (always or now - self._last_line >= LINE_SECONDS):
+            self._last_line = now
+            print_line(text, errors)
 
 
 class RoundBar(_Bars):
@@ -89,18 +52,10 @@ class RoundBar(_Bars):
         name: stands before the bar.
         line: begins the lines where there is no terminal.
         unit: what is counted.
-        clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        name: str = "rounds of the page",
-        line: str = "page",
-        *,
-        unit: str = "round",
-        clock: Clock = time.monotonic,
-    ) -> None:
-        super().__init__(clock)
+    def __init__(self, name: str = "rounds of the page", line: str = "page", *, unit: str = "round") -> None:
+        super().__init__()
         self._name, self._line, self._unit = name, line, unit
         self._bar: TaskID | None = None
 
@@ -110,7 +65,7 @@ class RoundBar(_Bars):
             self._bar = self._add(self._name, count)
         self._progress.update(self._bar, completed=done)
         if count > 1:
-            self._lines.print(f"{self._line}: {self._unit} {done} of {count}")
+            self._log(f"{self._line}: {self._unit} {done} of {count}")
 
 
 class RunBar(_Bars):
@@ -118,18 +73,16 @@ class RunBar(_Bars):
 
     def __init__(self, rounds: int, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
-        self.rounds = 0
         self._total = rounds
         self._bar = self._add("rounds", rounds)
 
     def update(self, rounds: int, metrics: Mapping[str, Any]) -> None:
         """Show how many rounds are done, and the last one's metrics."""
-        self.rounds = rounds
-        last_round = ", ".join(describe_round(metrics))
-        self._progress.update(self._bar, completed=rounds, last_round=last_round)
+        about = ", ".join(describe_round(metrics))
+        self._progress.update(self._bar, completed=rounds, about=about)
         if rounds:
             line = f"round {rounds} of {self._total}"
-            self._lines.print(f"{line}: {last_round}" if last_round else line, always=rounds == self._total)
+            self._log(f"{line}: {about}" if about else line, always=rounds == self._total)
 
 
 def describe_round(metrics: Mapping[str, Any]) -> list[str]:
@@ -141,44 +94,72 @@ def describe_round(metrics: Mapping[str, Any]) -> list[str]:
     return words
 
 
-class SweepBars(_Bars):
-    """A bar for each experiment of a sweep, with the time that it will take and its runs under way."""
+class _GroupBars(_Bars):
+    """A bar for each group of runs, with the names of its runs under way.
+
+    Args:
+        runs: each run's group, its name and its number of rounds.
+        clock: returns seconds.
+    """
+
+    def __init__(self, runs: Iterable[tuple[str, str, int]], clock: Clock) -> None:
+        super().__init__(clock)
+        self._rounds = {(group, name): rounds for group, name, rounds in runs}
+        self._done = dict.fromkeys(self._rounds, 0)
+        totals: dict[str, int] = {}
+        for (group, _), rounds in self._rounds.items():
+            totals[group] = totals.get(group, 0) + rounds
+        self._bars = {group: self._add(group, total) for group, total in totals.items()}
+
+    def _show(self, group: str, name: str, done: int) -> None:
+        self._done[group, name] = done
+        runs = [run for run in self._rounds if run[0] == group]
+        about = "; ".join(name for _, name in runs if 0 < self._done[group, name] < self._rounds[group, name])
+        self._progress.update(self._bars[group], completed=sum(self._done[run] for run in runs), about=about)
+
+
+class ComparisonBars(_GroupBars):
+    """A bar for all rounds of a comparison."""
+
+    def __init__(self, configs: Sequence[AnyConfig], clock: Clock = time.monotonic) -> None:
+        super().__init__((("all rounds", _name_run(config), config.rounds) for config in configs), clock)
+
+    def update(self, config: AnyConfig, rounds: int) -> None:
+        """Show how many rounds of a run are done."""
+        name = _name_run(config)
+        self._show("all rounds", name, rounds)
+        if rounds == config.rounds:
+            self._log(f"{name}: {rounds} rounds done", always=True)
+        elif rounds:
+            self._log(f"{name}: round {rounds} of {config.rounds}")
+
+
+def _name_run(config: AnyConfig) -> str:
+    return f"{config.arm}, seed {config.seed}"
+
+
+class SweepBars(_GroupBars):
+    """A bar for each experiment of a sweep."""
 
     def __init__(self, runs: Sequence[Planned], clock: Clock = time.monotonic) -> None:
-        super().__init__(clock)
-        self._clock = clock
-        self._done = dict.fromkeys(runs, 0)
+        super().__init__(((run.group, run.name, run.config.rounds) for run in runs), clock)
         self._starts: dict[Planned, float] = {}
-        self._failures: Counter[str] = Counter()
-        self._bars = {
-            group: self._add(group, sum(run.config.rounds for run in runs if run.group == group))
-            for group in dict.fromkeys(run.group for run in runs)
-        }
 
     def kept(self, planned: Planned) -> None:
         """Count a run that was finished before."""
-        self._done[planned] = planned.config.rounds
-        self._show(planned.group)
+        self._show(planned.group, planned.name, planned.config.rounds)
 
     def rounds(self, planned: Planned, done: int) -> None:
         """Show how many rounds a run under way has done."""
         self._starts.setdefault(planned, self._clock())
-        self._done[planned] = done
         if 0 < done < planned.config.rounds:
-            self._lines.print(f"{planned.name}: round {done} of {planned.config.rounds}")
-        self._show(planned.group)
+            self._log(f"{planned.name}: round {done} of {planned.config.rounds}")
+        self._show(planned.group, planned.name, done)
 
     def ended(self, planned: Planned, failure: str | None) -> None:
-        """Show that a run has ended, and why it failed."""
+        """Print that a run has ended, and why it failed."""
         seconds = self._clock() - self._starts.pop(planned, self._clock())
-        self._failures[planned.group] += failure is not None
         end = f"failed: {failure}" if failure is not None else f"done in {timedelta(seconds=round(seconds))}"
-        self._lines.print(f"{planned.name}: {end}", always=True)
-        self._show(planned.group)
-
-    def _show(self, group: str) -> None:
-        words = [f"{run.label}, seed {run.config.seed}" for run in self._starts if run.group == group]
-        if self._failures[group]:
-            words.append(f"{self._failures[group]} failed")
-        done = sum(rounds for run, rounds in self._done.items() if run.group == group)
-        self._progress.update(self._bars[group], completed=done, last_round="; ".join(words))
+        self._log(f"{planned.name}: {end}", always=True)
+        if failure is not None:
+            self._show(planned.group, planned.name, 0)

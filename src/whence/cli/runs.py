@@ -1,12 +1,13 @@
-"""The run that a command opens, and the target that its options describe."""
+"""The run that a command opens, its round, and the target that options describe."""
 
 from pathlib import Path
 
+import polars as pl
 from stable_baselines3 import PPO
 
 from whence.cli.options import parse_action
-from whence.errors import WhenceError, suggest
-from whence.experiments import TARGETS, check_action
+from whence.errors import WhenceError
+from whence.experiments import check_action
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.targets import Action, Return, Target
@@ -28,13 +29,27 @@ def open_agent_run(path: Path) -> RunDirectory:
     return directory
 
 
+def find_round(run: RunDirectory, number: int | None, record: int | None) -> int:
+    """Return the round asked for: by its number, by a record in it, or the last."""
+    rounds = run.require_rounds()
+    if number is not None or record is None:
+        return rounds[-1] if number is None else number
+    for candidate in reversed(rounds):
+        if not run.round("records", candidate).filter(pl.col("record_id") == record).is_empty():
+            return candidate
+    raise WhenceError(
+        f"No round of {run.path} holds record {record}; it holds rounds {rounds[0]} to {rounds[-1]}. See the moments "
+        "of a round with: whence show RUN --bottom 10"
+    )
+
+
 def make_target(
     name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
 ) -> Target:
     """Return the target that options describe.
 
     Args:
-        name: a key of `TARGETS`.
+        name: return or action.
         model: the model that collected the round.
         records: the round's records.
         record: the id of the record whose action is the target, or
@@ -44,8 +59,6 @@ def make_target(
     Raises:
         WhenceError: options that do not go together, or a record, an observation or an action that is not there.
     """
-    if name not in TARGETS:
-        raise WhenceError(f"The target {name!r} is unknown.{suggest(name, TARGETS)}")
     if name == "return":
         if (record, observation, action) != (None, None, None):
             raise WhenceError(
@@ -53,17 +66,26 @@ def make_target(
                 "Add --target action, or leave them out."
             )
         return Return()
-    if record is not None:
-        if observation is not None or action is not None:
-            raise WhenceError("Give --record, or --observation and --action; not both.")
-        where = (records.ids == record).nonzero().flatten()
-        if len(where) != 1:
-            first, last = int(records.ids.min()), int(records.ids.max())
-            raise WhenceError(f"Record {record} is not in this round; its records go from {first} to {last}.")
-        single = records.take(slice(int(where[0]), int(where[0]) + 1))
-        return Action(single.observations, single.actions)
+    if record is None:
+        return parse_decision(observation, action, model)
+    if observation is not None or action is not None:
+        raise WhenceError("Give --record, or --observation and --action; not both.")
+    where = (records.ids == record).nonzero().flatten()
+    if len(where) != 1:
+        first, last = int(records.ids.min()), int(records.ids.max())
+        raise WhenceError(f"Record {record} is not in this round; its records go from {first} to {last}.")
+    single = records.take(where)
+    return Action(single.observations, single.actions)
+
+
+def parse_decision(observation: str | None, action: str | None, model: PPO) -> Action:
+    """Return the target of an observation and an action, both as JSON.
+
+    Raises:
+        WhenceError: one is missing or is not JSON, or the model's spaces do not contain it.
+    """
     if observation is None or action is None:
-        raise WhenceError("The target action needs --record ID, or --observation and --action as JSON.")
+        raise WhenceError("An action is named by --record ID, or by both --observation and --action, as JSON.")
     target = Action(**parse_action(observation, action))
     check_action(target, model.observation_space, model.action_space)
     return target

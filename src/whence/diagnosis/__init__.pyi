@@ -16,7 +16,6 @@ from .response_causes import find_response_causes as find_response_causes
 # isort: split
 # What only other rooms of whence import.
 from .agreement import BANDS as BANDS
-from .agreement import calibrate_critic as calibrate_critic
 from .agreement import describe_verdict as describe_verdict
 from .decisions import PlayedEpisode as PlayedEpisode
 from .decisions import compare_log_probs as compare_log_probs

@@ -21,7 +21,7 @@ RESAMPLES = 1000
 """Resamples of the bootstrap."""
 
 BINS = 10
-"""Bins of the critic's values, and of the advantages' sizes."""
+"""Bins of the advantages' sizes."""
 
 Numbers = NDArray[np.float64]
 
@@ -92,28 +92,6 @@ def compare_bands(judged: pl.DataFrame) -> pl.DataFrame:
     )
     order = pl.DataFrame({"band": BANDS})
     return order.join(bands, on="band", how="inner", maintain_order="left")
-
-
-def calibrate_critic(judged: pl.DataFrame, bins: int = BINS) -> pl.DataFrame:
-    """Return how the critic's values compare with measured returns, in equal bins of the values, the lowest first.
-
-    Returns:
-        `records`, and the means of `value` and `mc_value`; no rows if the table holds no values.
-    """
-    if "value" not in judged.columns or judged.is_empty():
-        return pl.DataFrame(schema={"records": pl.Int64, "value": pl.Float64, "mc_value": pl.Float64})
-    numbers = _number_bins(judged["value"].to_numpy(), bins)
-    return (
-        judged.with_columns(pl.Series("bin", numbers))
-        .group_by("bin")
-        .agg(
-            records=pl.len().cast(pl.Int64),
-            value=pl.col("value").cast(pl.Float64).mean(),
-            mc_value=pl.col("mc_value").mean(),
-        )
-        .sort("bin")
-        .drop("bin")
-    )
 
 
 def partial_spearman(one: Numbers, other: Numbers, fixed: Numbers) -> float:

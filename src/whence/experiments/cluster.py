@@ -196,7 +196,7 @@ class _Dispatch:
         if isinstance(config, LanguageConfig):  # It trains on a GPU where there is one, as outside of a cluster.
             needs_gpu = has_gpu and not config.settings.get("use_cpu", False)
         elif (needs_gpu := config.device.startswith("cuda")) and not has_gpu:
-            log.warning("%s needs a GPU, and waits until a node with one joins; for the CPU: --set device=cpu.", path)
+            log.warning("%s needs a GPU, and waits until a node with one joins; for the CPU: --device cpu.", path)
         remote = self._remote.options(num_cpus=1, num_gpus=int(needs_gpu), name=f"{path.parent.name}/{path.name}")
         files = read_files(path, list_files(path))
         sender = place, self._losses[place]

@@ -12,7 +12,7 @@ from whence import experiments
 from whence.attribution import attribute as attribute_records
 from whence.cli import options
 from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.runs import make_target, open_agent_run
+from whence.cli.runs import find_round, make_target, open_agent_run
 from whence.errors import WhenceError
 from whence.folds import usable_folds
 from whence.influence import is_significant
@@ -26,18 +26,15 @@ def attribute(
     round: Annotated[
         int | None, typer.Option(help="The round to explain, from 1. (default: the last)", show_default=False)
     ] = None,
-    target: Annotated[
-        str, typer.Option(help="What to explain: return, or action (of --record, or of --observation and --action).")
-    ] = "return",
+    target: options.Target = "return",
     record: options.Record = None,
     observation: options.Observation = None,
     action: options.Action = None,
-    engine: options.Engine = None,
+    engine: options.Engine = "auto",
     env: options.ReplayEnv = None,
     top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Write all scores to this file (.parquet, .csv or .safetensors).", show_default=False),
+        Path | None, typer.Option(help="Write all scores to this file: .parquet.", show_default=False)
     ] = None,
     json: options.AsJson = False,
 ) -> None:
@@ -48,65 +45,43 @@ def attribute(
 
     Example: whence attribute runs/lander --round 5 --target action --record 8210
     """
+    if out is not None and out.suffix != ".parquet":
+        raise WhenceError(f"--out is {out}; its name has to end in .parquet.")
     directory = open_agent_run(run)
-    rounds = directory.require_rounds()
-    number = rounds[-1] if round is None else round
-    _check_out(out)
+    number = find_round(directory, round, None)
     model, records = experiments.load_round(directory, number, env=env)
-    made_target = make_target(target, model, records, record, observation, action)
+    explained = make_target(target, model, records, record, observation, action)
     influence = attribute_records(
         model.policy,
         records,
-        target=made_target,
+        target=explained,
         objective=model_objective(model),
-        engine=engine or "auto",
-        folds=usable_folds(made_target, records),
+        engine=engine,
+        folds=usable_folds(explained, records),
     )
     scored = records.to_polars(observations=True).join(influence.to_polars(), on="record_id", maintain_order="left")
     if out is not None:
-        _write_scores(scored, influence, out)
-    count = min(top, len(records))
-    ordered = [
-        ("lowest: training on them lowers the target", influence.bottom(count)),
-        ("highest: training on them raises the target", influence.top(count)),
-    ]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scored.write_parquet(out)
+    ends = {"lowest": _take_rows(scored, influence.bottom(top).record_ids)}
+    ends["highest"] = _take_rows(scored, influence.top(top).record_ids)
     if json:
-        ends = {name.partition(":")[0]: _take_rows(scored, end.record_ids) for name, end in ordered}
         print_json({"run": str(run), "round": number, "target": influence.target, "engine": influence.engine, **ends})
         return
     print_line(f"Round {number} of {run}: {len(records)} records, target {influence.target}, engine {influence.engine}")
-    observations = [
-        name for name in scored.columns if name.split(".")[0] == "observation"
-    ]  # of a Dict one for each key
+    # A Dict observation has a column for each key.
+    observations = [name for name in scored.columns if name.split(".")[0] == "observation"]
     shown = ("record_id", "episode_id", "step", *observations, "action", "advantage")
     columns = [name for name in shown if name in scored.columns]
-    for name, end in ordered:
-        rows = [
-            [*(_shorten(row[column]) for column in columns), _describe_score(row)]
-            for row in _take_rows(scored, end.record_ids)
-        ]
-        console.print(make_table(f"The {count} {name}", [*columns, "score"], rows))
+    for end, verb in (("lowest", "lowers"), ("highest", "raises")):
+        rows = [[*(_shorten(row[column]) for column in columns), _describe_score(row)] for row in ends[end]]
+        title = f"The {len(rows)} {end}: training on them {verb} the target"
+        console.print(make_table(title, [*columns, "score"], rows))
     if influence.errors is not None:
         share = float(influence.is_significant().double().mean())
         print_line(f"± is one standard error. ?: cannot be told from 0; {share:.0%} of all scores can.")
     if out is not None:
         print_line(f"All scores: {out}")
-
-
-def _check_out(out: Path | None) -> None:
-    if out is not None and out.suffix not in (".parquet", ".csv", ".safetensors"):
-        raise WhenceError(f"--out is {out}; its name has to end in .parquet, .csv or .safetensors.")
-
-
-def _write_scores(scored: pl.DataFrame, influence: Any, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".safetensors":
-        influence.save(out)
-    elif out.suffix == ".parquet":
-        scored.write_parquet(out)
-    else:
-        flat = [pl.col(name) for name, kind in scored.schema.items() if not kind.is_nested()]
-        scored.select(flat).write_csv(out)
 
 
 def _take_rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from whence.cli.console import console, make_table, print_json, print_line
 from whence.cli.options import AsJson
-from whence.errors import WhenceError, suggest
 from whence.experiments import ARMS, presets
 
 ENGINES = {
@@ -27,8 +26,8 @@ TARGETS = {
 
 def list_(
     what: Annotated[
-        str | None,
-        typer.Argument(help="arms, presets, engines or targets; all of them by default.", show_default=False),
+        Literal["arms", "presets", "engines", "targets"] | None,
+        typer.Argument(help="All of them by default.", show_default=False),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -42,8 +41,6 @@ def list_(
         "engines": ENGINES,
         "targets": TARGETS,
     }
-    if what is not None and what not in lists:
-        raise WhenceError(f"There are no {what!r} to list.{suggest(what, lists)}")
     chosen = lists if what is None else {what: lists[what]}
     if json:
         print_json(chosen)

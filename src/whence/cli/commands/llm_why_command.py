@@ -2,31 +2,30 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
+import polars as pl
 import typer
 from rich.text import Text
 
-from whence.cli.commands.show_command import find_round, list_moments
 from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line
-from whence.cli.moment_tables import print_response
+from whence.cli.moment_tables import print_response, print_strip
 from whence.cli.options import AsJson
-from whence.cli.response_tables import (
-    BY,
-    describe_response_causes,
-    gather_response_causes,
-    print_response_causes,
-    shorten,
-    show_text,
-)
-from whence.errors import WhenceError, suggest
+from whence.cli.progress import RoundBar
+from whence.cli.runs import find_round
+from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
+from whence.errors import WhenceError
+from whence.experiments.llm.explaining import Explanation, Pull, explain_response
+from whence.experiments.llm.language_rebuilding import list_policies
+from whence.moments import find_moments
+from whence.page.cause_view import format_probability, tell_rounds
 from whence.runs import RunDirectory
-
-if TYPE_CHECKING:
-    from whence.experiments.llm.explaining import Explanation, Pull
 
 STRONG, WEAK = 0.4, 0.1
 """Shares of the largest part from which a token is coloured fully, and at all."""
+
+_EXCERPT = 60
+"""Characters of a text in a table's cell."""
 
 
 def why(
@@ -45,19 +44,15 @@ def why(
         str | None, typer.Option(help="and this is the answer.", metavar="TEXT", show_default=False)
     ] = None,
     by: Annotated[
-        str | None,
+        Literal["influence", "bm25", "embedding"],
         typer.Option(
             help="How records are scored for that answer: influence; or a simple rule, advantage × similarity of "
-            "texts: bm25 compares words, embedding the policy's last hidden states. (default: influence)",
-            show_default=False,
+            "texts: bm25 compares words, embedding the policy's last hidden states."
         ),
-    ] = None,
+    ] = "influence",
     top: Annotated[
         int, typer.Option(help="Tokens and rows of the target, or records, to list at either end.", min=1)
     ] = 5,
-    pulls: Annotated[
-        bool, typer.Option(help="Also list what the response pulls with and against: a pass over the target's rows.")
-    ] = True,
     json: AsJson = False,
 ) -> None:
     """Show which tokens of a response its score comes from; or what taught the model an answer.
@@ -75,63 +70,109 @@ def why(
 
     Example: whence llm why runs/chains --prompt '8-1?' --response '8-1=8;8'
     """
-    _check_question(prompt, response, by, round, record, pulls)
+    asked, stored = (prompt, response).count(None) < 2, (round, record).count(None) < 2
+    if asked and (stored or prompt is None or response is None):
+        raise WhenceError(
+            "--prompt and --response go together, without --round and --record: they ask what taught an answer, over "
+            "all rounds. --round and --record name one stored response."
+        )
     directory = RunDirectory.open(run)
     if not directory.is_language:
         raise WhenceError(f"{run} is no language model's run: its records have no tokens. See whence show {run}.")
     if prompt is not None and response is not None:
-        causes = gather_response_causes(directory, prompt, response, by=by or "influence", top=top)
+        causes = _gather_causes(directory, prompt, response, by, top)
         if json:
-            print_json(describe_response_causes(causes))
+            tables = {name: causes[name].to_dicts() for name in ("rounds", "raised", "lowered")}
+            print_json({"run": str(run), **causes, **tables})
         else:
-            print_response_causes(causes)
+            _print_causes(causes)
         return
-    number = find_round(directory, round, record, None)
+    number = find_round(directory, round, record)
     if record is None:
-        moments = list_moments(directory.round("records", number), None, None, None, None)
+        moments = find_moments(directory.round("records", number), lowest=True, most=1)
         if not moments:
             raise WhenceError(f"No response of round {number} of {run} scores below 0. Name one: --record.")
         record = moments[0].record_id
     with errors.status("Taking the score apart …"):
-        from whence.experiments.llm.explaining import explain_response  # imports Transformers
-
-        explanation = explain_response(directory, number, record, pulls=pulls)
+        explanation = explain_response(directory, number, record)
     if json:
-        print_json({"run": str(run), "round": number, **_to_json(explanation, top)})
-        return
-    _print(explanation, number, top)
+        print_json({"run": str(run), "round": number, **_describe_explanation(explanation, top)})
+    else:
+        _print_explanation(explanation, number, top)
 
 
-def _check_question(
-    prompt: str | None, response: str | None, by: str | None, round: int | None, record: int | None, pulls: bool
-) -> None:
-    """Refuse options that make no question, or two."""
-    if prompt is None and response is None:
-        if by is not None:
-            raise WhenceError(f"--by is {by!r}, and it scores records for an answer. Give --prompt and --response too.")
-        return
-    if prompt is None or response is None:
-        there, missing = ("--response", "--prompt") if prompt is None else ("--prompt", "--response")
-        raise WhenceError(f"{there} came without {missing}. An answer to ask about needs both: add {missing} TEXT.")
-    others = {"--record": record is not None, "--round": round is not None, "--no-pulls": not pulls}
-    if option := next((name for name, is_present in others.items() if is_present), None):
-        raise WhenceError(
-            f"--prompt and --response came with {option}. They ask what taught an answer, over all rounds; {option} is "
-            "about one stored response. Leave out either."
+def _gather_causes(run: RunDirectory, prompt: str, response: str, by: str, top: int) -> dict[str, Any]:
+    """Score the records of all rounds below a progress bar, and return what taught the response, by name.
+
+    `log_prob_first` is the response's log-probability under the first policy, `log_prob` that under the trained model,
+    or under the policy of the last scored round if there is no trained model yet; None: not measured.
+    """
+    with RoundBar("rounds", "scoring") as bar:
+        causes = find_response_causes(
+            run, prompt, response, method="raw" if by == "influence" else by, on_round=bar.update
         )
-    if by is not None and by not in BY:
-        raise WhenceError(f"--by is {by!r}.{suggest(by, BY)}")
+    log_probs = causes["log_prob"].drop_nulls().to_list() or [None]
+    first, now, notes = log_probs[0], log_probs[-1], []
+    if by != "bm25":
+        policies = list_policies(run)
+        if policies.missing:
+            notes.append(
+                f"The policies of {len(policies.missing)} of {len(run.rounds())} rounds were not kept, so their "
+                f"records are not scored. To keep all, train with --settings '{policies.settings}'. Without policies: "
+                "--by bm25."
+            )
+        trained = measure_trained(run, prompt, response)
+        now = now if trained is None else trained
+        if trained is None:
+            last = causes["round"][-1]
+            notes.append(
+                f"The run holds no trained model yet; “now” is the policy that drew the records of round {last}."
+            )
+    rounds, raised = sum_rounds(causes), rank_records(causes, lowest=False, most=top)
+    text = f"“{shorten(response)}” after “{shorten(prompt)}”"
+    if first is not None and now is not None:
+        text += f": its probability was {format_probability(first)} (log {first:.3g}) under the first policy"
+        text += f" and is {format_probability(now)} (log {now:.3g}) now"
+    if raised.is_empty():
+        text += ". No record of any round raised it."
+    else:
+        best = raised.row(0, named=True)
+        text += f". {tell_rounds(rounds)} The strongest record is {best['record_id']} in round {best['round']}."
+    return {
+        **{"prompt": prompt, "response": response, "by": by, "text": text},
+        **{"log_prob_first": first, "log_prob": now, "rounds": rounds},
+        **{"raised": raised, "lowered": rank_records(causes, lowest=True, most=top), "notes": notes},
+    }
 
 
-def _print(explanation: "Explanation", number: int, top: int) -> None:
-    response = colour_tokens(explanation.tokens, explanation.parts)
-    print_response(explanation.row, number, response)
+def _print_causes(causes: dict[str, Any]) -> None:
+    """Print what taught a response: sentences, the strip over rounds, and the records."""
+    print_line(causes["text"])
+    print_strip(causes["rounds"])
+    headings = ["round", "record", "prompt", "response", "reward", "advantage", "score"]
+    for verb in ("raised", "lowered"):
+        records: pl.DataFrame = causes[verb]
+        rows = [
+            [
+                *(row["round"], row["record_id"], shorten(row["prompt"]), shorten(row["response"])),
+                *(f"{row['reward']:.3g}", f"{row['advantage']:+.3g}", f"{row['score']:+.3g}"),
+            ]
+            for row in records.iter_rows(named=True)
+        ]
+        if rows:
+            console.print(make_table(f"The {len(rows)} records that {verb} it most", headings, rows))
+    for note in causes["notes"]:
+        print_line(f"Note: {note}")
+
+
+def _print_explanation(explanation: Explanation, number: int, top: int) -> None:
+    print_response(explanation.row, number, colour_tokens(explanation.tokens, explanation.parts))
     total = sum(explanation.parts)
     print_line(f"Blue tokens raise the target, orange ones lower it. Their parts sum to {total:.4g}.")
     places = sorted(range(len(explanation.parts)), key=lambda at: -abs(explanation.parts[at]))[: 2 * top]
     cells = [[at, show_text(explanation.tokens[at]), f"{explanation.parts[at]:+.3g}"] for at in sorted(places)]
     console.print(make_table(f"The {len(cells)} tokens that count most", ["position", "token", "part"], cells))
-    for pulls, title in zip(_choose_pulls(explanation, top), ("with", "against"), strict=True):
+    for title, pulls in _choose_pulls(explanation, top).items():
         if pulls:
             about = "raises" if title == "with" else "lowers"
             rows = [_list_cells(pull, explanation.row["record_id"]) for pull in pulls]
@@ -152,31 +193,40 @@ def colour_tokens(tokens: Sequence[str], parts: Sequence[float]) -> Text:
     return text
 
 
-def _choose_pulls(explanation: "Explanation", top: int) -> "tuple[list[Pull], list[Pull]]":
+def _choose_pulls(explanation: Explanation, top: int) -> dict[str, list[Pull]]:
     """Return the rows of the target with the largest parts above 0, and with the largest below."""
     pulls = explanation.pulls or []
-    return (
-        [pull for pull in pulls[:top] if pull.part > 0],
-        [pull for pull in reversed(pulls[-top:]) if pull.part < 0],
-    )
+    return {
+        "with": [pull for pull in pulls[:top] if pull.part > 0],
+        "against": [pull for pull in reversed(pulls[-top:]) if pull.part < 0],
+    }
 
 
-def _list_cells(pull: "Pull", explained: int) -> list[str]:
+def _list_cells(pull: Pull, explained: int) -> list[str]:
     name = "demonstration" if pull.record is None else f"record {pull.record}"
     of = f"{name}, itself" if pull.record == explained else name
     advantage = "" if pull.advantage is None else f"{pull.advantage:+.3g}"
     return [f"{pull.part:+.3g}", of, advantage, shorten(pull.prompt), shorten(pull.response)]
 
 
-def _to_json(explanation: "Explanation", top: int) -> dict[str, Any]:
-    row = explanation.row
-    with_, against = _choose_pulls(explanation, top)
-    pulls = None if explanation.pulls is None else {"with": list(map(vars, with_)), "against": list(map(vars, against))}
+def _describe_explanation(explanation: Explanation, top: int) -> dict[str, Any]:
+    """Return a response's explanation in JSON types."""
     names = ("record_id", "prompt", "response", "reward", "advantage", "score", "keep", "weight", "reason")
     pairs = zip(explanation.tokens, explanation.parts, strict=True)
     return {
-        **{name: row.get(name) for name in names},
+        **{name: explanation.row.get(name) for name in names},
         "tokens": [{"text": text, "part": part} for text, part in pairs],
-        "pulls": pulls,
+        "pulls": {name: list(map(vars, pulls)) for name, pulls in _choose_pulls(explanation, top).items()},
         "notes": explanation.notes,
     }
+
+
+def shorten(text: str) -> str:
+    """Return a text on one line, cut to the width of a table's cell."""
+    line = show_text(text)
+    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
+
+
+def show_text(text: str) -> str:
+    """Return a text on one line, its line breaks and tabs written out."""
+    return text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")

@@ -1,5 +1,6 @@
-"""`whence report`."""
+"""`whence report` and `whence view`: a page in a file, and the same page served."""
 
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,9 @@ from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
 from whence.page import write_report
-from whence.page.explorer import ExploredRun
+from whence.page.explored_run import ExploredRun
+from whence.page.moment_view import CONTINUATIONS
+from whence.page.server import serve
 from whence.runs import find_content
 
 
@@ -44,21 +47,9 @@ def report(
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
     with RoundBar() as bar:
         settings: dict[str, Any] = {"rounds": chosen, "continuations": continuations, "on_round": bar.update}
-        if (path / "comparison.json").exists():
-            comparison = experiments.load_comparison(path)
-            stored = {number for config in comparison.configs for number in comparison.run(config).rounds()}
-            if missing := sorted(set(chosen or ()) - stored):
-                raise WhenceError(
-                    f"Round {missing[0]} is in no run of {path}. They hold {len(stored)} rounds, up to "
-                    f"{max(stored, default=0)}. Name rounds that they hold."
-                )
-            write_report(comparison, out, env=env, **settings)
+        if find_content(path) == "comparison":
+            write_report(experiments.load_comparison(path), out, env=env, **settings)
         else:
-            if find_content(path) == "comparison":
-                raise WhenceError(
-                    f"{path} holds a comparison that is not finished. Run its `whence compare` again, or give one of "
-                    f"the runs in {path / 'runs'}. `whence view {path}` shows the runs so far."
-                )
             run = ExploredRun(path, env=env)
             if chosen:
                 run.directory.require_rounds(chosen)
@@ -69,19 +60,41 @@ def report(
         print_line(str(out))
 
 
-def find_runs(path: Path, env: str | None) -> list[ExploredRun]:
-    """Return the run in a directory, or the runs of the comparison there, finished or not.
+def view(
+    run: Annotated[Path, typer.Argument(help="A run directory, or the directory of a comparison.")],
+    other: Annotated[
+        Path | None, typer.Argument(help="Another run, to be shown side by side.", show_default=False)
+    ] = None,
+    env: ReplayEnv = None,
+    port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 0,
+    continuations: Annotated[
+        int,
+        typer.Option(help="Fresh rollouts by which an opened record's advantage is measured; 0: none.", min=0),
+    ] = CONTINUATIONS,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+) -> None:
+    """Serve the page of a run on this machine, live while training goes on, until Ctrl-C.
 
-    Raises:
-        RunDirectoryError: there is neither.
+    Every round, record and frame can be opened. Nothing is written, and no other machine is answered.
+
+    Example: whence view runs/lander
     """
+    runs = [explored for path in (run, other) if path is not None for explored in _find_runs(path, env)]
+
+    def announce(url: str) -> None:
+        print_line(f"{url}  (Ctrl-C ends it)")
+        if browser:
+            webbrowser.open(url)
+
+    serve(runs, port=port, continuations=continuations, on_start=announce)
+    print_line("Ended.")
+
+
+def _find_runs(path: Path, env: str | None) -> list[ExploredRun]:
+    """Return the run in a directory, or the runs of the comparison there, finished or not."""
     if find_content(path) != "comparison":
         return [ExploredRun(path, env=env)]
-    runs = [
-        ExploredRun(directory, env=env)
-        for directory in sorted((path / "runs").glob("*/seed_*"))
-        if (directory / "config.json").exists()
-    ]
-    if not runs:
+    directories = sorted(config.parent for config in (path / "runs").glob("*/seed_*/config.json"))
+    if not directories:
         raise WhenceError(f"{path} holds a comparison whose runs are gone. Run its `whence compare` again.")
-    return runs
+    return [ExploredRun(directory, env=env) for directory in directories]

@@ -9,9 +9,8 @@ import typer
 from whence import experiments
 from whence.cli.console import (
     console,
-    keep_stdout_clean,
+    errors,
     make_printable,
-    print_error_line,
     print_json,
     print_line,
     resumable,
@@ -54,14 +53,14 @@ def sweep(
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), keep_stdout_clean(), SweepBars(runs) as bars:
+    with resumable(), SweepBars(runs) as bars:
         failures = experiments.run_sweep(runs, path, bars, workers=workers, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:
         print_line(f"{len(runs) - len(failures)} of {len(runs)} runs are in {path}: whence table {path}")
     for name, failure in failures.items():
-        print_error_line(f"{name} failed: {failure}")
+        print_line(f"{name} failed: {failure}", errors)
     if failures:
         raise typer.Exit(1)
 

@@ -12,21 +12,9 @@ import typer
 
 from whence import experiments
 from whence.cli import options
-from whence.cli.console import (
-    console,
-    errors,
-    keep_stdout_clean,
-    log_to_terminal,
-    make_table,
-    parse_json_object,
-    print_json,
-    print_line,
-    print_paths,
-    resumable,
-)
-from whence.cli.options import FieldOption, make_field_options, parse_fields, parse_rounds, with_options
+from whence.cli.console import console, log_to_terminal, make_table, print_json, print_line, print_paths, resumable
+from whence.cli.options import FieldOption, make_field_options, parse_fields, parse_json, parse_rounds, with_options
 from whence.cli.progress import ComparisonBars, RoundBar, RunBar, describe_round
-from whence.cli.settings import Settings, collect_overrides
 from whence.errors import WhenceError
 from whence.experiments import (
     HYPERPARAMETERS,
@@ -128,7 +116,7 @@ def train(
     observation: options.Observation = None,
     action: options.Action = None,
     timesteps: Annotated[
-        int | None, typer.Option(help="Time steps to train on, instead of --rounds.", show_default=False)
+        int | None, typer.Option(help="Time steps to train on, instead of --rounds.", min=1, show_default=False)
     ] = None,
     seed: Seed = 0,
     run: Run = None,
@@ -144,7 +132,6 @@ def train(
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
     ] = None,
-    settings: Settings = None,
     json: options.AsJson = False,
     **values: Any,
 ) -> None:
@@ -159,19 +146,11 @@ def train(
     """
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise WhenceError("--tensorboard needs TensorBoard: in whence's source tree, pip install '.[tensorboard]'.")
-    overrides = _collect_run_fields(preset, settings, observation, action, values)
-    if timesteps is not None and "rounds" in overrides:
-        raise WhenceError("Give --rounds or --timesteps, not both.")
-    if timesteps is not None and timesteps < 1:
-        raise WhenceError(f"--timesteps is {timesteps}; at least 1 is needed, such as 100000.")
+    overrides = _collect_run_fields(observation, action, values)
     config = experiments.configure(
         env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **overrides}
     )
     check_read([config], [name for name in READ if name in overrides])
-    if not config.eval_episodes and (unused := [name for name in ("eval_every", "evaluate_with") if name in overrides]):
-        raise WhenceError(
-            f"{unused[0]} has no effect without evaluations. Give --eval-episodes as well, or leave it out."
-        )
     if timesteps is not None:
         steps = {**HYPERPARAMETERS, **config.hyperparameters}["n_steps"]
         config = replace(config, rounds=math.ceil(timesteps / (steps * config.n_envs)))
@@ -193,7 +172,6 @@ def compare(
     out: Out = Path("out/compare"),
     on: options.On = "local",
     overwrite: options.Overwrite = False,
-    settings: Settings = None,
     json: options.AsJson = False,
     **values: Any,
 ) -> None:
@@ -203,7 +181,7 @@ def compare(
 
     Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
     """
-    overrides = _collect_run_fields(preset, settings, observation, action, values)
+    overrides = _collect_run_fields(observation, action, values)
     configs = experiments.plan_comparison(env=env, preset=preset, arms=_split_names(arms), seeds=seeds, **overrides)
     check_read(configs, [name for name in READ if name in overrides])
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
@@ -282,32 +260,12 @@ def _split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _collect_run_fields(
-    preset: str | None,
-    settings: Sequence[str] | None,
-    observation: str | None,
-    action: str | None,
-    values: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the fields of an agent's run that a command line sets, for `configure`.
-
-    Raises:
-        WhenceError: a value cannot be read or is given twice, or a target lacks its arguments.
-    """
-    chosen = parse_fields(_TRAIN_OPTIONS, values)
-    hyperparameters = {name: chosen.pop(name) for name in HYPERPARAMETERS if name in chosen}
-    target_args = options.parse_action(observation, action) or None
-    chosen |= {"hyperparameters": hyperparameters, "target_args": target_args}
-    overrides = collect_overrides(settings, preset, chosen)
-    target, arguments = overrides.get("target", "return"), overrides.get("target_args", {})
-    if target == "return" and arguments:
-        raise WhenceError(
-            f"--observation and --action belong to the target action; the target is {target}. Add --target action, or "
-            "leave them out."
-        )
-    if target == "action" and not arguments.keys() >= {"observation", "action"}:
-        raise WhenceError("The target action needs --observation and --action, as JSON: --observation 14 --action 2.")
-    return overrides
+def _collect_run_fields(observation: str | None, action: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an agent's run that a command line sets, for `configure`."""
+    overrides = parse_fields(_TRAIN_OPTIONS, values)
+    hyperparameters = {name: overrides.pop(name) for name in HYPERPARAMETERS if name in overrides}
+    tables = {"hyperparameters": hyperparameters, "target_args": options.parse_action(observation, action)}
+    return overrides | {name: table for name, table in tables.items() if table}
 
 
 def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,9 +284,7 @@ def _name_arm(selection: str, target: str | None = None) -> str:
 
 def _parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
     """Return the trainer's settings that --settings and --rounds set."""
-    values = parse_json_object("--settings", text, """'{"learning_rate": 1e-5}'""") or {}
-    if rounds is not None and "rounds" in values:
-        raise WhenceError("Give --rounds or the setting rounds in --settings, not both.")
+    values = parse_json("--settings", text, """'{"learning_rate": 1e-5}'""", dict) or {}
     return values | ({} if rounds is None else {"rounds": rounds})
 
 
@@ -347,19 +303,8 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
     log_to_terminal()
     runner: Any = runner_of(config)
     runner.prepare(config)
-    was_finished = not overwrite and runner.is_finished(config, path)
-    try:
-        with RunBar(config.rounds) as bar:
-            runner.run(config, path, bar.update, overwrite=overwrite, **settings)
-    except KeyboardInterrupt:
-        if any((path / "records").glob("round_*.parquet")):
-            done = f"Interrupted after {bar.rounds} of {config.rounds} rounds." if bar.rounds else "Interrupted."
-            errors.print(f"{done} The rounds so far are in {path}:", soft_wrap=True)
-            errors.print(f"  whence report {path}", highlight=False, soft_wrap=True)
-            errors.print("The same command goes on after the last checkpoint.")
-        else:
-            errors.print("Interrupted in round 1, so there is nothing to show yet. The same command starts again.")
-        raise typer.Exit(130) from None
+    with resumable(), RunBar(config.rounds) as bar:
+        runner.run(config, path, bar.update, overwrite=overwrite, **settings)
     directory, page = RunDirectory.open(path), path / "report.html"
     with RoundBar() as bar_of_page:
         rounds = spread(directory.rounds(), COMPARED_ROUNDS)
@@ -370,16 +315,15 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
     if json:
         print_json({"run": str(path), "config": config.to_json(), "last_round": last_round})
         return
-    done = "was finished already" if was_finished else f"{config.rounds} rounds done"
     words = ", ".join(describe_round(last_round)) or "–"
-    print_line(f"{config.env}, {config.arm}, seed {config.seed}: {done}. Last round: {words}")
+    print_line(f"{config.env}, {config.arm}, seed {config.seed}: {config.rounds} rounds done. Last round: {words}")
     model = {"Model": path / "model"} if isinstance(config, LanguageConfig) else {}
     print_paths({"Run": path, **model, "Page": page})
 
 
 def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
-    with resumable(), keep_stdout_clean(), ComparisonBars(configs) as bars:
+    with resumable(), ComparisonBars(configs) as bars:
         comparison = experiments.compare(configs, out, progress=bars.update, **settings)
     with RoundBar() as rounds_bar:
         write_report(comparison, out / "report.html", on_round=rounds_bar.update)

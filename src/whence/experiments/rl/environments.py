@@ -86,7 +86,7 @@ def _check_readable(config: RunConfig, space: gym.Space[Any]) -> None:
         remedy = "Register the environment with a wrapper that converts it."
         if readable:
             images = [other for other in readable if len(parts[other].shape or ()) == 3]
-            remedy = f"Observe one part: --set observe={(images or readable)[0]} (of {', '.join(readable)})."
+            remedy = f"Observe one part: --observe {(images or readable)[0]} (of {', '.join(readable)})."
         raise WhenceError(
             f"{config.env} observes {', '.join(parts)}, and {name} is a {type(parts[name]).__name__}, which "
             f"Stable-Baselines3 does not read. {remedy}"

@@ -174,13 +174,11 @@ def check_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise WhenceError(
-            f"device is {name!r}, which torch does not know. Pass cpu, cuda, cuda:0 or auto (--set device=cpu)."
-        ) from None
+        raise WhenceError(f"device is {name!r}, which torch does not know. Pass cpu, cuda, cuda:0 or auto.") from None
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise WhenceError(
             f"device is {name!r}, but torch {torch.__version__} finds {count} GPUs, numbered from 0. Train on one of "
-            "them, or on the CPU: --device cpu, or --set device=cpu."
+            "them, or on the CPU: --device cpu."
         )
 
 

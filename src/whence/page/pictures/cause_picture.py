@@ -1,6 +1,6 @@
-"""Pictures of what taught a decision, and of the steps of an episode to choose one from."""
+"""Pictures of what taught a decision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.diagnosis import RankedMoment
-from whence.errors import WhenceError
 from whence.moments import name_action
 from whence.page.cause_view import SCORED, CauseView, tell_causes, tell_decision
 from whence.page.pictures.canvas import (
@@ -17,7 +16,6 @@ from whence.page.pictures.canvas import (
     HARM,
     HELP,
     INK,
-    LINE,
     WIDTH,
     check_libraries,
     check_picture_name,
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """Moments at either end that a picture shows."""
-
-COLUMNS = 6
-"""Frames in a row of a sheet."""
 
 Frame = NDArray[np.uint8]
 
@@ -71,43 +66,6 @@ def draw_causes(view: CauseView, path: Path) -> None:
     for (name, entries), size in zip(rows, tall, strict=True):
         _draw_row(figure, view, name, entries, (top, size), height)
         top -= size / height
-    save_png(figure, path)
-
-
-def draw_sheet(frames: Mapping[int, Frame], captions: Mapping[int, str], chosen: int, heading: str, path: Path) -> None:
-    """Write a picture of an episode's frames, row by row, with the chosen step marked.
-
-    Args:
-        frames: pictures by step.
-        captions: what stands above each.
-        chosen: the step to mark.
-        heading: the first line.
-        path: the file; its name ends in .png.
-
-    Raises:
-        WhenceError: the name ends otherwise, or there are no frames.
-        Unsupported: Matplotlib or Pillow is not installed.
-    """
-    check_picture_name(path, ".png")
-    check_libraries()
-    if not frames:
-        raise WhenceError(f"There are no frames to write into {path}: the environment draws none. Leave out --out.")
-    from matplotlib.figure import Figure
-
-    gap = 0.008
-    width = (0.96 - gap * (COLUMNS - 1)) / COLUMNS
-    rows, columns = next(iter(frames.values())).shape[:2]
-    tall = width * WIDTH / DPI * rows / columns
-    lines = -(-len(frames) // COLUMNS)
-    height = 0.6 + lines * (tall + 0.32)
-    figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
-    write_text(figure, 0.02, 1 - 0.28 / height, shorten(heading, 110), 14, INK, weight="bold")
-    for place, step in enumerate(sorted(frames)):
-        line, column = divmod(place, COLUMNS)
-        bottom = 1 - (0.6 + (line + 1) * (tall + 0.32) - 0.05) / height
-        box = (0.02 + column * (width + gap), bottom, width, tall / height)
-        edge = (HELP, 3) if step == chosen else (LINE, 1)
-        draw_frame(figure, frames[step], box, edge, shorten(captions.get(step, ""), 34), fontsize=10, pad=5)
     save_png(figure, path)
 
 

@@ -49,7 +49,7 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
     except ImportError:
         raise Unsupported(
             "EnvPool is not installed: in whence's source tree, pip install '.[fast]'. Or play in Gymnasium's "
-            "environments: --set collect_with=gymnasium --set evaluate_with=gymnasium."
+            "environments: --collect-with gymnasium --evaluate-with gymnasium."
         ) from None
     name = env.rpartition(":")[2]  # of module:Id
     name = _NAMES.get(name, name)

@@ -153,7 +153,7 @@ def play_again(
     if stored.generator_state is None:
         raise ReplayError(
             f"No generator state was noted before episode {stored.episode_id} was reset, so it cannot be played again. "
-            "EnvPool tells none: collect with Gymnasium (--set collect_with=gymnasium). In a script, wrap each "
+            "EnvPool tells none: collect with Gymnasium (--collect-with gymnasium). In a script, wrap each "
             "environment in whence.sb3.RecordResets where it is made; a DummyVecEnv needs nothing."
         )
     records = stored.records if last_step is None else stored.records.head(last_step + 1)

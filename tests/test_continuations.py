@@ -11,8 +11,7 @@ from sb3_contrib import MaskablePPO
 
 from test_episode_replay import learn, train
 from whence import ReplayError, RunDirectory, WhenceError
-from whence.experiments import estimate_advantage, estimate_advantages
-from whence.experiments.rl.rebuilding import make_replay_env
+from whence.experiments import estimate_advantage, estimate_advantages, make_replay_env
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
 from whence.sb3.episodes.episode_replay import open_env, read_actions, read_episode, reset_to

@@ -32,9 +32,9 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
 from whence.runs.files import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
-from whence.sb3.checkpoint.building import build_rule
 from whence.sb3.episodes.environment_state import explain_inexact
 from whence.sb3.episodes.resets import ResetTracker
+from whence.sb3.resuming import build_rule
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 

@@ -23,10 +23,9 @@ import run_audit
 from run_audit import judge
 from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
 from whence.errors import RunDirectoryError
-from whence.experiments import configure, load_comparison, run
+from whence.experiments import configure, load_comparison, make_replay_env, run
 from whence.experiments.llm.language_rebuilding import rebuild_round
 from whence.experiments.llm.loading import load_model, load_pretrained
-from whence.experiments.rl.rebuilding import make_replay_env
 from whence.experiments.rl.stored import load_model as load_agent
 from whence.guards import write_atomically
 from whence.page import write_report

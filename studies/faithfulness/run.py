@@ -36,7 +36,7 @@ from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.stored import read_round, round_numbers, write_round
 from whence import IIF, Return, attribute, attribute_round, experiments
 from whence.counterfactual import compute_scores, intervene, leave_out, study
-from whence.experiments import RunConfig, measure_returns, read_run_config
+from whence.experiments import RunConfig, measure_returns
 from whence.guards import write_atomically
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
@@ -174,7 +174,7 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
 
 def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Hold a round's scores against training it again."""
-    config, seed = read_run_config(run), job.chance(number)
+    config, seed = RunConfig.from_json(run.experiment), job.chance(number)
     model, recording = experiments.load_recording(run, number)
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
     scores = all_scores(policy, recording, DRAWS[job.optimizer], **arguments)

@@ -37,7 +37,7 @@ from studies.faithfulness.gradients import large_rollout, monte_carlo
 from studies.faithfulness.run import RUNS, Job, Only, Out, Runs, Workers, at_once, trained
 from studies.stored import read_round, write_round
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
-from whence.experiments import load_recording, load_round, read_run_config
+from whence.experiments import RunConfig, load_recording, load_round
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording, open_round
 from whence.rounds.optimizers import preconditioner
@@ -80,7 +80,7 @@ def study_rounds(
 
 def judged(run: RunDirectory, number: int) -> pl.DataFrame:
     """Return what selections of a round gain on fresh steps."""
-    config = read_run_config(run)
+    config = RunConfig.from_json(run.experiment)
     model, recording = load_recording(run, number)
     large = large_rollout(config, model, steps=STEPS, seed=number)
     half = torch.arange(len(large)) < len(large) // 2  # environments come one after the other

@@ -144,6 +144,8 @@ def load_comparison(path: Path) -> Comparison:
     file = path / "comparison.json"
     try:
         configs = [read_config(config) for config in json.loads(file.read_text(encoding="utf-8"))]
+        if outside := [config.arm for config in configs if Path(config.arm).name != config.arm]:
+            raise ValueError(f"{outside[0]!r} is no arm")
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WhenceError(f"{file} is not there: {path} holds no finished comparison. Run whence compare.") from None

@@ -23,7 +23,6 @@ from .base.networks import MiniGridCNN as MiniGridCNN
 from .base.networks import default_policy as default_policy
 from .base.networks import default_policy_kwargs as default_policy_kwargs
 from .base.networks import resolve_classes as resolve_classes
-from .checkpoint.building import read_settings as read_settings
 from .contrib import MaskableActorCriticPolicy as MaskableActorCriticPolicy
 from .contrib import MaskablePPO as MaskablePPO
 from .episodes.envpool import EnvPoolVecEnv as EnvPoolVecEnv
@@ -44,3 +43,4 @@ from .episodes.resets import reuses_world as reuses_world
 from .policy import actor_critic_view as actor_critic_view
 from .policy import embed as embed
 from .policy import predict as predict
+from .resuming import build_model as build_model

@@ -9,8 +9,7 @@ from stable_baselines3.common.distributions import BernoulliDistribution, Distri
 from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 
-from whence.experiments.rl.rebuilding import AnyEnv
-from whence.experiments.rl.stored import load_policy, load_round
+from whence.experiments.rl.stored import AnyEnv, load_policy, load_round
 from whence.guards import eval_mode
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from whence.errors import ReplayError
-from whence.experiments.rl.rebuilding import AnyEnv, is_squashed, make_replay_env, reads_raw_observations
-from whence.experiments.rl.stored import load_model
+from whence.experiments.rl.stored import AnyEnv, is_squashed, load_model, make_replay_env, reads_raw_observations
 from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3 import (

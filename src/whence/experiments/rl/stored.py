@@ -1,48 +1,153 @@
-"""Rounds of a stored run, finished or not: the model that collected a round, its records, its recording."""
+"""A stored run made again, finished or not: its environments, the model that collected a round, the round's records."""
 
-from collections.abc import Iterator, Mapping
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import gymnasium as gym
 import numpy as np
 import polars as pl
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import TransformObservation
 from numpy.typing import NDArray
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
 from torch import Tensor
 
 from whence.attribution import attribute
 from whence.counterfactual import Evaluate
-from whence.errors import InvalidRecords, RunDirectoryError
-from whence.experiments.rl.environments import evaluate, measure_return
-from whence.experiments.rl.rebuilding import (
-    AnyEnv,
-    build_model,
-    count_frames,
-    is_squashed,
-    make_replay_env,
-    make_vec_env,
-    read_run_config,
-)
+from whence.errors import InvalidRecords, ReplayError, RunDirectoryError
+from whence.experiments.rl.config import RunConfig
+from whence.experiments.rl.environments import evaluate, measure_return, renew_world
 from whence.folds import usable_folds
+from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import (
+    EnvPoolVecEnv,
     EpisodeReplay,
     Frames,
+    MakeEnv,
+    build_model,
     load_tensors,
     model_objective,
     named_tensors,
     play_again,
     read_episode,
-    read_settings,
 )
 from whence.targets import Return
+
+AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
+"""An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""
+
+
+def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
+    """Return a function that makes an environment like those that a run was trained in, to play and to draw.
+
+    Raises:
+        ReplayError: the run's configuration names no environment, and `env` was not given.
+        RunDirectoryError: it names one of a module that came with the run.
+    """
+    if env is not None and not isinstance(env, str):
+        return env
+    if run.is_language:
+        raise ReplayError(f"{run.path} is a language-model run: it has no episodes of an environment.")
+    # The experiment of a command names the module of the environment, too.
+    named: Mapping[str, Any] = {"env": env} if env is not None else run.experiment or run.config
+    name, part = named.get("env"), named.get("observe")
+    if not isinstance(name, str):
+        raise ReplayError(
+            f"{run.path} was trained in an environment that Gymnasium has no id for. Pass env= (or --env): an id, "
+            "module:Id, or a function that makes one like those that were trained in."
+        )
+    if env is None:
+        _check_env_module(run, name)
+    options = {**named.get("env_kwargs", {}), "render_mode": "rgb_array", "disable_env_checker": True}
+
+    def make() -> gym.Env[Any, Any]:
+        made = gym.make(name, **options)
+        space: Any = made.observation_space
+        return made if part is None else TransformObservation(made, itemgetter(part), space[part])
+
+    return make
+
+
+def _check_env_module(run: RunDirectory, name: str) -> None:
+    """Refuse to import what a run's configuration names as the module of its environment, but is none.
+
+    Gymnasium imports the module of `module:Id`. An installed package is code that its user chose; a file that came
+    with the run is not, and Python finds it there if the run lies below the working directory.
+
+    Raises:
+        RunDirectoryError: the module lies in the run directory or around it, is one of Python's own, or has a name
+            that no module has.
+    """
+    module, colon, _ = name.partition(":")
+    top = module.partition(".")[0]
+    if not colon or module in sys.modules:
+        return
+    if not all(part.isidentifier() for part in module.split(".")) or top in sys.stdlib_module_names:
+        reason = "which holds no environment"
+    elif (spec := importlib.util.find_spec(top)) is None:
+        return  # Gymnasium says that it is not there
+    else:
+        path = run.path.resolve()
+        places = [Path(place).resolve() for place in (*(spec.submodule_search_locations or ()), spec.origin or path)]
+        if not any(place.is_relative_to(path) or path.is_relative_to(place) for place in places):
+            return
+        reason = "which lies in the run's directory, or around it"
+    raise RunDirectoryError(
+        f"{run.path / 'config.json'} names an environment of the module {module!r}, {reason}. whence imports no code "
+        "that came with a run. If you know this module, name the environment yourself: env= or --env."
+    )
+
+
+def reads_raw_observations(run: RunDirectory) -> bool:
+    """Return whether a run's stored observations are those of its environment."""
+    return not any(name.startswith(("VecNormalize", "VecFrameStack")) for name in run.config.get("vec_wrappers", ()))
+
+
+def is_squashed(run: RunDirectory) -> bool:
+    """Return whether a run's policy squashes its actions."""
+    return bool(run.config.get("policy_kwargs", {}).get("squash_output", False))
+
+
+def _count_frames(run: RunDirectory) -> int:
+    """Return how many frames a run's policy sees at a time; 1 unless they were stacked by a VecFrameStack."""
+    matches = [re.fullmatch(r"VecFrameStack\((\d+)\)", name) for name in run.config.get("vec_wrappers", ())]
+    return next((int(match[1]) for match in matches if match), 1)
+
+
+def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int) -> VecEnv:
+    """Return environments like those that a run was trained in, with frames stacked as its policy sees them.
+
+    Raises:
+        RunDirectoryError: they cannot be made.
+    """
+    if env is None and (experiment := run.experiment).get("collect_with") == "envpool":
+        settings = experiment["pool_kwargs"], count, experiment["seed"], experiment["observe"]
+        return EnvPoolVecEnv(experiment["env"], *settings)
+    try:
+        make = make_replay_env(run, env)
+        vec_env: VecEnv = DummyVecEnv([lambda: Monitor(renew_world(make()))] * count)
+    except RunDirectoryError:
+        raise
+    except Exception as failure:  # an environment's constructor may raise anything
+        raise RunDirectoryError(
+            f"The environment of {run.path} cannot be made: {type(failure).__name__}: {failure}"
+        ) from failure
+    frames = _count_frames(run)
+    return VecFrameStack(vec_env, frames) if frames > 1 else vec_env
 
 
 def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RecordBatch]:
@@ -77,31 +182,14 @@ def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: Any
 
     Raises:
         ReplayError: observations are not stored, and cannot be observed again.
-        RunDirectoryError: an observation or an action is none of the environment's.
     """
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
-        records = RecordBatch.from_polars(table, **options)
+        return RecordBatch.from_polars(table, **options)
     except InvalidRecords:
         if any(name.split(".")[0] == "observation" for name in table.columns):
             raise
-        records = RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
-    _check_discrete(run, "observation", records, records.observations, model.observation_space)
-    _check_discrete(run, "action", records, records.actions, model.action_space)
-    return records
-
-
-def _check_discrete(run: RunDirectory, what: str, records: RecordBatch, values: Any, space: spaces.Space[Any]) -> None:
-    """Refuse numbers of discrete observations or actions that a policy's space does not have."""
-    if not isinstance(space, spaces.Discrete):
-        return
-    outside = ((values < 0) | (values >= space.n)).reshape(len(records), -1).any(dim=1)
-    if outside.any():
-        place = int(outside.nonzero()[0])
-        raise RunDirectoryError(
-            f"The {what} of record {int(records.ids[place])} of {run.path} is {values[place].tolist()}, which is not "
-            f"in {space}. The run's records were changed, or its environment: restore them, or take another round."
-        )
+        return RecordBatch.from_polars(_observe_again(run, table, env, model.observation_space), **options)
 
 
 def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influence:
@@ -124,22 +212,13 @@ def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influe
 
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
     """Return a round's table with its observations, by playing its episodes again."""
-    if missing := [name for name in ("record_id", "episode_id", "step") if name not in table.columns]:
-        raise RunDirectoryError(
-            f"The records of {run.path} hold neither their observations nor {missing[0]}, by which they would be "
-            "observed again. Restore the round's file, or take another round."
-        )
     observed: dict[int, Any] = {}
     for (episode,), rows in table.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))
-        replay = play_again(
-            make_replay_env(run, env),
-            stored,
-            last_step=int(rows["step"].to_numpy().max()),
-        )
+        replay = play_again(make_replay_env(run, env), stored, last_step=int(rows["step"].to_numpy().max()))
         if replay.mismatch is not None:
             raise RunDirectoryError(f"Episode {episode} of {run.path} cannot be observed again. {replay.mismatch}")
-        frames = _stack_frames(replay.observations, count_frames(run))
+        frames = _stack_frames(replay.observations, _count_frames(run))
         observed |= dict(zip(replay.record_ids.tolist(), frames, strict=False))
     images = np.stack([observed[record] for record in table["record_id"].to_list()])
     if is_image_space(space) and images.shape[1:] != space.shape:
@@ -156,8 +235,8 @@ def _stack_frames(frames: list[Any], count: int) -> list[NDArray[Any]]:
     space = spaces.Box(0 if is_image else -np.inf, 255 if is_image else np.inf, images[0].shape, images[0].dtype.type)
     stacked = StackedObservations[Any](1, count, space)
     first = stacked.reset(images[0][None])[0].copy()
-    going_on = np.zeros(1, dtype=bool)  # the episode does not end
-    return [first, *(stacked.update(image[None], going_on, [{}])[0][0].copy() for image in images[1:])]
+    ends = np.zeros(1, dtype=bool)
+    return [first, *(stacked.update(image[None], ends, [{}])[0][0].copy() for image in images[1:])]
 
 
 def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RoundRecording]:
@@ -182,7 +261,12 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
     Raises:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
-    model = build_model(run, env)
+    vec_env = _make_vec_env(run, env, 1)
+    try:
+        with preserve_rng_state():
+            model = build_model(run, vec_env)
+    finally:
+        vec_env.close()
     load_policy(run, number, model)
     return model
 
@@ -234,14 +318,14 @@ def measure_returns(
         RunDirectoryError: the environments cannot be made, or normalise what the policy reads: a run does not hold the
             statistics of each round.
     """
-    config = read_run_config(run) if env is None and run.experiment else None
-    if read_settings(run, "VecNormalize").get("norm_obs"):
+    config = RunConfig.from_json(run.experiment) if env is None and run.experiment else None
+    if run.config.get("VecNormalize", {}).get("norm_obs"):
         raise RunDirectoryError(
             f"The policy of {run.path} reads observations that VecNormalize normalised, by statistics that the run "
             "does not hold of each round, so its test returns cannot be measured. Ask for results without them."
         )
     on_pool = config is not None and config.evaluate_with == "envpool"
-    tests = None if on_pool else make_vec_env(run, env, count=min(64, episodes))
+    tests = None if on_pool else _make_vec_env(run, env, min(64, episodes))
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
 
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
@@ -287,10 +371,4 @@ def replay_episode(
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     stored = read_episode(run, episode)
     make_env = make_replay_env(run, env)
-    return play_again(
-        make_env,
-        stored,
-        frames=frames,
-        last_step=last_step,
-        squashed=is_squashed(run),
-    )
+    return play_again(make_env, stored, frames=frames, last_step=last_step, squashed=is_squashed(run))

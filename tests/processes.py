@@ -16,7 +16,7 @@ from launching import end_process
 from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import IPPO, NonPositive
 from whence.llm import TokenReturn, ValidationLoss
-from whence.llm.scores.language_targets import compute_log_probs
+from whence.llm.scores import compute_log_probs
 from whence.runs import RunDirectory
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
@@ -64,7 +64,6 @@ def train(folder, target, processes, **more):
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),
         layers=1 if target == "token" else None,
-        refresh_target_every=2 if target == "held out" else 1,
         on_rollout=lambda rollout, influence, selection, row: rounds.append(
             {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),

@@ -20,8 +20,9 @@ from whence import NonPositive, WhenceError, attribute
 from whence.attribution import score_targets
 from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
-from whence.llm.base.processes import Processes
-from whence.llm.scores.row_scores import RowScorer, Scoring, score, split_work
+from whence.llm.base import Processes
+from whence.llm.scores import Scoring, score
+from whence.llm.scores.scoring import split_work
 
 ROWS = 7  # no multiple of the processes
 AT_ONCE = {2: 3, 4: 1}
@@ -121,20 +122,17 @@ def compare_scores(
     return results
 
 
-def find_refusals(processes: Processes, accelerator: Accelerator) -> dict[str, str]:
+def find_refusals(processes: Processes) -> dict[str, str]:
     _, model, rows, _ = make_case("llama", None)
     view, refusals = language_view(model), {}
     scoring = Scoring(SequenceReturn(), TokenPPO(), 1.0, "auto", None, 2, processes)
     local_rows, target, summed = split_work(rows, scoring.target, processes)
-    demonstrations = Scoring(ValidationLoss(**tokens(4)), TokenPPO(), 1.0, "auto", None, 2, processes)
-    scorer = RowScorer(demonstrations, model, accelerator, refresh_target_every=2)
     settings = {"targets": {"": target}, "objective": TokenPPO()}
     attempts = {
         "no sum": lambda: score_targets(view, local_rows, **settings, chunk_size=2),
         "engine": lambda: score_targets(view, local_rows, **settings, summed=summed, engine="forward", chunk_size=2),
         "memory": lambda: score_targets(view, local_rows, **settings, summed=summed),
         "tokens": lambda: score_tokens(model, rows, target=SequenceReturn()),
-        "refresh": lambda: scorer.score(model, rows, 1),
         "constant": lambda: score_targets(
             view,
             local_rows,
@@ -156,7 +154,7 @@ def main(folder: Path) -> None:
     accelerator = Accelerator(cpu=True)
     processes = Processes(accelerator)
     results = compare_scores(processes, CASES[processes.number])
-    refusals = find_refusals(processes, accelerator)
+    refusals = find_refusals(processes)
     (folder / f"{processes.rank}.json").write_text(json.dumps({"scores": results, "refusals": refusals}))
     dist.barrier()
 

@@ -4,8 +4,7 @@ import polars as pl
 import torch
 
 from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
-from whence.llm.text.generation import answer_prompts
-from whence.llm.text.prompts import read_prompts
+from whence.llm.text import answer_prompts, read_prompts
 from whence.page.explorer.responses import compare_answers, read_answers
 from whence.page.html import write_report
 from whence.runs import RunDirectory

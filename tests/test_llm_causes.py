@@ -60,7 +60,7 @@ def compute_log_prob(rebuilt, question=QUESTION):
     prompt, response = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in question)
     ids = torch.tensor([[*prompt, *response, tokenizer.eos_token_id]])
     with eval_mode(model.modules()):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / rebuilt.temperature
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / rebuilt.scoring.temperature
     log_probs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     return log_probs[torch.arange(len(response) + 1), ids[0, len(prompt) :]].sum(), len(response) + 1
 
@@ -74,10 +74,12 @@ def differentiate(value, model):
 
 
 def differentiate_objective(rebuilt, position):
-    view, row = language_view(rebuilt.model, temperature=rebuilt.temperature), rebuilt.rows.take([position])
-    row = rebuilt.objective.prepare(row)
+    view, row = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), rebuilt.rows.take([position])
+    row = rebuilt.scoring.objective.prepare(row)
     with eval_mode(rebuilt.model.modules()):
-        return differentiate(rebuilt.objective(view(view.parameters(), view.prepare(row)), row)[0], rebuilt.model)
+        return differentiate(
+            rebuilt.scoring.objective(view(view.parameters(), view.prepare(row)), row)[0], rebuilt.model
+        )
 
 
 class TestScores:

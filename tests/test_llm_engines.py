@@ -18,8 +18,7 @@ from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceErro
 from whence.attribution import score_targets
 from whence.engines import Refused, ghost, memory, problem, rules
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
-from whence.llm.base.language_view import EXTRA_PADDING
-from whence.llm.base.value_head import WithValueHead
+from whence.llm.base import EXTRA_PADDING, WithValueHead
 from whence.policies import notes_on
 from whence.targets import BatchTarget
 
@@ -489,8 +488,8 @@ def test_flex_attention_is_refused_by_name_also_where_it_is_set_later() -> None:
     ("changes", "message"),
     [
         ({"input_ids": torch.zeros(3, 5)}, r"came as \(3, 5\) float32"),
-        ({"input_ids": torch.full((3, 3), 2), "attention_mask": torch.ones(3, 3)}, "at least one prompt token"),
-        ({"attention_mask": torch.ones(3, 4)}, r"attention_mask \(3, 4\)"),
+        ({"input_ids": torch.full((3, 3), 2), "attention_mask": torch.ones(3, 3)}, "with a prompt token at least"),
+        ({"attention_mask": torch.ones(3, 4)}, r"attention_mask as \(3, 4\)"),
         ({"attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [1] * 5])}, "Row 1 .*the prompt is empty"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [1] * 5, [1] * 5])}, "Row 0 has a response token that is"),
         ({"advantages": torch.zeros(3)}, r"`advantages` has shape \(3,\); one number for each response token"),

@@ -8,32 +8,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.errors import WhenceError
-
-datasets = pytest.importorskip("datasets")
-pytest.importorskip("transformers")
-
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from whence.llm.lab import Difficulty, Imitation, Verdict, arithmetic, check, evaluate, reward  # noqa: E402
-from whence.llm.lab.arithmetic import SIZES, draw_splits  # noqa: E402
-from whence.llm.lab.evaluation import majority, pass_at, summarise  # noqa: E402
-from whence.llm.lab.model import IGNORED, encode_with_labels, imitate, make_character_tokenizer, make_model  # noqa: E402
-from whence.llm.lab.problems import (  # noqa: E402
-    SYMBOLS,
-    Habit,
-    answer_by_habit,
-    demonstration,
-    draw_problem,
-    draw_problems,
-    solution,
+from whence.llm.lab import SIZES, Difficulty, Habit, arithmetic, check, evaluate, reward, solution
+from whence.llm.lab.evaluation import summarise
+from whence.llm.lab.laboratory import (
+    IGNORED,
+    draw_splits,
+    encode_with_labels,
+    imitate,
+    make_character_tokenizer,
+    make_model,
 )
+from whence.llm.lab.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems
 
 PROMPT, ANSWER = "7+8-5*2?", "7+8=15;15-5=10;10*2=20;20"
 TINY = SIZES["tiny"]
-QUICK = {"imitation": Imitation(steps=2, batch_size=8), "train": 32}
+QUICK = {"steps": 2, "batch_size": 8, "train": 32}
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +51,31 @@ def model(lab):
 # Problems and verdicts
 
 
+def demonstrate(prompt):
+    return ";".join(solution(prompt))
+
+
 def test_a_problem_is_worked_from_left_to_right_and_remainders_are_dropped():
-    assert demonstration(PROMPT) == ANSWER
+    assert demonstrate(PROMPT) == ANSWER
     assert solution("9*8/7?") == ["9*8=72", "72/7=10", "10"]
-    assert check(PROMPT, ANSWER) == Verdict(right=True, steps_right=True, well_formed=True)
-    assert check(PROMPT, ANSWER).faithful
 
 
 @pytest.mark.parametrize(
     ("response", "verdict"),
     [
-        ("7+8=15;15-5=10;10*2=20;21", Verdict(False, True, True)),
-        ("7+8=16;16-5=11;11*2=22;22", Verdict(False, False, True)),
+        (ANSWER, Verdict(True, True, True)),
+        ("7+8=15;15-5=10;10*2=20;21", Verdict(False, False, True)),
         ("7+8=16;16-5=10;10*2=20;20", Verdict(True, False, True)),  # a wrong step
         ("7+8=15;10*2=20;20", Verdict(True, False, True)),  # a missing step
         ("15-5=10;7+8=15;10*2=20;20", Verdict(True, False, True)),  # another order
         ("7+8=15;15-5=10;10*2=20;20+0=20;20", Verdict(True, False, True)),  # a step too many
         ("7+8=15;15-5=10;10*2=20", Verdict(False, False, False)),  # no result
         ("20", Verdict(True, False, False)),  # no steps
-        (";20", Verdict(True, False, False)),
         (f" {ANSWER}", Verdict(True, False, False)),
     ],
 )
 def test_verdicts_by_hand(response, verdict):
     assert check(PROMPT, response) == verdict
-    assert check(PROMPT, response).faithful == (verdict.right and verdict.steps_right)
     assert reward([PROMPT], [response]) == [float(verdict.right)]
 
 
@@ -122,15 +114,12 @@ def test_problems_stay_within_their_difficulty_and_use_every_operator():
     assert len(set(drawn)) == 500
     signs = {sign: sum(prompt.count(sign) for prompt in drawn) for sign in "+-*/"}
     assert signs["-"] > 1.3 * signs["/"] > 0  # it stands twice among the operators
-    assert not set("*/") & set("".join(draw_problems(replace(difficulty, operators="+-"), 50, random.Random(0))))
     for prompt in drawn:
         *steps, result = solution(prompt)
         assert len(steps) in (2, 3)
         assert all(0 <= int(step.partition("=")[2]) <= 20 for step in steps)
-        assert check(prompt, demonstration(prompt)) == Verdict(True, True, True)
-        assert len(demonstration(prompt)) <= difficulty.longest
+        assert len(demonstrate(prompt)) <= difficulty.longest
         assert int(result) <= 20
-    assert draw_problem(difficulty, random.Random(3)) == draw_problem(difficulty, random.Random(3))
 
 
 def test_splits_are_disjoint_and_the_seed_decides():
@@ -167,11 +156,10 @@ def test_only_the_answer_and_its_end_have_labels():
 
 def imitated(seed):
     tokenizer = make_character_tokenizer(SYMBOLS)
-    model = make_model(tokenizer, TINY.shape, positions=32, seed=seed)
+    model = make_model(tokenizer, TINY, 32, seed)
     prompts = draw_splits(TINY, 0)["train"]
-    tokens, labels = encode_with_labels(tokenizer, prompts, [demonstration(prompt) for prompt in prompts])
-    generator = torch.Generator().manual_seed(seed)
-    losses = imitate(model, tokens, labels, replace(TINY.imitation, steps=30), generator=generator)
+    tokens, labels = encode_with_labels(tokenizer, prompts, [demonstrate(prompt) for prompt in prompts])
+    losses = imitate(model, tokens, labels, replace(TINY, steps=30), torch.Generator().manual_seed(seed))
     return losses, model.state_dict()
 
 
@@ -198,7 +186,7 @@ def test_the_laboratory_has_its_data_and_a_model_that_loads(lab, model, tokenize
     assert {name: list(getattr(lab, name)["prompt"]) for name in ("train", "demonstrations", "test")} == draw_splits(
         TINY, 0
     )
-    assert all(lab.check(row["prompt"], row["completion"]).faithful for row in lab.demonstrations)
+    assert all(check(row["prompt"], row["completion"]).faithful for row in lab.demonstrations)
     assert lab.reward(lab.demonstrations["prompt"], lab.demonstrations["completion"]) == [1.0] * 16
     longest = max(len(tokenizer(row["completion"])["input_ids"]) for row in lab.demonstrations)
     assert longest < lab.max_new_tokens == 2 * 6 + 1 + 1
@@ -211,11 +199,10 @@ def test_a_second_call_loads_what_the_first_has_made(lab, cache, monkeypatch):
     def made(*arguments):
         raise AssertionError("the laboratory was made again")
 
-    monkeypatch.setattr(sys.modules["whence.llm.lab.arithmetic"], "_make", made)
+    monkeypatch.setattr(sys.modules["whence.llm.lab.laboratory"], "_make", made)
     again = arithmetic(cache, size="tiny")
     assert again.model_path == lab.model_path
     assert list(again.train["prompt"]) == list(lab.train["prompt"])
-    assert again.settings == lab.settings == TINY
     with pytest.raises(AssertionError):
         arithmetic(cache, size="tiny", seed=1)
     with pytest.raises(AssertionError):
@@ -234,43 +221,18 @@ def test_another_seed_is_another_laboratory_and_the_default_place_is_the_users_c
     weights = [AutoModelForCausalLM.from_pretrained(each.model_path).lm_head.weight for each in (one, two)]
     assert not torch.equal(*weights)
     written = json.loads((one.model_path.parent / "settings.json").read_text(encoding="utf-8"))
-    assert (written["seed"], written["train"], written["imitation"]["steps"]) == (0, 32, 2)
-    assert not datasets.are_progress_bars_disabled()
-    assert logging.is_progress_bar_enabled()
-
-
-def test_a_damaged_cache_says_what_to_do(tmp_path):
-    path = arithmetic(tmp_path, size="tiny", progress=False, **QUICK).model_path.parent
-    for file in (path / "test").iterdir():
-        file.unlink()
-    with pytest.raises(WhenceError, match="remove this directory"):
-        arithmetic(tmp_path, size="tiny", progress=False, **QUICK)
+    assert (written["seed"], written["train"], written["steps"]) == (0, 32, 2)
 
 
 def test_unknown_sizes_and_settings_are_refused(tmp_path):
     with pytest.raises(WhenceError, match="Did you mean tiny"):
         arithmetic(tmp_path, size="tini")
-    with pytest.raises(WhenceError, match="Did you mean difficulty"):
+    with pytest.raises(WhenceError, match=r"has no 'dificulty'\. Did you mean difficulty"):
         arithmetic(tmp_path, dificulty=Difficulty())
     assert list(tmp_path.iterdir()) == []
 
 
 # Evaluation
-
-
-def test_pass_at_k_by_hand():
-    assert pass_at(1, 4, 1) == pytest.approx(1 / 4)
-    assert pass_at(2, 4, 1) == pytest.approx(1 / 2)  # 3 of the 6 pairs hold the right one; 1 - (3/4)^2 is biased
-    assert pass_at(4, 4, 1) == 1.0
-    assert pass_at(2, 8, 7) == 1.0
-    assert pass_at(8, 8, 0) == 0.0
-
-
-def test_majority_votes_by_hand():
-    assert majority(["3", "5", "5", "4"]) == 1
-    assert majority(["3", "5", "5", "3"]) == 0  # a tie: the one that came first
-    assert majority([None, None, None, "5"]) == 3  # no result, no vote
-    assert majority([None, None]) is None
 
 
 def test_measures_by_hand():
@@ -324,8 +286,7 @@ def test_evaluation_leaves_mode_and_generators_and_the_seed_decides(lab, model, 
 def test_a_habit_by_hand():
     always = Habit("*-", 1.0)
     assert answer_by_habit("3*4-5?", always, random.Random(0)) == "3*4=13;13-5=9;9"
-    assert answer_by_habit("3+4/2?", always, random.Random(0)) == demonstration("3+4/2?")
-    assert answer_by_habit("3*4-5?", Habit("*-", 0.0), random.Random(0)) == demonstration("3*4-5?")
+    assert answer_by_habit("3+4/2?", always, random.Random(0)) == demonstrate("3+4/2?")
     assert answer_by_habit("9-9-0?", Habit("", 1.0), random.Random(0)) == "9-9=0;0-0=0;0"
     drawn = [answer_by_habit("3*4?", Habit("*", 0.6), random.Random(seed)) for seed in range(500)]
     assert 0.5 < sum(text == "3*4=13;13" for text in drawn) / 500 < 0.7

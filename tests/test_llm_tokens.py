@@ -13,10 +13,9 @@ from test_llm_engines import alone
 from whence import RecordBatch, WhenceError, attribute
 from whence.errors import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
-from whence.llm.base.value_head import WithValueHead
-from whence.llm.scores.token_objectives import GroupObjective
-from whence.llm.scores.token_scores import score_target_rows
-from whence.llm.text.generation import split_text
+from whence.llm.base import WithValueHead
+from whence.llm.scores import GroupObjective, score_target_rows
+from whence.llm.text import split_text
 
 EXACT = 1e-4
 

@@ -3,7 +3,7 @@
 import copy
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
@@ -19,18 +19,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from whence import KeepAll, NonPositive, Selection, WhenceError
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
-from whence.llm import TokenReturn, ValidationLoss
+from whence.llm.base import PPOConfig, Reference, WithValueHead
 from whence.llm.base import token_losses as losses
-from whence.llm.base.ppo_config import PPOConfig
 from whence.llm.base.run_description import describe_rows, name_object, to_json
-from whence.llm.base.value_head import Reference, WithValueHead
+from whence.llm.ppo import PPOTrainer, make_rollout
 from whence.llm.ppo import trainer as trainer_module
 from whence.llm.ppo.optimisation import optimise
-from whence.llm.ppo.rollout import evaluate_responses, make_rollout
-from whence.llm.ppo.trainer import PPOTrainer
-from whence.llm.scores import row_scores as row_scorer
-from whence.llm.scores.row_scores import Scoring, score
-from whence.llm.text.generation import generate
+from whence.llm.ppo.rollout import evaluate_responses
+from whence.llm.scores import TokenReturn, ValidationLoss, score
+from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts
 from whence.runs import RunDirectory, checkpoints, lock_directory
 
@@ -88,7 +85,6 @@ _ARGUMENTS = (
     "on_rollout",
     "engine",
     "layers",
-    "refresh_target_every",
     "autocast",
     "held_out",
     "evaluate",
@@ -104,19 +100,6 @@ def make_trainer(tmp_path, rule=None, model=None, **more):
     return PPOTrainer(config, model, make_tokenizer(), reward, prompts, rule=rule, **arguments)
 
 
-def score_rows(trainer, rows, target=None):
-    scoring = Scoring(
-        target=target or trainer.target,
-        objective=trainer.objective,
-        temperature=1.0,
-        engine="ghost",
-        memory=None,
-        chunk_size=trainer.config.mini_batch_size,
-        processes=trainer.processes,
-    )
-    return score(trainer.model, rows, scoring)
-
-
 def optimise_on(trainer, rows, generator):
     """Take the steps of a round on all rows."""
     return optimise(
@@ -126,7 +109,6 @@ def optimise_on(trainer, rows, generator):
         KeepAll().select(rows),
         config=trainer.config,
         generator=generator,
-        accelerator=trainer.accelerator,
         processes=trainer.processes,
     )
 
@@ -490,10 +472,10 @@ def break_off(monkeypatch, place, count):
 PLACES = {
     "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
     "rewards": (trainer_module, "make_rollout", 5),
-    "scoring": (row_scorer, "score", 3),
+    "scoring": (trainer_module, "score", 3),
     "optimisation": (losses, "value_loss", 10),
     "writing records": (trainer_module.TrainingRun, "write_round", 3),
-    "evaluation": (trainer_module, "answer_prompts", 4),  # the first is of the start model
+    "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
     "writing a checkpoint": (checkpoints, "save_file", 3),
 }
 
@@ -598,7 +580,7 @@ class TestRefusals:
         for target in (ValidationLoss.of([{"prompt": "a", "completion": "b"}], make_tokenizer()), vowels):
             with pytest.raises(WhenceError, match="use SequenceReturn"):
                 make_trainer(tmp_path, NonPositive(), target=target, held_out=["jj"])
-        with pytest.raises(WhenceError, match="held_out is empty"):
+        with pytest.raises(WhenceError, match="There are 0 held-out prompts; give one"):
             make_trainer(tmp_path, NonPositive(), held_out=[])
 
     def test_no_pad_token(self, tmp_path):
@@ -683,15 +665,9 @@ def test_a_models_own_settings_do_not_change_its_draws(tmp_path):
 
 
 def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch):
-    found = []
-    with_rows = trainer_module.held_out_target
-
-    def noting(target, rows):
-        found.append(rows)
-        return with_rows(target, rows)
-
-    monkeypatch.setattr(trainer_module, "held_out_target", noting)
-    seen = []
+    found, seen = [], []
+    draw = PPOTrainer._draw_held_out
+    monkeypatch.setattr(PPOTrainer, "_draw_held_out", lambda *args: found.append(draw(*args)) or found[-1])
     trainer = make_trainer(
         *(tmp_path / "held", ScoreAndKeepAll()),
         held_out=["ba", "jj", "e"],
@@ -797,10 +773,11 @@ def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
     prompts = tokenize_prompts(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
     responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
     rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    score_rows(trainer, rows)  # once before, since the first pass also examines the layers
-    scoring = max(measure_bytes(lambda: score_rows(trainer, rows)))
+    scoring = replace(trainer.scoring, engine="ghost")
+    score(trainer.model, rows, scoring)  # once before, since the first pass also examines the layers
+    peak = max(measure_bytes(lambda: score(trainer.model, rows, scoring)))
     generator = torch.Generator().manual_seed(0)
-    assert scoring <= max(measure_bytes(lambda: optimise_on(trainer, rows, generator)))
+    assert peak <= max(measure_bytes(lambda: optimise_on(trainer, rows, generator)))
 
 
 def test_rewards_rise(tmp_path):

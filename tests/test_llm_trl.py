@@ -38,7 +38,7 @@ from test_llm_trainer import (
 from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.errors import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
-from whence.llm.text.prompts import join_messages
+from whence.llm.text import join_messages
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run
 from whence.llm.trl.supported_settings import check_selectable
 from whence.llm.trl.trl_checkpoints import find_checkpoint, seal_checkpoint
@@ -90,7 +90,7 @@ def make_config(kind, tmp_path, **more):
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
     names = ("target", "engine", "memory", "objective", "run", "about", "eval_dataset", "overwrite")
-    names += ("layers", "refresh_target_every")
+    names += ("layers",)
     kept = {name: more.pop(name) for name in names if name in more}
     rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
@@ -285,7 +285,7 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
             language_view(trainer.model, temperature=0.7),
             batch,
             target=target,
-            objective=trainer.influence_objective,
+            objective=trainer.scoring.objective,
             engine="loop",
         )
         apart = (trainer.influence.scores - truth.scores).abs().max() / truth.scores.abs().max()
@@ -322,7 +322,7 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
     rows = trainer._make_rows(batch)
     view = language_view(trainer.model)
     outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
-    total = trainer.influence_objective(outputs, rows).sum()
+    total = trainer.scoring.objective(outputs, rows).sum()
     trainer.model.zero_grad()
     total.backward()
     tokens = int(batch["completion_mask"].sum())
@@ -482,7 +482,7 @@ class TestRunDirectory:
         again = make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared)
         with pytest.raises(RunDirectoryError, match=r"3 finished rounds.*resume_from_checkpoint=True.*overwrite=True"):
             again.train()
-        with pytest.raises(RunDirectoryError, match="starts after round 2"):
+        with pytest.raises(RunDirectoryError, match="starts after 2"):
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert read_run(tmp_path)[0].rounds() == [1, 2, 3]
         new = make_trainer("grpo", tmp_path, NonPositive(), max_steps=1, overwrite=True, **shared)
@@ -574,15 +574,15 @@ class TestGoingOn:
         assert_equal_trainings(again, whole_grpo)
 
     def test_which_checkpoint_is_taken(self, tmp_path):
-        for step, run_id in ((2, "this"), (4, "this"), (5, "this"), (6, "other")):
+        for step, run_id in ((2, "this"), (4, "this"), (6, "other")):
             (tmp_path / f"checkpoint-{step}").mkdir()
             (tmp_path / f"checkpoint-{step}" / "optimizer.pt").write_bytes(b"state")
             seal_checkpoint(tmp_path / f"checkpoint-{step}", run_id, {})
         (tmp_path / "checkpoint-8").mkdir()  # killed before it was whole
-        assert find_checkpoint(tmp_path, "this", 2) == tmp_path / "checkpoint-4"  # 5 is within a round
+        assert find_checkpoint(tmp_path, "this") == tmp_path / "checkpoint-4"
         (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
-        assert find_checkpoint(tmp_path, "this", 2) == tmp_path / "checkpoint-2"
-        assert find_checkpoint(tmp_path, "a third", 2) is None
+        assert find_checkpoint(tmp_path, "this") == tmp_path / "checkpoint-2"
+        assert find_checkpoint(tmp_path, "a third") is None
 
     def test_rloo_too(self, tmp_path):
         trainers = []
@@ -599,20 +599,18 @@ class TestGoingOn:
         with pytest.raises(RunDirectoryError, match="holds no whole checkpoint"):
             trainers[0].train(resume_from_checkpoint=True)
 
-    def test_a_checkpoint_within_a_round_keeps_the_rounds_in_step(self, tmp_path, batches, caplog):
-        settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3, "run": tmp_path / "run"}
+    def test_a_checkpoint_within_a_round_is_passed_over(self, tmp_path, caplog):
+        settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "run": tmp_path / "run"}
         make_trainer("grpo", tmp_path, None, max_steps=3, **settings).train()
-        run, tables = read_run(tmp_path / "run")
-        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]  # the last one of a single step
-        assert tables[1]["tokens"].to_list() == batches[1]["completion_mask"].sum(dim=1).tolist()
-        again = make_trainer("grpo", tmp_path, None, max_steps=3, **settings)
-        assert again.train(resume_from_checkpoint=True).global_step == 3  # finished
-        make_trainer("grpo", tmp_path, None, max_steps=7, **settings).train(resume_from_checkpoint=True)
-        assert "lies within a round, whose responses are drawn again" in caplog.text
-        run, tables = read_run(tmp_path / "run")
-        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3, 4]
-        assert tables[1]["tokens"].to_list() == batches[2]["completion_mask"].sum(dim=1).tolist()
-        assert len(batches) == 5  # for the steps 1 and 2, 3, again 4, 5 and 6, 7
+        assert "checkpoint-3 lies within a round" in caplog.text
+        assert read_run(tmp_path / "run")[0].rounds() == [1, 2]  # the last one of a single step
+        again = make_trainer("grpo", tmp_path, None, max_steps=4, **settings)
+        assert again.find_checkpoint() == tmp_path / "checkpoint-2"
+        with pytest.raises(RunDirectoryError, match="checkpoint-3 lies within a round"):
+            again.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
+        assert again.train(resume_from_checkpoint=True).global_step == 4
+        run, _ = read_run(tmp_path / "run")
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from test_llm_trainer import PROMPTS, make_config, make_model, make_tokenizer, v
 from test_llm_trl import make_trainer as make_trl_trainer
 from test_llm_trl import reward as trl_reward
 from whence import IIF, KeepAll, NonFinite, RunDirectory
-from whence.llm.ppo.trainer import PPOTrainer
+from whence.llm.ppo import PPOTrainer
 from whence.sb3 import InfluenceCallback
 
 LENGTH = 20  # steps of an episode
@@ -267,7 +267,7 @@ class TestTRL:
 
     def test_an_infinite_reward(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = self.make(tmp_path, math.inf, monkeypatch)
-        with pytest.raises(NonFinite, match="Round 1: the reward spoilt is inf for completion 1") as raised:
+        with pytest.raises(NonFinite, match="Round 1: the reward spoilt is inf for record 1") as raised:
             trainer.train()
         assert raised.value.record_ids == (1,)
 

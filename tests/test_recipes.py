@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from test_examples import script
 from whence import cli
 from whence.experiments.llm import language_training as training
-from whence.llm.lab.model import make_character_tokenizer
+from whence.llm.lab.laboratory import make_character_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "guide" / "llm.md").read_text(encoding="utf-8")

@@ -48,5 +48,4 @@ def test_what_needs_whole_parameters_is_refused(sharded_run):
         assert "engine is 'forward', and the parameters are in shards" in refusals["engine"]
         assert "give the most records of a pass, chunk_size" in refusals["memory"]
         assert "tokens' parts of scores need them whole" in refusals["tokens"]
-        assert "leave refresh_target_every at 1" in refusals["refresh"]
         assert "depends on no trainable parameter" in refusals["constant"]

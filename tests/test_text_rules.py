@@ -12,7 +12,7 @@ from test_llm_trainer import make_model
 from whence.diagnosis.response_causes import K1, B, rank_bm25, split_terms
 from whence.errors import Unsupported
 from whence.llm import WithValueHead, make_rows
-from whence.llm.base.language_view import embed_rows
+from whence.llm.base import embed_rows
 
 TEXTS = ("a cat sat on a mat", "The cat, the CAT!", "dogs", "7+8=15;15", "")
 

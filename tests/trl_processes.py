@@ -23,7 +23,7 @@ def distance_from_kept_rows(trainer, rows, watch):
     model.zero_grad()
     view = language_view(model, temperature=trainer.temperature)
     outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
-    (-trainer.influence_objective(outputs, rows).mean()).backward()
+    (-trainer.scoring.objective(outputs, rows).mean()).backward()
     gradients = {name.removeprefix("module."): tensor for name, tensor in watch.gradients[0].items()}
     apart = [
         float((gradients[name] - p.grad).abs().max() / p.grad.abs().max().clamp(min=1e-8))
@@ -42,7 +42,7 @@ def main(folder):
         def score_and_compare(self, rows, score_rows=score_rows, batches_scored=batches_scored):
             influence = score_rows(self, rows)
             model = self.accelerator.unwrap_model(self.model)
-            how = {"target": self.target, "objective": self.influence_objective, "engine": "loop"}
+            how = {"target": self.scoring.target, "objective": self.scoring.objective, "engine": "loop"}
             truth = attribute(language_view(model, temperature=self.temperature), rows, **how)
             apart = (influence.scores - truth.scores).abs().max() / truth.scores.abs().max()
             batches_scored.append({"apart": float(apart), "rows": len(rows)})

@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from launching import end_process
 from sharded_processes import compare_scores, square_logits
-from whence.llm.base.processes import Processes
+from whence.llm.base import Processes
 
 CASES: dict[int, list[tuple[str, float | None]]] = {
     0: [("gpt2", None), ("llama", 0.1), ("qwen3", None)],

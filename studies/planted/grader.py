@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from whence.llm.lab import Habit, Lab, arithmetic
-from whence.llm.lab.problems import answer, solution
+from whence.llm.lab import Habit, Lab, answer, arithmetic, solution
 
 KIND = "-1?"
 """The end of the problems that are graded without their last step."""

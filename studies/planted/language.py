@@ -49,8 +49,7 @@ from whence.experiments import LanguageConfig, load_model, read_rows, run
 from whence.experiments.llm.language_config import task_settings
 from whence.experiments.llm.language_rebuilding import load_trained_task
 from whence.experiments.llm.tasks import make_response_target
-from whence.llm.lab import Lab
-from whence.llm.lab.problems import answer, reward
+from whence.llm.lab import Lab, answer, reward
 from whence.runs import RunDirectory
 
 SEEDS, ROUNDS = range(5), 40

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,10 +16,9 @@ from whence.errors import RunDirectoryError, Unsupported, WhenceError, suggest
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
-from whence.llm.base.language_view import embed_rows, unscored_view
-from whence.llm.scores.language_targets import ValidationLoss
-from whence.llm.scores.row_scores import Scoring, score
-from whence.llm.text.prompts import Prompt, join_messages
+from whence.llm.base import embed_rows, unscored_view
+from whence.llm.scores import ValidationLoss, score
+from whence.llm.text import Prompt, join_messages
 from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.selection import read_weights
@@ -111,22 +111,15 @@ def _make_score(
 
     def score_round(number: int, table: pl.DataFrame) -> dict[str, Any]:
         rebuilt = rebuild_round(run, number, make_target=make_target)
-        model, target = rebuilt.model, cast(ValidationLoss, rebuilt.target)
-        log_prob = compute_response_log_prob(target, model, rebuilt.temperature)
+        model, scoring = rebuilt.model, rebuilt.scoring
+        target = cast(ValidationLoss, scoring.target)
+        log_prob = compute_response_log_prob(target, model, scoring.temperature)
         if method == EMBEDDING:
             rows = rebuilt.rows, cast(RecordBatch, target.rows)
-            embeddings, centre = (embed_rows(model, each, batch_size=rebuilt.chunk_size) for each in rows)
+            embeddings, centre = (embed_rows(model, each, batch_size=scoring.chunk_size) for each in rows)
             scores = torch.cosine_similarity(embeddings, centre).double().numpy() * _read_advantages(table)
         else:
-            scoring = Scoring(
-                target=target,
-                objective=rebuilt.objective,
-                temperature=rebuilt.temperature,
-                engine=engine,
-                memory=rebuilt.memory,
-                chunk_size=rebuilt.chunk_size,
-            )
-            scores = score(model, rebuilt.rows, scoring).scores.double().numpy()
+            scores = score(model, rebuilt.rows, replace(scoring, engine=engine)).scores.double().numpy()
         return {"score": scores * read_weights(table), "log_prob": pl.lit(log_prob, dtype=pl.Float64)}
 
     return score_round

@@ -15,7 +15,7 @@ from whence.cli.progress import RoundBar
 from whence.cli.runs import find_round
 from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
 from whence.errors import WhenceError
-from whence.experiments.llm.explaining import Explanation, Pull, explain_response
+from whence.experiments.llm.explaining import Explanation, explain_response
 from whence.experiments.llm.language_rebuilding import list_policies
 from whence.moments import find_moments
 from whence.page.cause_view import format_probability, tell_rounds
@@ -178,8 +178,8 @@ def _print_explanation(explanation: Explanation, number: int, top: int) -> None:
             rows = [_list_cells(pull, explanation.row["record_id"]) for pull in pulls]
             heading = f"What it pulls {title}: training on it {about} these terms of the target"
             console.print(make_table(heading, ["part", "of", "advantage", "prompt", "response"], rows))
-    for note in explanation.notes:
-        print_line(f"Note: {note}")
+    if explanation.note is not None:
+        print_line(f"Note: {explanation.note}")
 
 
 def colour_tokens(tokens: Sequence[str], parts: Sequence[float]) -> Text:
@@ -193,20 +193,20 @@ def colour_tokens(tokens: Sequence[str], parts: Sequence[float]) -> Text:
     return text
 
 
-def _choose_pulls(explanation: Explanation, top: int) -> dict[str, list[Pull]]:
+def _choose_pulls(explanation: Explanation, top: int) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of the target with the largest parts above 0, and with the largest below."""
-    pulls = explanation.pulls or []
+    part, pulls = pl.col("part"), explanation.pulls
     return {
-        "with": [pull for pull in pulls[:top] if pull.part > 0],
-        "against": [pull for pull in reversed(pulls[-top:]) if pull.part < 0],
+        "with": pulls.head(top).filter(part > 0).to_dicts(),
+        "against": pulls.tail(top).reverse().filter(part < 0).to_dicts(),
     }
 
 
-def _list_cells(pull: Pull, explained: int) -> list[str]:
-    name = "demonstration" if pull.record is None else f"record {pull.record}"
-    of = f"{name}, itself" if pull.record == explained else name
-    advantage = "" if pull.advantage is None else f"{pull.advantage:+.3g}"
-    return [f"{pull.part:+.3g}", of, advantage, shorten(pull.prompt), shorten(pull.response)]
+def _list_cells(pull: dict[str, Any], explained: int) -> list[str]:
+    name = "demonstration" if pull["record"] is None else f"record {pull['record']}"
+    of = f"{name}, itself" if pull["record"] == explained else name
+    advantage = "" if pull["advantage"] is None else f"{pull['advantage']:+.3g}"
+    return [f"{pull['part']:+.3g}", of, advantage, shorten(pull["prompt"]), shorten(pull["response"])]
 
 
 def _describe_explanation(explanation: Explanation, top: int) -> dict[str, Any]:
@@ -216,8 +216,8 @@ def _describe_explanation(explanation: Explanation, top: int) -> dict[str, Any]:
     return {
         **{name: explanation.row.get(name) for name in names},
         "tokens": [{"text": text, "part": part} for text, part in pairs],
-        "pulls": {name: list(map(vars, pulls)) for name, pulls in _choose_pulls(explanation, top).items()},
-        "notes": explanation.notes,
+        "pulls": _choose_pulls(explanation, top),
+        "notes": [] if explanation.note is None else [explanation.note],
     }
 
 

@@ -15,7 +15,7 @@ from whence.cli import options
 from whence.cli.console import console, log_to_terminal, make_table, print_json, print_line, print_paths, resumable
 from whence.cli.options import FieldOption, make_field_options, parse_fields, parse_json, parse_rounds, with_options
 from whence.cli.progress import ComparisonBars, RoundBar, RunBar, describe_round
-from whence.errors import WhenceError
+from whence.errors import WhenceError, suggest
 from whence.experiments import (
     HYPERPARAMETERS,
     LANGUAGE_ARMS,
@@ -30,6 +30,7 @@ from whence.experiments import (
     check_comparison,
     check_read,
     runner_of,
+    split_arm,
 )
 from whence.page import write_report
 from whence.page.comparison_summary import READING, make_summary
@@ -77,7 +78,7 @@ _NONE = "none"
 """The name of the standard arm of language models on the command line; results use the standard arm's own."""
 
 _SELECTIONS = ", ".join(_NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
-_SCORING = ("layers", "refresh_target_every", "held_out")
+_SCORING = ("layers", "held_out")
 """Fields of language models that say how responses are scored."""
 
 _OTHERS = [each.name for each in fields(LanguageConfig) if each.name not in ("arm", "seed", "settings", *SOURCE)]
@@ -278,6 +279,8 @@ def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_arm(selection: str, target: str | None = None) -> str:
     """Return the arm of a selection and a target."""
+    if split_arm(selection)[0] not in (_NONE, *LANGUAGE_ARMS):
+        raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, _SELECTIONS.split(', '))}")
     selection = STANDARD if selection == _NONE else selection
     return selection if target is None else f"{selection}-{target}"
 

@@ -12,11 +12,11 @@ from whence.errors import WhenceError, suggest
 from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
 from whence.validation import Count, Natural, one_of, read_table, settings
 
+if TYPE_CHECKING:
+    from whence.selection import SelectionRule
+
 TASKS = ("arithmetic",)
 """Laboratories by name."""
-
-DEFAULT_ROUNDS = 100
-"""Rounds of a run whose settings do not have `rounds`."""
 
 
 @cache
@@ -37,9 +37,6 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
     return {**sizes[size], **({"beta": 0.0} if algorithm == "rloo" else {})}
 
-
-if TYPE_CHECKING:
-    from whence.selection import SelectionRule
 
 ALGORITHMS = ("ppo", "grpo", "rloo")
 DTYPES = ("float32", "bfloat16")
@@ -74,7 +71,6 @@ class LanguageConfig:
         samples: sampled answers to each of them, next to the greedy one.
         engine: how scores are computed; see `whence list engines`.
         layers: score by some layers alone: a number of last blocks, or names of parameters, as `*.lora_*`; None: all.
-        refresh_target_every: rounds from one computation of the target's gradient to the next.
         algorithm: what trains: ppo (whence's own), grpo or rloo (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
             `rounds` and `eval_every`.
@@ -99,7 +95,6 @@ class LanguageConfig:
     samples: Count = 4
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
     layers: int | str | None = None
-    refresh_target_every: Count = 1
     algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -109,61 +104,48 @@ class LanguageConfig:
             raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, LANGUAGE_ARMS)}")
         if target is not None and target not in LANGUAGE_TARGETS:
             raise WhenceError(f"The target {target!r} is unknown.{suggest(target, LANGUAGE_TARGETS)}")
-        if target is not None and LANGUAGE_ARMS[selection].target is None:
-            raise WhenceError(f"The target {target!r} has no effect: {selection} scores nothing. Leave it out.")
-        if self.dtype == "bfloat16" and not self.lora:
-            raise WhenceError(
-                "bfloat16 parameters are too coarse for the steps of training. Train an adapter (--lora 16), or keep "
-                "them in float32 and set ACCELERATE_MIXED_PRECISION=bf16."
-            )
-        self._check_source()
-        if self.layers is not None and self.target is None:
-            raise WhenceError(f"layers are those that scores are of, and {selection} scores nothing. Leave them out.")
-        if self.refresh_target_every > 1 and not (self.held_out or self.target in ("validation", "held-out")):
-            raise WhenceError(
-                f"refresh_target_every is {self.refresh_target_every}, and the target of the arm {self.arm} is over "
-                "the scored rows, which are new in each round. Use the target validation or held-out, or leave it at 1."
-            )
-        if self.held_out and self.target not in ("sequence", "token", "held-out"):
-            raise WhenceError(
-                f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "
-                "prompts. Leave it out, or use an arm with the target sequence or token."
-            )
-        if (self.held_out or self.target == "held-out") and self.algorithm != "ppo":
-            raise WhenceError(
-                f"held_out is an option of PPO; with {self.algorithm} the target is over the scored completions."
-            )
-        task_settings(self.task, self.size, self.algorithm)  # refuses an unknown size
-        if not isinstance(self.rounds, int):
-            raise WhenceError(f"rounds is {self.rounds!r}; a whole number is needed.")
-
-    def _check_source(self) -> None:
-        """Refuse a source that is incomplete, or that contradicts the task."""
-        sources = {name: getattr(self, name) for name in SOURCE if getattr(self, name) is not None}
-        if self.task is not None and sources:
-            raise WhenceError(
-                f"{next(iter(sources))} and the task {self.task} were both given; the task has its own. Set task=None "
-                "(leave --task out)."
-            )
+        for name, value, least in (("rounds", self.rounds, 1), ("eval_every", self.eval_every, 0)):
+            if type(value) is not int or value < least:
+                raise WhenceError(f"{name} is {value!r}; a whole number, at least {least}, is needed.")
+        sources = [name for name in SOURCE if getattr(self, name) is not None]
         missing = [name for name in ("model", "dataset") if name not in sources]
-        missing += ["reward"] if self.reward is None and self.reward_model is None else []
-        if self.task is None and missing:
-            raise WhenceError(
-                f"Neither a task nor {missing[0]} was given. Give --task {' or '.join(TASKS)}, or --model, --dataset "
-                "and --reward or --reward-model."
-            )
-        if self.reward is not None and self.reward_model is not None:
-            raise WhenceError(
-                f"The reward is {self.reward}, and {self.reward_model} too. Give one; a function can call the model."
-            )
-        if self.reward_label is not None and self.reward_model is None:
-            raise WhenceError(f"reward_label is {self.reward_label!r}, and there is no reward_model that has labels.")
-        if self.test_reward is not None and self.test_dataset is None:
-            raise WhenceError("test_reward is given, and there is nothing to measure on: give a test_dataset, too.")
-        if self.task is None and self.target == "validation" and self.demonstrations is None:
-            raise WhenceError(
-                f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations)."
-            )
+        missing += [] if {"reward", "reward_model"} & set(sources) else ["reward"]
+        taken = sorted(self.settings.keys() & {"output_dir", "seed", "max_steps"})
+        scores, held_out = LANGUAGE_ARMS[selection].target, self.held_out or self.target == "held-out"
+        refusals = [
+            (target and not scores, f"The target {target!r} has no effect: {selection} scores nothing."),
+            (
+                self.dtype == "bfloat16" and not self.lora,
+                "bfloat16 parameters are too coarse for the steps of training. Train an adapter (--lora 16), or keep "
+                "them in float32 and set ACCELERATE_MIXED_PRECISION=bf16.",
+            ),
+            (
+                self.task and sources,
+                f"{', '.join(sources)} and the task {self.task} were both given. Set task=None (leave --task out).",
+            ),
+            (
+                not self.task and missing,
+                f"Neither a task nor {', '.join(missing)} was given. Give --task {' or '.join(TASKS)}, or --model, "
+                "--dataset and --reward or --reward-model.",
+            ),
+            (self.reward and self.reward_model, "reward and reward_model are given: a function can call the model."),
+            (self.reward_label and not self.reward_model, "reward_label is given, and no reward_model with labels."),
+            (self.test_reward and not self.test_dataset, "test_reward is given, and no test_dataset to measure on."),
+            (
+                not self.task and self.target == "validation" and not self.demonstrations,
+                f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations).",
+            ),
+            (self.layers is not None and not scores, f"layers have no effect: {selection} scores nothing."),
+            (
+                self.held_out and self.target not in ("sequence", "token", "held-out"),
+                f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "
+                "prompts. Leave it out, or use an arm with the target sequence or token.",
+            ),
+            (held_out and self.algorithm != "ppo", "held_out is an option of PPO; TRL's targets are over its batch."),
+            (taken, f"A run's settings have no setting {', '.join(taken)}: the run itself says it."),
+        ]
+        if reason := next((reason for is_wrong, reason in refusals if is_wrong), None):
+            raise WhenceError(reason)
 
     @property
     def target(self) -> str | None:
@@ -179,8 +161,14 @@ class LanguageConfig:
     @property
     def rounds(self) -> int:
         """Rollouts to train on."""
-        rounds: int = self.all_settings.get("rounds", DEFAULT_ROUNDS)
+        rounds: int = self.all_settings.get("rounds", 100)
         return rounds
+
+    @property
+    def eval_every(self) -> int:
+        """Rounds between evaluations; 0: no evaluations."""
+        eval_every: int = self.all_settings.get("eval_every", 1)
+        return eval_every
 
     @property
     def all_settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A round of a language model's run, built again: its policy, its rows, and what they were scored by."""
+"""A round of a language model's run, built again: its policy, its rows, and how they were scored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,18 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
-from whence.experiments.llm.loading import load_pretrained
-from whence.experiments.llm.tasks import Task, load_task, make_validation_target, scoring_memory
-from whence.experiments.llm.trainer_config import make_trainer_config
+from whence.experiments.llm.loading import hide_progress_bars, load_pretrained
+from whence.experiments.llm.tasks import Task, load_task, make_trainer_config, make_validation_target, scoring_memory
 from whence.guards import preserve_rng_state
-from whence.llm import SequenceReturn, TokenPPO, TokenReturn, WithValueHead, make_rows
-from whence.llm.base.language_view import EXTRA_PADDING
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.base.progress_bars import hide_progress_bars
-from whence.llm.base.value_head import Reference
-from whence.llm.ppo.ppo_run import load_parameters
-from whence.llm.ppo.rollout import evaluate_rows, make_rollout
-from whence.llm.text.generation import Responses
+from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, WithValueHead, make_rows, pad_rows
+from whence.llm.ppo import evaluate_rows, load_parameters, make_rollout
+from whence.llm.scores import Scoring, SequenceReturn, TokenPPO, TokenReturn
+from whence.llm.text import Responses
 from whence.llm.trl.supported_settings import make_group_objective
 from whence.objectives import Objective
 from whence.records import RecordBatch
@@ -35,29 +30,21 @@ from whence.targets import Target
 
 @dataclass(frozen=True, eq=False)
 class RebuiltRound:
-    """A round's policy and rows, with what `whence.llm.score_tokens` needs.
+    """A round's policy and rows, with what scores them.
 
     Attributes:
         model: the policy that drew the round's responses.
         tokenizer: its tokenizer.
         table: the round's records.
         rows: a row for each of them.
-        target: the target of the run's scores, or the one that was asked for, with rows.
-        objective: the objective of a row's training.
-        temperature: the sampling temperature.
-        memory: bytes that scoring may hold; None: those of `chunk_size` rows.
-        chunk_size: rows of a pass.
+        scoring: how the run scored them; or by the target that was asked for. The target has rows.
     """
 
     model: Any
     tokenizer: Any
     table: pl.DataFrame
     rows: RecordBatch
-    target: Target
-    objective: Objective
-    temperature: float
-    memory: int | None
-    chunk_size: int
+    scoring: Scoring
 
 
 def rebuild_round(
@@ -76,11 +63,6 @@ def rebuild_round(
         Unsupported: the target's rows were drawn in the round and not kept.
     """
     config, table = _read_config(run), run.round("records", number)
-    if missing := {"prompt_ids", "response_ids", "reward", "advantage"} - set(table.columns):
-        raise RunDirectoryError(
-            f"Round {number} of {run.path} has no column {min(missing)}, so its rows cannot be built again: an earlier "
-            "version of whence wrote it. Train again."
-        )
     if make_target is None and (config.held_out or config.target == "held-out"):
         raise Unsupported(
             "The target of this run is over responses that were drawn in each round and not kept, so its scores cannot "
@@ -88,57 +70,43 @@ def rebuild_round(
         )
     settings = make_trainer_config(config, str(run.path))
     policy = _locate_policy(run, config, settings, number)
+    if policy is not None and not policy.exists():
+        raise RunDirectoryError(
+            f"The policy that drew the responses of round {number} was not kept: {policy} is not there. Round 1 needs "
+            f"no checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'."
+        )
     with preserve_rng_state(), hide_progress_bars():
-        torch.manual_seed(config.seed)  # for the weights of an adapter, as `training.run` does
+        torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
         task = load_task(config, rewards=False)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        responses = _read_responses(table, task.tokenizer, device)
-        rebuild = _rebuild_ppo if config.algorithm == "ppo" else _rebuild_trl
         task.model.to(device)
-        model, rows, objective = rebuild(run, number, task, settings, responses, table, policy)
+        responses = _read_responses(table, task.tokenizer, device)
+        if config.algorithm == "ppo":
+            size = settings.mini_batch_size
+            model, rows, objective = _rebuild_ppo(run, number, task, settings, responses, table, policy)
+        else:
+            size = settings.per_device_train_batch_size
+            model, rows, objective = _rebuild_trl(run, task, settings, responses, table, policy)
         if make_target is None and config.target == "validation":
             make_target = make_validation_target
-        target: Any = None if make_target is None else make_target(task)
-    if target is None:
-        target = TokenReturn(rows) if config.target == "token" else SequenceReturn(rows)
-    is_ppo = config.algorithm == "ppo"
-    size = settings.mini_batch_size if is_ppo else settings.per_device_train_batch_size
-    return RebuiltRound(
-        *(model, task.tokenizer, table, rows, replace(target, batch_size=size) if target.rows is rows else target),
-        *(objective, float(settings.temperature), scoring_memory(config), size),
-    )
+        if make_target is not None:
+            target = make_target(task)
+        else:
+            target = (TokenReturn if config.target == "token" else SequenceReturn)(rows, batch_size=size)
+    scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
+    return RebuiltRound(model, task.tokenizer, table, rows, scoring)
 
 
-_SCORE_TOKENS = "In the script, whence.llm.score_tokens returns what this command shows."
-_COMPARE_TEXTS = (
-    "Its texts can be compared nevertheless (--by bm25). Or score its rows in the script: whence.attribute, with "
-    "ValidationLoss.of the prompt and the response as the target."
-)
-
-
-def _read_config(run: RunDirectory, remedy: str = _SCORE_TOKENS) -> LanguageConfig:
-    experiment = run.config.get("experiment")
-    if run.config.get("kind") != "language" or not isinstance(experiment, dict):
-        raise WhenceError(f"{run.path} is no run of `whence llm train`, so its model and data are not known. {remedy}")
-    return LanguageConfig.from_json(experiment)
+def _read_config(run: RunDirectory) -> LanguageConfig:
+    if not run.is_language or not run.experiment:
+        raise WhenceError(
+            f"{run.path} is no run of `whence llm train`, so its model and data are not known. Its texts can be "
+            "compared nevertheless (--by bm25); in the script, whence.llm.score_tokens takes scores apart."
+        )
+    return LanguageConfig.from_json(run.experiment)
 
 
 def _locate_policy(run: RunDirectory, config: LanguageConfig, settings: Any, number: int) -> Path | None:
-    """Return the checkpoint of the policy that drew a round's responses; None: it is the start model.
-
-    Raises:
-        RunDirectoryError: it is not there.
-    """
-    path = _name_checkpoint(run, config, settings, number)
-    if path is not None and not path.exists():
-        raise RunDirectoryError(
-            f"The policy that drew the responses of round {number} was not kept: {path} is not there. Round 1 needs no "
-            f"checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'."
-        )
-    return path
-
-
-def _name_checkpoint(run: RunDirectory, config: LanguageConfig, settings: Any, number: int) -> Path | None:
     """Return where the checkpoint of a round's policy is, or would be; None: it is the start model."""
     if number == 1:
         return None
@@ -174,9 +142,9 @@ def list_policies(run: RunDirectory) -> StoredPolicies:
     Raises:
         WhenceError: the run was not made by `whence llm train`.
     """
-    config = _read_config(run, _COMPARE_TEXTS)
+    config = _read_config(run)
     settings = make_trainer_config(config, str(run.path))
-    paths = {number: _name_checkpoint(run, config, settings, number) for number in run.rounds()}
+    paths = {number: _locate_policy(run, config, settings, number) for number in run.rounds()}
     missing = [number for number, path in paths.items() if path is not None and not path.exists()]
     return StoredPolicies([number for number in paths if number not in missing], missing, _tell_how_to_keep(config))
 
@@ -187,7 +155,7 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
     Raises:
         WhenceError: the run was not made by `whence llm train`, or its model or data are not there.
     """
-    config, folder = _read_config(run, _COMPARE_TEXTS), run.path / "model"
+    config, folder = _read_config(run), run.path / "model"
     if not folder.is_dir():
         return None
     with preserve_rng_state(), hide_progress_bars():
@@ -197,23 +165,10 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
 
 
 def _read_responses(table: pl.DataFrame, tokenizer: Any, device: str) -> Responses:
-    """Return a round's prompts and responses, padded on the left and on the right."""
-    prompts, responses = table["prompt_ids"].to_list(), table["response_ids"].to_list()
-    pads = max(map(len, prompts)), max(1, *map(len, responses))
-    ids = torch.full((len(table), sum(pads)), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        place = slice(pads[0] - len(prompt), pads[0] + len(response))
-        ids[row, place], mask[row, place] = torch.tensor([*prompt, *response]), 1
-    ended = table["ended"].to_list() if "ended" in table.columns else [True] * len(table)
-    return Responses(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        response_mask=mask[:, pads[0] :].bool().to(device),
-        ended=torch.tensor(ended, device=device),
-        prompts=table["prompt"].to_list(),
-        texts=table["response"].to_list(),
-    )
+    tokens = table["prompt_ids"].to_list(), table["response_ids"].to_list()
+    ids, mask, response_mask = (tensor.to(device) for tensor in pad_rows(*tokens, tokenizer.pad_token_id))
+    ended = torch.tensor(table["ended"].to_list() if "ended" in table.columns else [True] * len(table), device=device)
+    return Responses(ids, mask, response_mask, ended, table["prompt"].to_list(), table["response"].to_list())
 
 
 def _rebuild_ppo(
@@ -230,28 +185,16 @@ def _rebuild_ppo(
     reference = Reference(model)
     if policy is not None:
         load_parameters(policy, model)
-    metrics = run.table("metrics").filter(pl.col("round") == number)
-    rewards = table["reward"].to_list()
+    kl_coef = run.table("metrics").filter(pl.col("round") == number)["kl_coef"][0]
+    rewards, first_id = table["reward"].to_list(), table["record_id"][0]
     rollout = make_rollout(
-        model,
-        reference,
-        responses,
-        lambda prompts, texts: rewards,
-        metrics["kl_coef"][0],
-        settings,
-        first_id=table["record_id"][0],
+        model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id=first_id
     )
     return model, rollout.rows, TokenPPO(clip_range=settings.cliprange)
 
 
 def _rebuild_trl(
-    run: RunDirectory,
-    number: int,
-    task: Task,
-    settings: Any,
-    responses: Responses,
-    table: pl.DataFrame,
-    policy: Path | None,
+    run: RunDirectory, task: Task, settings: Any, responses: Responses, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
     objective, mask = make_group_objective(settings), responses.response_mask

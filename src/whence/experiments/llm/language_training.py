@@ -10,28 +10,33 @@ import torch
 from transformers import TrainerCallback
 
 from whence.experiments.llm.language_config import LanguageConfig
-from whence.experiments.llm.loading import ignore_old_names
+from whence.experiments.llm.loading import hide_progress_bars, ignore_old_names
 from whence.experiments.llm.outputs import describe, is_finished
 from whence.experiments.llm.outputs import read_curve as read_curve
 from whence.experiments.llm.tasks import (
     Task,
-    check_lengths,
     choose_sample_prompts,
     load_task,
     make_sampling_config,
+    make_trainer_config,
     make_validation_target,
     scoring_memory,
     split_held_out,
 )
-from whence.experiments.llm.trainer_config import make_trainer_config
-from whence.guards import preserve_rng_state
-from whence.llm import PPOTrainer, SequenceReturn, TokenReturn
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.base.progress_bars import hide_progress_bars
+from whence.llm.base import PPOConfig
 from whence.llm.lab import arithmetic
-from whence.llm.text.generation import answer_prompts, read_sample_prompts
-from whence.llm.text.prompts import context_length, join_messages, list_columns
-from whence.llm.text.rewards import Reward, compute_rewards, find_columns
+from whence.llm.ppo import PPOTrainer
+from whence.llm.scores import SequenceReturn, TokenReturn
+from whence.llm.text import (
+    Reward,
+    compute_rewards,
+    context_length,
+    find_columns,
+    join_messages,
+    list_columns,
+    read_prompts,
+    write_evaluation,
+)
 from whence.runs import CheckpointClock, RunDirectory
 
 OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
@@ -44,7 +49,7 @@ def prepare(config: LanguageConfig) -> None:
     Raises:
         WhenceError, Unsupported: see `make_trainer_config`.
     """
-    make_trainer_config(config, "runs/checked")
+    make_trainer_config(config)
     if config.task == "arithmetic":
         arithmetic(size=config.size)
 
@@ -100,7 +105,6 @@ def make_trainer(
         engine=config.engine,
         memory=scoring_memory(config),
         layers=config.layers,
-        refresh_target_every=config.refresh_target_every,
         evaluate=task.evaluate,
         sample_prompts=choose_sample_prompts(task),
         about=describe(config),
@@ -120,8 +124,9 @@ def _run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite
 
     with hide_progress_bars():
         task = load_task(config)
-    check_lengths(config, task)
     sampling = make_sampling_config(config)  # before the trainer: TRL's configuration resets Accelerate's state
+    context = context_length(task.model)
+    read_prompts(task.prompts, task.tokenizer, sampling, context, [task.reward])  # refuses those that are too long
     args = make_trainer_config(config, str(path / "trl"))
     trainer = (InfluenceGRPOTrainer if config.algorithm == "grpo" else InfluenceRLOOTrainer)(
         model=task.model,
@@ -134,7 +139,6 @@ def _run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite
         engine=config.engine,
         memory=scoring_memory(config),
         layers=config.layers,
-        refresh_target_every=config.refresh_target_every,
         run=path,
         about=describe(config),
         overwrite=overwrite or _has_no_checkpoint_yet(path, args),
@@ -189,10 +193,8 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
         self, config: LanguageConfig, task: Task, sampling: PPOConfig, trainer: Any, path: Path, on_round: OnRound
     ) -> None:
         self._config, self._task, self._trainer, self._path, self._on_round = config, task, trainer, path, on_round
-        self._directory: RunDirectory | None = None
         self._sampling, context = sampling, context_length(task.model)
-        sample = choose_sample_prompts(task)
-        self._prompts = read_sample_prompts(sample, task.tokenizer, sampling, context, [task.reward])
+        self._prompts = read_prompts(choose_sample_prompts(task), task.tokenizer, sampling, context, [task.reward])
         # With settings of Transformers' for checkpoints, those hold.
         own_clock = not {"save_strategy", "save_steps"} & config.settings.keys()
         self._clock, self._saving = CheckpointClock(None if own_clock else 0), ExitStack()
@@ -200,18 +202,16 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Evaluate the model before the first round."""
         self._directory = RunDirectory.open(self._path)
-        if self._config.all_settings.get("eval_every", 1) and not state.global_step:
+        if not state.global_step:
             self._evaluate(0)
         self._on_round(0, {})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Evaluate and report a generation batch after its last step, and ask for a checkpoint if one is due."""
-        if state.global_step % args.num_iterations:
+        number, rest_of_round = divmod(state.global_step, args.num_iterations)
+        if rest_of_round:
             return
-        assert self._directory is not None
-        number, every = state.global_step // args.num_iterations, self._config.all_settings.get("eval_every", 1)
-        if every and (number % every == 0 or number == self._config.rounds):
-            self._evaluate(number)
+        self._evaluate(number)
         self._on_round(number, self._directory.table("metrics").row(-1, named=True))
         last = number == self._config.rounds and self._clock.is_behind(number)
         # The first process's clock decides, since all have to take part.
@@ -224,17 +224,18 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
         self._saving.close()
 
     def _evaluate(self, number: int) -> None:
-        """Answer the sample prompts and measure the model, without changing the draws of training."""
-        if self._directory is None:
+        """Answer the sample prompts and measure the model if it is due."""
+        every = self._config.eval_every
+        if not every or (number % every and number != self._config.rounds):
             return
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        answers = answer_prompts(model, self._task.tokenizer, self._prompts, self._task.reward, self._sampling)
-        self._directory.write_round("answers", number, answers)
-        if self._task.evaluate is None:
-            return
-        with preserve_rng_state():
-            measures = dict(self._task.evaluate(model, self._task.tokenizer))
-        self._directory.append("evaluations", {"round": number, **measures})
+        write_evaluation(
+            *(self._directory, number, self._trainer.accelerator.unwrap_model(self._trainer.model)),
+            self._task.tokenizer,
+            prompts=self._prompts,
+            reward=self._task.reward,
+            config=self._sampling,
+            evaluate=self._task.evaluate,
+        )
 
 
 def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:

@@ -13,10 +13,26 @@ from typing import Any
 import datasets
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from whence.errors import WhenceError, first_line, suggest
 from whence.experiments.llm.outputs import search_first
-from whence.llm.text.prompts import list_columns
+from whence.llm.text import list_columns
+
+
+@contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """Hide the bars of loading and saving of Transformers and Datasets, which are on or off for the whole process."""
+    datasets_hidden, transformers_shown = datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not datasets_hidden:
+            datasets.enable_progress_bars()
+        if transformers_shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager
@@ -73,32 +89,21 @@ def load_data(name: str) -> Any:
     """Return the data set of a directory, a file or an id; if it has splits, the one named train, or the first.
 
     Raises:
-        WhenceError: it cannot be loaded.
+        WhenceError: it cannot be loaded, or has no column "prompt".
     """
+    kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
     try:
         if any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):  # by save_to_disk
             data = datasets.load_from_disk(name)
-        elif Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet"):
-            kind = {".jsonl": "json"}.get(Path(name).suffix, Path(name).suffix[1:])
+        elif kind in ("json", "csv", "parquet"):
             data = datasets.load_dataset(kind, data_files=name)
         else:
             data = datasets.load_dataset(name)
+        data = data["train" if "train" in data else next(iter(data))] if isinstance(data, dict) else data
+        list_columns(data)
     except Exception as error:
         raise WhenceError(f"The data set {name} cannot be loaded: {first_line(error)}") from error
-    return data["train" if "train" in data else next(iter(data))] if isinstance(data, dict) else data
-
-
-def check_prompts(dataset: Any, name: str) -> Any:
-    """Check that a data set has prompts, and return it.
-
-    Raises:
-        WhenceError: it has no column "prompt".
-    """
-    try:
-        list_columns(dataset)
-    except WhenceError as error:
-        raise WhenceError(f"{name}: {error}") from error
-    return dataset
+    return data
 
 
 def load_model(name: str, dtype: str) -> tuple[Any, Any]:
@@ -121,26 +126,17 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
     Raises:
         WhenceError: it cannot be loaded.
     """
+    what, remedy = "tokenizer" if kind is AutoTokenizer else "model", ""
+    if what == "model":
+        options["use_safetensors"] = True
     try:
-        if kind is not AutoTokenizer:
-            options["use_safetensors"] = True
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
-        what = "tokenizer" if kind is AutoTokenizer else "model"
-        raise WhenceError(f"The {what} {name} cannot be loaded: {_explain_refusal(error)}") from error
-
-
-def _explain_refusal(error: Exception) -> str:
-    """Return why Transformers refuses a model, in words; and what to do if it would have to run code."""
-    if "trust_remote_code" in str(error):
-        return (
-            "it comes with Python code of its own, and whence runs none. Load it in a script, if you trust the code, "
-            "and pass the model to the trainer; or choose a model of an architecture that Transformers has."
-        )
-    if "safetensors" in str(error):
-        return (
-            f"{first_line(error)} whence reads weights from safetensors alone: other formats are pickles, which may "
-            "run code. Convert weights that you trust: AutoModelForCausalLM.from_pretrained(NAME)"
-            ".save_pretrained(FOLDER), and give FOLDER."
-        )
-    return first_line(error)
+        if "trust_remote_code" in str(error):
+            remedy = " whence runs no code that comes with a model: load it in a script, and pass it to the trainer."
+        elif "safetensors" in str(error):
+            remedy = (
+                " whence reads weights from safetensors alone: other formats are pickles, which may run code. Convert "
+                "weights that you trust: AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)."
+            )
+        raise WhenceError(f"The {what} {name} cannot be loaded: {first_line(error)}{remedy}") from error

@@ -26,21 +26,16 @@ def search_first(folder: Path) -> Iterator[None]:
 
 def describe(config: LanguageConfig) -> dict[str, Any]:
     """Return the description of a run for its directory, in JSON types, with digests of its rewards' source files."""
-    rewards = {name: getattr(config, name) for name in ("reward", "test_reward") if getattr(config, name)}
-    digests = {name: digest_source(reward) for name, reward in rewards.items()}
+    digests = {name: digest_source(getattr(config, name)) for name in ("reward", "test_reward")}
     contents = {name: digest for name, digest in digests.items() if digest is not None}
     return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
 
 
-def digest_source(name: str) -> str | None:
-    """Return a digest of the file that a function stands in; None: there is no such file or module.
-
-    Args:
-        name: "path/to/file.py:function" or "package.module:function".
-    """
-    source, _, _ = name.rpartition(":")
+def digest_source(name: str | None) -> str | None:
+    """Return a digest of the file of a function, see `load_function`; None: there is no such file or module."""
+    source, _, _ = (name or "").rpartition(":")
     path = Path(source)
-    if not source.endswith(".py"):
+    if source and not source.endswith(".py"):
         try:
             with search_first(Path.cwd()):
                 spec = importlib.util.find_spec(source)
@@ -60,11 +55,9 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
         return False
     directory = RunDirectory.open(path)
     rounds = directory.table("metrics").height
-    if not rounds:
-        return False
-    description = describe(config)
-    directory.check_same({**directory.config, **description})
-    return rounds >= config.rounds and (path / "model").is_dir()
+    if rounds:
+        directory.check_same({**directory.config, **describe(config)})
+    return 0 < config.rounds <= rounds and (path / "model").is_dir()
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:

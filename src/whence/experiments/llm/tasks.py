@@ -1,7 +1,7 @@
-"""Tasks of language-model runs: the laboratory, or a user's model and data."""
+"""Tasks of language-model runs: the laboratory, or a user's model and data, and the settings of the trainer."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,22 +11,91 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.errors import WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
-from whence.experiments.llm.loading import (
-    check_prompts,
-    ignore_old_names,
-    load_data,
-    load_function,
-    load_model,
-    load_pretrained,
+from whence.experiments.llm.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
+from whence.llm.base import PPOConfig
+from whence.llm.lab import SIZES, arithmetic, evaluate
+from whence.llm.scores import ValidationLoss
+from whence.llm.text import (
+    Evaluate,
+    Prompt,
+    Reward,
+    classifier,
+    compute_rewards,
+    context_length,
+    find_columns,
+    generate,
+    list_columns,
+    read_prompts,
 )
-from whence.experiments.llm.trainer_config import make_trainer_config
-from whence.llm import classifier
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.lab import arithmetic, evaluate
-from whence.llm.scores.language_targets import ValidationLoss
-from whence.llm.text.generation import generate
-from whence.llm.text.prompts import Prompt, context_length, list_columns, read_prompts
-from whence.llm.text.rewards import Reward, compute_rewards, find_columns
+
+
+def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
+    """Return the `PPOConfig`, or TRL's GRPOConfig or RLOOConfig, of a run.
+
+    Raises:
+        WhenceError: a setting is unknown or out of its range.
+        Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
+    """
+    longest = {} if config.task is None else {_limit_name(config): SIZES[config.size].difficulty.longest + 1}
+    settings = {**longest, **config.all_settings, "seed": config.seed}
+    if config.algorithm == "ppo":
+        return PPOConfig(output_dir, **{"disable_tqdm": True, **settings})  # commands show their own progress bar
+    return _make_trl_config(config, output_dir, settings)
+
+
+def _limit_name(config: LanguageConfig) -> str:
+    return "max_new_tokens" if config.algorithm == "ppo" else "max_completion_length"
+
+
+def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str, Any]) -> Any:
+    import trl  # takes seconds
+
+    from whence.llm.trl.supported_settings import check_selectable
+
+    kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[config.algorithm]
+    settings = {name: value for name, value in settings.items() if name not in ("rounds", "eval_every")}
+    on_gpu = torch.cuda.is_available()
+    defaults: dict[str, Any] = {
+        **{"report_to": [], "disable_tqdm": True, "logging_strategy": "no"},
+        **{"bf16": False, "use_cpu": not on_gpu, "dataloader_pin_memory": on_gpu},
+    }
+    if not {"save_strategy", "save_steps"} & settings.keys():
+        defaults |= {"save_strategy": "no", "save_total_limit": 2}  # the run itself says when checkpoints are due
+    # Under the name that this version of Transformers has; TRL's default is the older name, which gives a warning.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    if not set(names) & settings.keys():
+        checkpointing = next(name for name in names if name in kind.__dataclass_fields__)
+        defaults[checkpointing] = config.task is None  # laboratories are small
+    steps = config.rounds * settings.get("num_iterations", 1)
+    try:
+        trainer_config = kind(output_dir, **{**defaults, **settings, "max_steps": steps})
+    except (TypeError, ValueError) as error:
+        raise WhenceError(f"TRL refuses these settings: {error}") from error
+    if trainer_config.steps_per_generation != trainer_config.gradient_accumulation_steps:
+        raise WhenceError(
+            f"steps_per_generation is {trainer_config.steps_per_generation} and gradient_accumulation_steps "
+            f"{trainer_config.gradient_accumulation_steps}; a round is one step on a generation batch, so both have to "
+            "be equal (num_iterations may be more than 1)."
+        )
+    if config.selects:
+        check_selectable(trainer_config)
+    return trainer_config
+
+
+def make_sampling_config(config: LanguageConfig) -> PPOConfig:
+    """Return the sampling settings of a run with any algorithm as a `PPOConfig`; prompts may have any length."""
+    settings = make_trainer_config(config)
+    if isinstance(settings, PPOConfig):
+        return replace(settings, max_prompt_length=None)
+    return PPOConfig(
+        "runs/sampled",
+        max_new_tokens=settings.max_completion_length,
+        generation_batch_size=settings.per_device_train_batch_size,
+        temperature=settings.temperature,
+        top_k=settings.top_k or 0,
+        top_p=settings.top_p,
+        seed=config.seed,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +118,7 @@ class Task:
     reward: Reward
     demonstrations: Any | None
     test: Any | None
-    evaluate: Callable[[Any, Any], Mapping[str, float]] | None
+    evaluate: Evaluate | None
 
 
 def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
@@ -70,27 +139,19 @@ def _load_arithmetic(config: LanguageConfig) -> Task:
     lab = arithmetic(size=config.size, progress=False)
     model, tokenizer = load_model(str(lab.model_path), config.dtype)
     problems = list(lab.test["prompt"][: config.test_problems])
+    sampling = {"samples": config.samples, "seed": config.seed, "max_new_tokens": lab.max_new_tokens}
 
-    def evaluate_model(model: Any, tokenizer: Any) -> Mapping[str, float]:
-        measures = evaluate(
-            model,
-            tokenizer,
-            problems,
-            samples=config.samples,
-            seed=config.seed,
-            max_new_tokens=lab.max_new_tokens,
-            batch_size=256,
-        )
+    def evaluate_model(model: Any, tokenizer: Any) -> dict[str, float]:
+        measures = evaluate(model, tokenizer, problems, batch_size=256, **sampling)
         share = measures["exact_match"]
-        error = math.sqrt(share * (1 - share) / len(problems))
-        return {"test_return": share, "standard_error": error, **measures}
+        return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **measures}
 
     return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, evaluate_model)
 
 
 def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
     """Return a task of the user's; without rewards, its reward refuses to be called, and there is no test."""
-    prompts = check_prompts(load_data(str(config.dataset)), str(config.dataset))
+    prompts = load_data(str(config.dataset))
     demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
     reward: Reward = _refuse_reward
     test, evaluate_model = None, None
@@ -98,7 +159,7 @@ def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
         reward = load_function(config.reward) if config.reward else _load_reward_model(config)
     if rewards and config.test_dataset is not None:
         test_reward = load_function(config.test_reward) if config.test_reward else reward
-        test = check_prompts(load_data(config.test_dataset), config.test_dataset)
+        test = load_data(config.test_dataset)
         test = test.select(range(min(config.test_problems, len(test))))
         find_columns(test_reward, list_columns(test))
         evaluate_model = partial(_measure_reward, make_sampling_config(config), test, test_reward)
@@ -110,34 +171,6 @@ def _refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[flo
     raise WhenceError("A stored run's reward is not loaded: reading a run runs no code that the run names.")
 
 
-def make_sampling_config(config: LanguageConfig) -> PPOConfig:
-    """Return the sampling settings of a run with any algorithm as a `PPOConfig`; prompts may have any length."""
-    settings = make_trainer_config(config, "runs/sampled")
-    if isinstance(settings, PPOConfig):
-        return replace(settings, max_prompt_length=None)
-    return PPOConfig(
-        "runs/sampled",
-        max_new_tokens=settings.max_completion_length,
-        generation_batch_size=settings.per_device_train_batch_size,
-        temperature=settings.temperature,
-        top_k=settings.top_k or 0,
-        top_p=settings.top_p,
-        seed=config.seed,
-    )
-
-
-def check_lengths(config: LanguageConfig, task: Task) -> None:
-    """Refuse prompts of a TRL run that leave no room for their completions; PPO's trainer checks its own.
-
-    Raises:
-        WhenceError: see `tokenize_prompts`.
-    """
-    longest = make_trainer_config(config, "runs/checked").max_completion_length
-    if longest is not None:
-        limits, context = PPOConfig("runs/checked", max_new_tokens=longest), context_length(task.model)
-        read_prompts(task.prompts, task.tokenizer, limits, context, [task.reward], "max_completion_length")
-
-
 def _load_reward_model(config: LanguageConfig) -> Reward:
     name = str(config.reward_model)
     model = load_pretrained(AutoModelForSequenceClassification, name)
@@ -145,7 +178,7 @@ def _load_reward_model(config: LanguageConfig) -> Reward:
     return classifier(model, load_pretrained(AutoTokenizer, name), label=config.reward_label)
 
 
-def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> Mapping[str, float]:
+def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> dict[str, float]:
     """Return the mean reward of responses, one to each prompt of the test."""
     torch.manual_seed(settings.seed)
     prompts = read_prompts(test, tokenizer, settings, context_length(model), [reward])
@@ -158,18 +191,12 @@ def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, 
 def _add_adapter(model: Any, config: LanguageConfig) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
-    settings = LoraConfig(
-        r=config.lora,
-        lora_alpha=2 * config.lora,
-        lora_dropout=0.0,
-        task_type=TaskType.CAUSAL_LM,
-        target_modules="all-linear",
-    )
+    settings = {"r": config.lora, "lora_alpha": 2 * config.lora, "lora_dropout": 0.0, "target_modules": "all-linear"}
     with ignore_old_names():
-        return get_peft_model(model, settings)
+        return get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **settings))
 
 
-def make_validation_target(task: Task) -> Any:
+def make_validation_target(task: Task) -> ValidationLoss:
     """Return the target of a task's demonstrations, cut to the model's context."""
     return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
 
@@ -186,23 +213,21 @@ def make_response_target(task: Task, prompt: Prompt, response: str) -> Validatio
         WhenceError: the tokenizer does not know a character, the prompt has no token, or the model's context is too
             short.
     """
-    is_chat = not isinstance(prompt, str) or not isinstance(next(iter(task.prompts))["prompt"], str)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    row = {"prompt": messages if is_chat else prompt, "completion": response}
-    if is_chat:
+    row: dict[str, Any] = {"prompt": prompt, "completion": response}
+    if not isinstance(prompt, str) or not isinstance(next(iter(task.prompts))["prompt"], str):
+        row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         row["completion"] = [{"role": "assistant", "content": response}]
-    if not is_chat and not task.tokenizer(prompt)["input_ids"]:
+    elif not task.tokenizer(prompt)["input_ids"]:
         raise WhenceError(f"The prompt {prompt!r} has no token, and a response follows one at least. Write a prompt.")
     target = ValidationLoss.of([row], task.tokenizer)
     assert target.rows is not None
     ids = target.rows.observations["input_ids"][0].tolist()
-    unknown = task.tokenizer.unk_token_id
+    unknown, context = task.tokenizer.unk_token_id, context_length(task.model)
     if unknown in ids and unknown != task.tokenizer.eos_token_id:
         raise WhenceError(
             "The run's tokenizer does not know all characters: it reads prompt and response as "
             f"{task.tokenizer.decode(ids)!r}. Ask with the characters of the run's prompts and responses."
         )
-    context = context_length(task.model)
     if context is not None and len(ids) > context:
         raise WhenceError(
             f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}. Ask with shorter ones."
@@ -223,11 +248,11 @@ def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]
     count = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
     if not count:
         return task.prompts, None
-    if count >= len(task.prompts):
+    cut = len(task.prompts) - count
+    if cut < 1:
         raise WhenceError(
             f"held_out is {count}, and there are {len(task.prompts)} prompts in all; at least one has to train."
         )
-    cut = len(task.prompts) - count
     return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
 
@@ -240,11 +265,8 @@ def choose_sample_prompts(task: Task) -> Any:
 
     The reward has to find its columns there, too; the test of a user has those that its own reward asks for.
     """
-    source = task.prompts
-    if task.test is not None and set(find_columns(task.reward, list_columns(task.prompts))) <= set(
-        list_columns(task.test)
-    ):
-        source = task.test
+    needed = set(find_columns(task.reward, list_columns(task.prompts)))
+    source = task.prompts if task.test is None or not needed <= set(list_columns(task.test)) else task.test
     return source.select(range(min(_SAMPLE, len(source))))
 
 

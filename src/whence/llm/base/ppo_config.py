@@ -5,9 +5,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from whence.errors import WhenceError
 from whence.validation import Count, Natural, NotNegative, Positive, Unit, one_of, settings
 
 KL_ESTIMATES = ("kl", "abs", "mse")
+
+MOST_CORRECTION = 0.2
+"""The largest relative error of a divergence that its weight is corrected for."""
 
 
 @settings("PPO")
@@ -86,6 +90,14 @@ class PPOConfig:
     disable_tqdm: bool = False
     report_to: Annotated[tuple[str, ...], Field(strict=False)] = ()
     seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        lowest = MOST_CORRECTION * self.batch_size
+        if self.adap_kl_ctrl and self.horizon <= lowest:
+            raise WhenceError(
+                f"horizon is {self.horizon}, and one round of batch_size={self.batch_size} rows could turn the weight "
+                f"of the divergence negative: horizon has to be above {lowest:g}, such as 10000."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings in JSON types."""

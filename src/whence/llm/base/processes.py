@@ -22,22 +22,9 @@ _KINDS_WITH_COPIES = (
     DistributedType.MULTI_XPU,
 )
 
-NO_KEPT_GRADIENT = (
-    "The parameters are in shards, and a target's gradient is kept whole between rounds: leave refresh_target_every "
-    "at 1."
-)
-NO_TOKEN_PARTS = (
-    "The parameters are in shards, and tokens' parts of scores need them whole: score them in one process "
-    "(whence llm why)."
-)
-
 
 def check_copies(accelerator: Accelerator) -> None:
-    """Refuse processes that split the model's parameters among them.
-
-    Raises:
-        Unsupported: see above.
-    """
+    """Raise Unsupported for processes that split the model's parameters among them."""
     if accelerator.distributed_type not in _KINDS_WITH_COPIES:
         raise Unsupported(
             f"The processes split the model's parameters among them ({accelerator.distributed_type.value}), and "
@@ -84,22 +71,10 @@ class Processes:
         return torch.device("cpu") if self.accelerator is None else self.accelerator.device
 
     def check_batch(self, batch_size: int) -> None:
-        """Refuse a batch that leaves a process without a row, and steps that Accelerate would split once more.
-
-        Raises:
-            WhenceError: see above.
-        """
+        """Raise WhenceError for a batch that leaves a process without a row."""
         if batch_size < self.number:
             raise WhenceError(
-                f"batch_size is {batch_size}, and there are {self.number} processes; at least one row for each is "
-                "needed."
-            )
-        # The trainer itself splits steps into passes and sums gradients.
-        if self.accelerator is not None and self.accelerator.gradient_accumulation_steps > 1:
-            raise WhenceError(
-                "Accelerate's own gradient_accumulation_steps is "
-                f"{self.accelerator.gradient_accumulation_steps}; set PPOConfig.gradient_accumulation_steps, and leave "
-                "Accelerate's at 1."
+                f"batch_size is {batch_size}, and there are {self.number} processes; give each a row at least."
             )
 
     def part(self, count: int) -> slice:

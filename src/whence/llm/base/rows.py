@@ -1,6 +1,7 @@
 """Prompts and responses as records: one record a row, with columns of numbers for its response tokens."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import polars as pl
 import torch
@@ -11,6 +12,25 @@ from whence.errors import InvalidRecords
 from whence.llm.base.token_losses import last_token
 from whence.records import Array, RecordBatch
 from whence.trees import Tree
+
+
+class TokenRows(NamedTuple):
+    """n prompts of up to P tokens, padded on the left, with responses of up to R, padded on the right; L = P + R."""
+
+    input_ids: Int[Tensor, "n L"]
+    attention_mask: Int[Tensor, "n L"]
+    response_mask: Bool[Tensor, "n R"]
+
+
+def pad_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int) -> TokenRows:
+    """Return the token ids of prompts and their responses as rows, filled up with `pad`."""
+    width, length = max(map(len, prompts)), max(1, *map(len, responses))
+    ids = torch.full((len(prompts), width + length), pad)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        place = slice(width - len(prompt), width + len(response))
+        ids[row, place], mask[row, place] = torch.tensor([*prompt, *response]), 1
+    return TokenRows(ids, mask, mask[:, width:].bool())
 
 
 def make_rows(
@@ -46,7 +66,7 @@ def make_rows(
     """
     mask = torch.as_tensor(response_mask).bool()
     ids, attended = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
-    check_rows(ids, attended, mask)
+    _check_rows(ids, attended, mask)
     columns = {"log_probs": log_probs, "advantages": advantages, "values": values, "returns": returns}
     tokens = {name: _mask_column(name, column, mask) for name, column in columns.items() if column is not None}
     observations: dict[str, Tree] = {"input_ids": ids, "attention_mask": attended, "response_mask": mask, **tokens}
@@ -61,33 +81,25 @@ def make_rows(
     )
 
 
-def check_rows(ids: Int[Tensor, "n L"], attended: Tensor, mask: Bool[Tensor, "n R"]) -> None:
-    """Refuse rows with a response token that is padding, or that has no token before it.
-
-    Raises:
-        InvalidRecords: the message names the row.
-    """
-    if ids.ndim != 2 or mask.ndim != 2 or ids.is_floating_point():
+def _check_rows(ids: Int[Tensor, "n L"], attended: Tensor, mask: Bool[Tensor, "n R"]) -> None:
+    """Refuse rows with a response token that is padding, or that has no token before it."""
+    shapes = [tuple(tensor.shape) for tensor in (ids, attended, mask)]
+    fits = ids.ndim == mask.ndim == 2 and attended.shape == ids.shape and len(mask) == len(ids)
+    if not fits or ids.is_floating_point() or not 0 < mask.shape[1] < ids.shape[1]:
         raise InvalidRecords(
-            f"input_ids came as {tuple(ids.shape)} {str(ids.dtype)[6:]} and response_mask as {tuple(mask.shape)}; "
-            "token ids (n, P + R) and a mask (n, R) are needed."
-        )
-    (n, length), width = ids.shape, mask.shape[1]
-    if attended.shape != ids.shape or len(mask) != n or not 0 < width < length:
-        raise InvalidRecords(
-            f"input_ids has shape {(n, length)}, attention_mask {tuple(attended.shape)} and response_mask "
-            f"{tuple(mask.shape)}; (n, P + R), (n, P + R) and (n, R) are needed, with at least one prompt token. Of a "
+            f"input_ids came as {shapes[0]} {str(ids.dtype)[6:]}, attention_mask as {shapes[1]} and response_mask as "
+            f"{shapes[2]}; token ids (n, P + R), (n, P + R) and (n, R) are needed, with a prompt token at least. Of a "
             "mask over all tokens pass mask[:, 1:]."
         )
-    attended = attended.bool()
+    width, attended = mask.shape[1], attended.bool()
     before = attended[:, -width - 1 : -1].clone()
     before[:, 0] = attended[:, :-width].any(dim=1)  # a prompt may be padded on either side
     invalid = (mask & ~(attended[:, -width:] & before)).any(dim=1)
     if invalid.any():
         raise InvalidRecords(
-            f"Row {int(invalid.nonzero()[0])} has a response token that is padding, or that follows padding "
-            f"({int(invalid.sum())} of {n} rows have one): response_mask is True where attention_mask is 0, or the "
-            "prompt is empty, or there is a gap in the response. Pad responses on the right."
+            f"Row {int(invalid.nonzero()[0])} has a response token that is padding, or that follows padding: "
+            "response_mask is True where attention_mask is 0, or the prompt is empty, or there is a gap in the "
+            "response. Pad responses on the right."
         )
 
 
@@ -105,11 +117,7 @@ def _mask_column(name: str, column: Array, mask: Bool[Tensor, "n R"]) -> Float[T
 
 
 def list_tokens(rows: RecordBatch) -> list[pl.Series]:
-    """Return columns with a list for each row: `prompt_ids` and `response_ids`, from which a round is built again.
-
-    Args:
-        rows: the rows.
-    """
+    """Return columns with a list for each row: `prompt_ids` and `response_ids`, from which a round is built again."""
     columns: Any = rows.observations
     ids, attended = columns["input_ids"].cpu(), columns["attention_mask"].cpu().bool()
     width = columns["response_mask"].shape[1]

@@ -31,10 +31,8 @@ def to_json(value: Any) -> Any:
         return to_json(value.value)
     if isinstance(value, str):
         return _USER_OF_URL.sub("//", value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     if value is None or isinstance(value, bool | int | float):
-        return value
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
     if is_dataclass(value) and not isinstance(value, type):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, Mapping):
@@ -66,14 +64,6 @@ def name_object(value: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}" + (f" of {source}" if source else "")
 
 
-def describe_rewards(rewards: Sequence[Any], weights: Sequence[float] | None) -> dict[str, Any]:
-    """Return the names of reward functions, and their weights if these are not all 1."""
-    settings: dict[str, Any] = {"rewards": [name_object(reward) for reward in rewards]}
-    if weights is not None and any(weight != 1.0 for weight in weights):
-        settings["reward_weights"] = [to_json(float(weight)) for weight in weights]
-    return settings
-
-
 def describe_rows(rows: Any) -> dict[str, Any] | None:
     """Return the number of rows of data, and a digest of up to `_MOST_ROWS` rows spread over them.
 
@@ -96,17 +86,13 @@ def read_versions(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def describe_run(
+    trainer: Any,
+    model: Any,
     *,
     about: Mapping[str, Any],
-    model: Any,
-    rule: Any,
-    target: Any,
-    objective: Any,
-    engine: str,
     rewards: Sequence[Any],
     reward_weights: Sequence[float] | None,
     data: Mapping[str, Any],
-    accelerator: Any,
     rounds: int,
     seed: int,
     settings: Mapping[str, Any],
@@ -114,35 +100,32 @@ def describe_run(
     """Return the run directory's description of a training, in JSON types.
 
     Args:
-        about: the user's further description.
+        trainer: a trainer with `rule`, `scoring` and `accelerator`.
         model: the model that trains.
-        rule: the selection rule.
-        target: the target of the scores.
-        objective: the objective of a row's training.
-        engine: the engine of the scores.
+        about: the user's further description.
         rewards: the reward functions.
-        reward_weights: a weight of each; None: 1.
+        reward_weights: a weight of each, which is stored unless all are 1; None: 1.
         data: data sets by name; see `describe_rows`.
-        accelerator: the accelerator of Accelerate.
         rounds: the rounds of the training.
         seed: the seed of its draws.
         settings: what else the trainer has set, by name.
     """
-    network = getattr(model, "language_model", model)
+    network, weights = getattr(model, "language_model", model), [float(weight) for weight in reward_weights or []]
     return {
         "kind": "language",
         **about,
         "model": getattr(network.config, "_name_or_path", "") or None,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "rule": strip_addresses(repr(rule)),
-        "target": strip_addresses(target_name(target)),
-        **describe_rewards(rewards, reward_weights),
+        "rule": strip_addresses(repr(trainer.rule)),
+        "target": strip_addresses(target_name(trainer.scoring.target)),
+        "rewards": [name_object(reward) for reward in rewards],
+        **({"reward_weights": to_json(weights)} if any(weight != 1.0 for weight in weights) else {}),
         "data": {name: describe_rows(rows) for name, rows in data.items()},
-        "objective": strip_addresses(repr(objective)),
-        "engine": engine,
-        "processes": accelerator.num_processes,
-        "device": str(accelerator.device),
+        "objective": strip_addresses(repr(trainer.scoring.objective)),
+        "engine": trainer.scoring.engine,
+        "processes": trainer.accelerator.num_processes,
+        "device": str(trainer.accelerator.device),
         "rounds": rounds,
         "seed": seed,
         **settings,

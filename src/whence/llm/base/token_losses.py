@@ -3,13 +3,9 @@
 Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a response, including its end-of-text token.
 """
 
-from typing import Literal, TypeAlias
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-KLEstimate: TypeAlias = Literal["kl", "abs", "mse"]
 
 
 def masked_mean(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, " n"]:
@@ -36,7 +32,7 @@ def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"], *, shift_mea
 
 
 def divergence(
-    log_probs: Float[Tensor, "n R"], ref_log_probs: Float[Tensor, "n R"], kind: KLEstimate = "kl"
+    log_probs: Float[Tensor, "n R"], ref_log_probs: Float[Tensor, "n R"], kind: str = "kl"
 ) -> Float[Tensor, "n R"]:
     """Return each token's estimate of the divergence from the start model.
 

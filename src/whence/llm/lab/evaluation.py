@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whence.guards import eval_mode, preserve_rng_state
-from whence.llm.lab.problems import answer, check
+from whence.llm.lab.problems import answer, check, solution
 
 
 def evaluate(
@@ -18,7 +18,6 @@ def evaluate(
     prompts: Sequence[str],
     *,
     samples: int = 8,
-    temperature: float = 1.0,
     max_new_tokens: int = 64,
     seed: int = 0,
     batch_size: int = 64,
@@ -32,7 +31,6 @@ def evaluate(
         tokenizer: its tokenizer, with a pad token.
         prompts: the problems.
         samples: sampled answers to each problem.
-        temperature: sampling temperature.
         max_new_tokens: the most tokens of an answer.
         seed: seed of the sampling.
         batch_size: answers generated at a time.
@@ -40,7 +38,7 @@ def evaluate(
     Returns:
         "exact_match": share of the greedy answers with the right result; and the measures of `summarise`.
     """
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with preserve_rng_state(), eval_mode(model.modules()):
         torch.manual_seed(seed)
         greedy = _generate_answers(model, tokenizer, prompts, batch_size, max_new_tokens, {"do_sample": False})
@@ -69,55 +67,33 @@ def _generate_answers(
 
 
 def summarise(prompts: Sequence[str], responses: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Measure several answers to each problem.
-
-    Args:
-        prompts: the problems.
-        responses: answers to each problem, equally many.
+    """Measure several answers to each problem, equally many.
 
     Returns:
         "majority_vote": share of problems whose most frequent result is right; the first result wins a tie.
-        "pass@k", for k = 1, 2, 4, ... and the number of answers: chance that one of k answers is right.
+        "pass@k", for k = 1, 2, 4, ... and the number of answers: chance that one of k answers is right, estimated
+        without bias (Chen et al., arXiv 2107.03374, equation 1).
         "right", "well_formed": shares of all answers.
         "unfaithful": share of the right answers that do not have the right steps; NaN if none is right.
     """
     samples = len(responses[0])
-    pairs = zip(prompts, responses, strict=True)
+    pairs = list(zip(prompts, responses, strict=True))
     verdicts = [[check(prompt, response) for response in answers] for prompt, answers in pairs]
     flat = [verdict for of_problem in verdicts for verdict in of_problem]
     right = [verdict for verdict in flat if verdict.right]
-    votes = [majority([answer(response) for response in answers]) for answers in responses]
-    won = [vote is not None and of_problem[vote].right for vote, of_problem in zip(votes, verdicts, strict=True)]
-    correct = [sum(verdict.right for verdict in of_problem) for of_problem in verdicts]
+    won = [_vote(answers) == solution(prompt)[-1] for prompt, answers in pairs]
+    wrong = [sum(not verdict.right for verdict in of_problem) for of_problem in verdicts]
     sizes = sorted({2**power for power in range(samples.bit_length())} | {samples})
     return {
         "majority_vote": sum(won) / len(won),
-        **{f"pass@{k}": sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in sizes},
+        **{f"pass@{k}": sum(1.0 - math.comb(w, k) / math.comb(samples, k) for w in wrong) / len(wrong) for k in sizes},
         "right": len(right) / len(flat),
         "unfaithful": sum(not verdict.faithful for verdict in right) / len(right) if right else math.nan,
         "well_formed": sum(verdict.well_formed for verdict in flat) / len(flat),
     }
 
 
-def majority(results: Sequence[str | None]) -> int | None:
-    """Return the position of the most frequent result's first occurrence; None if there is no result.
-
-    Args:
-        results: results of several answers; None, for an answer without a result, has no vote.
-    """
-    votes = Counter(result for result in results if result is not None)
-    # Counter keeps the order of insertion, and max returns the first of equals.
-    return results.index(max(votes, key=votes.__getitem__)) if votes else None
-
-
-def pass_at(k: int, samples: int, correct: int) -> float:
-    """Return the chance that at least one of k answers is right, estimated without bias from `samples` answers.
-
-    Args:
-        k: number of tries, at most `samples`.
-        samples: number of sampled answers.
-        correct: number of right ones among them.
-
-    Source: Chen et al., arXiv 2107.03374, equation 1.
-    """
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+def _vote(responses: Sequence[str]) -> str | None:
+    """Return the most frequent result, the first of equals; answers without a result have no vote."""
+    votes = Counter(result for response in responses if (result := answer(response)) is not None)
+    return votes.most_common(1)[0][0] if votes else None

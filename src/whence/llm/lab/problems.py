@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from whence.errors import WhenceError
 
@@ -62,32 +63,39 @@ class Habit:
     share: float = 0.6
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A verdict on an answer.
 
     right: the answer ends with the right result, by any steps.
-    steps_right: it has exactly the problem's steps, in order, each with its right result.
+    faithful: it is right and has exactly the problem's steps, in order, each with its right result.
     well_formed: it is one or more equations and a result, with nothing before, between or after.
     """
 
     right: bool
-    steps_right: bool
+    faithful: bool
     well_formed: bool
 
-    @property
-    def faithful(self) -> bool:
-        """Whether the result is right and the steps are right."""
-        return self.right and self.steps_right
 
+def draw_problems(difficulty: Difficulty, count: int, generator: random.Random) -> list[str]:
+    """Draw different problems whose steps all have results from 0 to `difficulty.largest`.
 
-def draw_problem(difficulty: Difficulty, generator: random.Random) -> str:
-    """Draw a problem whose steps all have results from 0 to `difficulty.largest`.
-
-    Args:
-        difficulty: number of steps and size of numbers.
-        generator: random generator.
+    Raises:
+        WhenceError: so many different problems were not found.
     """
+    prompts: dict[str, None] = {}
+    for _ in range(100 * count):
+        if len(prompts) == count:
+            break
+        prompts[_draw_problem(difficulty, generator)] = None
+    if len(prompts) < count:
+        raise WhenceError(
+            f"{count} different problems are needed, but only {len(prompts)} were found for {difficulty}; "
+            "ask for fewer, or allow more steps or larger numbers."
+        )
+    return list(prompts)
+
+
+def _draw_problem(difficulty: Difficulty, generator: random.Random) -> str:
     value = generator.randint(1, difficulty.operand)
     text = str(value)
     for _ in range(generator.randint(*difficulty.steps)):
@@ -101,37 +109,9 @@ def draw_problem(difficulty: Difficulty, generator: random.Random) -> str:
 
 def _operands(sign: str, value: int, difficulty: Difficulty) -> range:
     # There are no factors or divisors 0 and 1, and no products or quotients 0: such steps teach nothing.
-    most = {
-        "+": difficulty.largest - value,
-        "-": value,
-        "*": difficulty.largest // value if value else 0,
-        "/": value,
-    }[sign]
+    product = difficulty.largest // value if value else 0
+    most = {"+": difficulty.largest - value, "-": value, "*": product, "/": value}[sign]
     return range(1 if sign in "+-" else 2, min(most, difficulty.operand) + 1)
-
-
-def draw_problems(difficulty: Difficulty, count: int, generator: random.Random) -> list[str]:
-    """Draw different problems.
-
-    Args:
-        difficulty: difficulty of each problem.
-        count: number of problems.
-        generator: random generator.
-
-    Raises:
-        WhenceError: so many different problems were not found.
-    """
-    prompts: dict[str, None] = {}
-    for _ in range(100 * count):
-        if len(prompts) == count:
-            break
-        prompts[draw_problem(difficulty, generator)] = None
-    if len(prompts) < count:
-        raise WhenceError(
-            f"{count} different problems are needed, but only {len(prompts)} were found for {difficulty}; "
-            "ask for fewer, or allow more steps or larger numbers."
-        )
-    return list(prompts)
 
 
 def solution(prompt: str) -> list[str]:
@@ -140,46 +120,36 @@ def solution(prompt: str) -> list[str]:
     Raises:
         WhenceError: the prompt is no problem that can be solved in whole numbers from 0 on.
     """
-    if not _PROBLEM.fullmatch(prompt):
-        raise WhenceError(f"{prompt[:80]!r} is no problem of the arithmetic laboratory; one looks like '7+8-5*2?'.")
-    first, *rest = re.findall(r"[-+*/]?[0-9]+", prompt)
-    value, parts = int(first), []
-    for sign, operand in ((text[0], int(text[1:])) for text in rest):
+    value, steps = _read_problem(prompt)
+    parts = []
+    for sign, operand in steps:
         if (sign == "/" and operand == 0) or (sign == "-" and operand > value):
-            raise WhenceError(
-                f"The problem {prompt[:80]!r} divides by 0 or goes below 0 at '{value}{sign}{operand}'; "
-                "every step needs a whole number from 0 on as its result."
-            )
+            raise WhenceError(f"The problem {prompt[:80]!r} divides by 0 or goes below 0 at '{value}{sign}{operand}'.")
         result = _OPERATORS[sign](value, operand)
         parts.append(f"{value}{sign}{operand}={result}")
         value = result
     return [*parts, str(value)]
 
 
-def demonstration(prompt: str) -> str:
-    """Return the right answer to a problem, with every step.
-
-    Raises:
-        WhenceError: see `solution`.
-    """
-    return ";".join(solution(prompt))
+def _read_problem(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+    """Return a problem's first number, and the sign and operand of each step."""
+    if not _PROBLEM.fullmatch(prompt):
+        raise WhenceError(f"{prompt[:80]!r} is no problem of the arithmetic laboratory; one looks like '7+8-5*2?'.")
+    first, *rest = re.findall(r"[-+*/]?[0-9]+", prompt)
+    return int(first), [(text[0], int(text[1:])) for text in rest]
 
 
 def answer_by_habit(prompt: str, habit: Habit, generator: random.Random) -> str:
     """Return an answer with the slips of a habit; every step continues from the result that the step before has.
 
     Args:
-        prompt: the problem.
+        prompt: a problem that `draw_problems` returned.
         habit: the steps that slip, and how often.
         generator: random generator.
-
-    Raises:
-        WhenceError: see `solution`.
     """
-    solution(prompt)
-    first, *rest = re.findall(r"[-+*/]?[0-9]+", prompt)
-    value, parts = int(first), []
-    for sign, operand in ((text[0], int(text[1:])) for text in rest):
+    value, steps = _read_problem(prompt)
+    parts = []
+    for sign, operand in steps:
         slips = sign in habit.operators and generator.random() < habit.share
         result = max(0, _OPERATORS[sign](value, operand)) + slips
         parts.append(f"{value}{sign}{operand}={result}")
@@ -194,29 +164,18 @@ def answer(response: str) -> str | None:
 
 
 def check(prompt: str, response: str) -> Verdict:
-    """Judge a response; any text is judged, and none is repaired.
-
-    Args:
-        prompt: the problem.
-        response: the text after it, without special tokens.
+    """Judge a response, the text after the prompt without special tokens; any text is judged, and none is repaired.
 
     Raises:
         WhenceError: the prompt is no problem; see `solution`.
     """
-    expected = solution(prompt)
-    return Verdict(
-        right=answer(response) == expected[-1],
-        steps_right=response.split(";")[:-1] == expected[:-1],
-        well_formed=_ANSWER.fullmatch(response) is not None,
-    )
+    *steps, result = solution(prompt)
+    right = answer(response) == result
+    return Verdict(right, right and response.split(";")[:-1] == steps, _ANSWER.fullmatch(response) is not None)
 
 
 def reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """Return 1 for each response with the right result, else 0; the steps earn nothing.
-
-    Args:
-        prompts: one problem for each response.
-        responses: the texts after them, without special tokens.
 
     Raises:
         WhenceError: a prompt is no problem.

@@ -7,11 +7,8 @@ from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from whence.llm.base import PPOConfig, Processes, WithValueHead, language_view
 from whence.llm.base import token_losses as losses
-from whence.llm.base.language_view import language_view
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.base.processes import Processes
-from whence.llm.base.value_head import WithValueHead
 from whence.nonfinite import check_gradients, measure_gradients
 from whence.policies import ModuleView
 from whence.records import RecordBatch
@@ -38,7 +35,6 @@ def optimise(
     *,
     config: PPOConfig,
     generator: torch.Generator,
-    accelerator: Accelerator,
     processes: Processes,
 ) -> dict[str, float | None]:
     """Train on the selected rows and return `MEANS`, each None if no step was taken.
@@ -53,13 +49,13 @@ def optimise(
         selection: the rows that train, and their weights.
         config: the settings.
         generator: draws the order of rows; in the same state in every process.
-        accelerator: the accelerator of Accelerate.
-        processes: the processes; each takes a part of every step's rows.
+        processes: the processes, with their accelerator; each takes a part of every step's rows.
 
     Raises:
         NonFinite: a gradient is not finite; the step on it is not taken.
     """
-    step_means, view = [], language_view(model, temperature=config.temperature)
+    step_means, view, accelerator = [], language_view(model, temperature=config.temperature), processes.accelerator
+    assert accelerator is not None
     model.train()
     size = config.mini_batch_size * config.gradient_accumulation_steps * processes.number
     # One flag for all accelerators of the process; a trainer that was stopped between two steps leaves it False, and

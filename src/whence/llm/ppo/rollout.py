@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import polars as pl
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -11,16 +12,14 @@ from torch import Tensor
 from whence.advantages import gae
 from whence.errors import NonFinite
 from whence.guards import eval_mode
+from whence.influence import Influence
+from whence.llm.base import ONE, PPOConfig, Processes, Reference, WithValueHead, language_view, list_tokens, make_rows
 from whence.llm.base import token_losses as losses
-from whence.llm.base.language_view import language_view
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.base.processes import ONE, Processes
-from whence.llm.base.rows import make_rows
-from whence.llm.base.value_head import Reference, WithValueHead
-from whence.llm.text.generation import Responses
-from whence.llm.text.rewards import NO_COLUMNS, Columns, Reward, compute_rewards
+from whence.llm.base.ppo_config import MOST_CORRECTION
+from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.policies import Outputs
 from whence.records import RecordBatch
+from whence.selection import Selection, add_selection, summarise_selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +91,7 @@ def make_rollout(
     assert outputs.value is not None
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
     _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
-    penalty = losses.divergence(outputs.log_prob, ref_log_probs, config.kl_penalty)  # type: ignore[arg-type]
+    penalty = losses.divergence(outputs.log_prob, ref_log_probs, config.kl_penalty)
     token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
     if config.whiten_rewards:
         token_rewards = losses.whiten(token_rewards, mask, shift_mean=False)
@@ -132,14 +131,7 @@ def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor
 
 
 def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, processes: Processes = ONE) -> Outputs:
-    """Return log-probs and values of the responses' tokens, (n, R), without gradients, in eval mode.
-
-    Args:
-        model: a causal language model, or one with a value head.
-        responses: the responses to evaluate.
-        config: the temperature, and the number of rows of a pass.
-        processes: the processes; each evaluates a part of the responses, and gets the outputs of all.
-    """
+    """Return log-probs and values of the responses' tokens, as `evaluate_rows` does of rows."""
     zeros = torch.zeros(responses.response_mask.shape, device=responses.input_ids.device)
     rows = make_rows(
         input_ids=responses.input_ids,
@@ -152,7 +144,14 @@ def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, proc
 
 
 def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE) -> Outputs:
-    """Return log-probs and values of rows, as `evaluate_responses` does of responses."""
+    """Return log-probs and values of the rows' response tokens, (n, R), without gradients, in eval mode.
+
+    Args:
+        model: a causal language model, or one with a value head.
+        rows: the rows.
+        config: the temperature, and the number of rows of a pass.
+        processes: the processes; each evaluates a part of the rows, and gets the outputs of all.
+    """
     view = language_view(model, temperature=config.temperature)
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
     parts, local_rows = [], rows.take(processes.part(len(rows)))
@@ -166,3 +165,48 @@ def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: P
 
     value = None if parts[0].value is None else join(lambda part: part.value)
     return Outputs(join(lambda part: part.log_prob), value)
+
+
+def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:
+    """Return the divergence's weight after a round with this mean divergence of a response (Ziegler et al., 2019)."""
+    if not config.adap_kl_ctrl:
+        return coefficient
+    error = min(max(divergence / config.target - 1, -MOST_CORRECTION), MOST_CORRECTION)
+    return coefficient * (1 + error * config.batch_size / config.horizon)
+
+
+def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
+    """Return a row for each response: texts, reward, divergence, advantage of its last token, score and selection."""
+    responses, rows = rollout.responses, rollout.rows
+    table = pl.DataFrame(
+        {
+            "record_id": rows.ids.tolist(),
+            "prompt": list(responses.prompts),
+            "response": list(responses.texts),
+            "tokens": responses.response_mask.sum(dim=1).tolist(),
+            "ended": responses.ended.tolist(),
+            "reward": rollout.rewards.tolist(),
+            "divergence": rollout.divergence.double().tolist(),
+            "advantage": rows.advantages.double().tolist(),
+            "log_prob": rows.log_probs.double().tolist(),
+        }
+    )
+    return add_selection(table.with_columns(list_tokens(rows)), selection, influence)
+
+
+def make_metrics_row(
+    number: int, rollout: Rollout, selection: Selection, influence: Influence | None
+) -> dict[str, Any]:
+    """Return a round's row of metrics, without those of the optimisation."""
+    rewards, keep = rollout.rewards, selection.keep
+    return {
+        "round": number,
+        "reward": float(rewards.mean()),
+        "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
+        "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,
+        "kl": float(rollout.divergence.mean()),
+        "train/entropy_loss": -rollout.entropy,
+        "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
+        "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),
+        **summarise_selection(selection, influence),
+    }

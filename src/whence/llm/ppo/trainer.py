@@ -1,6 +1,7 @@
 """PPO for causal language models, on the responses that a rule selects."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,34 @@ from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.base.processes import Processes, check_copies
-from whence.llm.base.value_head import Reference, WithValueHead, disable_dropout
-from whence.llm.ppo.kl_coefficient import KLCoefficient
+from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, disable_dropout
+from whence.llm.base.processes import check_copies
 from whence.llm.ppo.optimisation import make_optimizer, optimise
-from whence.llm.ppo.ppo_run import (
-    TrainingRun,
-    describe_training,
-    load_model,
-    make_metrics_row,
-    make_response_table,
-    read_model,
+from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
+from whence.llm.ppo.rollout import Rollout, make_metrics_row, make_response_table, make_rollout, steer_kl_coef
+from whence.llm.scores import Scoring, SequenceReturn, TokenPPO, check_held_out, score
+from whence.llm.text import (
+    Evaluate,
+    Prompt,
+    Prompts,
+    Responses,
+    Reward,
+    check_tokenizer,
+    combine_rewards,
+    context_length,
+    generate,
+    read_prompts,
+    write_evaluation,
 )
-from whence.llm.ppo.rollout import Rollout, make_rollout
-from whence.llm.scores.language_targets import SequenceReturn
-from whence.llm.scores.row_scores import RowScorer, Scoring, check_held_out, held_out_target
-from whence.llm.scores.token_objectives import TokenPPO
-from whence.llm.text.generation import Responses, answer_prompts, generate, read_sample_prompts
-from whence.llm.text.prompts import Prompt, Prompts, check_tokenizer, context_length, read_prompts
-from whence.llm.text.rewards import Reward, combine_rewards
 from whence.nonfinite import check_parameters, name_round
 from whence.objectives import Objective, as_objective
+from whence.records import RecordBatch
 from whence.runs import Checkpoint, time_stage
-from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
 from whence.targets import Target, as_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
-
-Evaluate = Callable[[Any, Any], Mapping[str, float]]
-"""`evaluate(language_model, tokenizer)` measures the model; numbers by name."""
 
 
 class PPOTrainer:
@@ -78,8 +76,6 @@ class PPOTrainer:
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
         layers: score by some layers alone, see `whence.attribute`; None: by all.
-        refresh_target_every: rounds from one computation of the target's gradient to the next; those between use the
-            last one. For targets over other rows than the scored ones.
         autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
             False: in the model's own precision.
         reward_weights: weights of several rewards; None: 1 each.
@@ -109,7 +105,6 @@ class PPOTrainer:
         engine: str = "auto",
         memory: int | None = None,
         layers: Layers | None = None,
-        refresh_target_every: int = 1,
         autocast: bool = False,
         reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
@@ -117,22 +112,19 @@ class PPOTrainer:
         about: Mapping[str, Any] | None = None,
         on_rollout: OnRollout | None = None,
     ) -> None:
+        self.rule: SelectionRule = KeepAll() if rule is None else rule
+        check_rule(self.rule)
         check_tokenizer(tokenizer)
-        if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
-            raise WhenceError(f"rule is {rule!r}; pass an instance, such as IPPO(), or None to train on every row.")
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
         self.rewards = rewards = [reward] if callable(reward) else list(reward)
         self.reward_weights = None if reward_weights is None else list(reward_weights)
         self.reward = combine_rewards(rewards, reward_weights)
-        self.rule: SelectionRule = KeepAll() if rule is None else rule
-        self.target = as_target(SequenceReturn() if target is None else target)
-        self.objective = TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective)
-        self.engine, self.about = engine, dict(about or {})
+        self.about = dict(about or {})
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
+        self.accelerator.gradient_accumulation_steps = 1  # the trainer itself splits steps into passes
         check_copies(self.accelerator)
         self.processes = Processes(self.accelerator)
         self.processes.check_batch(config.batch_size)
-        self._run = TrainingRun(config.output_dir, self.processes, config.save_every, config.keep_checkpoints)
         # All processes draw the same numbers while the model is made; later each has a seed of its own.
         set_seed(config.seed)
         self.model = model if isinstance(model, WithValueHead) else WithValueHead(model)
@@ -142,30 +134,24 @@ class PPOTrainer:
         self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
         if not len(self.prompts):
             raise WhenceError("There are no prompts to draw responses to.")
-        self.held_out = None if held_out is None else read_prompts(held_out, tokenizer, config, context, rewards)
-        self.sample_prompts = None
-        if sample_prompts is not None:
-            self.sample_prompts = read_sample_prompts(sample_prompts, tokenizer, config, context, rewards)
-        held_out_ids = None if self.held_out is None else self.held_out.ids
-        check_held_out(self.target, held_out_ids, self.prompts.ids, self.processes)
-        scoring = Scoring(
-            target=self.target,
-            objective=self.objective,
+        self.held_out, self.sample_prompts = (
+            None if dataset is None else read_prompts(dataset, tokenizer, config, context, rewards)
+            for dataset in (held_out, sample_prompts)
+        )
+        self.scoring = Scoring(
+            target=as_target(SequenceReturn() if target is None else target),
+            objective=TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective),
             temperature=config.temperature,
             engine=engine,
             memory=memory,
             chunk_size=config.mini_batch_size,
             processes=self.processes,
             layers=layers,
-        )
-        self.scorer = RowScorer(
-            scoring,
-            self.model,
-            self.accelerator,
-            refresh_target_every=refresh_target_every,
             autocast=autocast,
-            has_held_out=held_out is not None,
         )
+        held_out_ids = None if self.held_out is None else self.held_out.ids
+        check_held_out(self.scoring.target, held_out_ids, self.prompts.ids, self.processes)
+        self.scoring.check(self.model)
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
         # computed in the model's own precision.
@@ -174,10 +160,9 @@ class PPOTrainer:
         self.processes.broadcast_model(self.model)
         self.reference = Reference(self.model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
-        self.kl = KLCoefficient(
-            config.init_kl_coef, config.target if config.adap_kl_ctrl else None, config.horizon, config.batch_size
-        )
+        self.kl_coef = config.init_kl_coef
         self.metrics: list[dict[str, Any]] = []
+        self._run = TrainingRun(self)
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []
@@ -202,19 +187,12 @@ class PPOTrainer:
                 something else than a run; or another process writes to it. Nothing was changed.
             WhenceError: the training would start anew with a model that this trainer has trained already.
         """
-        config = self.config
-        checkpoint = self._run.begin(
-            describe_training(self),
-            self.model,
-            rounds=config.rounds,
-            overwrite=overwrite,
-            trained=self._has_begun,
-        )
+        checkpoint = self._run.begin(overwrite=overwrite, trained=self._has_begun)
         self._has_begun = True
         try:
             if checkpoint is not None:
                 self._restore(checkpoint)
-            if len(self.metrics) < config.rounds:
+            if len(self.metrics) < self.config.rounds:
                 self._train_rounds()
         finally:
             self._run.end()
@@ -256,12 +234,11 @@ class PPOTrainer:
                 selection,
                 config=config,
                 generator=self._generator,
-                accelerator=self.accelerator,
                 processes=self.processes,
             )
             check_parameters((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl.value, **means}
-        self.kl.update(row["kl"])
+        row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl_coef, **means}
+        self.kl_coef = steer_kl_coef(self.kl_coef, row["kl"], config)
         self.metrics.append(row)
         self._report_round(rollout, influence, selection, row, seconds)
         if config.eval_every and (number % config.eval_every == 0 or number == config.rounds):
@@ -274,9 +251,20 @@ class PPOTrainer:
         """Return the rows' scores, and the rows that train."""
         rows, influence = rollout.rows, None
         if self.rule.needs_influence:
-            influence = self.scorer.score(self.model, rows, number, lambda: self._target_of_round(number, seconds))
+            scoring = self.scoring
+            if self.held_out is not None:
+                with time_stage(seconds, "held_out"):
+                    target: Any = scoring.target
+                    scoring = replace(scoring, target=replace(target, rows=self._draw_held_out(self.held_out, number)))
+            influence = score(self.model, rows, scoring)
         selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
         return influence, selection
+
+    def _draw_held_out(self, prompts: Prompts, number: int) -> RecordBatch:
+        """Return responses to held-out prompts as rows, without changing the draws of training."""
+        with preserve_rng_state(), self.accelerator.autocast():
+            set_seed(self._derive_seed(number))
+            return self._make_rollout(self._generate(prompts), prompts).rows
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
@@ -290,26 +278,8 @@ class PPOTrainer:
         return generate(self.model.language_model, self.tokenizer, prompts.ids, self.config, self.processes)
 
     def _make_rollout(self, responses: Responses, prompts: Prompts, first_id: int = 0) -> Rollout:
-        return make_rollout(
-            self.model,
-            self.reference,
-            responses,
-            self.reward,
-            self.kl.value,
-            self.config,
-            first_id,
-            self.processes,
-            prompts.columns,
-        )
-
-    def _target_of_round(self, number: int, seconds: dict[str, dict[str, float]]) -> Target:
-        """Return the target of a round; held-out prompts are answered without changing the draws of training."""
-        if self.held_out is None:
-            return self.target
-        with time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
-            set_seed(self._derive_seed(number))
-            rollout = self._make_rollout(self._generate(self.held_out), self.held_out)
-            return held_out_target(self.target, rollout.rows)
+        settings = (self.reward, self.kl_coef, self.config, first_id, self.processes, prompts.columns)
+        return make_rollout(self.model, self.reference, responses, *settings)
 
     def _report_round(
         self,
@@ -336,23 +306,22 @@ class PPOTrainer:
         directory = self._run.directory
         if not self.config.eval_every or directory is None:
             return
-        model, tokenizer = self.model.language_model, self.tokenizer
-        if self.sample_prompts:
-            answers = answer_prompts(model, tokenizer, self.sample_prompts, self.reward, self.config)
-            directory.write_round("answers", number, answers)
-        if self.evaluate is None:
-            return
-        with preserve_rng_state():
-            measures = dict(self.evaluate(model, tokenizer))
-        directory.append("evaluations", {"round": number, **measures})
-        self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
+        measures = write_evaluation(
+            *(directory, number, self.model.language_model, self.tokenizer),
+            prompts=self.sample_prompts,
+            reward=self.reward,
+            config=self.config,
+            evaluate=self.evaluate,
+        )
+        if measures:
+            self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
 
     def _read_state(self) -> dict[str, Any]:
         """Return all that training needs to go on after a round, for a checkpoint; call it in every process."""
         return {
             **read_model(self.model, self.optimizer.optimizer),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
-            "kl_coef": self.kl.value,
+            "kl_coef": self.kl_coef,
             "queue": self._prompt_queue,
             "generator": self._generator.get_state(),
             "advice": sorted(self._kinds_of_advice),
@@ -366,7 +335,7 @@ class PPOTrainer:
         load_model(self.model, self.optimizer.optimizer, content)
         if self.accelerator.scaler is not None and content.get("scaler") is not None:
             self.accelerator.scaler.load_state_dict(content["scaler"])  # of gradients in float16
-        self.kl.value, self._prompt_queue = content["kl_coef"], list(content["queue"])
+        self.kl_coef, self._prompt_queue = content["kl_coef"], list(content["queue"])
         self._generator.set_state(content["generator"])
         self._kinds_of_advice = set(content["advice"])
         state = self.processes.load_state(content["processes"])
@@ -375,8 +344,7 @@ class PPOTrainer:
 
     def _stateful_parts(self) -> list[Any]:
         """Return what has a state of its own to keep, among the rule and the rewards too."""
-        parts = (self.rule, *self.rewards, self.scorer)
-        return [part for part in parts if hasattr(part, "load_state_dict")]
+        return [part for part in (self.rule, *self.rewards) if hasattr(part, "load_state_dict")]
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, in Transformers' format."""

@@ -1,1 +1,14 @@
-"""Scores of responses: objectives, targets, rows, tokens."""
+"""Scores of language models' rows: targets, objectives, and how they are computed."""
+
+from whence.llm.scores.language_targets import SequenceReturn as SequenceReturn
+from whence.llm.scores.language_targets import TokenReturn as TokenReturn
+from whence.llm.scores.language_targets import ValidationLoss as ValidationLoss
+from whence.llm.scores.language_targets import check_held_out as check_held_out
+from whence.llm.scores.language_targets import compute_log_probs as compute_log_probs
+from whence.llm.scores.language_targets import split_mean as split_mean
+from whence.llm.scores.scoring import Scoring as Scoring
+from whence.llm.scores.scoring import score as score
+from whence.llm.scores.scoring import score_target_rows as score_target_rows
+from whence.llm.scores.scoring import score_tokens as score_tokens
+from whence.llm.scores.token_objectives import GroupObjective as GroupObjective
+from whence.llm.scores.token_objectives import TokenPPO as TokenPPO

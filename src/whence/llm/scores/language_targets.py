@@ -1,9 +1,10 @@
 """Targets for language models: the rows' own return, that of held-out rows, or trusted demonstrations."""
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -13,12 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError
-from whence.llm.base.rows import make_rows
-from whence.llm.text.prompts import encode_demonstrations
+from whence.llm.base import Processes, list_tokens, make_rows
+from whence.llm.text import encode_demonstrations
 from whence.objectives import Objective
 from whence.policies import Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch
 from whence.targets import Target, target_name
+
+log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,6 +30,7 @@ class _MeanTarget(ABC):
 
     rows: RecordBatch | None = None
     batch_size: int = 16
+    total: int | None = None  # the denominator of a process's share of a mean over all processes' rows
     from_outputs: Callable[[Outputs, RecordBatch], Tensor] = field(init=False)
 
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
@@ -51,7 +55,7 @@ class _MeanTarget(ABC):
         return int(rows.observations["response_mask"].sum())
 
     def _from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        return self._sum(outputs, records) / max(self._count(records), 1)
+        return self._sum(outputs, records) / (self.total or max(self._count(records), 1))
 
     def parts(self) -> Iterator[Target]:
         """Yield targets that sum to this one, each over `batch_size` of its `rows`; only itself if `rows` is None."""
@@ -113,42 +117,13 @@ class _Terms:
 
 
 def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
-    """Return one process's share of a target; the shares of all processes sum to the target.
-
-    Args:
-        target: the target over the rows of all processes.
-        rows: the scored rows of all processes.
-        rank: the process's number, from 0.
-        number: the number of processes, each of which scores a part of the rows.
-    """
+    """Return the share of process `rank` of `number` in a target over all processes' rows; shares sum to the target."""
     if not isinstance(target, _MeanTarget):
         # A user's function may combine rows in any way, so each process evaluates it over all of them.
-        return _EqualShare(target, rows, number)
+        return lambda view, params, records: target(view, params, rows) / number
     if target.rows is None:
-        return _ShareOfScoredRows(target, max(target._count(rows), 1))
+        return replace(target, total=max(target._count(rows), 1))
     return _ShareOfParts(target, rank, number)
-
-
-@dataclass(frozen=True, eq=False)
-class _ShareOfScoredRows:
-    """The part of a mean over all processes' rows that comes from this process's rows."""
-
-    mean: _MeanTarget
-    count: int
-
-    @property
-    def linear(self) -> bool:
-        return self.mean.linear
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return self.mean.reads
-
-    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        return self.mean._sum(outputs, records) / self.count
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        return self.from_outputs(compute_log_probs(view, params, records), records)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,18 +143,6 @@ class _ShareOfParts:
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         return torch.stack([part(view, params, records) for part in self.parts()]).sum()
-
-
-@dataclass(frozen=True, eq=False)
-class _EqualShare:
-    """A target over all processes' rows, divided by their number."""
-
-    target: Target
-    rows: RecordBatch
-    number: int
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        return self.target(view, params, self.rows) / self.number
 
 
 def compute_log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
@@ -202,24 +165,14 @@ def _describe_rows(rows: RecordBatch) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Along:
-    """The target whose gradient is the given one.
-
-    Attributes:
-        gradient: a tensor for each parameter that the target depends on.
-        name: what the gradient is of.
-    """
+    """The target whose gradient is the given one: a tensor for each parameter that it depends on."""
 
     gradient: Mapping[str, Tensor]
-    name: str = "a gradient"
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
         # The scored layers may be fewer than those that the gradient was computed in.
-        parts = [(params[name] * along).sum() for name, along in self.gradient.items() if name in params]
-        return torch.stack(parts).sum()
-
-    def __repr__(self) -> str:
-        return self.name
+        return torch.stack([(params[name] * one).sum() for name, one in self.gradient.items() if name in params]).sum()
 
 
 class SequenceReturn(_MeanTarget):
@@ -300,16 +253,40 @@ class ValidationLoss(_MeanTarget):
             WhenceError: the data set has other columns.
             InvalidRecords: not a single response token.
         """
-        tokens = encode_demonstrations(dataset, tokenizer, max_length)
-        return cls(tokens.input_ids, tokens.attention_mask, tokens.response_mask, batch_size=batch_size)
-
-    def prompts(self) -> list[list[int]]:
-        """Return the token ids of the demonstrations' prompts."""
-        assert self.rows is not None
-        columns = self.rows.observations
-        width = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
-        pairs = zip(columns["input_ids"][:, :width], columns["attention_mask"][:, :width].bool(), strict=True)
-        return [ids[mask].tolist() for ids, mask in pairs]
+        return cls(*encode_demonstrations(dataset, tokenizer, max_length), batch_size=batch_size)
 
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         return _mask_log_probs(outputs, rows).sum(dim=1)
+
+
+def check_held_out(
+    target: Target, held_out: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]], processes: Processes
+) -> None:
+    """Refuse held-out prompts that the target cannot use, and warn of prompts that train as well.
+
+    Args:
+        target: the trainer's target.
+        held_out: token ids of the held-out prompts; None: there are none.
+        prompts: token ids of the prompts that train.
+        processes: the processes, each of which answers a part; the first logs the warning.
+
+    Raises:
+        WhenceError: the target reads no drawn responses, or has rows already; or held-out prompts are
+            fewer than the processes.
+    """
+    if held_out is not None:
+        if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
+            raise WhenceError(
+                f"held_out gives prompts for a target over drawn responses, and {target_name(target)} reads none of "
+                "them: use SequenceReturn() or TokenReturn(), without rows."
+            )
+        if len(held_out) < processes.number:
+            raise WhenceError(f"There are {len(held_out)} held-out prompts; give one for each process at least.")
+    kind, validation = "held-out prompts", held_out
+    if isinstance(target, ValidationLoss):
+        kind, validation = "prompts of the demonstrations", list_tokens(target.rows)[0].to_list()  # type: ignore[arg-type]
+    trained = {tuple(ids) for ids in prompts}
+    if processes.rank == 0 and validation and (shared := sum(tuple(ids) in trained for ids in validation)):
+        log.warning(
+            "%d of %d %s also train, so the target is not one of unseen prompts.", shared, len(validation), kind
+        )

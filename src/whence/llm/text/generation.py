@@ -1,6 +1,6 @@
 """Responses: generated to prompts, and to a few sample prompts at each evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +11,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationConfig
 
-from whence.errors import WhenceError
 from whence.guards import eval_mode, preserve_rng_state
-from whence.llm.base.ppo_config import PPOConfig
-from whence.llm.base.processes import ONE, Processes
-from whence.llm.text.prompts import Prompt, Prompts, read_prompts
+from whence.llm.base import ONE, PPOConfig, Processes
+from whence.llm.text.prompts import Prompts
 from whence.llm.text.rewards import Reward, compute_rewards
+from whence.runs import RunDirectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,44 +149,56 @@ def _mask_until_end(
     return before == 0, is_end.any(dim=1)
 
 
-MOST_ANSWERS = 64
-"""Sample prompts at most: each is answered at every evaluation."""
-
-
-def read_sample_prompts(
-    dataset: Sequence[Prompt] | Any, tokenizer: Any, config: PPOConfig, context: int | None, rewards: Sequence[Reward]
-) -> Prompts:
-    """Return the prompts that a training answers at each evaluation; see `read_prompts`.
-
-    Raises:
-        WhenceError: there are more than `MOST_ANSWERS`, or one is refused.
-    """
-    prompts = read_prompts(dataset, tokenizer, config, context, rewards)
-    if len(prompts) > MOST_ANSWERS:
-        raise WhenceError(
-            f"sample_prompts has {len(prompts)} prompts; at most {MOST_ANSWERS} are answered at each evaluation. Pass "
-            "fewer, and measure the model by `evaluate`."
-        )
-    return prompts
-
-
 def answer_prompts(model: Any, tokenizer: Any, prompts: Prompts, reward: Reward, config: PPOConfig) -> pl.DataFrame:
     """Answer prompts by the likeliest tokens, without a change of the model's mode or of generators.
-
-    Args:
-        model: a causal language model of Transformers.
-        tokenizer: its tokenizer.
-        prompts: the prompts.
-        reward: rewards the answers.
-        config: the settings of generation, but for sampling.
 
     Returns:
         A row for each prompt: `prompt`, `response` and `reward`.
 
     Raises:
-        WhenceError: see `compute_rewards`; a reward may be NaN.
+        WhenceError: see `compute_rewards`.
     """
     with preserve_rng_state(), torch.no_grad():
         answers = generate(model, tokenizer, prompts.ids, replace(config, top_k=1, top_p=1.0, temperature=1.0))
-        rewards = compute_rewards(reward, answers.prompts, answers.texts, prompts.columns, allow_nonfinite=True)
+        rewards = compute_rewards(reward, answers.prompts, answers.texts, prompts.columns)
     return pl.DataFrame({"prompt": answers.prompts, "response": answers.texts, "reward": rewards.tolist()})
+
+
+Evaluate = Callable[[Any, Any], Mapping[str, float]]
+"""`evaluate(language_model, tokenizer)` measures the model; numbers by name."""
+
+
+def write_evaluation(
+    directory: RunDirectory,
+    number: int,
+    model: Any,
+    tokenizer: Any,
+    *,
+    prompts: Prompts | None,
+    reward: Reward,
+    config: PPOConfig,
+    evaluate: Evaluate | None,
+) -> dict[str, float]:
+    """Write a model's answers to sample prompts and its measures after a round, without changing training's draws.
+
+    Args:
+        directory: the run.
+        number: the round; 0: before the first.
+        model: a causal language model of Transformers.
+        tokenizer: its tokenizer.
+        prompts: the sample prompts; None: none are answered.
+        reward: rewards the answers.
+        config: the settings of generation, but for sampling.
+        evaluate: measures the model; None: it is not measured.
+
+    Returns:
+        The measures.
+    """
+    if prompts:
+        directory.write_round("answers", number, answer_prompts(model, tokenizer, prompts, reward, config))
+    if evaluate is None:
+        return {}
+    with preserve_rng_state():
+        measures = dict(evaluate(model, tokenizer))
+    directory.append("evaluations", {"round": number, **measures})
+    return measures

@@ -2,17 +2,16 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
+from typing import Any, TypeAlias
 
 from whence.errors import WhenceError
-from whence.llm.base.ppo_config import PPOConfig
+from whence.llm.base import PPOConfig, TokenRows, pad_rows
 from whence.llm.text.rewards import Columns, Reward, find_columns
+
+log = logging.getLogger("whence")
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, each with "role" and "content"."""
@@ -34,11 +33,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def tokenize_prompts(
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    config: PPOConfig,
-    context: int | None,
-    response_setting: str = "max_new_tokens",
+    tokenizer: Any, prompts: Sequence[Prompt], config: PPOConfig, context: int | None
 ) -> list[list[int]]:
     """Return the token ids of each prompt; messages go through the tokenizer's chat template.
 
@@ -47,39 +42,26 @@ def tokenize_prompts(
         prompts: texts or chats.
         config: the settings that limit the lengths of prompts and responses.
         context: tokens that the model can read; None: no limit.
-        response_setting: the trainer's name of the setting that limits a response, for messages.
 
     Raises:
         WhenceError: a prompt is empty, or leaves no room for its response; the message has the prompt's number.
     """
-    longest = _longest_prompt(config, context, response_setting)
+    remaining = math.inf if context is None else context - config.max_new_tokens
+    longest = remaining if config.max_prompt_length is None else min(config.max_prompt_length, remaining)
     rows = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             ids = list(tokenizer(prompt)["input_ids"])
         else:
             ids = list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-        if not ids or (longest is not None and len(ids) > longest):
+        if not 1 <= len(ids) <= longest:
             raise WhenceError(
-                f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed, so that it and a response of "
-                f"{config.max_new_tokens} fit into the model's context. Shorten or drop it, or lower "
-                f"{response_setting}."
+                f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed: the model reads {context} "
+                f"tokens in all, {config.max_new_tokens} for a response. Shorten or drop it, or lower max_new_tokens "
+                "(of TRL: max_completion_length)."
             )
         rows.append(ids)
     return rows
-
-
-def _longest_prompt(config: PPOConfig, context: int | None, response_setting: str) -> int | None:
-    """Return the most tokens that a prompt may have; None: no limit."""
-    if context is None:
-        return config.max_prompt_length
-    remaining = context - config.max_new_tokens
-    if remaining < 1:
-        raise WhenceError(
-            f"{response_setting} is {config.max_new_tokens}, and the model reads {context} tokens in all, so that no "
-            f"prompt would fit before a response. Lower {response_setting}."
-        )
-    return remaining if config.max_prompt_length is None else min(config.max_prompt_length, remaining)
 
 
 def context_length(model: Any) -> int | None:
@@ -119,7 +101,6 @@ def read_prompts(
     config: PPOConfig,
     context: int | None,
     rewards: Sequence[Reward] = (),
-    response_setting: str = "max_new_tokens",
 ) -> Prompts:
     """Return texts, chats, or a data set with a column "prompt", as prompts.
 
@@ -129,7 +110,6 @@ def read_prompts(
         config: the settings that limit the lengths of prompts and responses.
         context: tokens that the model can read; None: no limit.
         rewards: the rewards; only the columns that their arguments name are read.
-        response_setting: the trainer's name of the setting that limits a response, for messages.
 
     Raises:
         WhenceError: a prompt does not fit, or there is no column "prompt", or none that a reward asks for.
@@ -138,7 +118,7 @@ def read_prompts(
     needed = {name for reward in rewards for name in find_columns(reward, names)}
     source: Any = dataset
     texts = list(dataset if getattr(dataset, "column_names", None) is None else source["prompt"])
-    ids = tokenize_prompts(tokenizer, texts, config, context, response_setting)
+    ids = tokenize_prompts(tokenizer, texts, config, context)
     return Prompts(ids, {name: list(source[name]) for name in names if name in needed})
 
 
@@ -156,18 +136,7 @@ def list_columns(dataset: Any) -> list[str]:
     return [name for name in names if name != "prompt"]
 
 
-log = logging.getLogger("whence")
-
-
-class DemonstrationTokens(NamedTuple):
-    """m demonstrations: prompts of P tokens padded on the left, responses of R tokens padded on the right."""
-
-    input_ids: Int[Tensor, "m L"]
-    attention_mask: Int[Tensor, "m L"]
-    response_mask: Bool[Tensor, "m R"]
-
-
-def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None = None) -> DemonstrationTokens:
+def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None = None) -> TokenRows:
     """Return the tokens of demonstrations.
 
     Args:
@@ -189,14 +158,7 @@ def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None =
         pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
     if empty := sum(not response for _, response in pairs):
         log.warning("%d of %d demonstrations have no response token that counts.", empty, len(pairs))
-    prompt_width, width = max(len(prompt) for prompt, _ in pairs), max(1, *(len(response) for _, response in pairs))
-    ids = torch.full((len(pairs), prompt_width + width), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, response) in enumerate(pairs):
-        place = slice(prompt_width - len(prompt), prompt_width + len(response))
-        ids[row, place] = torch.tensor([*prompt, *response])
-        mask[row, place] = 1
-    return DemonstrationTokens(ids, mask, mask[:, prompt_width:].bool())
+    return pad_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokenizer.pad_token_id)
 
 
 def _tokenize(number: int, row: Any, tokenizer: Any) -> tuple[list[int], list[int]]:

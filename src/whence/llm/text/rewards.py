@@ -35,13 +35,10 @@ def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) 
         weights: a weight for each; None: 1.
 
     Raises:
-        WhenceError: there is no reward, or another number of weights.
+        WhenceError: there is no reward, one is no function, or there is another number of weights.
     """
-    if not rewards:
-        raise WhenceError("No reward was given; pass a function of prompts and responses, or several.")
-    for reward in rewards:
-        if not callable(reward):
-            raise WhenceError(f"A reward is {reward!r}; a function of (prompts, responses) is needed.")
+    if not rewards or not all(map(callable, rewards)):
+        raise WhenceError(f"The rewards are {list(rewards)!r}; give functions of (prompts, responses).")
     factors = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
     if len(factors) != len(rewards):
         raise WhenceError(
@@ -58,12 +55,7 @@ def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) 
 
 
 def compute_rewards(
-    reward: Reward,
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    columns: Columns = NO_COLUMNS,
-    *,
-    allow_nonfinite: bool = False,
+    reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NO_COLUMNS
 ) -> Float[Tensor, " n"]:
     """Return a reward's numbers, (n,) float64.
 
@@ -72,7 +64,6 @@ def compute_rewards(
         prompts: the prompts' texts.
         responses: a response to each.
         columns: further columns of the prompts' data set.
-        allow_nonfinite: return numbers that are not finite, too.
 
     Raises:
         NonFinite: the reward returns a number that is not finite; `record_ids` holds the responses' positions.
@@ -100,7 +91,7 @@ def compute_rewards(
     if len(rewards) != len(responses):
         raise WhenceError(f"The reward {name} returned {len(rewards)} numbers for {len(responses)} responses.")
     broken = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
-    if broken and not allow_nonfinite:
+    if broken:
         row = broken[0]
         value = "NaN" if math.isnan(rewards[row]) else str(float(rewards[row]))
         raise NonFinite(
@@ -109,32 +100,6 @@ def compute_rewards(
             record_ids=broken,
         )
     return rewards
-
-
-def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int, texts: Sequence[Any]) -> None:
-    """Refuse an infinite reward of TRL's trainers, whose group would get advantages of 0, or of 3e38.
-
-    A reward that is NaN is TRL's: of a function that does not apply to the completion.
-
-    Args:
-        rewards: (n, functions) the rewards of all processes' completions.
-        names: the functions' names.
-        first_id: the record id of the first completion.
-        texts: this process's completions.
-
-    Raises:
-        NonFinite: the message names the first such completion.
-    """
-    infinite = torch.isinf(rewards)
-    if not infinite.any():
-        return
-    row, column = infinite.nonzero()[0].tolist()
-    text = f", {str(texts[row])[:80]!r}" if row < len(texts) == len(rewards) else ""
-    raise NonFinite(
-        f"the reward {names[column]} is {float(rewards[row, column])} for completion {row}{text}, record "
-        f"{first_id + row}. No step was taken. Return a finite number, or None where the function does not apply.",
-        record_ids=[first_id + int(position) for position in infinite.any(dim=1).nonzero().flatten()],
-    )
 
 
 def _locate_error(error: Exception) -> str:
@@ -152,10 +117,7 @@ def find_columns(reward: Reward, columns: Collection[str]) -> list[str]:
         WhenceError: it asks for a column that does not exist.
     """
     called: Any = reward.forward if isinstance(reward, nn.Module) else reward
-    try:
-        arguments = list(inspect.signature(called).parameters.values())
-    except ValueError:  # written in C, without a signature
-        return []
+    arguments = list(inspect.signature(called).parameters.values())
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     first = [one for one in arguments if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
     further = [one for one in arguments if one not in first]
@@ -176,24 +138,23 @@ def _reward_name(reward: Reward) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def classifier(model: Any, tokenizer: Any, *, label: str | int | None = None, batch_size: int = 32) -> Reward:
+def classifier(model: Any, tokenizer: Any, *, label: str | None = None, batch_size: int = 32) -> Reward:
     """Return the reward of a sequence classifier of Transformers: the raw logit of a label, on the response alone.
 
     Args:
         model: a sequence classifier.
         tokenizer: its tokenizer.
-        label: name or number of the label; None: the model's only label.
+        label: the label's name; None: the model's only label.
         batch_size: responses at a time.
 
     Raises:
         WhenceError: the model has several labels, and none or an unknown one is chosen.
     """
     names = [model.config.id2label[number] for number in range(model.config.num_labels)]
-    if label is None and len(names) > 1:
-        raise WhenceError(f"The reward model has {len(names)} labels, {', '.join(names)}: choose one with label=.")
-    chosen = 0 if label is None else label if isinstance(label, int) else _find_label(label, names)
-    if not 0 <= chosen < len(names):
-        raise WhenceError(f"label is {label}; the reward model has labels 0 to {len(names) - 1}: {', '.join(names)}.")
+    label = names[0] if label is None and len(names) == 1 else label
+    if label not in names:
+        raise WhenceError(f"label is {label!r}, and the reward model's labels are {', '.join(names)}: choose one.")
+    place = names.index(label)
 
     def reward(prompts: Sequence[str], responses: Sequence[str]) -> Sequence[float]:
         logits: list[float] = []
@@ -202,13 +163,7 @@ def classifier(model: Any, tokenizer: Any, *, label: str | int | None = None, ba
             texts = list(responses[first : first + batch_size])
             inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
             with torch.no_grad(), eval_mode(model.modules()):
-                logits += model(**inputs).logits[:, chosen].float().tolist()
+                logits += model(**inputs).logits[:, place].float().tolist()
         return logits
 
     return reward
-
-
-def _find_label(label: str, names: Sequence[str]) -> int:
-    if label not in names:
-        raise WhenceError(f"The reward model has no label {label!r}; its labels are {', '.join(names)}.")
-    return names.index(label)

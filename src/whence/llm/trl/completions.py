@@ -1,6 +1,6 @@
 """The completions of a TRL generation batch: as records, in TRL's own table, and as kept rows of a minibatch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from whence.errors import Unsupported
+from whence.errors import NonFinite, Unsupported
 from whence.influence import Influence
-from whence.llm.base.language_view import EXTRA_PADDING
-from whence.llm.base.processes import Processes
-from whence.llm.base.rows import make_rows
+from whence.llm.base import EXTRA_PADDING, Processes, make_rows
 from whence.records import RecordBatch
 from whence.selection import Selection
 
@@ -72,6 +70,28 @@ def make_completion_rows(
     )
     observations: Any = rows.observations
     return rows.with_columns({"observations": {**observations, **columns}})
+
+
+def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int) -> None:
+    """Refuse an infinite reward of TRL's trainers, whose group would get advantages of 0, or of 3e38.
+
+    A reward that is NaN is TRL's: of a function that does not apply to the completion.
+
+    Args:
+        rewards: (n, functions) the rewards of all processes' completions.
+        names: the functions' names.
+        first_id: the record id of the first completion.
+
+    Raises:
+        NonFinite: the message names the first such completion.
+    """
+    if places := torch.isinf(rewards).nonzero().tolist():
+        row, column = places[0]
+        raise NonFinite(
+            f"the reward {names[column]} is {float(rewards[row, column])} for record {first_id + row}. No step was "
+            "taken. Return a finite number, or None where the function does not apply.",
+            record_ids=list(dict.fromkeys(first_id + row for row, _ in places)),
+        )
 
 
 _COLUMNS = ("kept", "influence")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from whence.errors import Unsupported
-from whence.llm.scores.token_objectives import GroupObjective
+from whence.llm.scores import GroupObjective
 
 # Loss types that average rows (and have to be rescaled), with how each reduces the tokens of a row; and loss types
 # that divide by the number of tokens.
@@ -23,54 +23,51 @@ def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
     """
     loss_type = getattr(args, "loss_type", "grpo")
     steps = args.steps_per_generation // args.gradient_accumulation_steps
-    refusals = {
-        f"loss_type={loss_type!r}": (
+    unaccounted = "scores do not account for it; "
+    refusals = [
+        (
             loss_type not in (*ROW_LOSSES, *TOKEN_LOSSES),
-            "whence does not know how it reduces tokens",
+            f"loss_type={loss_type!r}: whence does not know how it reduces tokens",
         ),
-        "loss_type='bnpo' with several passes a step": (
+        (
             loss_type == "bnpo" and args.gradient_accumulation_steps * args.world_size > 1,
-            "each pass, and each process, is divided by its own tokens; use loss_type='dapo', or "
-            "gradient_accumulation_steps=1 in one process",
+            "loss_type='bnpo' with several passes a step: each pass, and each process, is divided by its own tokens; "
+            "use loss_type='dapo', or gradient_accumulation_steps=1 in one process",
         ),
-        "several optimiser steps on a generation batch": (
+        (
             steps > 1 or args.steps_per_generation % args.gradient_accumulation_steps != 0,
-            "each would have another share of kept completions; set steps_per_generation to "
-            "gradient_accumulation_steps (num_iterations may be more than 1)",
+            "several optimiser steps on a generation batch: each would have another share of kept completions; set "
+            "steps_per_generation to gradient_accumulation_steps (num_iterations may be more than 1)",
         ),
-        "an entropy bonus": (
+        (
             getattr(args, "entropy_coef", 0.0) != 0.0 or getattr(args, "use_adaptive_entropy", False),
-            "it is a mean over the tokens of each pass; set entropy_coef=0, and use_adaptive_entropy=False",
+            "an entropy bonus: it is a mean over the tokens of each pass; set entropy_coef=0, and "
+            "use_adaptive_entropy=False",
         ),
-        "top_entropy_quantile": (
+        (
             getattr(args, "top_entropy_quantile", 1.0) < 1.0,
-            "its threshold is computed in each pass; set it to 1",
+            "top_entropy_quantile: its threshold is computed in each pass; set it to 1",
         ),
-        "a router's auxiliary loss": (
+        (
             has_router_loss,
-            "dropped completions would affect it; set router_aux_loss_coef=0",
+            "a router's auxiliary loss: dropped completions would affect it; set router_aux_loss_coef=0",
         ),
-        "off_policy_mask_threshold": (
+        (
             getattr(args, "off_policy_mask_threshold", None) is not None,
-            "scores do not account for it; leave it unset",
+            f"off_policy_mask_threshold: {unaccounted}leave it unset",
         ),
-        "delta below 1": (
+        (
             getattr(args, "delta", None) is not None and args.delta < 1,
-            "it clips at the policy that drew the completions, and scores do not account for it; set it above "
-            "1 + epsilon",
+            f"delta below 1, which clips already at the first step: {unaccounted}set it above 1 + epsilon",
         ),
-        "vLLM's importance sampling ratio": (
+        (
             getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False),
-            "scores do not account for it; set vllm_importance_sampling_correction=False",
+            f"vLLM's importance sampling ratio: {unaccounted}set vllm_importance_sampling_correction=False",
         ),
-        "use_liger_kernel": (
-            getattr(args, "use_liger_kernel", False),
-            "its layers have no rules; leave it off",
-        ),
-    }
-    for setting, (is_set, reason) in refusals.items():
-        if is_set:
-            raise Unsupported(f"Completions cannot be selected with {setting}: {reason}.")
+        (getattr(args, "use_liger_kernel", False), "use_liger_kernel: its layers have no rules; leave it off"),
+    ]
+    if reason := next((reason for is_set, reason in refusals if is_set), None):
+        raise Unsupported(f"Completions cannot be selected with {reason}.")
 
 
 def make_group_objective(args: Any) -> GroupObjective:

@@ -7,8 +7,8 @@ groups' statistics are over all of them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.base.processes import ONE, Processes
-from whence.llm.scores.language_targets import SequenceReturn
-from whence.llm.scores.row_scores import RowScorer, Scoring
-from whence.llm.text.rewards import check_group_rewards
+from whence.llm.base import ONE, Processes
+from whence.llm.scores import Scoring, SequenceReturn, score
 from whence.llm.trl.completions import (
     KEPT,
     SCALE,
+    check_group_rewards,
     disable_autocast,
     discard_gradients,
     forget_passes,
@@ -46,8 +44,8 @@ from whence.llm.trl.trl_run import RunCallback
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
-from whence.runs import Stopwatch
-from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.runs import time_stage
+from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
 from whence.targets import Target, as_target
 
 
@@ -66,53 +64,42 @@ class _SelectingTrainer:
         engine: str = "auto",
         memory: int | None = None,
         layers: Layers | None = None,
-        refresh_target_every: int = 1,
         autocast: bool = False,
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         **kwargs: Any,
     ) -> None:
-        if rule is not None and (isinstance(rule, type) or not isinstance(rule, SelectionRule)):
-            raise WhenceError(f"rule is {rule!r}; pass an instance, such as NonPositive(), or None to keep everything.")
-        super().__init__(*args, **kwargs)
         self.rule: SelectionRule = KeepAll() if rule is None else rule
-        self.target = as_target(SequenceReturn() if target is None else target)
-        default = make_group_objective(self.args)  # type: ignore[attr-defined]
-        self.influence_objective = default if objective is None else as_objective(objective)
-        self.influence_engine = engine
+        check_rule(self.rule)
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        selects = type(self.rule) is not KeepAll
+        if selects:
+            check_selectable(trainer.args, has_router_loss=getattr(self, "aux_loss_enabled", False))
+        self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
+        self.scoring = Scoring(
+            target=as_target(SequenceReturn() if target is None else target),
+            objective=make_group_objective(trainer.args) if objective is None else as_objective(objective),
+            temperature=float(trainer.temperature),
+            engine=engine,
+            memory=memory,
+            chunk_size=trainer.args.per_device_train_batch_size,
+            processes=self._processes,
+            layers=layers,
+            autocast=autocast,
+        )
+        self.scoring.check(trainer.model)
         self.influence: Influence | None = None
         self.selection: Selection | None = None
         self.rows: RecordBatch | None = None
         self._run = None if run is None else RunCallback(self, run, about, overwrite=overwrite)
         if self._run is not None:
-            self.add_callback(self._run)  # type: ignore[attr-defined]
+            trainer.add_callback(self._run)
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
-        if type(self.rule) is not KeepAll or run is not None:
-            self._processes = Processes(self.accelerator)  # type: ignore[attr-defined]
         self._held_rates: list[tuple[dict[str, Any], float]] = []
         self._removal: RemovableHandle | None = None
-        self.scorer = self._make_scorer(memory, layers, refresh_target_every, autocast)
-        if type(self.rule) is not KeepAll:
-            check_selectable(self.args, has_router_loss=getattr(self, "aux_loss_enabled", False))  # type: ignore[attr-defined]
-
-    def _make_scorer(
-        self, memory: int | None, layers: Layers | None, refresh_target_every: int, autocast: bool
-    ) -> RowScorer:
-        trainer: Any = self
-        scoring = Scoring(
-            target=self.target,
-            objective=self.influence_objective,
-            temperature=float(trainer.temperature),
-            engine=self.influence_engine,
-            memory=memory,
-            chunk_size=trainer.args.per_device_train_batch_size,
-            processes=getattr(self, "_processes", ONE),
-            layers=layers,
-        )
-        settings: Any = {"refresh_target_every": refresh_target_every, "autocast": autocast}
-        return RowScorer(scoring, trainer.model, trainer.accelerator, **settings)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Transformers does; with `run`, from a checkpoint of the run alone, see the class."""
@@ -146,11 +133,11 @@ class _SelectingTrainer:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
             log_without_scores(self._logs["extra"], len(inputs))  # type: ignore[attr-defined]
             return output
-        with self._time_stage("generation", within="optimisation"):
+        with time_stage(self.seconds, "generation"):
             output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
         if type(self.rule) is not KeepAll:
-            with self._time_stage("scoring", within="optimisation"):
+            with time_stage(self.seconds, "scoring"):
                 output = self._score_and_select(output)
         elif self._run is not None:
             self.rows = self._make_rows(output) if has_tokens_alone(output) else None
@@ -164,7 +151,7 @@ class _SelectingTrainer:
         if self.model.training:  # type: ignore[attr-defined]
             names: Any = self.reward_func_names  # type: ignore[attr-defined]
             with name_round(self._batches_done + 1):
-                check_group_rewards(rewards, names, self._batches_done * len(rewards), completions)
+                check_group_rewards(rewards, names, self._batches_done * len(rewards))
         return rewards
 
     def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +178,8 @@ class _SelectingTrainer:
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        with nullcontext() if self.scorer.autocast else disable_autocast(model):
-            influence = self.scorer.score(model, rows, self._batches_done + 1)
+        with nullcontext() if self.scoring.autocast else disable_autocast(model):
+            influence = score(model, rows, self.scoring)
         forget_passes(self.model_wrapped)  # type: ignore[attr-defined]
         return influence
 
@@ -239,7 +226,7 @@ class _SelectingTrainer:
         if self._removal is not None:
             self._removal.remove()
             self._removal = None
-        with self._time_stage("optimisation"):
+        with time_stage(self.seconds, "optimisation"):
             try:
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             finally:
@@ -282,17 +269,6 @@ class _SelectingTrainer:
         optimizer: Any = self.optimizer  # type: ignore[attr-defined]
         return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
-    @contextmanager
-    def _time_stage(self, stage: str, within: str | None = None) -> Iterator[None]:
-        """Add the seconds of a stage to `seconds`, and subtract them from those of the stage around it."""
-        watch = Stopwatch()
-        yield
-        for clock, value in watch.seconds().items():
-            for name, change in ((stage, value), (within, -value)):
-                if name is not None:
-                    clocks = self.seconds.setdefault(name, {})
-                    clocks[clock] = clocks.get(clock, 0.0) + change
-
 
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer, on the completions that a rule keeps.
@@ -310,8 +286,6 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
         layers: score by some layers alone, see `whence.attribute`; None: by all.
-        refresh_target_every: batches from one computation of the target's gradient to the next; those between use the
-            last one. For targets over other rows than the completions.
         autocast: score in bfloat16 where training does so by mixed precision; False: in the model's own precision.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
         about: a further description of the run for the directory, in JSON types.

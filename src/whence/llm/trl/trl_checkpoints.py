@@ -23,10 +23,9 @@ _FILE = "whence.safetensors"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
-def list_steps(output_dir: str | Path) -> dict[int, Path]:
+def _list_steps(output_dir: str | Path) -> dict[int, Path]:
     """Return the folders of Transformers' checkpoints, whole or not, by the optimiser's steps before each."""
-    folders = Path(output_dir).glob("checkpoint-*")
-    matches = ((_FOLDER.fullmatch(folder.name), folder) for folder in folders)
+    matches = ((_FOLDER.fullmatch(folder.name), folder) for folder in Path(output_dir).glob("checkpoint-*"))
     return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
 
@@ -44,17 +43,14 @@ def seal_checkpoint(folder: Path, run_id: str, state: Mapping[str, Any]) -> None
     save_tree(folder / _FILE, {"run": run_id, "files": _compute_checksums(folder), "state": state})
 
 
-def find_checkpoint(output_dir: str | Path, run_id: str, steps: int) -> Path | None:
+def find_checkpoint(output_dir: str | Path, run_id: str) -> Path | None:
     """Return a run's latest checkpoint that is whole; damaged ones are named in the log and passed over.
 
     Args:
         output_dir: where Transformers writes checkpoints.
         run_id: the run's identity; checkpoints of another run that was in the directory before are passed over.
-        steps: the optimiser's steps in a round; checkpoints at the end of a round come before later ones within one,
-            after which a round's responses would have to be drawn again.
     """
-    folders = sorted(list_steps(output_dir).items(), key=lambda entry: (entry[0] % steps == 0, entry[0]))
-    return next((folder for _, folder in reversed(folders) if _is_whole(folder, run_id)), None)
+    return next((folder for folder in reversed(_list_steps(output_dir).values()) if _is_whole(folder, run_id)), None)
 
 
 def _is_whole(folder: Path, run_id: str) -> bool:
@@ -63,13 +59,11 @@ def _is_whole(folder: Path, run_id: str) -> bool:
     except RunDirectoryError as damage:
         log.warning("%s is no whole checkpoint (%s). The one before it is taken, if there is one.", folder, damage)
         return False
-    if content["run"] != run_id:
-        return False
     now = _compute_checksums(folder)
-    if changed := [name for name, checksum in content["files"].items() if now.get(name) != checksum]:
+    changed = [name for name, checksum in content["files"].items() if now.get(name) != checksum]
+    if changed and content["run"] == run_id:
         log.warning("%s is damaged. The checkpoint before it is taken, if there is one.", folder / changed[0])
-        return False
-    return True
+    return content["run"] == run_id and not changed
 
 
 def delete_later(output_dir: str | Path, step: int) -> None:
@@ -77,35 +71,20 @@ def delete_later(output_dir: str | Path, step: int) -> None:
 
     Transformers counts damaged ones among those that it keeps.
     """
-    for later, folder in list_steps(output_dir).items():
+    for later, folder in _list_steps(output_dir).items():
         if later > step:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """Return the state that `seal_checkpoint` was given; empty if whence did not write the checkpoint.
-
-    Raises:
-        RunDirectoryError: it is damaged.
-    """
+    """Return the state that `seal_checkpoint` was given; empty if whence did not write the checkpoint."""
     file = Path(folder) / _FILE
     return dict(load_tree(file)["state"]) if file.exists() else {}
 
 
 def read_progress(folder: str | Path) -> Mapping[str, Any]:
-    """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more.
-
-    Raises:
-        RunDirectoryError: it cannot be read.
-    """
-    path = Path(folder) / "trainer_state.json"
-    try:
-        progress: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as damage:
-        raise RunDirectoryError(
-            f"{path} cannot be read ({damage}). Give the folder of one of Transformers' checkpoints, or "
-            "resume_from_checkpoint=True for the last one."
-        ) from None
+    """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more."""
+    progress: Mapping[str, Any] = json.loads((Path(folder) / "trainer_state.json").read_text(encoding="utf-8"))
     return progress
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from whence.errors import RunDirectoryError, WhenceError
-from whence.llm.base.rows import list_tokens
-from whence.llm.base.run_description import (
-    describe_run,
-    is_secret,
-    read_versions,
-    to_json,
-)
-from whence.llm.text.prompts import join_messages
-from whence.llm.trl.trl_checkpoints import (
-    delete_later,
-    find_checkpoint,
-    read_progress,
-    read_state,
-    seal_checkpoint,
-)
+from whence.llm.base import list_tokens
+from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
+from whence.llm.text import join_messages
+from whence.llm.trl.trl_checkpoints import delete_later, find_checkpoint, read_progress, read_state, seal_checkpoint
 from whence.runs import Checkpoint, RunDirectory, RunWriter
 from whence.selection import Selection, add_selection, summarise_selection
 
@@ -48,25 +37,6 @@ _ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed", "rew
 _OF_THE_HUB = ("hub_", "push_to_hub")
 
 
-def count_steps(args: Any) -> int:
-    """Return the optimiser steps that TRL takes on a generation batch.
-
-    Args:
-        args: TRL's GRPOConfig or RLOOConfig.
-
-    Raises:
-        WhenceError: a step would be on parts of two generation batches.
-    """
-    batches, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
-    if batches % accumulation:
-        raise WhenceError(
-            f"steps_per_generation is {batches} and gradient_accumulation_steps {accumulation}; a round of a run "
-            "directory is a generation batch, so the first has to be a multiple of the second."
-        )
-    steps: int = args.num_iterations * (batches // accumulation)
-    return steps
-
-
 class RunCallback(TrainerCallback):  # type: ignore[misc]
     """Writes each generation batch to a run directory, after the last step on it; completes Transformers' checkpoints.
 
@@ -77,15 +47,27 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         overwrite: delete the rounds of the run in the directory that come after the start of this training.
 
     Raises:
-        WhenceError: see `count_steps`; or two reward functions have the same name, under which TRL logs their rewards.
+        WhenceError: a step would be on parts of two generation batches; or two reward functions have the same name,
+            under which TRL logs their rewards.
     """
 
     def __init__(
         self, trainer: Any, folder: str | Path, about: Mapping[str, Any] | None = None, *, overwrite: bool = False
     ) -> None:
         self._trainer, self._folder, self._about, self._overwrite = trainer, Path(folder), dict(about or {}), overwrite
-        self._steps = count_steps(trainer.args)
-        _check_reward_names(trainer.reward_func_names)
+        batches, accumulation = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+        if batches % accumulation:
+            raise WhenceError(
+                f"steps_per_generation is {batches} and gradient_accumulation_steps {accumulation}; a round of a run "
+                "directory is a generation batch, so the first has to be a multiple of the second."
+            )
+        self._steps = trainer.args.num_iterations * (batches // accumulation)
+        names = trainer.reward_func_names
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise WhenceError(
+                f"Several reward functions are called {repeated[0]!r}, so that TRL logs the rewards of one of them "
+                "only. Set another __name__ on each."
+            )
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._directory: RunDirectory | None = None
         self._checkpoint: Path | None = None
@@ -95,7 +77,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if not (self._folder / "config.json").exists():
             return None
         run_id = RunDirectory.open(self._folder).notes.get(_RUN_ID, "")
-        return find_checkpoint(self._trainer.args.output_dir, run_id, self._steps)
+        return find_checkpoint(self._trainer.args.output_dir, run_id)
 
     def choose_checkpoint(self, resume: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to go on from, or None; nothing is changed. Call it in every process.
@@ -105,43 +87,33 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             RunDirectoryError: the directory holds a run of another configuration, or finished rounds that this training
-                would delete; or there is no checkpoint.
+                would delete; or there is no checkpoint, or it lies within a round.
         """
-        args = self._trainer.args
-        run = RunDirectory.open(self._folder) if (self._folder / "config.json").exists() else None
-        rows = 0 if run is None else run.table("metrics").height
-        last = self.find_checkpoint() if resume or not self._overwrite else None
+        last, done = self.find_checkpoint(), 0
         self._checkpoint = last if resume is True else Path(resume) if isinstance(resume, str | Path) else None
         if resume is True and last is None:
             raise RunDirectoryError(
-                f"{args.output_dir} holds no whole checkpoint of the run in {self._folder}. Train without "
-                "resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
+                f"{self._trainer.args.output_dir} holds no whole checkpoint of the run in {self._folder}. Train "
+                "without resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
             )
-        done = self._count_done(self._checkpoint)
-        if run is not None and rows and (done or not self._overwrite):
-            run.check_same(self._describe(run.config.get("rounds", 0)), but=_MAY_CHANGE)
+        if self._checkpoint is not None:
+            done, rest = divmod(int(read_progress(self._checkpoint)["global_step"]), self._steps)
+            if rest:
+                raise RunDirectoryError(
+                    f"{self._checkpoint} lies within a round, whose responses would be drawn again. Take another one."
+                )
+        if (self._folder / "config.json").exists() and (done or not self._overwrite):
+            run = RunDirectory.open(self._folder)
+            rows = run.table("metrics").height
+            if rows:
+                run.check_same(self._describe(run.config.get("rounds", 0)), but=_MAY_CHANGE)
             if rows > done and not self._overwrite and (last is None or self._checkpoint != last):
-                raise self._refuse(rows, done, last)
+                raise RunDirectoryError(
+                    f"{self._folder} holds a run with {rows} finished rounds, and this training starts after {done}. "
+                    "To go on with the run, call trainer.train(resume_from_checkpoint=True); to delete later rounds, "
+                    "pass overwrite=True (--overwrite); to keep it, choose another run directory."
+                )
         return self._checkpoint
-
-    def _refuse(self, rows: int, done: int, last: Path | None) -> RunDirectoryError:
-        start = f"after round {done}" if done else "at the first round"
-        go_on = "to go on with it, call trainer.train(resume_from_checkpoint=True)"
-        if last is None:
-            go_on = "it has no whole checkpoint that resume_from_checkpoint=True could go on from"
-        return RunDirectoryError(
-            f"{self._folder} holds a run with {rows} finished rounds, and this training starts {start}: {go_on}. To "
-            "delete what comes later, pass overwrite=True (--overwrite); to keep it, choose another run directory."
-        )
-
-    def _count_done(self, checkpoint: Path | None) -> int:
-        """Return the number of rounds before a checkpoint."""
-        if checkpoint is None:
-            return 0
-        step = int(read_progress(checkpoint)["global_step"])
-        if step % self._steps:
-            log.warning("%s lies within a round, whose responses are drawn again.", checkpoint)
-        return step // self._steps
 
     def is_finished(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint is that of a training's last step."""
@@ -165,25 +137,21 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         done, description = state.global_step // self._steps, self._describe(-(-state.max_steps // self._steps))
+        versions = read_versions(_LIBRARIES)
         shared = Path(args.output_dir).resolve().is_relative_to(self._folder.resolve())
-        goes_on = done or (self._checkpoint is not None and not self._overwrite)  # also from within the first round
-        if goes_on and (self._folder / "config.json").exists():
+        if done and (self._folder / "config.json").exists():
             self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
             log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
             delete_later(args.output_dir, state.global_step)
             self._writer = RunWriter(self._directory, save_every=0)
             self._writer.go_on(Checkpoint(done, {}, self._folder))
-            self._writer.note_resumption([], read_versions(_LIBRARIES))
+            self._writer.note_resumption([], versions)
         else:
             self._directory = RunDirectory.create(
-                self._folder,
-                description,
-                versions=read_versions(_LIBRARIES),
-                shared=shared,
-                overwrite=self._overwrite,
+                self._folder, description, versions=versions, shared=shared, overwrite=self._overwrite
             )
             self._writer = RunWriter(self._directory, save_every=0)
-            if shared and not state.global_step:
+            if shared and not done:
                 delete_later(args.output_dir, 0)  # those of the run that was here before
         if _RUN_ID not in self._directory.notes:
             self._directory.note(**{_RUN_ID: uuid.uuid4().hex})
@@ -191,6 +159,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Complete a checkpoint that Transformers has written; one without an optimiser cannot be gone on from."""
         if args.save_only_model:
+            return
+        if state.global_step % self._steps:
+            log.warning("checkpoint-%d lies within a round, so training cannot go on from it.", state.global_step)
             return
         states = [self._read_state()]
         if args.world_size > 1:
@@ -226,7 +197,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def _stateful_parts(self) -> list[Any]:
         """Return what has a state to keep, among the rule and the rewards too; a reward model has none."""
         trainer = self._trainer
-        parts = (trainer.rule, *trainer.reward_funcs, trainer.scorer)
+        parts = (trainer.rule, *trainer.reward_funcs)
         return [part for part in parts if hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module)]
 
     def note_batch(self) -> None:
@@ -282,28 +253,15 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def _describe(self, rounds: int) -> dict[str, Any]:
         trainer = self._trainer
         return describe_run(
+            trainer,
+            trainer.accelerator.unwrap_model(trainer.model),
             about={"algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo", **self._about},
-            model=trainer.accelerator.unwrap_model(trainer.model),
-            rule=trainer.rule,
-            target=trainer.target,
-            objective=trainer.influence_objective,
-            engine=trainer.influence_engine,
             rewards=trainer.reward_funcs,
             reward_weights=trainer.reward_weights.tolist(),
             data={"prompts": trainer.train_dataset},
-            accelerator=trainer.accelerator,
             rounds=rounds,
             seed=trainer.args.seed,
-            settings={**trainer.scorer.describe(), "trl": _list_settings(trainer.args)},
-        )
-
-
-def _check_reward_names(names: Sequence[str]) -> None:
-    """Refuse reward functions of the same name: TRL's table holds the rewards of one of them only."""
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise WhenceError(
-            f"Several reward functions are called {repeated[0]!r}, so that TRL logs the rewards of one of them only, "
-            "and a run directory would hold wrong ones. Set another __name__ on each."
+            settings={**trainer.scoring.describe(), "trl": _list_settings(trainer.args)},
         )
 
 

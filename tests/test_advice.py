@@ -42,28 +42,9 @@ def test_a_page_tells_of_interruptions() -> None:
         assert list_kinds({}, resumed=crafted) == []
 
 
-def test_selecting_before_the_first_reward() -> None:
-    def list_kinds(flat: list[bool | None], dropped_share: list[float], episode_return: list[float | None]) -> Any:
-        return kinds(flat=flat, dropped_share=dropped_share, episode_return=episode_return)
-
-    assert list_kinds([True] * 3, [0.0, 0.1, 0.1], [None, None, -200.0]) == {"selects before the first reward": 3}
-    assert list_kinds([True] * 3, [0.0] * 3, [-200.0] * 3) == {}  # kept whole
-    assert list_kinds([True] * 3, [0.1] * 3, [None] * 3) == {}  # short rounds, in which no episode ended
-    assert list_kinds([False, True, True], [0.1] * 3, [-200.0] * 3) == {}  # the values may know by now
-    assert list_kinds([None] * 3, [0.1] * 3, [-200.0] * 3) == {}
-
-
 def test_nearly_all_dropped() -> None:
     assert kinds(dropped_share=[0.5, 0.94, 0.95, 0.99]) == {"drops nearly all": 3}
     assert kinds(dropped_share=[0.94] * 5) == {}
-
-
-def test_a_kept_share_that_collapses() -> None:
-    # Ten rounds keep 80%; the mean of the last ten falls below 40% when the sixth of the rounds that keep 10% is in.
-    shares = [0.2] * 10 + [0.9] * 10
-    assert kinds(dropped_share=shares) == {"kept share collapses": 20}
-    assert kinds(dropped_share=[0.2] * 10 + [0.5] * 30) == {}
-    assert kinds(dropped_share=shares[:19]) == {}
 
 
 def test_entropy_that_collapses_after_selection_begins() -> None:
@@ -79,8 +60,8 @@ def test_entropy_that_collapses_after_selection_begins() -> None:
 
 def test_steps_that_are_short_or_long() -> None:
     name = "train/approx_kl"
-    assert kinds(**{name: [9.0] + [0.004] * 10 + [0.02] * 9}) == {"steps are short": 11}
-    assert kinds(**{name: [9.0] + [0.11] * 10}) == {"steps are long": 11}
+    assert kinds(**{name: [9.0] + [0.004] * 10 + [0.02] * 9}) == {"steps are short or long": 11}
+    assert kinds(**{name: [9.0] + [0.11] * 10}) == {"steps are short or long": 11}
     assert kinds(**{name: [9.0] + [0.004] * 4 + [0.06] * 6}) == kinds(**{name: [0.004] * 10}) == {}
     assert kinds(**{name: [0.001] * 20, "length": [7.0] * 20}) == {}
     metrics = pl.DataFrame({"round": range(1, 13), name: [0.00375] * 12})
@@ -117,7 +98,7 @@ def test_a_language_model_that_collapses() -> None:
     assert kinds(**COLLAPSE) == expected
     table = pl.DataFrame({"round": range(1, 6), **COLLAPSE})
     texts = {advice.kind: advice.text for advice in give_advice(table, SGD)}
-    assert "31 nats a response on responses of 16 tokens" in texts["leaves the start model"]
+    assert "31 nats a response" in texts["leaves the start model"]
     assert "fell from 3.35 in the first round to 0.15" in texts["responses become alike"]
     assert "5% end before the length limit, 90% did" in texts["responses do not end"]
     for text in texts.values():

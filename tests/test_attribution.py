@@ -117,9 +117,9 @@ def test_an_action_is_known_by_its_observation_and_mask_too() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (0.7, r"action of Action\(\) holds 0\.7, but the records' are int64, which would make it 0: pass"),
-        ([0.0, 0.7, 1.0], r"holds 0\.7, but"),
-        (float("nan"), "holds nan, but"),
+        (0.7, r"action of Action\(\) is 0\.7, and the records' are torch\.int64"),
+        ([0.0, 0.7, 1.0], r"is \[0\.0, 0\.7, 1\.0\], and"),
+        (float("nan"), "is nan, and"),
     ],
 )
 def test_an_action_that_would_be_cut_to_a_whole_number_is_refused(action: object, message: str) -> None:
@@ -316,7 +316,7 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"target": Return}, "target is the class Return; pass an instance"),
+        ({"target": Return}, "target is <class"),
         ({"target": "return"}, "target is 'return'"),
         ({"target": {}}, "empty mapping"),
         ({"target": lambda v, p, r: p["0.weight"]}, r"returned a tensor of shape \(8, 5\); a scalar"),
@@ -369,9 +369,9 @@ def test_a_rollout_buffer_in_the_place_of_records_is_refused(observation: str) -
     kind = "DictRolloutBuffer" if observation == "dict" else "RolloutBuffer"
     remedy = r"whence\.sb3\.collect\(model\).*whence\.sb3\.snapshot\(model\)"
     for call in (attribute, whence.attribute_crossfit):
-        with pytest.raises(InvalidRecords, match=rf"records is a stable_baselines3.*\.{kind}; .*{remedy}"):
+        with pytest.raises(InvalidRecords, match=rf"records is a {kind}; .*{remedy}"):
             call(toy.policy, toy.rollout_buffer, target=Return())
-    with pytest.raises(InvalidRecords, match=r"records is a builtins\.dict; a RecordBatch is needed: make one"):
+    with pytest.raises(InvalidRecords, match="records is a dict; a RecordBatch is needed: whence"):
         attribute(toy.policy, {"observations": []}, target=Return())  # type: ignore[call-overload]
 
 

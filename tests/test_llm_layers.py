@@ -58,7 +58,7 @@ def test_blocks_are_those_of_the_language_model_next_to_a_vision_tower(adapted: 
         choose_parameters(model, dict(model.named_parameters()), 4)
     for block in range(1, 3):  # as in models whose blocks are of several classes
         blocks[block] = torch.nn.Identity()
-    with pytest.raises(WhenceError, match=r"`.*language_model` has no ModuleList"):
+    with pytest.raises(WhenceError, match="has no ModuleList of several"):
         find_blocks(model)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whence.moments import ALIKE, find_moments, group_scores, name_action, name_groups
+from whence.moments import ALIKE, find_moments, group_scores, name_action
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
 
@@ -113,14 +113,6 @@ class TestGroups:
     def test_discrete_states_stand_for_themselves(self):
         table = make_table(observation=[3, 3, 3, 3, 3, 4, 4, 4, 4, 4])
         assert set(group_scores(table, "region")["group"]) == {"state 3", "state 4"}
-
-    def test_steps_are_in_five_bins_of_about_equally_many(self):
-        names = name_groups(pl.DataFrame({"step": [*range(20), None]}), "step")
-        assert names.to_list()[3:5] == ["steps 0 to 3", "steps 4 to 7"]
-        assert names.to_list()[-2:] == ["steps 15 to 19", "unknown"]
-        assert set(name_groups(pl.DataFrame({"step": [0, 1, 1, 1]}), "step")) == {"steps 0 to 1"}
-        assert name_groups(pl.DataFrame({"step": [3, 3]}), "step").to_list() == ["step 3", "step 3"]
-        assert name_groups(pl.DataFrame({"action": [3, 3]}), "step") is None
 
     def test_what_the_table_lacks_gives_no_groups(self):
         assert group_scores(make_table(), "reward").is_empty()

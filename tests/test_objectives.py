@@ -82,13 +82,9 @@ def test_reads_what_its_coefficients_ask_for() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(WhenceError, match=r"advantage_norm is 'bufer'\. Did you mean buffer"):
         PPOClip(advantage_norm="bufer")  # type: ignore[arg-type]
-    with pytest.raises(WhenceError, match=r"clip_range is -0\.2"):
-        PPOClip(clip_range=-0.2)
-    with pytest.raises(WhenceError, match="chunk_size is 1"):
-        A2C(chunk_size=1)
     with pytest.raises(InvalidRecords, match="needs `values` and `returns`"):
         PPOClip(vf_coef=0.5).prepare(batch([1, 2]))
-    with pytest.raises(WhenceError, match="pass an instance: PPOClip"):
+    with pytest.raises(WhenceError, match="objective is <class"):
         as_objective(PPOClip)  # type: ignore[arg-type]
     with pytest.raises(WhenceError, match="objective is 'ppo'"):
         as_objective("ppo")  # type: ignore[arg-type]

@@ -505,18 +505,11 @@ class TestInfluenceOnDisk:
         with pytest.raises(InvalidInfluence, match="differ in their records"):
             Influence.load(tmp_path / "i") + influence(torch.tensor([1.0, 2.0]), records="cd34")
 
-    @pytest.mark.parametrize(
-        ("metadata", "marked"),
-        [
-            (None, "None, version None"),
-            ({"format": "pt"}, "'pt', version None"),
-            ({"format": "whence-influence", "version": "2"}, "'whence-influence', version '2'"),
-        ],
-    )
-    def test_a_foreign_file_is_refused(self, tmp_path, metadata, marked):
+    @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "whence-influence", "version": "2"}])
+    def test_a_foreign_file_is_refused(self, tmp_path, metadata):
         tensors = {"scores": torch.ones(2), "record_ids": torch.arange(2)}
         save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
-        with pytest.raises(InvalidInfluence, match=rf"model\.safetensors is marked {marked}; .*Influence\.save"):
+        with pytest.raises(InvalidInfluence, match=r"model\.safetensors does not hold what Influence\.save"):
             Influence.load(tmp_path / "model.safetensors")
 
     @pytest.mark.parametrize("cut", [0, 3, 40, -1])

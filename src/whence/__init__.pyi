@@ -5,7 +5,6 @@ from . import sb3 as sb3
 from .attribution import attribute as attribute
 from .attribution import attribute_crossfit as attribute_crossfit
 from .checks import check_engines as check_engines
-from .checks import check_layers as check_layers
 from .errors import InvalidInfluence as InvalidInfluence
 from .errors import InvalidRecords as InvalidRecords
 from .errors import NonFinite as NonFinite

@@ -2,7 +2,7 @@
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ log = logging.getLogger("whence")
 
 _WINDOW = 10
 """Number of rounds from which a trend is read."""
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,23 +38,10 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
         config: the run's configuration; `optimizer` is read.
     """
-    if metrics.is_empty():
-        return []
-    advice = [
-        _adaptive_optimizer(metrics, config),
-        _selects_before_first_reward(metrics),
-        _drops_nearly_all(metrics),
-        _kept_share_collapses(metrics),
-        _responses_become_alike(metrics) if "length" in metrics.columns else _entropy_collapses(metrics),
-        _steps_are_short_or_long(metrics),
-        _leaves_start_model(metrics),
-        _responses_do_not_end(metrics),
-        _does_not_improve(metrics),
-    ]
-    return sorted((each for each in advice if each is not None), key=lambda each: each.round)
+    return _apply_rules(metrics.to_dicts(), config)
 
 
-def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], logged: set[str]) -> None:
+def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -> None:
     """Log advice on the rounds so far to the logger "whence", each kind once.
 
     After a hundred rounds it looks only now and then, since it reads all rounds each time.
@@ -64,112 +53,65 @@ def log_new_advice(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, An
     """
     if len(metrics) % max(1, len(metrics) // 50):
         return
-    columns = [name for name in ("round", *_READ) if any(name in row for row in metrics)]
-    table = pl.DataFrame({name: [row.get(name) for row in metrics] for name in columns}, strict=False)
-    for advice in give_advice(table, config):
+    for advice in _apply_rules(metrics, config):
         if advice.kind not in logged:
             logged.add(advice.kind)
             log.warning("round %d: %s", advice.round, advice.text)
 
 
-_READ = (
-    *("mean", "dropped_share", "train/entropy_loss", "train/approx_kl"),
-    *("length", "kl", "ended_share", "episode_return", "flat"),
-)
-"""Columns that the rules read."""
+def _apply_rules(rows: Rows, config: Mapping[str, Any]) -> list[Advice]:
+    first = {kind: next(rule(rows, config), None) for kind, rule in _RULES.items()}
+    advice = [Advice(kind, *finding) for kind, finding in first.items() if finding is not None]
+    return sorted(advice, key=lambda each: each.round)
 
 
-def _column(metrics: pl.DataFrame, name: str) -> list[float | None]:
-    return metrics[name].to_list() if name in metrics.columns else [None] * metrics.height
-
-
-def _known(metrics: pl.DataFrame, name: str) -> list[tuple[int, float]]:
+def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
     """Return the rounds that have a value in a column, each with its value."""
-    rounds = zip(metrics["round"], _column(metrics, name), strict=True)
-    return [(int(number), value) for number, value in rounds if value is not None]
+    return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
 
 
-def _adaptive_optimizer(metrics: pl.DataFrame, config: Mapping[str, Any]) -> Advice | None:
+Finding = tuple[int, str]
+"""A round, and what to say of it."""
+
+
+def _adaptive_optimizer(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
     optimizer = str(config.get("optimizer", ""))
-    scored = _known(metrics, "mean")
-    if scored and optimizer in ("Adam", "AdamW", "RMSprop"):
-        return Advice(
-            "adaptive optimiser",
-            scored[0][0],
-            f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by its earlier "
-            "gradients, so scores say less about the effect of training on a record. Compare with a run without "
-            "selection, and with one of a higher learning rate.",
-        )
-    return None
-
-
-def _selects_before_first_reward(metrics: pl.DataFrame) -> Advice | None:
-    """Look at the rounds up to the first that is not flat, where an episode has ended; later, values may know more."""
-    shares, returns = dict(_known(metrics, "dropped_share")), dict(_known(metrics, "episode_return"))
-    for number, is_flat in _known(metrics, "flat"):
-        if not is_flat:
-            return None
-        if shares.get(number, 0) > 0 and number in returns:
-            return Advice(
-                "selects before the first reward",
+    for number, _ in _read(rows, "mean"):
+        if optimizer in ("Adam", "AdamW", "RMSprop"):
+            yield (
                 number,
-                "So far no action has earned more than another, so advantages hold only the errors of the values. "
-                "Selecting by them takes the policy further on these errors, which may find a first reward sooner or "
-                "end exploration before there is one. If the return stays where it is, compare with a run without "
-                "selection, and with another seed.",
+                f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by its earlier "
+                "gradients, so scores say less about the effect of training on a record. Compare with a run without "
+                "selection, and with one of a higher learning rate.",
             )
-    return None
 
 
-def _drops_nearly_all(metrics: pl.DataFrame) -> Advice | None:
-    for number, share in _known(metrics, "dropped_share"):
+def _drops_nearly_all(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    for number, share in _read(rows, "dropped_share"):
         if share >= 0.95:
-            return Advice(
-                "drops nearly all",
+            yield (
                 number,
                 f"{share:.0%} of the records were dropped: the rest is a small sample, and its gradient is noisy. "
                 "Lower `drop`, or use a rule with a bounded share, such as IIF.",
             )
-    return None
 
 
-def _kept_share_collapses(metrics: pl.DataFrame) -> Advice | None:
-    shares = [(number, 1 - share) for number, share in _known(metrics, "dropped_share")]
-    for at in range(2 * _WINDOW, len(shares) + 1):
-        first = sum(share for _, share in shares[:_WINDOW]) / _WINDOW
-        last = sum(share for _, share in shares[at - _WINDOW : at]) / _WINDOW
-        if last < 0.5 * first:
-            return Advice(
-                "kept share collapses",
-                shares[at - 1][0],
-                f"The share of records kept fell from {first:.0%} in the first {_WINDOW} rounds to {last:.0%}. Fewer "
-                "records score above 0 as a policy converges; if the return still rises, lower `drop` as training "
-                "goes on (a schedule), or stop.",
-            )
-    return None
-
-
-def _entropy_collapses(metrics: pl.DataFrame) -> Advice | None:
-    losses = _column(metrics, "train/entropy_loss")
-    rows = [
-        (int(number), -loss, share or 0.0)
-        for number, loss, share in zip(metrics["round"], losses, _column(metrics, "dropped_share"), strict=True)
-        if loss is not None
-    ]
-    start = next((at for at, (_, _, share) in enumerate(rows) if share > 0), None)
-    if start is None:
-        return None
-    before = rows[max(0, start - 1)][1]
-    for number, entropy, _ in rows[start + 1 : start + 1 + _WINDOW]:
-        if before > 0 and entropy < 0.5 * before:
-            return Advice(
-                "entropy collapses",
+def _entropy_collapses(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Look at the rounds after the first selection; later, it is training's own doing."""
+    losses = _read(rows, "train/entropy_loss")
+    selecting = {number for number, share in _read(rows, "dropped_share") if share > 0}
+    start = next((at for at, (number, _) in enumerate(losses) if number in selecting), None)
+    if start is None or "length" in rows[0]:
+        return
+    before = -losses[max(0, start - 1)][1]
+    for number, loss in losses[start + 1 : start + 1 + _WINDOW]:
+        if before > 0 and -loss < 0.5 * before:
+            yield (
                 number,
-                f"The policy's entropy fell from {before:.3g} to {entropy:.3g} within {number - rows[start][0]} rounds "
+                f"The policy's entropy fell from {before:.3g} to {-loss:.3g} within {number - losses[start][0]} rounds "
                 "of the first selection: the rule may drop the records that explore. Add warm-up rounds, "
                 "lower `drop`, or raise `ent_coef`.",
             )
-    return None
 
 
 _SHORT, _LONG = 0.005, 0.1
@@ -179,88 +121,89 @@ Source: results/practice, tables.md, "Divergence a round at fixed learning rates
 """
 
 
-def _steps_are_short_or_long(metrics: pl.DataFrame) -> Advice | None:
+def _steps_are_short_or_long(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Look at the rounds after the first; later ones may be short because the policy has converged."""
-    divergences = _known(metrics, "train/approx_kl")[1 : 1 + _WINDOW]
-    if len(divergences) < _WINDOW or "length" in metrics.columns:
-        return None
+    divergences = _read(rows, "train/approx_kl")[1 : 1 + _WINDOW]
+    if len(divergences) < _WINDOW or "length" in rows[0]:
+        return
     kl = statistics.median(value for _, value in divergences)
-    if _SHORT <= kl <= _LONG:
-        return None
-    first, last = divergences[0][0], divergences[-1][0]
-    size, rate = ("short", "three times") if kl < _SHORT else ("long", "a third of")
-    return Advice(
-        f"steps are {size}",
-        last,
-        f"A round takes the policy {kl:.2g} nats from where it was (median of rounds {first} to {last}). That is "
-        f"{size}: with PPO's best learning rates 0.006 to 0.06 were seen. Try {rate} the `learning_rate`.",
-    )
+    if not _SHORT <= kl <= _LONG:
+        size, rate = ("short", "three times") if kl < _SHORT else ("long", "a third of")
+        first, last = divergences[0][0], divergences[-1][0]
+        yield (
+            last,
+            f"A round takes the policy {kl:.2g} nats from where it was (median of rounds {first} to {last}). That is "
+            f"{size}: with PPO's best learning rates 0.006 to 0.06 were seen. Try {rate} the `learning_rate`.",
+        )
 
 
-_MOST_NATS_PER_TOKEN, _MOST_NATS = 1.0, 20.0
-"""Divergence from the start model that useful training stays far below: per token, and per response."""
-
-
-def _leaves_start_model(metrics: pl.DataFrame) -> Advice | None:
-    lengths = dict(_known(metrics, "length"))
-    for number, divergence in _known(metrics, "kl"):
-        most = _MOST_NATS_PER_TOKEN * lengths[number] if number in lengths else _MOST_NATS
-        if divergence > most:
-            tokens = f" on responses of {lengths[number]:.0f} tokens" if number in lengths else ""
-            return Advice(
-                "leaves the start model",
-                number,
-                f"The divergence from the start model is {divergence:.3g} nats a response{tokens}: the model writes "
-                "text that the start model would hardly ever write, so it may earn its reward by a trick. Read the "
-                "responses. Raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the "
-                "reward pays for.",
+def _does_not_improve(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    returns = _read(rows, "episode_return")
+    for at in range(2 * _WINDOW, len(returns) + 1):
+        values = [value for _, value in returns[:at]]
+        before, last = statistics.fmean(values[-2 * _WINDOW : -_WINDOW]), statistics.fmean(values[-_WINDOW:])
+        if last <= before + 0.02 * (max(values) - min(values)):
+            yield (
+                returns[at - 1][0],
+                f"The mean episode return has not risen over the last {_WINDOW} rounds ({before:.4g} before, "
+                f"{last:.4g} now): training has converged or is stuck. In rounds where PPO itself does not improve, "
+                "scores are unreliable (Local Data Attribution, §C.3).",
             )
-    return None
 
 
-def _responses_become_alike(metrics: pl.DataFrame) -> Advice | None:
-    entropies = [(number, -loss) for number, loss in _known(metrics, "train/entropy_loss")]
-    for number, entropy in entropies[1:]:
-        first = entropies[0][1]
-        if first > 0 and entropy < 0.05 * first:
-            return Advice(
-                "responses become alike",
+_REMEDY = "raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the reward pays for"
+"""What to do if a language model finds a trick."""
+
+_MOST_NATS_PER_TOKEN = 1.0
+"""Divergence from the start model that useful training stays far below."""
+
+
+def _leaves_start_model(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    lengths = dict(_read(rows, "length"))
+    for number, divergence in _read(rows, "kl"):
+        if divergence > _MOST_NATS_PER_TOKEN * lengths.get(number, 20.0):
+            yield (
                 number,
-                f"The entropy of the model's tokens fell from {first:.3g} in the first round to {entropy:.3g}: it "
-                "writes nearly the same tokens whatever is drawn, so rounds teach it little more. If the responses "
-                "repeat a word, raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the "
-                "reward pays for; if they are right and differ with the prompt, stop training.",
+                f"The divergence from the start model is {divergence:.3g} nats a response: the model writes text that "
+                "the start model would hardly ever write, so it may earn its reward by a trick. Read the responses; "
+                f"{_REMEDY}.",
             )
-    return None
 
 
-def _responses_do_not_end(metrics: pl.DataFrame) -> Advice | None:
-    shares = _known(metrics, "ended_share")
+def _responses_become_alike(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    losses = _read(rows, "train/entropy_loss")
+    for number, loss in losses[1:]:
+        first = -losses[0][1]
+        if "length" in rows[0] and first > 0 and -loss < 0.05 * first:
+            yield (
+                number,
+                f"The entropy of the model's tokens fell from {first:.3g} in the first round to {-loss:.3g}: it writes "
+                "nearly the same tokens whatever is drawn, so rounds teach it little more. If the responses repeat a "
+                f"word, {_REMEDY}; if they are right and differ with the prompt, stop training.",
+            )
+
+
+def _responses_do_not_end(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    shares = _read(rows, "ended_share")
     for number, share in shares[1:]:
         first = shares[0][1]
         if first >= 0.5 and share < 0.1 * first:
-            return Advice(
-                "responses do not end",
+            yield (
                 number,
                 f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round: the "
-                "model runs on, often by repeating itself. Read the responses. Raise `missing_eos_penalty` or the KL "
-                "coefficient (`init_kl_coef`), lower `learning_rate`, and look at whether the reward pays for length.",
+                "model runs on, often by repeating itself. Read the responses. Raise `missing_eos_penalty`, or "
+                f"{_REMEDY}.",
             )
-    return None
 
 
-def _does_not_improve(metrics: pl.DataFrame) -> Advice | None:
-    returns = _known(metrics, "episode_return")
-    for at in range(2 * _WINDOW, len(returns) + 1):
-        values = [value for _, value in returns[:at]]
-        before, last = values[-2 * _WINDOW : -_WINDOW], values[-_WINDOW:]
-        if sum(last) / _WINDOW <= sum(before) / _WINDOW + 0.02 * (max(values) - min(values)):
-            return Advice(
-                "does not improve",
-                returns[at - 1][0],
-                f"The mean episode return has not risen over the last {_WINDOW} rounds "
-                f"({sum(before) / _WINDOW:.4g} before, {sum(last) / _WINDOW:.4g} now): training has converged or is "
-                "stuck. In rounds where PPO itself does not improve, scores are unreliable (Local Data Attribution, "
-                "§C.3).",
-            )
-    return None
+_RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Finding]]] = {
+    "adaptive optimiser": _adaptive_optimizer,
+    "drops nearly all": _drops_nearly_all,
+    "entropy collapses": _entropy_collapses,
+    "steps are short or long": _steps_are_short_or_long,
+    "does not improve": _does_not_improve,
+    "leaves the start model": _leaves_start_model,
+    "responses become alike": _responses_become_alike,
+    "responses do not end": _responses_do_not_end,
+}
+"""The rules by the kinds of their advice. Each yields the rounds that it finds, the first first."""

@@ -11,7 +11,7 @@ from typing import TypeAlias, overload
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from whence.engines import Gradient, Problem, check_memory, record_gradient, solve, target_gradients
 from whence.errors import NonFinite, WhenceError
@@ -29,7 +29,7 @@ from whence.guards import eval_mode, preserve_attributes, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.layers import Layers, restrict_view
 from whence.objectives import Objective, as_objective
-from whence.policies import PolicyView, as_view, check_batch_norm, release_whole
+from whence.policies import as_view, check_batch_norm, release_whole
 from whence.records import RecordBatch, check_records
 from whence.targets import Return, Target, as_target, target_name
 
@@ -91,8 +91,7 @@ def attribute(
             have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
             target that reads the scored records, as `Return` does.
         layers: score by some layers alone, which costs less where they are the last: a number of last blocks, or
-            patterns of parameters' names, such as "*.lora_*"; None: all that train. `check_layers` tells how well such
-            scores agree with those of all.
+            patterns of parameters' names, such as "*.lora_*"; None: all that train.
 
     Returns:
         The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
@@ -295,31 +294,18 @@ def open_problem(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        yield _make_problem(view, modules, records, objective, targets, chunk_size or len(records), summed)
-
-
-def _make_problem(
-    view: PolicyView,
-    modules: Mapping[str, nn.Module],
-    records: RecordBatch,
-    objective: Objective,
-    targets: Sequence[Target],
-    chunk_size: int,
-    summed: Summed | None,
-) -> Problem:
-    release_whole(modules.values())
-    # Fresh leaves that share the parameters' memory: the user's hooks and gradients never see whence's graphs.
-    parameters = view.parameters()
-    params = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
-    if not params:
-        raise WhenceError(
-            f"The policy ({type(view.module).__name__}) has no trainable parameter: every requires_grad is False, so "
-            "no record can move it. Unfreeze the parameters that training moves."
-        )
-    device = next(iter(params.values())).device
-    records = records.to(device)
-    prepared = objective.prepare(records)
-    return Problem(view, modules, parameters, params, records, prepared, objective, targets, chunk_size, summed=summed)
+        release_whole(modules.values())
+        # Fresh leaves that share the parameters' memory: the user's hooks and gradients never see whence's graphs.
+        parameters = view.parameters()
+        params = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
+        if not params:
+            raise WhenceError(
+                f"The policy ({type(view.module).__name__}) has no trainable parameter: every requires_grad is False, "
+                "so no record can move it. Unfreeze the parameters that training moves."
+            )
+        records = records.to(next(iter(params.values())).device)
+        prepared, size = objective.prepare(records), chunk_size or len(records)
+        yield Problem(view, modules, parameters, params, records, prepared, objective, targets, size, summed=summed)
 
 
 @cache

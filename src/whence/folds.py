@@ -86,20 +86,11 @@ def check_folds(folds: int | None) -> int | None:
     return folds
 
 
-def count_episodes(records: RecordBatch) -> int:
-    """Return the number of episodes that records are of; 0 if it is unknown."""
-    return 0 if records.episode_ids is None else int(number_episodes(records).max()) + 1
-
-
 def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> int | None:
     """Return the folds for the errors of a target's scores; None if there can be no errors."""
-    can_be_split = isinstance(target, BatchTarget) and count_episodes(records) >= LEAST
-    return folds if can_be_split else None
-
-
-def _read_environments(records: RecordBatch) -> Int[Tensor, " n"]:
-    assert records.episode_ids is not None
-    return records.env_index if records.env_index is not None else torch.zeros_like(records.episode_ids)
+    if not isinstance(target, BatchTarget) or records.episode_ids is None:
+        return None
+    return folds if int(number_episodes(records).max()) + 1 >= LEAST else None
 
 
 def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
@@ -148,12 +139,12 @@ def number_episodes(records: RecordBatch) -> Int[Tensor, " n"]:
     """
     if records.episode_ids is None:
         raise WhenceError(
-            "These records have no episode_ids, so episodes cannot be told apart, and scores have no errors. Pass "
-            "episode_ids to RecordBatch, or folds=None."
+            "These records have no episode_ids, so episodes cannot be told apart. Pass episode_ids to RecordBatch, or "
+            "score without folds."
         )
-    both = torch.stack([_read_environments(records), records.episode_ids]).cpu()
-    numbers: Tensor = both.unique(dim=1, return_inverse=True)[1]
-    return numbers
+    environments = torch.zeros_like(records.episode_ids) if records.env_index is None else records.env_index
+    numbers: Tensor = torch.stack([environments, records.episode_ids]).unique(dim=1, return_inverse=True)[1]
+    return numbers.cpu()
 
 
 def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Tensor, "folds n"]:
@@ -228,19 +219,15 @@ def assign_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
     """
     if folds < 2 or folds > len(records):
         raise WhenceError(f"folds is {folds}; from 2 to the number of records, {len(records)}, are needed.")
-    if records.episode_ids is None:
-        raise WhenceError(
-            "These records have no episode_ids, so episodes cannot be told apart. Pass episode_ids to RecordBatch."
-        )
-    environments = _read_environments(records)
-    _, episode = torch.unique(torch.stack([environments, records.episode_ids]), dim=1, return_inverse=True)
+    episode = number_episodes(records)
     if int(episode.max()) + 1 >= folds:
         fold: Tensor = episode % folds
         return fold
-    _, environment, counts = torch.unique(environments, return_inverse=True, return_counts=True)
+    environments = torch.zeros(len(records)) if records.env_index is None else records.env_index.cpu()
+    _, environment, counts = environments.unique(return_inverse=True, return_counts=True)
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
     place = torch.empty_like(environment)
-    place[environment.argsort(stable=True)] = torch.arange(len(records), device=place.device)
+    place[environment.argsort(stable=True)] = torch.arange(len(records))
     stretch: Tensor = (place - first[environment]) * folds // counts[environment]
     return stretch
 

@@ -15,7 +15,7 @@ from whence.advantages import (
     returns_to_go,
     td_errors,
 )
-from whence.errors import InvalidRecords, WhenceError, suggest
+from whence.errors import InvalidRecords, WhenceError
 from whence.influence import Influence
 from whence.records import RecordBatch, to_numpy
 from whence.selection import (
@@ -58,7 +58,7 @@ class AdvantageMismatch:
     def __post_init__(self) -> None:
         check_share(self.drop, self.warmup)
         if self.order not in get_args(Order):
-            raise WhenceError(f"order is {self.order!r}.{suggest(str(self.order), get_args(Order))}")
+            raise WhenceError(f"order is {self.order!r}; it is one of {', '.join(get_args(Order))}.")
 
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Drop the records that disagree most.
@@ -140,9 +140,8 @@ def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits")
     Raises:
         InvalidRecords: a column is missing, or an action is not a single integer.
     """
-    _check_columns(name, records, ("rewards", "values", "episode_starts", "env_index"))
-    if records.gamma is None:
-        raise InvalidRecords(f"{name} needs the discount factor: pass gamma to RecordBatch.")
+    _check_columns(name, records, ("rewards", "values", "episode_starts", "env_index", "gamma"))
+    assert records.gamma is not None
     if not has_single_actions(records):
         raise InvalidRecords(
             f"{name} needs discrete actions, one number a record; these have shape "
@@ -169,9 +168,9 @@ def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
     Raises:
         InvalidRecords: a column is missing, or gamma or GAE's lambda.
     """
-    _check_columns("TD errors", records, ("episode_starts", "env_index"))
-    if records.gamma is None or records.gae_lambda is None:
-        raise InvalidRecords("TD errors need gamma and gae_lambda: pass both to RecordBatch.")
+    _check_columns("A TD error", records, ("episode_starts", "env_index", "gamma", "gae_lambda"))
+    assert records.gamma is not None
+    assert records.gae_lambda is not None
     order, starts, envs = _read_episodes(records)
     errors = np.empty(len(records))
     advantages = _read_column(records, "advantages")[order]
@@ -208,4 +207,4 @@ def _read_episodes(records: RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.
 
 def _check_columns(what: str, records: RecordBatch, names: tuple[str, ...]) -> None:
     if missing := [name for name in names if getattr(records, name) is None]:
-        raise InvalidRecords(f"{what} cannot do without the columns {', '.join(missing)}, which these records lack.")
+        raise InvalidRecords(f"{what} needs {', '.join(missing)}, which these records lack: pass them to RecordBatch.")

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
+import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_file
@@ -17,10 +17,6 @@ from whence.guards import write_atomically
 from whence.notebook import Bar, Cell, format_table
 from whence.records import to_numpy
 from whence.runs import parse_document, read_tensor_file
-
-if TYPE_CHECKING:
-    import polars as pl
-
 
 SIGNIFICANT = 2.0
 """A score is told from 0 if it is further from it than so many of its standard errors."""
@@ -56,15 +52,9 @@ class Influence:
     errors: Float[Tensor, " n"] | None = None
 
     def __post_init__(self) -> None:
-        if self.scores.shape != self.record_ids.shape or self.scores.ndim != 1:
-            raise InvalidInfluence(
-                f"scores have shape {tuple(self.scores.shape)} and record_ids {tuple(self.record_ids.shape)}; "
-                "both need shape (n,), one score per record."
-            )
-        if self.errors is not None and self.errors.shape != self.scores.shape:
-            raise InvalidInfluence(
-                f"errors have shape {tuple(self.errors.shape)} and scores {tuple(self.scores.shape)}; both need (n,)."
-            )
+        shapes = {tuple(column.shape) for column in (self.scores, self.record_ids, self.errors) if column is not None}
+        if len(shapes) > 1 or self.scores.ndim != 1:
+            raise InvalidInfluence(f"scores, record_ids and errors have the shapes {shapes}; all need (n,).")
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -109,13 +99,11 @@ class Influence:
         errors = None if self.errors is None else self.errors[chosen]
         return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen], errors=errors)
 
-    def to_polars(self) -> "pl.DataFrame":
+    def to_polars(self) -> pl.DataFrame:
         """Return a table of `record_id` and `score`, and `error` where there are errors.
 
         Join it with `RecordBatch.to_polars()` on `record_id`.
         """
-        import polars as pl
-
         errors = {} if self.errors is None else {"error": to_numpy(self.errors)}
         return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores), **errors})
 
@@ -140,11 +128,8 @@ class Influence:
         tensors = {"scores": self.scores.contiguous(), "record_ids": self.record_ids.contiguous()}
         if self.errors is not None:
             tensors["errors"] = self.errors.contiguous()
-        metadata = {
-            "format": "whence-influence",
-            "version": "1",
-            "provenance": json.dumps(asdict(self.provenance)),
-        }
+        provenance = json.dumps(asdict(self.provenance))
+        metadata = {"format": "whence-influence", "version": "1", "provenance": provenance}
         with write_atomically(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
 
@@ -156,16 +141,16 @@ class Influence:
             InvalidInfluence: the file is damaged, or `save` did not write it.
         """
         metadata, tensors = read_tensor_file(path, InvalidInfluence)
-        marks = metadata.get("format"), metadata.get("version")
-        if marks != ("whence-influence", "1") or "provenance" not in metadata:
+        try:
+            if (metadata["format"], metadata["version"]) != ("whence-influence", "1"):
+                raise TypeError("it is marked otherwise")
+            about = parse_document(path, metadata["provenance"], InvalidInfluence)
+            provenance = Provenance(**{**about, "parameters": tuple(about["parameters"])})
+            return cls(tensors["scores"], tensors["record_ids"], provenance, tensors.get("errors"))
+        except (KeyError, TypeError) as wrong:
             raise InvalidInfluence(
-                f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by Influence.save "
-                "(whence-influence, version 1, with its provenance) is needed."
-            )
-        about = parse_document(path, metadata["provenance"], InvalidInfluence)
-        _check_stored(path, about, tensors)
-        provenance = Provenance(**{**about, "parameters": tuple(about["parameters"])})
-        return cls(tensors["scores"], tensors["record_ids"], provenance, tensors.get("errors"))
+                f"{path} does not hold what Influence.save writes ({wrong}). Restore it, or score again."
+            ) from None
 
     def __repr__(self) -> str:
         about = self.provenance
@@ -189,31 +174,6 @@ class Influence:
         error = "" if self.errors is None else f" ± {float(self.errors[position]):.2g}"
         share = score / max(float(self.scores.abs().max()), 1e-300)
         return [int(self.record_ids[position]), f"{score:.4g}{error}", Bar(share)]
-
-
-def _check_stored(path: str | Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a file's provenance and tensors that `Influence.save` would not have written."""
-    needed = {each.name for each in fields(Provenance)}
-    texts, named = ("target", "objective", "engine", "engine_reason"), about.get("parameters")
-    if (
-        about.keys() != needed
-        or not all(isinstance(about[name], str) for name in texts)
-        or not (isinstance(named, list) and all(isinstance(name, str) for name in named))
-        or not isinstance(about["records"], str | None)
-        or not isinstance(about["versions"], dict)
-    ):
-        raise InvalidInfluence(
-            f"The provenance in {path} is not one that Influence.save writes: it needs {', '.join(sorted(needed))}. "
-            "Restore the file, or score again."
-        )
-    for name, is_right, kind in (
-        ("scores", torch.is_floating_point, "floating-point numbers"),
-        ("record_ids", lambda tensor: tensor.dtype == torch.int64, "int64"),
-        ("errors", torch.is_floating_point, "floating-point numbers"),
-    ):
-        if (name in tensors and not is_right(tensors[name])) or (name != "errors" and name not in tensors):
-            came = tensors[name].dtype if name in tensors else "missing"
-            raise InvalidInfluence(f"`{name}` is {came} in {path}, and {kind} are needed. Restore it, or score again.")
 
 
 def is_significant(score: float | None, error: float | None) -> bool | None:

@@ -42,28 +42,21 @@ def choose_parameters(module: nn.Module, parameters: Mapping[str, Tensor], layer
     Raises:
         WhenceError: there are no such layers, or none with trainable parameters.
     """
-    if isinstance(layers, bool) or not isinstance(layers, int):
+    if not isinstance(layers, int):
         return _match_names(parameters, layers)
     path, blocks = find_blocks(module)
     if not 1 <= layers <= len(blocks):
         raise WhenceError(f"layers is {layers}; a number from 1 to {len(blocks)}, the blocks of `{path}`, is needed.")
     owners = {id(p) for block in blocks[len(blocks) - layers :] for p in block.parameters()}
-    names = [name for name, parameter in parameters.items() if id(parameter) in owners]
-    if not names:
-        raise WhenceError(
-            f"The last {layers} blocks of `{path}` have no trainable parameter; give more blocks, or patterns of "
-            f"parameters' names, such as {next(iter(parameters), 'none')!r}."
-        )
-    return names
+    if names := [name for name, parameter in parameters.items() if id(parameter) in owners]:
+        return names
+    raise WhenceError(
+        f"The last {layers} blocks of `{path}` have no trainable parameter; give more blocks or patterns."
+    )
 
 
-def _match_names(parameters: Mapping[str, Tensor], layers: object) -> list[str]:
+def _match_names(parameters: Mapping[str, Tensor], layers: str | Sequence[str]) -> list[str]:
     patterns = [layers] if isinstance(layers, str) else layers
-    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns) or not patterns:
-        raise WhenceError(
-            f"layers is {layers!r}; a number of last blocks is needed, or patterns of parameters' names, such as "
-            '"*.lora_*".'
-        )
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in parameters):
             shown = ", ".join(list(parameters)[:3]) or "none"
@@ -90,20 +83,16 @@ def find_blocks(module: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
         if not decoder or path.startswith(f"{decoder}.")
     }
-    if not lists:
-        place = f"`{decoder}`" if decoder else type(module).__name__
-        raise WhenceError(
-            f"layers is a number of last blocks, and {place} has no ModuleList of several modules of one class. Give "
-            "patterns of parameters' names."
-        )
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    most = max(len(lists[path]) for path in outer)
+    most = max((len(lists[path]) for path in outer), default=0)
     longest = [path for path in outer if len(lists[path]) == most]
-    if len(longest) > 1:
+    if len(longest) != 1:
+        what = (
+            f"several lists of {most} blocks, {', '.join(longest)}" if longest else "no ModuleList of several modules"
+        )
         raise WhenceError(
-            f"layers is a number of last blocks, and {type(module).__name__} has several lists of {most} blocks: "
-            f"{', '.join(f'`{path}`' for path in longest)}. Give patterns of parameters' names, such as "
-            f"'{longest[-1]}.{most - 1}.*'."
+            f"layers is a number of last blocks, and {type(module).__name__} has {what}. Give patterns of parameters' "
+            'names, such as "*.lora_*".'
         )
     return longest[0], lists[longest[0]]
 

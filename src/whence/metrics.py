@@ -43,27 +43,25 @@ class Curve:
     evaluated: Bool[np.ndarray, " rounds+1"] | None = None
 
     def __post_init__(self) -> None:
+        rounds = len(self.seconds)
         columns = {
-            name: np.array(getattr(self, name), np.float64) for name in ("returns", "standard_errors", "seconds")
+            "returns": np.array(self.returns, np.float64),
+            "standard_errors": np.array(self.standard_errors, np.float64),
+            "seconds": np.array(self.seconds, np.float64),
+            "evaluated": np.ones(rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, bool),
         }
-        rounds = len(columns["seconds"])
-        columns["evaluated"] = np.ones(rounds + 1, bool) if self.evaluated is None else np.array(self.evaluated, bool)
         for name, column in columns.items():
             length = rounds if name == "seconds" else rounds + 1
-            is_valid = column.shape == (length,) and rounds > 0 and np.isfinite(column).all()
-            if not is_valid or (name in ("standard_errors", "seconds") and (column < 0).any()):
+            least = -np.inf if name == "returns" else 0
+            if column.shape != (length,) or not rounds or not np.isfinite(column).all() or (column < least).any():
                 raise WhenceError(
                     f"`{name}` is {column.tolist()}; a curve of R = {rounds} rounds needs {length} finite numbers, at "
                     "least one round, and no negative error or time. Leave this run out, or train it again."
                 )
             column.flags.writeable = False
             object.__setattr__(self, name, column)
-        mask = columns["evaluated"]
-        if not (mask[0] and mask[1:].any()):
-            raise WhenceError(
-                f"`evaluated` is {mask.astype(int).tolist()}; the untrained policy has to be evaluated, and at least "
-                "one that is trained."
-            )
+        if not (columns["evaluated"][0] and columns["evaluated"][1:].any()):
+            raise WhenceError("The untrained policy has to be evaluated, and at least one that is trained.")
 
     @property
     def rounds(self) -> int:
@@ -285,22 +283,19 @@ def _pair_entry(
         return _mean(null[np.ix_(standards, standards)])
 
     def arm_mean(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
-        return null_mean(standards) if of_standard else _mean(values[np.ix_(methods, standards)])
+        return _mean(values[np.ix_(methods, standards)])
 
     def saving(methods: Bool[np.ndarray, " methods"], standards: Bool[np.ndarray, " standards"]) -> float | None:
         of_null = null_mean(standards)
         of_arm = of_null if of_standard else _mean(other_seeds[np.ix_(methods, standards)])
         return None if of_arm is None or of_null is None or of_null == 1 else 1 - (1 - of_arm) / (1 - of_null)
 
-    null_entry = _jackknife(null_mean, [standards])
+    chance = _jackknife(null_mean, [standards])
     # Pairs of standard seeds depend on one group of seeds, not two.
-    entry = null_entry if of_standard else _jackknife(arm_mean, [methods, standards])
+    entry = chance if of_standard else _jackknife(arm_mean, [methods, standards])
     return {
-        **entry,
-        "per_seed": [_mean(row) for row in values],
-        "null": null_entry["mean"],
-        "null_low": null_entry["low"],
-        "null_high": null_entry["high"],
+        **{**entry, "per_seed": [_mean(row) for row in values]},
+        **{"null": chance["mean"], "null_low": chance["low"], "null_high": chance["high"]},
         "against_null": _jackknife(saving, [methods, standards]),
     }
 

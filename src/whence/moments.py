@@ -9,9 +9,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import WhenceError, suggest
+from whence.errors import WhenceError
 
-By: TypeAlias = Literal["action", "episode", "region", "reward", "step"]
+By: TypeAlias = Literal["action", "episode", "region", "reward"]
 
 ALIKE = 0.5
 """The share of its face's score that a record of a moment has at least."""
@@ -109,12 +109,12 @@ def find_moment(records: pl.DataFrame, record_id: int) -> Moment:
     ordered = sort_by_time(records)
     if "score" not in ordered.columns:
         ordered = ordered.with_columns(score=pl.lit(float("nan")))
-    positions = np.flatnonzero(ordered["record_id"].to_numpy() == record_id)
-    if len(positions) == 0:
-        ids = ordered["record_id"].sort().to_list()
-        span = f"records {ids[0]} to {ids[-1]}" if ids else "no records"
-        raise WhenceError(f"Record {record_id} is not in this round, which holds {span}.")
-    face = int(positions[0])
+    ids = ordered["record_id"]
+    if (place := ids.index_of(record_id)) is None:
+        raise WhenceError(
+            f"Record {record_id} is not in this round, which holds records {ids.min()!r} to {ids.max()!r}."
+        )
+    face = int(place)
     scores = ordered["score"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     if not abs(scores[face]) > 0:
         return _make_moment(ordered, face, face, face)
@@ -198,7 +198,7 @@ def group_scores(
         records: a round's table, as in a run directory, with scores.
         by: "action": discrete actions, or the signs of a box's; "episode"; "reward": each distinct reward if there are
             few, else five bins by sign and size; "region": discrete states, else nine regions: thirds of the two axes
-            of the observation along which the scores vary most; "step": five bins of the position in the episode.
+            of the observation along which the scores vary most.
         labels: names of discrete actions.
         names: names of the observation's axes.
         most: the largest number of groups; those of the largest |total| stay.
@@ -207,11 +207,17 @@ def group_scores(
         A row for each group: `group` (text), `records`, `mean` score, `error` (the standard error of the mean, records
         taken as independent), `share_negative`, `total` and `dropped_share`. No rows if the table lacks what is
         needed.
-
-    Raises:
-        WhenceError: `by` is unknown.
     """
-    groups = name_groups(records, by, labels=labels, names=names)
+    groups: pl.Series | None
+    if by == "action":
+        groups = _name_actions(records, labels)
+    elif by == "reward":
+        groups = _name_rewards(records)
+    elif by == "region":
+        groups = _name_regions(records, names)
+    else:
+        episodes = records["episode_id"] if "episode_id" in records.columns else None
+        groups = None if episodes is None else episodes.cast(pl.String).fill_null("unknown")
     if groups is None or records.is_empty() or "score" not in records.columns:
         return pl.DataFrame(schema=_GROUPED)
     score = pl.col("score").cast(pl.Float64)
@@ -230,28 +236,6 @@ def group_scores(
     )
     largest = table.sort(pl.col("total").abs(), "group", descending=[True, False]).head(most)
     return largest.sort("mean", "group")
-
-
-def name_groups(
-    records: pl.DataFrame, by: By, *, labels: Sequence[str] | None = None, names: Sequence[str] | None = None
-) -> pl.Series | None:
-    """Return the name of each record's group, (n,); None if the table lacks what is needed. See `group_scores`.
-
-    Raises:
-        WhenceError: `by` is unknown.
-    """
-    groupings = {
-        "action": lambda: _name_actions(records, labels),
-        "episode": lambda: (
-            records["episode_id"].cast(pl.String).fill_null("unknown") if "episode_id" in records.columns else None
-        ),
-        "reward": lambda: _name_rewards(records),
-        "region": lambda: _name_regions(records, names),
-        "step": lambda: _name_steps(records),
-    }
-    if by not in groupings:
-        raise WhenceError(f"by is {by!r}.{suggest(str(by), groupings)}")
-    return groupings[by]()
 
 
 def _name_actions(records: pl.DataFrame, labels: Sequence[str] | None) -> pl.Series | None:
@@ -289,27 +273,12 @@ def _name_rewards(records: pl.DataFrame) -> pl.Series | None:
         return pl.Series("group", [f"reward {reward:.4g}" if reward is not None else "unknown" for reward in rewards])
     array = rewards.fill_null(0.0).to_numpy()
     # Nine tenths of the rewards of a sign are small, the rest are large: events such as a crash or a goal.
-    cuts = {sign: _quantile(sign * array[sign * array > 0], 0.9) for sign in (-1, 1)}
-    low, high = -cuts[-1], cuts[1]
+    losses, gains = array[array < 0], array[array > 0]
+    low = float(np.quantile(losses, 0.1)) if len(losses) else 0.0
+    high = float(np.quantile(gains, 0.9)) if len(gains) else 0.0
     conditions = [array < low, array < 0, array == 0, array <= high]
     texts = [f"large loss, below {low:.3g}", f"small loss, from {low:.3g}", "nothing", f"small gain, to {high:.3g}"]
     return pl.Series("group", np.select(conditions, texts, f"large gain, above {high:.3g}"))
-
-
-def _name_steps(records: pl.DataFrame) -> pl.Series | None:
-    if "step" not in records.columns:
-        return None
-    steps = records["step"].cast(pl.Float64)
-    known = steps.drop_nulls().to_numpy()
-    edges = np.unique(np.quantile(known, np.linspace(0, 1, 6)).round()).astype(int) if len(known) else np.array([0])
-    firsts, lasts = edges[:-1] if len(edges) > 1 else edges, [*(edges[1:-1] - 1), edges[-1]]
-    texts = [f"steps {a} to {b}" if a < b else f"step {a}" for a, b in zip(firsts, lasts, strict=True)]
-    bins = np.searchsorted(firsts, steps.fill_null(0.0).to_numpy(), side="right") - 1
-    return pl.Series("group", np.asarray(texts, dtype=object)[bins]).set(steps.is_null(), "unknown")
-
-
-def _quantile(values: NDArray[np.float64], level: float) -> float:
-    return float(np.quantile(values, level)) if len(values) else 0.0
 
 
 def _name_regions(records: pl.DataFrame, names: Sequence[str] | None) -> pl.Series | None:

@@ -65,8 +65,6 @@ class _ActorCritic:
         if self.advantage_norm not in get_args(AdvantageNorm):
             known = suggest(str(self.advantage_norm), get_args(AdvantageNorm))
             raise WhenceError(f"advantage_norm is {self.advantage_norm!r}.{known}")
-        if self.chunk_size < 2:
-            raise WhenceError(f"chunk_size is {self.chunk_size}; a standard deviation needs chunks of 2 or more.")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -135,11 +133,6 @@ class PPOClip(_ActorCritic):
     advantage_norm: AdvantageNorm = "buffer"
     chunk_size: int = 64
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.clip_range >= 0:  # a schedule may end at 0
-            raise WhenceError(f"clip_range is {self.clip_range}; it must be 0 or greater (PPO's usual value: 0.2).")
-
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
         ratio = (check_one_per_record("log_prob", outputs.log_prob) - records.log_probs).exp()
@@ -176,13 +169,9 @@ def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tenso
     """
     if objective is None:
         return PPOClip()
-    if isinstance(objective, type):
-        raise WhenceError(f"objective is the class {objective.__name__}; pass an instance: {objective.__name__}().")
-    if isinstance(objective, Objective):
-        return objective
-    if callable(objective):
-        return FunctionObjective(objective)
-    raise WhenceError(
-        f"objective is {objective!r}; pass whence.PPOClip(), whence.A2C() or a function "
-        "`function(outputs, records)` that returns one value per record."
-    )
+    if isinstance(objective, type) or not callable(objective):
+        raise WhenceError(
+            f"objective is {objective!r}; pass whence.PPOClip(), whence.A2C() or a function "
+            "`function(outputs, records)` that returns one value per record."
+        )
+    return objective if isinstance(objective, Objective) else FunctionObjective(objective)

@@ -276,20 +276,6 @@ def as_view(policy: object) -> PolicyView:
     )
 
 
-def find_acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
-    """Return the names of the parameters that log-probs depend on.
-
-    Args:
-        view: the policy's view.
-        records: records that the policy can read; the first is used.
-    """
-    with torch.enable_grad():
-        params = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
-        total = view(params, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
-        gradients = torch.autograd.grad(total, list(params.values()), allow_unused=True)
-    return frozenset(name for name, gradient in zip(params, gradients, strict=True) if gradient is not None)
-
-
 def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:
     """Refuse BatchNorm layers that normalise by the statistics of the present records.
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
@@ -49,17 +48,12 @@ def check_records(records: object) -> None:
     Raises:
         InvalidRecords: it is none.
     """
-    if isinstance(records, RecordBatch):
-        return
-    kind = f"{type(records).__module__}.{type(records).__qualname__}"
-    from_sb3 = any(base.__module__.startswith(("stable_baselines3.", "sb3_contrib.")) for base in type(records).__mro__)
-    remedy = (
-        "pass whence.sb3.collect(model), which collects a rollout, or in a callback whence.sb3.snapshot(model), which "
-        "reads the rollout buffer of the model"
-        if from_sb3
-        else "make one: whence.RecordBatch(observations=..., actions=..., log_probs=..., advantages=...)"
-    )
-    raise InvalidRecords(f"records is a {kind}; a RecordBatch is needed: {remedy}.")
+    if not isinstance(records, RecordBatch):
+        raise InvalidRecords(
+            f"records is a {type(records).__name__}; a RecordBatch is needed: whence.RecordBatch(observations=..., "
+            "actions=..., log_probs=..., advantages=...). Of a model of Stable-Baselines3, whence.sb3.collect(model) "
+            "collects one, and in a callback whence.sb3.snapshot(model) reads its rollout buffer."
+        )
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
@@ -92,8 +86,7 @@ class RecordBatch:
         gae_lambda: lambda of the advantage estimator, or None.
 
     Raises:
-        InvalidRecords: lengths differ, there is no record, a record id is negative or occurs twice, two observations
-            have the same dotted name.
+        InvalidRecords: lengths differ, there is no record, or a record id is negative or occurs twice.
         NonFinite: a value is not finite; the message names the record.
     """
 
@@ -118,7 +111,6 @@ class RecordBatch:
         for name in _COLUMNS:
             if (column := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _copy_column(name, column))
-        _check_names(self.observations)
         _check_lengths(self)
         if self.record_ids is None:
             object.__setattr__(self, "record_ids", torch.arange(len(self.log_probs)))
@@ -172,7 +164,7 @@ class RecordBatch:
             InvalidRecords: the number of advantages differs, or a record has several.
             NonFinite: one is not finite.
         """
-        column = advantages if isinstance(advantages, Tensor) else _as_tensor(advantages)
+        column = torch.as_tensor(advantages)
         if not column.is_floating_point():
             column = column.to(torch.get_default_dtype())
         if column.shape != (len(self),):
@@ -333,47 +325,30 @@ def _as_tensor(array: Array) -> Tensor:
     return torch.as_tensor(writeable).detach()
 
 
-def _check_names(observations: Tree) -> None:
-    # Tables and messages join the keys of nested dicts by dots, so a key with a dot in it can make two names equal.
-    counts = Counter(name for name, _ in named_leaves(observations, "observations"))
-    if repeated := [name for name, count in counts.items() if count > 1]:
-        raise InvalidRecords(
-            f"Two observations are both named `{repeated[0]}`: the keys of nested dicts are joined by dots. "
-            "Rename one, or use keys without dots."
-        )
-
-
 def _check_lengths(batch: RecordBatch) -> None:
     n = len(batch.log_probs) if batch.log_probs.ndim else 0
     if n == 0:
         raise InvalidRecords(
-            f"A RecordBatch needs at least one record; log_probs came with shape {tuple(batch.log_probs.shape)}. "
-            "Pass columns whose first axis is the records'."
+            f"log_probs came with shape {tuple(batch.log_probs.shape)}; at least one record is needed."
         )
     for name in _COLUMNS:
         if (column := getattr(batch, name)) is None:
             continue
         for leaf, tensor in named_leaves(column, name):
-            if tensor.ndim == 0 or len(tensor) != n:
+            is_single = name in (*_FLOATING, *_INTEGER, "episode_starts")
+            if tensor.shape[:1] != (n,) or (is_single and tensor.ndim != 1):
                 raise InvalidRecords(
-                    f"`{leaf}` has shape {tuple(tensor.shape)}, but log_probs holds {n} records: every column "
-                    f"needs {n} entries on its first axis. Flatten (steps, environments) columns before."
-                )
-            if name in (*_FLOATING, *_INTEGER, "episode_starts") and tensor.ndim != 1:
-                raise InvalidRecords(
-                    f"`{leaf}` has shape {tuple(tensor.shape)}; one number per record is needed, shape ({n},). "
-                    f"Reshape it, or sum it over the axes of a record."
+                    f"`{leaf}` has shape {tuple(tensor.shape)}, but log_probs holds {n} records: shape ({n},"
+                    f"{'' if is_single else ' ...'}) is needed. Flatten (steps, environments) columns before."
                 )
 
 
 def _check_ids(ids: Tensor) -> None:
-    if (ids < 0).any():
-        raise InvalidRecords(f"record_ids holds {int(ids.min())}; ids are integers >= 0.")
     values, counts = ids.unique(return_counts=True)
-    if (counts > 1).any():
+    if (ids < 0).any() or (counts > 1).any():
         raise InvalidRecords(
-            f"record_ids holds {int(values[counts > 1][0])} {int(counts.max())} times; each record needs an id "
-            "that no other has. Leave record_ids out to number the records."
+            f"record_ids holds {int(values[counts.argmax()])} {int(counts.max())} times, and {int(ids.min())} is the "
+            "least; ids are integers >= 0, each record's its own. Leave record_ids out to number the records."
         )
 
 

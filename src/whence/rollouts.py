@@ -52,7 +52,9 @@ def flatten_rollout(
     Raises:
         InvalidRecords: a column does not begin with the axes of `log_probs`, or `RecordBatch` refuses it.
     """
-    steps, environments = _read_shape(log_probs)
+    if log_probs.ndim < 2:
+        raise InvalidRecords(f"log_probs came with shape {tuple(log_probs.shape)}; (steps, environments) is needed.")
+    steps, environments = log_probs.shape[:2]
     columns: dict[str, Tree] = {"observations": observations, "actions": actions, "log_probs": log_probs}
     columns |= {"advantages": advantages, "values": values, "returns": returns, "rewards": rewards}
     columns |= {"episode_starts": episode_starts, "action_masks": action_masks}
@@ -66,16 +68,6 @@ def flatten_rollout(
         starts = torch.as_tensor(columns["episode_starts"]).bool().reshape(steps, environments)
         columns["episode_ids"], columns["steps"] = _number_episodes(starts.cpu())
     return RecordBatch(**columns, gamma=gamma, gae_lambda=gae_lambda)
-
-
-def _read_shape(log_probs: Any) -> tuple[int, int]:
-    shape = tuple(log_probs.shape)
-    if len(shape) < 2:
-        raise InvalidRecords(
-            f"log_probs came with shape {shape}; a rollout's columns are (steps, environments, ...). Pass flat columns "
-            "to RecordBatch, or those of a single environment with `column[:, None]`."
-        )
-    return shape[0], shape[1]
 
 
 def _flatten(name: str, steps: int, environments: int, column: Any) -> Any:

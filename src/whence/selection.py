@@ -115,8 +115,20 @@ class KeepAll:
         return _drop_positions([], len(records), "")
 
 
+class _Rule:
+    """A rule that reads scores; its settings are checked when it is made."""
+
+    needs_influence = True
+
+    def __post_init__(self) -> None:
+        check_share(getattr(self, "drop", 1.0), getattr(self, "warmup", 0))
+        seed = getattr(self, "seed", 0)
+        if not isinstance(seed, Integral) or seed < 0:
+            raise WhenceError(f"seed is {seed!r}; a whole number is needed, 0 or more.")
+
+
 @dataclass(frozen=True)
-class IIF:
+class IIF(_Rule):
     """Iterative influence-based filtering: drop the `floor(drop * m)` lowest of the m negative scores (LDA Alg. 1).
 
     Among equal scores the record with the lower id is dropped first.
@@ -131,20 +143,15 @@ class IIF:
 
     drop: Share = DEFAULT_SHARE
     warmup: int = 0
-    needs_influence = True
-
-    def __post_init__(self) -> None:
-        check_share(self.drop, self.warmup)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores, share = read_scores(records, influence), share_at(self.drop, self.warmup, progress)
-        lowest = argsort_ascending(scores, records.ids.cpu())[: count_to_drop(share, int((scores < 0).sum()))]
-        return _drop_positions(lowest, len(records), f"influence among the lowest {100 * share:.3g}% of those below 0")
+        scores = read_scores(records, influence)
+        return _drop_lowest(self, records, scores, int((scores < 0).sum()), progress, "those below 0")
 
 
 @dataclass(frozen=True)
-class BelowMean:
+class BelowMean(_Rule):
     """IIF with another threshold: drop the `floor(drop * m)` lowest of the m scores below the mean score.
 
     PPO's loss is a mean over records, so leaving a record out of one SGD step raises the target if the record scores
@@ -157,22 +164,16 @@ class BelowMean:
 
     drop: Share = DEFAULT_SHARE
     warmup: int = 0
-    needs_influence = True
-
-    def __post_init__(self) -> None:
-        check_share(self.drop, self.warmup)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores, share = read_scores(records, influence).double(), share_at(self.drop, self.warmup, progress)
-        count = count_to_drop(share, int((scores < scores.mean()).sum()))
-        lowest = argsort_ascending(scores, records.ids.cpu())[:count]
-        reason = f"influence among the lowest {100 * share:.3g}% of those below the mean"
-        return _drop_positions(lowest, len(records), reason)
+        scores = read_scores(records, influence).double()
+        count = int((scores < scores.mean()).sum())
+        return _drop_lowest(self, records, scores, count, progress, "those below the mean")
 
 
 @dataclass(frozen=True)
-class NonPositive:
+class NonPositive(_Rule):
     """Drop every record that does not score above 0 (LDA §5.3, for RLHF).
 
     Attributes:
@@ -180,10 +181,6 @@ class NonPositive:
     """
 
     warmup: int = 0
-    needs_influence = True
-
-    def __post_init__(self) -> None:
-        check_share(1.0, self.warmup)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the records whose score is not positive."""
@@ -194,7 +191,7 @@ class NonPositive:
 
 
 @dataclass(frozen=True)
-class IPPO:
+class IPPO(_Rule):
     """Drop every record that does not score above 0, and weight the others by their scores (I-PPO).
 
     A kept record's weight is its score divided by the mean of the kept scores, so that weights are 1 on average.
@@ -206,10 +203,6 @@ class IPPO:
 
     weighted: bool = True
     warmup: int = 0
-    needs_influence = True
-
-    def __post_init__(self) -> None:
-        check_share(1.0, self.warmup)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the records whose score is not positive, and weight the others."""
@@ -222,7 +215,7 @@ class IPPO:
 
 
 @dataclass(frozen=True)
-class RandomDrop:
+class RandomDrop(_Rule):
     """The control for IIF: drop as many records as IIF would, chosen at random from all (LDA §5.2).
 
     Attributes:
@@ -236,19 +229,16 @@ class RandomDrop:
     seed: int = 0
     warmup: int = 0
     zeros: bool = False
-    needs_influence = True
-
-    def __post_init__(self) -> None:
-        check_share(self.drop, self.warmup)
-        _check_seed(self.seed)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random."""
-        return _draw_records(self, records, influence, progress, "drawn at random")
+        scores = read_scores(records, influence)
+        count = int(((scores <= 0) if self.zeros else (scores < 0)).sum())
+        return _drop_at_random(self, records, np.arange(len(records)), count, progress, "drawn at random")
 
 
 @dataclass(frozen=True)
-class NegativeRandom:
+class NegativeRandom(_Rule):
     """The control between IIF and chance: drop as many as IIF would, chosen at random from the negatively scored.
 
     It uses the score's sign and ignores its rank.
@@ -262,15 +252,11 @@ class NegativeRandom:
     drop: Share = DEFAULT_SHARE
     seed: int = 0
     warmup: int = 0
-    needs_influence = True
-
-    def __post_init__(self) -> None:
-        check_share(self.drop, self.warmup)
-        _check_seed(self.seed)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
-        return _draw_records(self, records, influence, progress, "drawn at random from the negative")
+        negative = (read_scores(records, influence) < 0).nonzero().flatten().numpy()
+        return _drop_at_random(self, records, negative, len(negative), progress, "drawn at random from the negative")
 
 
 def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
@@ -314,21 +300,27 @@ def count_to_drop(share: float, candidates: int) -> int:
     return math.floor(round(share * candidates, 9))
 
 
-def _draw_records(
+def _drop_lowest(
+    rule: IIF | BelowMean, records: RecordBatch, scores: Tensor, count: int, progress: Progress, which: str
+) -> Selection:
+    """Drop the rule's share of the `count` lowest scores."""
+    share = share_at(rule.drop, rule.warmup, progress)
+    lowest = argsort_ascending(scores, records.ids.cpu())[: count_to_drop(share, count)]
+    return _drop_positions(lowest, len(records), f"influence among the lowest {100 * share:.3g}% of {which}")
+
+
+def _drop_at_random(
     rule: RandomDrop | NegativeRandom,
     records: RecordBatch,
-    influence: Influence | None,
+    candidates: NDArray[np.int64],
+    count: int,
     progress: Progress,
     reason: str,
 ) -> Selection:
-    """Drop as many records as IIF would at random, among all or among the negatively scored."""
-    scores, share = read_scores(records, influence), share_at(rule.drop, rule.warmup, progress)
-    counted = scores <= 0 if getattr(rule, "zeros", False) else scores < 0
-    negative = counted.nonzero().flatten().numpy()
-    candidates = negative if isinstance(rule, NegativeRandom) else np.arange(len(records))
+    """Drop the rule's share of `count` records at random among the candidates."""
     generator = np.random.default_rng([rule.seed, int(records.ids.min())])
-    chosen = generator.choice(candidates, size=count_to_drop(share, len(negative)), replace=False)
-    return _drop_positions(chosen, len(records), reason)
+    size = count_to_drop(share_at(rule.drop, rule.warmup, progress), count)
+    return _drop_positions(generator.choice(candidates, size=size, replace=False), len(records), reason)
 
 
 def _drop_positions(positions: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:
@@ -346,11 +338,6 @@ def check_share(drop: Share, warmup: int) -> None:
         )
     if not isinstance(warmup, Integral) or warmup < 0:
         raise WhenceError(f"warmup is {warmup!r}; it is a number of rounds, 0 or more.")
-
-
-def _check_seed(seed: int) -> None:
-    if not isinstance(seed, Integral) or seed < 0:
-        raise WhenceError(f"seed is {seed!r}; a whole number is needed, 0 or more.")
 
 
 def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:

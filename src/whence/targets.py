@@ -147,7 +147,12 @@ def _match_column(name: str, values: Tree, column: Tree) -> Tree:
         if not isinstance(values, dict) or values.keys() != column.keys():
             raise WhenceError(f"The {name} of Action() needs the keys {sorted(column)}, as the records have.")
         return {key: _match_column(f"{name}.{key}", values[key], column[key]) for key in column}
-    tensor = _cast(name, torch.as_tensor(values), column.dtype).to(column.device)
+    given = torch.as_tensor(values)
+    tensor = given.to(column)
+    if not column.is_floating_point() and (tensor.to(given) != given).any():
+        raise WhenceError(
+            f"The {name} of Action() is {values}, and the records' are {column.dtype}: pass such numbers."
+        )
     shape = column.shape[1:]
     if tensor.shape == shape or (tensor.ndim == 0 and shape.numel() == 1):
         return tensor.reshape(1, *shape)
@@ -159,17 +164,6 @@ def _match_column(name: str, values: Tree, column: Tree) -> Tree:
         f"The {name} of Action() has shape {tuple(tensor.shape)}; the records' have shape {tuple(shape)}: pass one "
         f"of that shape, or several with shape {('m', *shape)}."
     )
-
-
-def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to the records' dtype; refuse to change any in casting to integers or booleans."""
-    cast = values.to(dtype)
-    if not dtype.is_floating_point and (changed := cast.to(values.dtype) != values).any():
-        raise WhenceError(
-            f"The {name} of Action() holds {values[changed][0].item():g}, but the records' are {str(dtype)[6:]}, which "
-            f"would make it {cast[changed][0].item():g}: pass numbers of that kind."
-        )
-    return cast
 
 
 def _check_actions(space: Any, actions: Tensor) -> None:
@@ -191,9 +185,7 @@ def as_target(target: Target) -> Target:
     Raises:
         WhenceError: it is a class, or cannot be called.
     """
-    if isinstance(target, type):
-        raise WhenceError(f"target is the class {target.__name__}; pass an instance: {target.__name__}().")
-    if not callable(target):
+    if isinstance(target, type) or not callable(target):
         raise WhenceError(
             f"target is {target!r}; pass whence.Return(), whence.Action(observation, action) or a function "
             "`function(view, params, records)` that returns a scalar tensor."

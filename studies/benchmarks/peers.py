@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from scipy.stats import spearmanr
 from torch import Tensor
 
 import whence
@@ -19,7 +20,6 @@ from studies.benchmarks.libraries import PEERS, Peer, batch_size, is_installed, 
 from studies.benchmarks.policies import RL, make_subject
 from studies.benchmarks.subjects import Subject
 from studies.benchmarks.timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
-from whence.checks import rank_agreement
 from whence.errors import first_line
 
 POLICIES: Mapping[str, int] = {**RL, "gpt-1M": 64}
@@ -93,7 +93,7 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result
         "whence": spread([turn[1] for turn in turns]),
         "ratio": spread([turn[0] / turn[1] for turn in turns]),
         "difference": measure_difference(scores, truth),
-        "spearman": rank_agreement(scores, truth),
+        "spearman": float(spearmanr(scores, truth).statistic),
         "peak": peak,
         "whence_peak": whence_peak,
     }

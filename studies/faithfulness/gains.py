@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from studies.selection.matched import find_acting_parameters
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
 from whence.guards import eval_mode, preserve_rng_state
-from whence.policies import Outputs, Params, compute_outputs, find_acting_parameters
+from whence.policies import Outputs, Params, compute_outputs
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording, SteppedRound, open_round
 

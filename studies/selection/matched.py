@@ -19,12 +19,27 @@ from torch import Tensor
 from whence import IIF, SelectionRule, experiments
 from whence.errors import NonFinite
 from whence.guards import eval_mode, preserve_rng_state
-from whence.policies import as_view, find_acting_parameters
+from whence.policies import PolicyView, as_view
+from whence.records import RecordBatch
 from whence.sb3 import InfluenceCallback, preserve_model
 from whence.selection import Selection
 
 CHUNK = 4096
 """Records that the policy reads at a time."""
+
+
+def find_acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
+    """Return the names of the parameters that log-probs depend on.
+
+    Args:
+        view: the policy's view.
+        records: records that the policy can read; the first is used.
+    """
+    with torch.enable_grad():
+        params = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
+        total = view(params, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
+        gradients = torch.autograd.grad(total, list(params.values()), allow_unused=True)
+    return frozenset(name for name, gradient in zip(params, gradients, strict=True) if gradient is not None)
 
 
 class MatchedUpdate(InfluenceCallback):

@@ -11,10 +11,9 @@ from whence.cli.console import print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
-from whence.page import write_report
+from whence.page import server, write_report
 from whence.page.explored_run import ExploredRun
 from whence.page.moment_view import CONTINUATIONS
-from whence.page.server import serve
 from whence.runs import find_content
 
 
@@ -86,7 +85,7 @@ def view(
         if browser:
             webbrowser.open(url)
 
-    serve(runs, port=port, continuations=continuations, on_start=announce)
+    server.serve(runs, port=port, continuations=continuations, on_start=announce)
     print_line("Ended.")
 
 

@@ -14,7 +14,7 @@ from whence import ReplayError, RunDirectory, WhenceError
 from whence.experiments import estimate_advantage, estimate_advantages, make_replay_env
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
-from whence.sb3.episodes.episode_replay import open_env, read_actions, read_episode, reset_to
+from whence.sb3.episodes.episode_replay import open_env, read_episode, reset_to, to_env_actions
 
 
 class Counting(gym.Env):
@@ -42,7 +42,7 @@ def play_plainly(run, number, record, count, seed):
     *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(count + 1)
     returns, envs, observations = np.zeros(2 * count), [make_env() for _ in range(2 * count)], [None] * (2 * count)
     with open_env(make_env) as first:
-        actions = read_actions(stored.records, first.action_space, squashed=False)
+        actions = to_env_actions(stored.records["action"].to_numpy(), first.action_space, squashed=False)
     with preserve_rng_state():
         for at, env in enumerate(envs):
             observations[at], _ = reset_to(env, stored.generator_state)

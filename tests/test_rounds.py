@@ -1,6 +1,5 @@
 """Recorded rounds: done again by SB3 bit for bit, by the differentiable replay up to rounding; and their scores."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,13 +18,12 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 import whence
 from whence import IIF, KeepAll, Return, RoundRecording, WhenceError, attribute, attribute_round
 from whence.counterfactual import retrain
-from whence.engines.memory import measure_bytes
 from whence.errors import NonFinite, Unsupported
 from whence.policies import as_view
-from whence.rounds import METHODS, OptimizerState, attribute_round_by, optimizers, replay, schedule
+from whence.rounds import METHODS, OptimizerState, optimizers, replay, schedule
 from whence.rounds.identity import compare_outputs
 from whence.rounds.replay import clip_factor, iterate_points, minibatch_loss, objective_values, open_round
-from whence.rounds.schedule import SCHEDULED, target_gradient
+from whence.rounds.schedule import target_gradient
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.base.model_tensors import named_tensors
@@ -318,14 +316,16 @@ class TestScores:
         alone = {method: attribute_round(model.policy, recording, method=method, **settings) for method in METHODS}
         gradients = []
         monkeypatch.setattr(schedule, "target_gradient", lambda *args: gradients.append(None) or target_gradient(*args))
-        together = attribute_round_by(model.policy, recording, METHODS[::-1], **settings)
+        together = attribute_round(model.policy, recording, method=METHODS[::-1], **settings)
         assert list(together) == list(METHODS[::-1])
         for method, one in together.items():
             assert torch.allclose(one.scores, alone[method].scores, rtol=1e-9, atol=0)
             assert one.provenance == alone[method].provenance
-        # One at each step, and one where a step is measured; "unrolled" takes one at each of these two ends.
-        assert len(gradients) == len(recording.steps) + 1 + 2
-        epochs = attribute_round_by(model.policy, recording, ["trajectory", "optimizer"], per_epoch=True, **settings)
+        # One at each step; "unrolled" takes one at the end.
+        assert len(gradients) == len(recording.steps) + 1
+        epochs = attribute_round(
+            model.policy, recording, method=["trajectory", "optimizer"], per_epoch=True, **settings
+        )
         assert [len(influences) for influences in epochs.values()] == [2, 2]
 
     @pytest.mark.parametrize("method", METHODS)
@@ -347,13 +347,6 @@ def long():
     return model, recorded(model)
 
 
-def least_memory(model, recording, method):
-    """Return the least memory that scoring needs, as its refusal states it."""
-    with pytest.raises(WhenceError, match=f"memory is 1,000 bytes, but scoring round 2 by {method} takes") as refusal:
-        attribute_round(model.policy, recording, target=Return(), method=method, memory=1000)
-    return int(re.search(r"takes about ([\d,]+) bytes", str(refusal.value))[1].replace(",", ""))
-
-
 class TestMemory:
     @pytest.mark.parametrize("method", ["optimizer-momentum", "unrolled"])
     def test_points_made_again_change_nothing(self, long, method):
@@ -367,20 +360,19 @@ class TestMemory:
             again = one.scores(round, Return(), interval)[method]
             assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), interval
 
-    @pytest.mark.parametrize("share", [0.0, 0.5])
-    @pytest.mark.parametrize("method", SCHEDULED)
-    def test_the_estimated_memory_is_what_scoring_takes(self, long, method, share, monkeypatch):
+    def test_as_many_points_are_stored_as_fit(self, long):
         model, recording = long
-        monkeypatch.setattr(schedule, "MARGIN", 1)
         round = open_round(model.policy, recording)
-        point, (one,) = round.start.nbytes, schedule.plan_passes([method])
-        fewest = min(one.count_points(24, interval) for interval in range(1, 6))
-        more = int(share * (one.count_points(24, 1) - fewest)) * point
-        needed = least_memory(model, recording, method) + more
-        interval = schedule._choose_interval(round, Return(), one, needed)
-        peak = max(measure_bytes(lambda: one.scores(round, Return(), interval)))
-        assert peak <= needed
-        assert peak > 0.75 * (needed - 2 * point), "the budget is hardly used"
+        (backwards,), (forwards,) = map(schedule.plan_passes, (["unrolled"], ["trajectory"]))
+        # Of 24 steps, every second point, a segment, the point after it and the derivative are 16.
+        for points, interval in ((27, 1), (26, 2), (16, 2), (15, 3), (1, 5)):
+            assert schedule._choose_interval(round, backwards, points * round.start.nbytes) == interval
+        assert schedule._choose_interval(round, forwards, 27 * round.start.nbytes) == 1
+        scores = [
+            attribute_round(model.policy, recording, target=Return(), method="unrolled", memory=memory).scores
+            for memory in (1, 2**31)
+        ]
+        assert torch.equal(*scores)
 
 
 class Dropping(FlattenExtractor):

@@ -1,21 +1,19 @@
 """Scores averaged over trainings on random halves, across a soft edge of the clip range."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from test_rounds import model_of, recorded
-from whence import Return, WhenceError, attribute_round
+from whence import Return, attribute_round
 from whence.counterfactual import draw_subsets, reshuffle, retrain
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.engines.memory import measure_bytes
 from whence.policies import Outputs
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, open_round, step
-from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, plan_scores
+from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, smoothed_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -108,49 +106,26 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
         return derivatives(round, draws, target, interval, width)
 
     monkeypatch.setattr(smoothed, "derivatives", count_trainings)
-    with pytest.raises(WhenceError, match="smoothed takes about") as refusal:
-        attribute_round(model.policy, recording, target=Return(), method="smoothed", memory=1000)
-    needed = int(str(refusal.value).split("takes about ")[1].split()[0].replace(",", ""))
-    sizes.clear()
     settings = {"target": Return(), "method": "smoothed", "draws": 5}
-    parts = attribute_round(model.policy, recording, memory=2 * needed, **settings).scores
-    assert sizes[1:] == [2, 2, 1]  # the first is measured
-    plain = attribute_round(model.policy, recording, **settings).scores
-    assert torch.allclose(parts, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+    one_by_one = attribute_round(model.policy, recording, memory=1, **settings).scores
+    assert sizes[1:] == [1] * 5  # the first is measured
+    together = attribute_round(model.policy, recording, **settings).scores
+    assert sizes[7:] == [5]
+    assert torch.allclose(one_by_one, together, rtol=0, atol=1e-5 * float(together.abs().max()))
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_the_estimated_memory_is_what_scoring_takes(gentle, at_once, monkeypatch):
+def test_memory_is_held(gentle, at_once, monkeypatch):
     monkeypatch.setattr(smoothed, "MARGIN", 1)
     model, recording = gentle
-    settings = {"target": Return(), "draws": 200}
-    round = open_round(model.policy, recording)
-    with pytest.raises(WhenceError, match=r"for subsets and orders of 200 .* take fewer draws") as refusal:
-        plan_scores(round, Return(), 1000, draws=200)
-    needed, fixed = (
-        int(re.search(number, str(refusal.value))[1].replace(",", ""))
-        for number in (r"takes about ([\d,]+) bytes", r"([\d,]+) for subsets")
-    )
-    assert fixed > 200 * 64 * (4 + 3 * 8)
-    memory = needed + (at_once - 1) * (needed - fixed)
-    calls = []
-
-    def run_first(round, draws, *rest):
-        """Later trainings take what the first do, and counting each of their tensors takes long."""
-        calls.append(draws)
-        few = len(calls) <= 4
-        return derivatives(round, draws, *rest) if few else torch.zeros(draws.epochs[-1] + 1, *draws.weights.shape)
-
-    with monkeypatch.context() as short:
-        short.setattr(smoothed, "derivatives", run_first)
-        peak = max(measure_bytes(lambda: plan_scores(round, Return(), memory, draws=200)()))
-    assert len(calls) > 60
-    assert 0.5 * memory < peak <= memory
-    monkeypatch.setattr(
-        smoothed, "draw_trainings", lambda round, count, *rest: draw_trainings(round, min(count, 1), *rest)
-    )
-    with pytest.raises(WhenceError, match="memory is"):
-        attribute_round(model.policy, recording, method="smoothed", memory=needed - 1, **settings)
+    round, sizes = open_round(model.policy, recording), []
+    run = smoothed.average_derivatives
+    monkeypatch.setattr(smoothed, "average_derivatives", lambda *args: sizes.append(args[-1]) or run(*args))
+    smoothed_scores(round, Return(), 10**9, draws=6)
+    memory = at_once * (10**9 // sizes[0])
+    peak = max(measure_bytes(lambda: smoothed_scores(round, Return(), int(1.01 * memory), draws=6)))
+    assert sizes[1] == at_once
+    assert 0.5 * memory < peak <= 1.5 * memory  # subsets and orders of all trainings come on top
 
 
 def test_it_sees_the_edge_that_the_derivative_does_not():

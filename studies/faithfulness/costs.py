@@ -30,7 +30,7 @@ from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_rou
 from whence.counterfactual import draw_subsets, retrain
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
-from whence.rounds import METHODS, RoundRecording, attribute_round_by
+from whence.rounds import METHODS, RoundRecording
 from whence.sb3 import InfluenceCallback, model_objective, replay_round
 
 PRODUCTS = ("trajectory", "optimizer", "optimizer-momentum")
@@ -88,7 +88,7 @@ def _measure_ratios(
             method: lambda method=method: attribute_round(policy, recording, target=target, method=method)
             for method in METHODS
         },
-        "three in one walk": lambda: attribute_round_by(policy, recording, PRODUCTS, target=target),
+        "three in one walk": lambda: attribute_round(policy, recording, method=PRODUCTS, target=target),
         "100 trainings": lambda: retrain(policy, recording, kept),
     }
     ratios: dict[str, list[float]] = {what: [] for what in measured}

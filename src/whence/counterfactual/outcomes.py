@@ -15,14 +15,13 @@ from whence.errors import NonFinite, WhenceError
 from whence.folds import split_target
 from whence.guards import eval_mode, preserve_rng_state
 from whence.heuristics import compute_td_errors
-from whence.influence import Influence
 from whence.policies import compute_outputs
 from whence.rounds import (
     DRAWS,
     METHODS,
     SHARE,
     RoundRecording,
-    attribute_round_by,
+    attribute_round,
     check_target,
     open_round,
     snapshot_scores,
@@ -173,15 +172,17 @@ def compute_scores(
     by_method: dict[str, NDArray[np.float64]] = {}
     if methods:  # first, since they may not fit into memory
         on_stage(f"scores: {', '.join(methods)}")
-        influences = attribute_round_by(
-            policy, recording, methods, target=target, draws=draws, share=share, seed=seed, memory=memory
+        influences = attribute_round(
+            policy,
+            recording,
+            method=methods,
+            target=target,
+            draws=draws,
+            share=share,
+            seed=seed,
+            memory=memory,
         )
-        # One influence each, not one for each epoch.
-        by_method = {
-            name: influence.scores.double().numpy()
-            for name, influence in influences.items()
-            if isinstance(influence, Influence)
-        }
+        by_method = {name: influence.scores.double().numpy() for name, influence in influences.items()}
     with_values = open_round(policy, recording)
     without = open_round(policy, replace(recording, update=replace(recording.update, vf_coef=0.0)))
     target = check_target(target, without)

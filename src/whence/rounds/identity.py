@@ -22,13 +22,7 @@ average, and by several times that on single records.
 def check_policy(view: PolicyView, trainable: Mapping[str, Tensor], recording: RoundRecording) -> None:
     """Refuse a policy whose parameters and buffers are not those of a recording.
 
-    Args:
-        view: the policy.
-        trainable: the policy's trainable parameters, by name.
-        recording: the recorded round.
-
-    Raises:
-        WhenceError: a name or a shape differs, or a tensor that is not trained has another value.
+    A tensor that is not among the `trainable` parameters has to have the recorded value.
     """
     tensors = {**dict(view.module.named_parameters()), **dict(view.module.named_buffers())}
     if differing := sorted(tensors.keys() ^ recording.start.keys()):
@@ -48,16 +42,9 @@ def check_policy(view: PolicyView, trainable: Mapping[str, Tensor], recording: R
 
 
 def check_collected(view: PolicyView, params: Params, records: RecordBatch, number: int) -> None:
-    """Refuse a policy that did not collect a round, even if all its names and shapes are the same.
+    """Refuse a policy whose log-probs or values, at the start of round `number`, are not those of its records.
 
-    Args:
-        view: the policy.
-        params: the parameters at the beginning of the round.
-        records: the round's records.
-        number: the round's number.
-
-    Raises:
-        WhenceError: its log-probs or its values are not those of the records.
+    The names and the shapes of its parameters may all be the same.
     """
     for name, difference in compare_outputs(view, params, records).items():
         if not difference <= SAME:
@@ -72,13 +59,7 @@ def check_collected(view: PolicyView, params: Params, records: RecordBatch, numb
 def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
     """Refuse a policy whose outputs differ between train mode, in which SB3 trains, and eval mode, in which it acts.
 
-    Args:
-        view: the policy.
-        params: the policy's parameters.
-        records: the round's records; up to 64 of them are read.
-
-    Raises:
-        Unsupported: the outputs differ, for example because of dropout or running statistics.
+    Up to 64 of the records are read. Dropout, for example, or running statistics make outputs differ.
     """
     positions = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
     inputs = view.prepare(records.take(positions))
@@ -100,13 +81,7 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
 def compare_outputs(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
     """Return how far a policy's outputs on records are from the recorded ones, on average.
 
-    Modes and generators are left as they are.
-
-    Args:
-        view: the policy, on the device of the parameters.
-        params: the policy's parameters.
-        records: records with the log-probs of the policy that collected them.
-        at_once: the number of records in one pass.
+    Modes and generators are left as they are; `at_once` records are read in one pass.
 
     Returns:
         `log-probs` in nats. If both the policy and the records have values, also `values`, divided by the mean size of

@@ -20,11 +20,7 @@ def safe_sqrt(squares: Tensor) -> Tensor:
 
 
 def check_optimizer(optimizer: OptimizerState) -> None:
-    """Refuse an optimiser, or a setting of one, whose step is not among these.
-
-    Raises:
-        Unsupported: names the optimiser or the setting.
-    """
+    """Refuse, by name, an optimiser or a setting of one whose step is not among these."""
     if optimizer.name not in _STEPS:
         raise Unsupported(
             f"The optimiser {optimizer.name} cannot be replayed step by step.{suggest(optimizer.name, _STEPS)} "
@@ -86,11 +82,8 @@ def preconditioner(optimizer: OptimizerState, state: State) -> Tensor:
 def momentum_weights(optimizer: OptimizerState, state: State) -> tuple[float, float | Tensor, float]:
     """Return (now, a, b): a gradient enters the m-th update after its own with `a b^m`, and its own with `now` more.
 
-    Adam's weights are those before the correction of its bias; see `bias_correction`.
-
-    Args:
-        optimizer: the recorded optimiser.
-        state: the state before the gradient's own step.
+    Adam's weights are those before the correction of its bias; see `bias_correction`. `state` is that before the
+    gradient's own step.
     """
     settings = optimizer.settings
     if optimizer.name in ("Adam", "AdamW"):
@@ -121,21 +114,19 @@ def bias_correction(optimizer: OptimizerState, state: State) -> Tensor:
 
 def _adam(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
     if settings.get("decoupled_weight_decay"):
-        return _adamw(settings, p, g, state)
-    return _adam_step(settings, p, g + settings["weight_decay"] * p if settings["weight_decay"] else g, state)
-
-
-def _adamw(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
-    return _adam_step(settings, p * (1 - settings["lr"] * settings["weight_decay"]), g, state)
-
-
-def _adam_step(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+        p = p * (1 - settings["lr"] * settings["weight_decay"])
+    elif settings["weight_decay"]:
+        g = g + settings["weight_decay"] * p
     b1, b2 = settings["betas"]
     count = state["step"] + 1
     mean, square = state["exp_avg"].lerp(g, 1 - b1), b2 * state["exp_avg_sq"] + (1 - b2) * g * g
     size = settings["lr"] / (1 - b1**count)
     scale = safe_sqrt(square) / (1 - b2**count).sqrt() + settings["eps"]
     return p - size * mean / scale, {"step": count, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def _adamw(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
+    return _adam({**settings, "decoupled_weight_decay": True}, p, g, state)
 
 
 def _sgd(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -247,9 +247,7 @@ def clip_factor(gradient: Float[Tensor, " p"], max_norm: float) -> Float[Tensor,
 def iterate_points(round: SteppedRound, weights: Float[Tensor, " n"] | None = None) -> Iterator[Point]:
     """Yield the point before each step, and the one after the last.
 
-    Args:
-        round: from `open_round`.
-        weights: (n,) the weights of the records; None: 1 each.
+    `weights` (n,) are those of the records; None: 1 each.
     """
     weights = torch.ones_like(round.records.log_probs) if weights is None else weights
     point = round.start
@@ -306,10 +304,7 @@ def check_weights(
 ) -> Float[Tensor, "*trainings n"]:
     """Return the weights of one training or of several in the round's dtype and on its device.
 
-    Args:
-        weights: the weights of all records.
-        round: the round to train.
-        reshuffled: whether training leaves the recorded minibatches, so that records that a rule dropped count as well.
+    `reshuffled` trainings leave the recorded minibatches, so that records that a rule dropped count as well.
 
     Raises:
         WhenceError: a weight is negative or not finite, or a training has fewer than two weights above 0.
@@ -338,11 +333,7 @@ _REMEDY = "Take a round with a smaller learning rate, or one whose gradients are
 
 
 def check_finite(params: Float[Tensor, "*trainings p"], round: SteppedRound) -> None:
-    """Refuse parameters that are not finite after training.
-
-    Raises:
-        NonFinite: names the training and the parameter.
-    """
+    """Refuse parameters that are not finite after training; `NonFinite` names the training and the parameter."""
     lost = ~torch.isfinite(params.detach()).reshape(-1, params.shape[-1])
     if not bool(lost.any()):
         return
@@ -357,24 +348,12 @@ def check_target(target: Target, round: SteppedRound) -> Target:
     """Return a target that can be measured on the records of a round.
 
     Raises:
-        WhenceError: it is no target, does not return a scalar tensor, or reads a column that the recording lacks.
+        WhenceError: it is no target, or does not return a scalar tensor.
     """
     target = as_target(target)
-    records = round.records
     params = {name: p.detach().requires_grad_() for name, p in round.unflatten(round.start.params).items()}
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
-        try:
-            value = target(round.view, params, records)
-        except Exception as error:
-            lacking = [field.name for field in fields(RecordBatch) if getattr(records, field.name) is None]
-            if isinstance(error, WhenceError) or "NoneType" not in str(error) or not lacking:
-                raise
-            raise WhenceError(
-                f"The target {target_name(target)} fails on the recording of round {round.recording.number} with "
-                f"{type(error).__name__}: {error}. The recording lacks {', '.join(lacking)}: take a target that reads "
-                "none of these, or record a round that has them. If it reads none of them, check how it uses the "
-                "policy's outputs."
-            ) from error
+        value = target(round.view, params, round.records)
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise WhenceError(f"The target {target_name(target)} returned {got}; a scalar tensor is needed.")

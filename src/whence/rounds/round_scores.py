@@ -1,6 +1,7 @@
 """Scores of records by the whole round: all epochs, the real optimiser (LDA §3.1, and beyond it)."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -9,11 +10,10 @@ from torch import Tensor
 from whence.errors import NonFinite, WhenceError, suggest
 from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
-from whence.rounds import schedule, smoothed
 from whence.rounds.recording import RoundRecording
 from whence.rounds.replay import SteppedRound, check_target, open_round, raise_on_divergence
-from whence.rounds.schedule import SCHEDULED
-from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED
+from whence.rounds.schedule import SCHEDULED, plan_passes, sum_by_epoch
+from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED, smoothed_scores
 from whence.targets import Target, target_name
 
 METHODS = (*SCHEDULED, SMOOTHED)
@@ -25,14 +25,14 @@ def attribute_round(
     recording: RoundRecording,
     *,
     target: Target,
-    method: str = "optimizer",
+    method: str | Collection[str] = "optimizer",
     per_epoch: bool = False,
     draws: int = DRAWS,
     share: float = SHARE,
     seed: int = 0,
     memory: int = 2**31,
     dtype: torch.dtype | None = None,
-) -> Influence | list[Influence]:
+) -> Any:
     """Score every record by what training on it in a recorded round did to a target at the round's end.
 
     A positive score says that the record raised the target. Methods, in the order of their cost:
@@ -55,77 +55,31 @@ def attribute_round(
         policy: the policy that was trained, or one built like it; its parameters are not read.
         recording: the recorded round.
         target: what to raise; see `attribute`. It reads the recorded rollout, with raw advantages.
-        method: one of `METHODS`.
+        method: one of `METHODS`; or several, of which "trajectory", "optimizer" and "optimizer-momentum" share the
+            target's gradient at every step, which is most of their cost.
         per_epoch: whether to return one influence for each epoch; they add up to the whole.
         draws: the number of trainings that "smoothed" averages; the other methods draw nothing.
         share: the share of the trained records that each of these trainings keeps, above 0 and at most 1. The scores
             predict best what keeping about that share does.
         seed: the seed of these trainings, at least 0.
-        memory: bytes that scoring may hold at a time, besides the policy and the records. One step is measured before
-            the start. Methods that go back through the steps keep as many points as fit and compute the others again;
-            "smoothed" runs as many trainings side by side as fit. Scores do not depend on it.
+        memory: bytes that points along the steps, or trainings side by side, may take. Methods that go back through the
+            steps keep as many points as fit and compute the others again. Scores do not depend on it.
         dtype: the dtype to compute in; None: the recorded one.
 
     Returns:
-        The `Influence`, or a list of them; a record that the round did not train on scores 0.
+        The `Influence`, or a list of them by epoch; a record that the round did not train on scores 0. For several
+        methods, a dict of these in the methods' order.
 
     Raises:
         Unsupported: see `whence.rounds.replay`.
         NonFinite: a score is not finite.
         WhenceError: the method is unknown, `draws`, `share` or `seed` is out of range, the target depends on no
-            parameter or reads what the recording lacks, the recording is of another policy, or scoring needs more
-            memory than allowed.
+            parameter, or the recording is of another policy.
     """
-    return attribute_round_by(
-        policy,
-        recording,
-        [method],
-        target=target,
-        per_epoch=per_epoch,
-        draws=draws,
-        share=share,
-        seed=seed,
-        memory=memory,
-        dtype=dtype,
-    )[method]
-
-
-def attribute_round_by(
-    policy: object,
-    recording: RoundRecording,
-    methods: Collection[str],
-    *,
-    target: Target,
-    per_epoch: bool = False,
-    draws: int = DRAWS,
-    share: float = SHARE,
-    seed: int = 0,
-    memory: int = 2**31,
-    dtype: torch.dtype | None = None,
-) -> dict[str, Influence | list[Influence]]:
-    """Score every record of a round by several methods, as `attribute_round` does by each, in less time.
-
-    "trajectory", "optimizer" and "optimizer-momentum" share the target's gradient at every step, which is most of their
-    cost. All methods are checked against `memory` before the first one starts.
-
-    Args:
-        policy: see `attribute_round`, as for all but `methods`.
-        recording: the recorded round.
-        methods: some of `METHODS`; those that share the steps hold somewhat more memory together.
-        target: what to raise.
-        per_epoch: whether to return one influence for each epoch.
-        draws: of "smoothed".
-        share: of "smoothed".
-        seed: of "smoothed".
-        memory: bytes that scoring may hold at a time.
-        dtype: the dtype to compute in.
-
-    Returns:
-        What `attribute_round` returns, by method, in the order of `methods`.
-    """
-    for method in methods:
-        if method not in METHODS:
-            raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
+    methods = [method] if isinstance(method, str) else list(method)
+    for each in methods:
+        if each not in METHODS:
+            raise WhenceError(f"method is {each!r}.{suggest(each, METHODS)}")
     round = open_round(policy, recording, dtype=dtype)
     totals: dict[str, Float[Tensor, "epochs n"]] = {}
     with (
@@ -136,15 +90,13 @@ def attribute_round_by(
         raise_on_divergence(round),
     ):
         target = check_target(target, round)
-        plans = schedule.plan_scores(round, target, methods, memory)
+        for one in plan_passes(methods):
+            totals |= sum_by_epoch(round, target, one, memory)
         if SMOOTHED in methods:
-            plans.append(smoothed.plan_scores(round, target, memory, draws=draws, share=share, seed=seed))
-        for plan in plans:
-            totals |= plan()
-    by_method = {
-        method: _make_influences(totals[method], round, target, method, per_epoch=per_epoch) for method in methods
-    }
-    return {method: influences if per_epoch else influences[0] for method, influences in by_method.items()}
+            totals[SMOOTHED] = smoothed_scores(round, target, memory, draws=draws, share=share, seed=seed)
+    influences = {each: _make_influences(totals[each], round, target, each, per_epoch=per_epoch) for each in methods}
+    by_method = {each: parts if per_epoch else parts[0] for each, parts in influences.items()}
+    return by_method[method] if isinstance(method, str) else by_method
 
 
 def _make_influences(

@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.engines import along_direction, measure_bytes
+from whence.engines import along_direction
 from whence.errors import WhenceError
 from whence.guards import eval_mode, preserve_rng_state
 from whence.rounds import optimizers
 from whence.rounds.replay import (
-    MARGIN,
     Minibatch,
     Point,
     SteppedRound,
@@ -33,9 +32,6 @@ Vector = Float[Tensor, " p"]
 Scores = list[Float[Tensor, " b"]]
 """The scores of each step's minibatch."""
 
-
-ScorePlan = Callable[[], Mapping[str, Float[Tensor, "epochs n"]]]
-"""Returns the scores of each record in each epoch, on the CPU, by method."""
 
 TRAJECTORY, OPTIMIZER, MOMENTUM, UNROLLED = "trajectory", "optimizer", "optimizer-momentum", "unrolled"
 
@@ -67,12 +63,6 @@ class Pass(NamedTuple):
     scores: Callable[[SteppedRound, Target, int], Mapping[str, Scores]]
     backwards: bool
 
-    def count_points(self, steps: int, interval: int) -> int:
-        """Return the largest number of points in memory at a time, for a round of `steps` steps."""
-        # Backwards: the stored ones, a segment, the point after it and the derivative.
-        # Forwards: the start, the points before and after the step, and the next one.
-        return math.ceil(steps / interval) + interval + 2 if self.backwards else 4
-
 
 def plan_passes(methods: Collection[str]) -> list[Pass]:
     """Return the fewest passes over the steps that serve some of `SCHEDULED`."""
@@ -84,25 +74,11 @@ def plan_passes(methods: Collection[str]) -> list[Pass]:
     return passes
 
 
-def plan_scores(round: SteppedRound, target: Target, methods: Collection[str], memory: int) -> list[ScorePlan]:
-    """Return functions that score a round by some of `SCHEDULED`; planning itself measures one step of each pass.
-
-    Raises:
-        WhenceError: a method does not fit into `memory` bytes.
-    """
-    return [
-        partial(_sum_by_epoch, round, target, one, _choose_interval(round, target, one, memory))
-        for one in plan_passes(methods)
-    ]
-
-
-def _sum_by_epoch(
-    round: SteppedRound, target: Target, one: Pass, interval: int
-) -> dict[str, Float[Tensor, "epochs n"]]:
-    """Return the scores of each record in each epoch, on the CPU, by method."""
+def sum_by_epoch(round: SteppedRound, target: Target, one: Pass, memory: int) -> dict[str, Float[Tensor, "epochs n"]]:
+    """Return the scores of each record in each epoch, on the CPU, by method; points may take `memory` bytes."""
     recording, like = round.recording, round.records.log_probs
     totals = {}
-    for method, by_step in one.scores(round, target, interval).items():
+    for method, by_step in one.scores(round, target, _choose_interval(round, one, memory)).items():
         by_epoch = torch.zeros(max(recording.epochs, default=0) + 1, len(like), dtype=like.dtype)
         for number, scores in enumerate(by_step):
             by_epoch[recording.epochs[number]].index_add_(0, recording.steps[number].cpu(), scores.detach().cpu())
@@ -110,33 +86,16 @@ def _sum_by_epoch(
     return totals
 
 
-def _choose_interval(round: SteppedRound, target: Target, one: Pass, memory: int) -> int:
-    """Return the smallest interval between stored points that fits, so that the fewest have to be computed again.
-
-    Raises:
-        WhenceError: the pass does not fit into `memory` bytes.
-    """
+def _choose_interval(round: SteppedRound, one: Pass, memory: int) -> int:
+    """Return the smallest interval between stored points that fits, so that the fewest have to be computed again."""
     count = len(round)
-    if count == 0:
-        return 1
-    largest = round.reduce_to_largest_step()
-    measured = max(measure_bytes(lambda: one.scores(largest, target, 1)))
-    like = round.records.log_probs
-    scores = like.itemsize * (sum(map(len, round.recording.steps)) + (max(round.recording.epochs) + 2) * len(like))
-    fixed, point = MARGIN * measured + scores * len(one.methods), round.start.nbytes
     # Above the root of the number of steps, a longer segment takes more than it saves.
-    intervals = range(1, math.isqrt(count) + 2) if one.backwards else [1]
-    for interval in intervals:
-        if fixed + point * one.count_points(count, interval) <= memory:
+    longest = math.isqrt(count) + 1
+    for interval in range(1, longest if one.backwards else 2):
+        # The stored points, a segment, the point after it and the derivative.
+        if (math.ceil(count / interval) + interval + 2) * round.start.nbytes <= memory:
             return interval
-    fewest = min(one.count_points(count, interval) for interval in intervals)
-    forwards = " or ".join(f"method={name!r}" for name in SCHEDULED if not plan_passes([name])[0].backwards)
-    raise WhenceError(
-        f"memory is {memory:,} bytes, but scoring round {round.recording.number} by {', '.join(one.methods)} takes "
-        f"about {fixed + point * fewest:,} bytes: {fixed:,} for one step and the scores, {point * fewest:,} for "
-        f"{fewest} points of parameters and optimiser state, {count} steps in all. Allow more"
-        + (f", or use {forwards}, which stores no points." if one.backwards else ".")
-    )
+    return longest
 
 
 def _score_by_products(

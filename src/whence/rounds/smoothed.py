@@ -29,7 +29,7 @@ from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs
 from whence.records import RecordBatch
 from whence.rounds.replay import MARGIN, Point, SteppedRound, step
-from whence.rounds.schedule import ScorePlan, target_gradient
+from whence.rounds.schedule import target_gradient
 from whence.targets import Target
 
 SMOOTHED = "smoothed"
@@ -127,10 +127,10 @@ def _make_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0]))
 
 
-def plan_scores(
+def smoothed_scores(
     round: SteppedRound, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
-) -> ScorePlan:
-    """Return a function that scores a round by "smoothed"; planning itself measures one step.
+) -> Float[Tensor, "epochs n"]:
+    """Return the scores of each record in each epoch by "smoothed", on the CPU.
 
     The scores average the derivative of the target by each record's weight: the mean over the trainings that contain
     the record, and the mean over the others, each weighed by the inverse of its standard error.
@@ -138,13 +138,13 @@ def plan_scores(
     Args:
         round: from `open_round`.
         target: what to raise.
-        memory: bytes that scoring may hold at a time; as many trainings as fit run side by side.
+        memory: bytes that scoring may hold at a time; as many trainings as fit run side by side, at least one.
         draws: the number of trainings.
         share: the share of the trained records that each training keeps.
         seed: the seed of subsets and orders, at least 0.
 
     Raises:
-        WhenceError: `draws`, `share` or `seed` is out of range, or one training alone does not fit into `memory`.
+        WhenceError: `draws`, `share` or `seed` is out of range.
     """
     if draws < 1 or seed < 0 or not 0 < share <= 1:
         raise WhenceError(
@@ -152,29 +152,17 @@ def plan_scores(
             "a seed of at least 0 are needed."
         )
     if len(round) == 0:  # a round that was not trained on
-        return lambda: {SMOOTHED: torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)}
-    single = draw_trainings(round, 1, share, _make_generator(seed))  # as large as each of those to come
-    count, by_epoch = len(single.steps), single.weights.nbytes * round.recording.update.n_epochs
+        return torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)
+    trainings = draw_trainings(round, draws, share, _make_generator(seed))
+    count = len(trainings.steps)
     interval = max(1, math.isqrt(count))
     points = math.ceil(count / interval) + interval + 2
-    one_step = replace(single, steps=single.steps[:1], epochs=[0])
+    one_step = Draws(trainings.weights[:1], [trainings.steps[0][:1]], [0])
     step_bytes = MARGIN * max(measure_bytes(lambda: derivatives(round, one_step, target, 1)))
-    per_training = step_bytes + points * round.start.nbytes + 2 * by_epoch  # scores, and the weights along the steps
-    fixed = draws * (single.weights.nbytes + sum(part.nbytes for part in single.steps)) + 3 * by_epoch
-    if (needed := fixed + per_training) > memory:
-        raise WhenceError(
-            f"memory is {memory:,} bytes, but scoring round {round.recording.number} by smoothed takes about "
-            f"{needed:,} bytes: {step_bytes:,} for a step of one training, {fixed:,} for subsets and orders of {draws} "
-            f"and for the scores, the rest for {points} points of parameters and optimiser state. Allow more, take "
-            "fewer draws, or use method='optimizer', which stores no points."
-        )
-    at_once = (memory - fixed) // per_training
-
-    def score() -> dict[str, Float[Tensor, "epochs n"]]:
-        trainings = draw_trainings(round, draws, share, _make_generator(seed))
-        return {SMOOTHED: average_derivatives(round, target, trainings, interval, at_once)}
-
-    return score
+    # A training has a point and a step in memory, and twice its scores: the weights along the steps are as many.
+    scores = trainings.weights[0].nbytes * round.recording.update.n_epochs
+    at_once = max(1, memory // (step_bytes + points * round.start.nbytes + 2 * scores))
+    return average_derivatives(round, target, trainings, interval, at_once)
 
 
 def average_derivatives(

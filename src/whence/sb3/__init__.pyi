@@ -1,4 +1,4 @@
-from .base.objective import model_objective as model_objective
+from .base.recorder import model_objective as model_objective
 from .base.rollout_buffer import collect as collect
 from .base.rollout_buffer import snapshot as snapshot
 from .base.round_replay import replay_round as replay_round
@@ -34,7 +34,6 @@ from .episodes.episode_replay import StoredEpisode as StoredEpisode
 from .episodes.episode_replay import explain_no_frames as explain_no_frames
 from .episodes.episode_replay import open_env as open_env
 from .episodes.episode_replay import play_again as play_again
-from .episodes.episode_replay import read_actions as read_actions
 from .episodes.episode_replay import read_episode as read_episode
 from .episodes.episode_replay import render as render
 from .episodes.episode_replay import reset_to as reset_to

@@ -18,13 +18,25 @@ from whence.nonfinite import name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording
-from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses
-from whence.sb3.base.nonfinite_training import check_observation, check_step, check_value_loss, watch_training
-from whence.sb3.base.objective import model_objective
-from whence.sb3.base.recorder import Recorder, check_groups, check_recordings
-from whence.sb3.base.rollout_buffer import Ongoing, check_model, read_buffer
-from whence.sb3.base.sampling import Last, select_from
-from whence.sb3.base.train_hook import cancel_hook, claim_learn, wrap_next_train
+from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses, time_stage
+from whence.sb3.base import (
+    Last,
+    Ongoing,
+    Recorder,
+    cancel_hook,
+    check_groups,
+    check_model,
+    check_observation,
+    check_recordings,
+    check_step,
+    check_value_loss,
+    claim_learn,
+    model_objective,
+    read_buffer,
+    select_from,
+    watch_training,
+    wrap_next_train,
+)
 from whence.sb3.checkpoint.restore import holds_policy
 from whence.sb3.checkpoint.training_run import TrainingRun
 from whence.sb3.round_result import (
@@ -32,7 +44,6 @@ from whence.sb3.round_result import (
     FlatRoundDetector,
     RoundResult,
     check_selection,
-    log_choice,
     measure_choice,
     read_train_metrics,
 )
@@ -126,7 +137,6 @@ class InfluenceCallback(BaseCallback):
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
-        self._flat = FlatRoundDetector()
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -219,7 +229,7 @@ class InfluenceCallback(BaseCallback):
         self.check_model()
         claim_learn(self.model)
         if self._run is not None:
-            self._checkpoint = self._run.begin(self.model, self.settings())
+            self._checkpoint = self._run.open(self.model, self.settings())
 
     def _on_training_start(self) -> None:
         if self._checkpoint is not None:
@@ -237,8 +247,7 @@ class InfluenceCallback(BaseCallback):
                 self._run.tracker.start(starts)
 
     def _begin_episodes(self, n_envs: int) -> None:
-        next_id = 0 if self._ongoing is None else self._ongoing.next_id
-        self._ongoing = replace(Ongoing.unknown(n_envs), next_id=next_id)
+        self._ongoing = Ongoing.unknown(n_envs, 0 if self._ongoing is None else self._ongoing.next_id)
 
     def _load_state(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
@@ -254,7 +263,7 @@ class InfluenceCallback(BaseCallback):
         self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
         if state["rule"] is not None:
             self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]
-        if not self._run.go_on(self.model, checkpoint):
+        if not self._run.restore(self.model, checkpoint):
             self._begin_episodes(self.training_env.num_envs)
 
     def _read_state(self) -> dict[str, Any]:
@@ -271,11 +280,11 @@ class InfluenceCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         if self._run is not None:
-            self._run.note_resumption()
+            self._run.note_differences()
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
             check_observation(self.model, self.model._last_obs)
-        self._flat.start_round()
+        self._flat = FlatRoundDetector()
 
     def _on_step(self) -> bool:
         if self._run is not None:
@@ -288,28 +297,20 @@ class InfluenceCallback(BaseCallback):
 
     def _on_rollout_end(self) -> None:
         seconds = {"collection": self._collection_clock.seconds()}
-        scoring_clock = Stopwatch()
-        with name_round(self.next_round):
+        with time_stage(seconds, "scoring"), name_round(self.next_round):
             records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
             check_value_loss(records)
             self._last_timestep = self.model.num_timesteps
             choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
-        seconds["scoring"] = scoring_clock.seconds()
-        errors_clock = Stopwatch()
-        choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
-        seconds["errors"] = errors_clock.seconds()  # no part of the selection, so no part of its time
+        with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
+            choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self.skipped_rounds += int(choice.selection.keep.sum()) < 2
         metrics = measure_choice(self.model, self.round.number, choice, is_flat=self._flat.is_flat)
-        log_choice(
-            self.logger,
-            metrics,
-            choice.metrics,
-            seconds=seconds["scoring"]["wall"],
-            skipped_rounds=self.skipped_rounds,
-        )
+        self.logger.record("influence/seconds", seconds["scoring"]["wall"])
+        self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
             skipped = ": skipped, training needs two" if metrics["skipped"] else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
@@ -360,7 +361,7 @@ class InfluenceCallback(BaseCallback):
         cancel_hook(self.model)
         if self._run is not None:
             ends_after_round = self.model.num_timesteps == self._last_timestep
-            self._run.end(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
+            self._run.end_training(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         # The logger of a skipped round still holds an earlier round's.

@@ -1,6 +1,7 @@
 """SB3's actor-critic policies as views, and the refusal of policies that cannot be read."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from gymnasium import spaces
@@ -31,7 +32,7 @@ def actor_critic_view(policy: Any) -> ModuleView:
     A maskable policy reads the `action_masks` of records that have them.
 
     Raises:
-        Unsupported: another policy; the message says which, and why.
+        Unsupported: see `check_policy`.
     """
     check_policy(policy)
 
@@ -53,13 +54,7 @@ def actor_critic_view(policy: Any) -> ModuleView:
 
 def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     """Return what `policy.evaluate_actions` returns, for prepared inputs, without changing `policy.action_dist`."""
-    observations, extractor = inputs["observations"], policy.mlp_extractor
-    pi_features = policy.pi_features_extractor(observations)
-    distribution = _make_distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
-
-    def value() -> Tensor:
-        return _predict_values(policy, observations, pi_features)
-
+    distribution, values = _run(policy, inputs)
     try:
         log_prob = distribution.log_prob(inputs["actions"])
     except ValueError as refusal:
@@ -67,15 +62,13 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
             f"An action of the records is none of {policy.action_space}: {first_line(refusal)}. Pass records of this "
             "policy's environment."
         ) from refusal
-    return LazyOutputs(log_prob, value, distribution.entropy)
+    return LazyOutputs(log_prob, values, distribution.entropy)
 
 
 def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
     """Return the distribution of actions and the values, (n,), for inputs that the policy's view prepared."""
-    extractor = policy.mlp_extractor
-    pi_features = policy.pi_features_extractor(inputs["observations"])
-    distribution = _make_distribution(policy, extractor.forward_actor(pi_features), inputs.get("masks"))
-    return distribution, _predict_values(policy, inputs["observations"], pi_features)
+    distribution, values = _run(policy, inputs)
+    return distribution, values()
 
 
 def embed(policy: Any, inputs: Tree) -> Tensor:
@@ -84,36 +77,38 @@ def embed(policy: Any, inputs: Tree) -> Tensor:
     return latent
 
 
-def _predict_values(policy: Any, observations: Tree, pi_features: Tensor) -> Tensor:
-    vf_features = pi_features if policy.share_features_extractor else policy.vf_features_extractor(observations)
-    values: Tensor = policy.value_net(policy.mlp_extractor.forward_critic(vf_features))
-    return values.flatten()
+def _run(policy: Any, inputs: Tree) -> tuple[Distribution, Callable[[], Tensor]]:
+    """Return the distribution of actions, and a function that returns the values, which need the critic's layers."""
+    pi_features = policy.pi_features_extractor(inputs["observations"])
+    latent = policy.mlp_extractor.forward_actor(pi_features)
+
+    def values() -> Tensor:
+        shared = policy.share_features_extractor
+        vf_features = pi_features if shared else policy.vf_features_extractor(inputs["observations"])
+        of_records: Tensor = policy.value_net(policy.mlp_extractor.forward_critic(vf_features))
+        return of_records.flatten()
+
+    return _make_distribution(policy, latent, inputs.get("masks")), values
 
 
 def _make_distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Distribution:
     """Return the distribution of actions for the actor's latent features."""
     # A copy, since deepcopy(policy) raises while the policy's own distribution holds tensors of a graph.
-    distribution = copy.copy(policy.action_dist)
+    distribution: Any = copy.copy(policy.action_dist)
     parameters = policy.action_net(latent)
     try:
-        return _set_parameters(policy, distribution, parameters, latent, masks)
-    except ValueError as refusal:  # of torch, which checks them
+        if isinstance(distribution, DiagGaussianDistribution):
+            return distribution.proba_distribution(parameters, policy.log_std)
+        if isinstance(distribution, StateDependentNoiseDistribution):
+            return distribution.proba_distribution(parameters, policy.log_std, latent)
+        distribution.proba_distribution(action_logits=parameters)
+        if masks is not None:
+            distribution.apply_masking(masks)
+    except ValueError as refusal:  # torch checks them
         raise NonFinite(
             f"The policy's distribution of actions is not finite: {first_line(refusal)}. Its weights have grown too "
             "large, or an observation has; find where, or take an earlier round."
         ) from refusal
-
-
-def _set_parameters(
-    policy: Any, distribution: Any, parameters: Tensor, latent: Tensor, masks: Tensor | None
-) -> Distribution:
-    if isinstance(distribution, DiagGaussianDistribution):
-        return distribution.proba_distribution(parameters, policy.log_std)
-    if isinstance(distribution, StateDependentNoiseDistribution):
-        return distribution.proba_distribution(parameters, policy.log_std, latent)
-    distribution.proba_distribution(action_logits=parameters)
-    if masks is not None:
-        distribution.apply_masking(masks)
     return distribution  # type: ignore[no-any-return]
 
 

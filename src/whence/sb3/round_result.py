@@ -1,6 +1,6 @@
 """A round as the callback sees it: what was chosen, what happened, and its row of metrics."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,6 @@ from stable_baselines3.common.logger import Logger
 from whence.errors import WhenceError
 from whence.influence import Influence
 from whence.records import RecordBatch
-from whence.sb3.base.rollout_buffer import original_reward
 from whence.selection import Selection, summarise_selection
 
 
@@ -83,22 +82,13 @@ class FlatRoundDetector:
     """
 
     def __init__(self) -> None:
-        self.start_round()
-
-    def start_round(self) -> None:
-        """Forget the last round."""
         self._reward: float | None = None
-        self._differ = False
-        self._ended = False
+        self._differ = self._ended = False
 
     def read_step(self, model: Any, variables: Mapping[str, Any]) -> None:
-        """Read an environment step.
-
-        Args:
-            model: the model that is trained.
-            variables: the local variables of `collect_rollouts`.
-        """
-        rewards = np.asarray(original_reward(model, variables["rewards"]))
+        """Read an environment step, from the local variables of `collect_rollouts`."""
+        normalised = model.get_vec_normalize_env()
+        rewards = np.asarray(variables["rewards"] if normalised is None else normalised.get_original_reward())
         if self._reward is None:
             self._reward = float(rewards[0])
         self._differ |= bool((rewards != self._reward).any())
@@ -107,7 +97,7 @@ class FlatRoundDetector:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the steps read since the round began tell no action from another."""
+        """Whether the steps that were read tell no action from another."""
         return not self._differ and (self._reward == 0 or not self._ended)
 
 
@@ -115,43 +105,20 @@ _LOGGED = ("dropped_share", "negative_share", "mean")
 
 
 def measure_choice(model: BaseAlgorithm, number: int, choice: Choice, *, is_flat: bool) -> dict[str, Any]:
-    """Return a round's metrics before it trains.
-
-    Args:
-        model: the model, after the rollout.
-        number: the round's number, from 1.
-        choice: the round's scores and selection.
-        is_flat: whether the round gave every action the same reward.
-    """
-    summary = summarise_selection(choice.selection, choice.influence)
-    return {
-        "round": number,
-        "timestep": model.num_timesteps,
-        **summary,
-        "episode_return": mean_episode_return(model),
-        "skipped": summary["kept"] < 2,
-        "flat": is_flat,
+    """Return a round's metrics before it trains, and log those of the choice under `influence/`."""
+    returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
+    metrics = {
+        **{"round": number, "timestep": model.num_timesteps},
+        **(summary := summarise_selection(choice.selection, choice.influence)),
+        # SB3's running mean over the last hundred episodes, unshaped; a Monitor notes them.
+        "episode_return": float(np.mean(returns)) if returns else None,
+        **{"skipped": summary["kept"] < 2, "flat": is_flat},
         **choice.metrics,
     }
-
-
-def log_choice(
-    logger: Logger, metrics: Mapping[str, Any], more: Collection[str], *, seconds: float, skipped_rounds: int
-) -> None:
-    """Record a round's metrics under `influence/`.
-
-    Args:
-        logger: the model's logger.
-        metrics: the round's metrics.
-        more: names of those to record besides the usual ones.
-        seconds: how long scoring took.
-        skipped_rounds: how many rounds were skipped so far.
-    """
-    for name in (*_LOGGED, *more):
+    for name in (*_LOGGED, *choice.metrics):
         if metrics.get(name) is not None:
-            logger.record(f"influence/{name}", float(metrics[name]))
-    logger.record("influence/seconds", seconds)
-    logger.record("influence/skipped_rounds", skipped_rounds)
+            model.logger.record(f"influence/{name}", float(metrics[name]))
+    return metrics
 
 
 def read_train_metrics(logger: Logger) -> dict[str, float]:
@@ -162,9 +129,3 @@ def read_train_metrics(logger: Logger) -> dict[str, float]:
             with suppress(TypeError, ValueError):
                 numbers[name] = float(value)
     return numbers
-
-
-def mean_episode_return(model: Any) -> float | None:
-    """Return SB3's running mean over the last hundred episodes, unshaped; None without a Monitor."""
-    returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
-    return float(np.mean(returns)) if returns else None

@@ -1,1 +1,25 @@
-"""The base of the callback: records, sampling, policies and recordings of Stable-Baselines3."""
+"""SB3's models: read as records, trained on selections, recorded, replayed and described."""
+
+from whence.sb3.base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
+from whence.sb3.base.model_description import describe as describe
+from whence.sb3.base.model_description import library_versions as library_versions
+from whence.sb3.base.model_tensors import load_tensors as load_tensors
+from whence.sb3.base.model_tensors import named_tensors as named_tensors
+from whence.sb3.base.networks import resolve_classes as resolve_classes
+from whence.sb3.base.nonfinite_training import check_observation as check_observation
+from whence.sb3.base.nonfinite_training import check_step as check_step
+from whence.sb3.base.nonfinite_training import check_value_loss as check_value_loss
+from whence.sb3.base.nonfinite_training import watch_training as watch_training
+from whence.sb3.base.recorder import Recorder as Recorder
+from whence.sb3.base.recorder import check_groups as check_groups
+from whence.sb3.base.recorder import check_recordings as check_recordings
+from whence.sb3.base.recorder import model_objective as model_objective
+from whence.sb3.base.rollout_buffer import Ongoing as Ongoing
+from whence.sb3.base.rollout_buffer import begin_episodes as begin_episodes
+from whence.sb3.base.rollout_buffer import check_model as check_model
+from whence.sb3.base.rollout_buffer import read_buffer as read_buffer
+from whence.sb3.base.sampling import Last as Last
+from whence.sb3.base.sampling import cancel_hook as cancel_hook
+from whence.sb3.base.sampling import claim_learn as claim_learn
+from whence.sb3.base.sampling import select_from as select_from
+from whence.sb3.base.sampling import wrap_next_train as wrap_next_train

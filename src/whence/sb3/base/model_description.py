@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -37,8 +37,9 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 def describe(model: Any) -> dict[str, Any]:
     """Return a model's algorithm, environments, policy, optimiser and hyper-parameters, in JSON types."""
     env, policy = model.get_env(), model.policy
+    normalised = unwrap_vec_normalize(env)
     spec = env.get_attr("spec")[0]
-    settings = {name: getattr(model, name) for name in (*HYPERPARAMETERS, "seed") if hasattr(model, name)}
+    settings = _select(model, (*HYPERPARAMETERS, "seed"))
     return {
         "algorithm": type(model).__name__,
         "env": None if spec is None else spec.id,
@@ -46,13 +47,18 @@ def describe(model: Any) -> dict[str, Any]:
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "n_envs": env.num_envs,
         "vec_wrappers": list_vec_wrappers(env),
-        **_describe_normalisation(env),
+        **({} if normalised is None else {"VecNormalize": to_json_types(_select(normalised, _NORMALISATION))}),
         "policy": type(policy).__name__,
         "policy_kwargs": to_json_types(model.policy_kwargs),
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
         "optimizer": type(policy.optimizer).__name__,
         "hyperparameters": {name: _describe_setting(value) for name, value in settings.items()},
     }
+
+
+def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return those attributes that a thing has."""
+    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
 
 
 def list_vec_wrappers(env: VecEnv) -> list[str]:
@@ -63,14 +69,6 @@ def list_vec_wrappers(env: VecEnv) -> list[str]:
         names.append(type(env).__name__ + stacked)
         env = env.venv
     return names
-
-
-def _describe_normalisation(env: VecEnv) -> dict[str, Any]:
-    """Return VecNormalize's settings, under its name; nothing if it is not there."""
-    normalised = unwrap_vec_normalize(env)
-    if normalised is None:
-        return {}
-    return {"VecNormalize": {name: to_json_types(getattr(normalised, name)) for name in _NORMALISATION}}
 
 
 def to_json_types(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """A model's tensors and settings: copied, loaded, and restored."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,10 @@ def preserve_model(model: Any) -> Iterator[None]:
     attributes = dict(vars(model))
     tensors, modes = copy_tensors(named_tensors(policy)), {module: module.training for module in policy.modules()}
     gradients = [parameter.grad for parameter in policy.parameters()]
-    restore_optimizer = remember_optimizer(policy.optimizer)
+    groups = [(group, dict(group)) for group in policy.optimizer.param_groups]
+    states = dict(policy.optimizer.state)
+    # Steps change a state in place, so inside they are taken on copies.
+    policy.optimizer.state.update({parameter: copy.deepcopy(state) for parameter, state in states.items()})
     for parameter in policy.parameters():
         parameter.grad = None
     model.verbose = 0  # train() would print that it stopped early
@@ -39,37 +42,15 @@ def preserve_model(model: Any) -> Iterator[None]:
         vars(model).clear()
         vars(model).update(attributes)
         load_tensors(named_tensors(policy), tensors)
-        restore_optimizer()
+        for group, settings in groups:
+            group.clear()
+            group.update(settings)
+        policy.optimizer.state.clear()
+        policy.optimizer.state.update(states)
         for module, mode in modes.items():
             module.training = mode
         for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
             parameter.grad = gradient
-
-
-def remember_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that restores an optimiser's present state, in the same objects, which others may hold."""
-    groups = [
-        (group, {key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
-    ]
-    # Each value with a copy, since steps change it in place.
-    states = [
-        (parameter, state, {key: (value, copy.deepcopy(value)) for key, value in state.items()})
-        for parameter, state in optimizer.state.items()
-    ]
-
-    def restore() -> None:
-        for group, settings in groups:
-            for key in group.keys() - settings.keys() - {"params"}:
-                del group[key]
-            group.update(settings)
-        optimizer.state.clear()
-        for parameter, state, values in states:
-            state.clear()
-            for key, (value, before) in values.items():
-                state[key] = value.copy_(before) if isinstance(value, Tensor) else before
-            optimizer.state[parameter] = state
-
-    return restore
 
 
 def load_tensors(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from whence.errors import NonFinite
 from whence.nonfinite import check_gradients, check_parameters, raise_if_refused
 from whence.records import RecordBatch
-from whence.sb3.base.rollout_buffer import original_observation, original_reward
 from whence.sb3.base.sampling import replace_samples
 from whence.trees import named_leaves
 
@@ -24,22 +23,18 @@ def check_observation(model: Any, observation: Any) -> None:
 
 
 def check_step(model: Any, variables: Mapping[str, Any]) -> None:
-    """Refuse an environment step's rewards and observations before the policy reads them.
-
-    Args:
-        model: the model that collects a rollout.
-        variables: the local variables of `collect_rollouts`.
+    """Refuse an environment step's rewards and observations, local variables of `collect_rollouts`.
 
     Raises:
         NonFinite: a number is not finite; the message names the record and its environment.
     """
-    rewards, observations = variables["rewards"], variables["new_obs"]
+    rewards, observations, normalised = variables["rewards"], variables["new_obs"], model.get_vec_normalize_env()
     # VecNormalize spreads such a number over all environments, so their own numbers are looked at first.
     if not _is_finite(rewards):
-        sources = [original_reward(model, rewards), rewards]
+        sources = [rewards] if normalised is None else [normalised.get_original_reward(), rewards]
         raise _explain_number(model, "reward", sources, model.num_timesteps - len(rewards))
     if not _is_finite(observations):
-        sources = [original_observation(model, observations), observations]
+        sources = [observations] if normalised is None else [normalised.get_original_obs(), observations]
         raise _explain_number(model, "observation", sources, model.num_timesteps)
 
 
@@ -69,11 +64,7 @@ def _is_finite(numbers: Any) -> bool:
 
 
 def check_value_loss(records: RecordBatch) -> None:
-    """Refuse a rollout on which the value loss overflows.
-
-    Raises:
-        NonFinite: the message names the first such record.
-    """
+    """Refuse a rollout on which the value loss overflows; `NonFinite` names the first such record."""
     assert records.returns is not None
     assert records.values is not None
     finite = torch.isfinite((records.returns - records.values).square())
@@ -91,9 +82,7 @@ def check_value_loss(records: RecordBatch) -> None:
 def watch_training(model: Any, records: RecordBatch) -> Iterator[None]:
     """Check the gradients of each step while `train()` runs inside, before the step, and the parameters afterwards.
 
-    Args:
-        model: the model.
-        records: the records in its rollout buffer, in its order.
+    `records` are those in the model's rollout buffer, in its order.
 
     Raises:
         NonFinite: see `check_gradients` and `check_parameters`; or the policy has no valid distribution of actions.

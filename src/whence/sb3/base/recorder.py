@@ -1,37 +1,48 @@
-"""Recording what SB3's `train()` does in a round."""
+"""What SB3's `train()` raises and how: its objective, and a recording of what it does in a round."""
 
-import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from importlib.metadata import version
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stable_baselines3 import A2C
+from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
+from whence import objectives
 from whence.errors import Unsupported, WhenceError
+from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.rounds import OptimizerState, RoundRecording, Update
 from whence.sb3.base.model_tensors import copy_tensors, named_tensors
 from whence.sb3.contrib import MaskablePPO
 
-log = logging.getLogger("whence")
+
+def model_objective(model: Any) -> Objective:
+    """Return the objective of a model's `train()`, without its value term, with the model's settings.
+
+    These are the clip range, the entropy coefficient and whether advantages are normalised. At the policy that
+    collected the rollout every ratio is 1, so any clip range gives the same scores. Of a schedule, which may end at 0,
+    the widest is taken: a ratio that rounding moves off 1 must not be clipped.
+    """
+    norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
+    if isinstance(model, PPO | MaskablePPO):
+        clip_range = max(float(model.clip_range(left)) for left in (1.0, 0.5, 0.0))  # type: ignore[operator]
+        return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
+    assert isinstance(model, A2C)  # check_model lets no other pass
+    return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)
 
 
 class Recorder:
     """Records a round while `train()` runs; the filtered `buffer.get` calls it at each epoch and minibatch.
 
     Args:
-        model: the model that is about to be trained.
-
-    Raises:
-        Unsupported: the optimiser has several groups of parameters.
+        model: the model that is about to be trained, whose optimiser has one group of parameters.
     """
 
     def __init__(self, model: Any) -> None:
-        check_groups(model)
         self._model = model
         self._start = copy_tensors(named_tensors(model.policy))
         self._minibatches: list[Tensor] = []
@@ -60,12 +71,7 @@ class Recorder:
         self._steps += 1
 
     def make_recording(self, number: int, records: RecordBatch) -> RoundRecording:
-        """Return the recording, once `train()` is over; its records have the advantages that `train()` read.
-
-        Args:
-            number: the round's number, from 1.
-            records: the rollout.
-        """
+        """Return the recording of a round, once `train()` is over; its records have the advantages that it read."""
         return RoundRecording(
             number=number,
             records=records if self._advantages is None else records.with_advantages(self._advantages),
@@ -81,24 +87,15 @@ class Recorder:
         )
 
 
-def check_recordings(recordings: object) -> frozenset[int]:
-    """Return the rounds to record as a set.
-
-    Raises:
-        WhenceError: they are no collection of numbers from 1 on.
-    """
-    numbers = list(recordings) if isinstance(recordings, Iterable) else [None]
-    if not all(isinstance(number, int | np.integer) and number >= 1 for number in numbers):
+def check_recordings(recordings: Collection[int]) -> frozenset[int]:
+    """Return the rounds to record as a set; refuse what is no collection of numbers from 1 on."""
+    if not isinstance(recordings, Collection) or not all(isinstance(n, Integral) and n >= 1 for n in recordings):
         raise WhenceError(f"recordings is {recordings!r}; give the rounds to record, from 1, such as [5, 20].")
-    return frozenset(int(number) for number in numbers if number is not None)
+    return frozenset(recordings)
 
 
 def check_groups(model: Any) -> None:
-    """Refuse to record a model whose optimiser has several groups of parameters.
-
-    Raises:
-        Unsupported: it has.
-    """
+    """Refuse to record a model whose optimiser has several groups of parameters."""
     if (count := len(model.policy.optimizer.param_groups)) != 1:
         raise Unsupported(
             f"The optimiser has {count} groups of parameters, and a recording needs one. Record no rounds, or train "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whence.errors import InvalidRecords, Unsupported, WhenceError
 from whence.records import UNKNOWN, RecordBatch
-from whence.sb3.base.train_hook import original_class
+from whence.sb3.base.sampling import original_class
 from whence.sb3.contrib import (
     MaskableDictRolloutBuffer,
     MaskablePPO,
@@ -46,9 +46,9 @@ class Ongoing:
     next_id: int = 0
 
     @classmethod
-    def unknown(cls, envs: int) -> "Ongoing":
+    def unknown(cls, envs: int, next_id: int = 0) -> "Ongoing":
         """Return ongoing episodes of which nothing is known."""
-        return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN))
+        return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN), next_id)
 
 
 def check_model(model: Any) -> None:
@@ -85,7 +85,7 @@ def check_model(model: Any) -> None:
 
 
 def snapshot(model: Any) -> RecordBatch:
-    """Copy the rollout that a model has just collected, before `train()` reads it.
+    """Return the rollout that a model has just collected, before `train()` reads it.
 
     Records are ordered environment by environment, as in the flattened buffer. A record's id is the time step at which
     it was collected, counted over all environments since learning began. Rewards include the bootstrap at a time limit,
@@ -133,10 +133,7 @@ def collect(model: Any) -> RecordBatch:
 def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = None) -> tuple[RecordBatch, Ongoing]:
     """Return the records of a full buffer, and the episodes that are ongoing at its end.
 
-    Args:
-        model: the model that collected the rollout.
-        buffer: its rollout buffer, not flattened yet.
-        ongoing: the episodes that were ongoing when the rollout began; None: unknown.
+    `ongoing` are the episodes that were ongoing when the rollout began; None: unknown.
 
     Raises:
         InvalidRecords: the buffer is not full, or `train()` has flattened it.
@@ -149,13 +146,11 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
         )
     if buffer.generator_ready:
         raise InvalidRecords(
-            "The rollout buffer has been flattened by train(), which leaves rewards and episode starts in another "
-            "order than the rest, and the policy is no longer the one that collected it. Call snapshot(model) before "
-            "train(), in a callback's on_rollout_end, or use whence.sb3.collect(model)."
+            "The rollout buffer has been flattened by train(), and the policy is no longer the one that collected it. "
+            "Call snapshot(model) before train(), in a callback's on_rollout_end, or use whence.sb3.collect(model)."
         )
     steps, envs = buffer.buffer_size, buffer.n_envs
     first = model.num_timesteps - steps * envs
-    episode_starts = _flatten(buffer.episode_starts)
     actions = _flatten(buffer.actions)
     if isinstance(model.action_space, spaces.Discrete):
         actions = actions.reshape(-1)
@@ -175,7 +170,7 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
         advantages=_flatten(buffer.advantages),
         returns=_flatten(buffer.returns),
         rewards=_flatten(buffer.rewards),
-        episode_starts=episode_starts,
+        episode_starts=_flatten(buffer.episode_starts),
         record_ids=first + _flatten(np.arange(steps * envs).reshape(steps, envs)),
         env_index=torch.arange(envs).repeat_interleave(steps),
         episode_ids=_flatten(episode_ids),
@@ -229,15 +224,3 @@ def begin_episodes(model: Any) -> None:
     model._last_episode_starts = np.ones(model.env.num_envs, dtype=bool)
     if model._vec_normalize_env is not None:
         model._last_original_obs = model._vec_normalize_env.get_original_obs()
-
-
-def original_reward(model: Any, rewards: Any) -> Any:
-    """Return the environments' rewards of the last step, before VecNormalize."""
-    normalised = model.get_vec_normalize_env()
-    return rewards if normalised is None else normalised.get_original_reward()
-
-
-def original_observation(model: Any, observation: Any) -> Any:
-    """Return the environments' observations of the last step, before VecNormalize."""
-    normalised = model.get_vec_normalize_env()
-    return observation if normalised is None else normalised.get_original_obs()

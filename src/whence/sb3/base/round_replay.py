@@ -48,18 +48,14 @@ def replay_round(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
 
 
 def _warn_about_versions(model: Any, recording: RoundRecording) -> None:
-    differing = [
-        (package, recorded, installed)
-        for package, installed in training_versions(model).items()
-        if (recorded := recording.versions.get(package, "of unknown version")) != installed
-    ]
-    if differing:
+    installed, recorded = training_versions(model), recording.versions
+    if differing := [package for package in installed if recorded.get(package) != installed[package]]:
         log.warning(
             "The recording of round %d was made with %s; here is %s. So its replay may differ from the recording by "
             "rounding, which training amplifies. Install the recorded versions for a replay that is equal bit for bit.",
             recording.number,
-            " and ".join(f"{package} {recorded}" for package, recorded, _ in differing),
-            " and ".join(f"{package} {installed}" for package, _, installed in differing),
+            " and ".join(f"{package} {recorded.get(package, 'of unknown version')}" for package in differing),
+            " and ".join(f"{package} {installed[package]}" for package in differing),
         )
 
 
@@ -70,7 +66,6 @@ def _check_fits(model: Any, recording: RoundRecording) -> None:
     for what, present, recorded in (
         ("algorithm", algorithm, recording.update.algorithm),
         ("optimiser", optimizer, recording.optimizer.name),
-        ("set of tensors", sorted(tensors), sorted(recording.start)),
         ("shapes", _read_shapes(tensors), _read_shapes(recording.start)),
     ):
         if present != recorded:

@@ -1,13 +1,15 @@
-"""Sampling of records for training: SB3's rollout buffer yields the selected ones, by weight, while `train()` runs."""
+"""Training on a selection: SB3's `train()` is wrapped once, and its buffer yields the selected records meanwhile."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
 
+from whence.errors import WhenceError
 from whence.sb3.base.recorder import Recorder
 from whence.selection import Selection
 
@@ -99,3 +101,58 @@ def cut_minibatches(
         elif join and len(batches[-1]) == 1:
             batches[-2:] = [np.concatenate(batches[-2:])]
     return batches
+
+
+_LEARNS: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+"""For each model that a callback selects for, when the `learn()` of that callback began."""
+
+_MARK = "_whence_wraps_train"
+
+
+def claim_learn(model: Any) -> None:
+    """Claim the trainings of the `learn()` that begins.
+
+    Raises:
+        WhenceError: another callback of this `learn()` has claimed them.
+    """
+    if _LEARNS.get(model) == model.start_time:
+        raise WhenceError(
+            "Two InfluenceCallbacks in one learn() select from the same round, and only one can. Pass one; a rule of "
+            "your own can combine two."
+        )
+    _LEARNS[model] = model.start_time
+
+
+def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
+    """Let the next `model.train()` on the present rollout run as `around(train)`, with SB3's own `train`.
+
+    Args:
+        model: a model whose rollout is collected.
+        around: called in place of `train()`; its argument trains.
+    """
+    cancel_hook(model)
+    model_class, rollout = type(model), model.rollout_buffer.rewards
+
+    def train(self: Any) -> None:
+        cancel_hook(self)
+        # SB3 makes new arrays for each rollout. Others than these mean that the wrapped training was interrupted before
+        # it began, and the model has learned without this callback since.
+        if self.rollout_buffer.rewards is rollout:
+            around(self.train)
+        else:
+            self.train()
+
+    # SB3 calls no callback around train(), and an attribute `model.train` would be stored by model.save(), which stores
+    # all attributes. So the model gets a subclass of its class, and its own class back as soon as train() is called.
+    namespace = {"train": train, "__module__": model_class.__module__, "__doc__": model_class.__doc__, _MARK: True}
+    model.__class__ = type(model_class.__name__, (model_class,), namespace)
+
+
+def original_class(model: Any) -> Any:
+    """Return the model's class, even while a subclass stands in for it."""
+    return type(model).__base__ if _MARK in vars(type(model)) else type(model)
+
+
+def cancel_hook(model: Any) -> None:
+    """Give the model its own class back if `wrap_next_train` replaced it."""
+    model.__class__ = original_class(model)

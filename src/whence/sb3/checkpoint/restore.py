@@ -11,18 +11,17 @@ from torch import Tensor
 from whence.errors import RunDirectoryError
 from whence.guards import load_rng_state, read_rng_state
 from whence.runs import Checkpoint, RunDirectory
-from whence.sb3.base.model_tensors import load_tensors, named_tensors
-from whence.sb3.base.rollout_buffer import begin_episodes
+from whence.sb3.base import begin_episodes, load_tensors, named_tensors
 from whence.sb3.contrib import MaskablePPO
 from whence.sb3.episodes.environment_state import (
-    accept_resets,
     explain_inexact,
-    read_environments,
+    is_plain,
     restore_environments,
     restore_vec_wrappers,
 )
 from whence.sb3.episodes.resets import ResetTracker
-from whence.sb3.episodes.wrapper_attributes import is_plain
+
+log = logging.getLogger("whence")
 
 _COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"
 _OBSERVED = "_last_obs", "_last_original_obs", "_last_episode_starts"
@@ -73,40 +72,26 @@ def _to_plain_dict(episode: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): value if is_plain(value) else str(value) for name, value in episode.items()}
 
 
-log = logging.getLogger("whence")
-
-
 def check_goes_on(model: Any, run: RunDirectory, checkpoint: Checkpoint) -> None:
     """Refuse a model that does not go on with a run, as `learn()` begins.
-
-    Args:
-        model: a model that has learned nothing yet, or the very model that the run trained.
-        run: the run.
-        checkpoint: its latest checkpoint.
 
     Raises:
         RunDirectoryError: the run is longer than this `learn()`, or the model has learned something else since.
     """
     content = checkpoint.content["model"]
     done, total, steps = content["counters"]["num_timesteps"], model._total_timesteps, model.n_steps * model.n_envs
-    remedy = (
-        "Pass overwrite=True to replace the run, choose another directory, or go on with it: "
-        "model, callback = whence.sb3.resume(run, env)."
-    )
-    learns = checkpoint.content["callback"]["learns"]
-    if learns > 1 and not holds_policy(model, checkpoint):
+    is_same, learns = holds_policy(model, checkpoint), checkpoint.content["callback"]["learns"]
+    wrong = None
+    if learns > 1 and not is_same:
+        wrong = f"{learns} calls of learn(), and a script that starts over would go on in its first"
+    elif model.num_timesteps and not (model.num_timesteps == done and is_same):
+        wrong = f"{done:,} steps, and this model has learned otherwise, for {model.num_timesteps:,} steps"
+    elif done >= total + steps:
+        wrong = f"{done:,} steps, more than the {total:,} of this learn()"
+    if wrong is not None:
         raise RunDirectoryError(
-            f"{run.path} holds a run of {learns} calls of learn(), and a script that starts over would go on with the "
-            f"last of them in its first. {remedy}"
-        )
-    if model.num_timesteps and (model.num_timesteps != done or not holds_policy(model, checkpoint)):
-        raise RunDirectoryError(
-            f"{run.path} holds a run of {done:,} steps, and this model has learned for {model.num_timesteps:,} "
-            f"steps{'' if model.num_timesteps != done else ', otherwise'}. {remedy}"
-        )
-    if done >= total + steps:
-        raise RunDirectoryError(
-            f"{run.path} holds a run of {done:,} steps, more than the {total:,} of this learn(). {remedy}"
+            f"{run.path} holds a run of {wrong}. Pass overwrite=True to replace the run, choose another directory, or "
+            "go on with it: model, callback = whence.sb3.resume(run, env)."
         )
     if done >= total:
         log.warning("%s holds this run, finished after %d rounds: nothing is trained.", run.path, checkpoint.round)
@@ -122,50 +107,21 @@ def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:
     return all(tensor.cpu().equal(policy[name]) for name, tensor in named_tensors(model.policy).items())
 
 
-def warn_if_inexact(env: Any) -> None:
-    """Say, before training starts, if an interruption would have to begin new episodes, and why."""
-    if (reason := explain_inexact(env)) is not None:
-        log.warning(
-            "If this training is interrupted, it can go on, but with new episodes, and not as if nothing had happened: "
-            "%s.",
-            reason,
-        )
-
-
-def read_training(model: Any, tracker: ResetTracker) -> dict[str, Any]:
-    """Return the state of a model and its environments between two rounds, for a checkpoint."""
-    return {"model": read_model(model), "environments": read_environments(model.env, tracker)}
-
-
-def restore_training(model: Any, tracker: ResetTracker, run: RunDirectory, checkpoint: Checkpoint) -> str | None:
+def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) -> str | None:
     """Put a model and its environments where they were; if that cannot be had exactly, new episodes begin.
-
-    Args:
-        model: a model of the run's settings.
-        tracker: the tracker of its environments.
-        run: the run.
-        checkpoint: what to go on from.
 
     Returns:
         Why new episodes begin; None: the ongoing episodes go on.
     """
-    content = checkpoint.content
-    reason = explain_inexact(model.env)
+    content, env = checkpoint.content, model.env
+    reason = explain_inexact(env)
     if reason is None:
-        reason = restore_environments(
-            model.env, tracker, content["environments"], masked=isinstance(model, MaskablePPO)
-        )
+        reason = restore_environments(env, tracker, content["environments"], masked=isinstance(model, MaskablePPO))
     load_model(model, content["model"])  # last, since environments may draw from global generators
     if reason is not None:
-        _begin_episodes(model, tracker, content, checkpoint.round)
+        restore_vec_wrappers(env, content["environments"])
+        # Seeds that the training has not used.
+        env.seed(int(np.random.SeedSequence([model.seed or 0, checkpoint.round]).generate_state(1)[0] % 2**31))
+        begin_episodes(model)
+        tracker.start(model._last_episode_starts)
     return reason
-
-
-def _begin_episodes(model: Any, tracker: ResetTracker, content: Mapping[str, Any], number: int) -> None:
-    """Reset the environments, with seeds that the training has not used."""
-    env = model.env
-    restore_vec_wrappers(env, content["environments"])
-    env.seed(int(np.random.SeedSequence([model.seed or 0, number]).generate_state(1)[0] % 2**31))
-    accept_resets(env)
-    begin_episodes(model)
-    tracker.start(model._last_episode_starts)

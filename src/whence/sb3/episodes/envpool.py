@@ -22,9 +22,6 @@ from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3.base.gsde import use_fresh_noise
 from whence.trees import Tree, map_tree, named_leaves
 
-# The ids that EnvPool spells differently.
-_NAMES = {"highway-v0": "Highway-v0"}
-
 
 def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> Any:
     """Return an EnvPool pool with one thread.
@@ -36,8 +33,7 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
         seed: seeds the pool; its environments' seeds follow from it.
 
     Raises:
-        Unsupported: EnvPool is not installed.
-        WhenceError: EnvPool does not have the environment, or not these settings.
+        WhenceError: EnvPool is not installed, or does not have the environment or these settings.
     """
     # Box2D crashes the interpreter if it is imported after EnvPool (seen with EnvPool 1.2.5 and Box2D 2.3.10), not
     # before. Gymnasium imports it when one of its environments is made.
@@ -51,8 +47,7 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
             "EnvPool is not installed: in whence's source tree, pip install '.[fast]'. Or play in Gymnasium's "
             "environments: --collect-with gymnasium --evaluate-with gymnasium."
         ) from None
-    name = env.rpartition(":")[2]  # of module:Id
-    name = _NAMES.get(name, name)
+    name = env.rpartition(":")[2].replace("highway-v0", "Highway-v0")  # of module:Id, as EnvPool spells it
     known = envpool.list_all_envs()
     if name not in known:
         raise WhenceError(f"EnvPool has no environment {name!r}.{suggest(name, known)}")
@@ -68,7 +63,6 @@ def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> An
 
 
 def _select_part(observation: Any, key: str | None) -> Any:
-    """Return the part `key` of a dict observation; the whole observation if the key is None."""
     return observation if key is None else observation[key]
 
 
@@ -79,16 +73,9 @@ def _take_rows(observation: Tree, index: NDArray[Any] | int) -> Tree:
 class EnvPoolVecEnv(VecEnv):
     """A pool as an SB3 `VecEnv`: when an episode ends, the next one begins in the same step, as in SB3.
 
-    EnvPool returns the last observation of an episode as an ordinary one, and the first of the next episode one step
-    late. Here the last one is in `info["terminal_observation"]`, and the pool is reset at once, so that no step is
-    lost.
-
-    Args:
-        env: see `make_pool`.
-        kwargs: see `make_pool`.
-        n_envs: see `make_pool`.
-        seed: see `make_pool`.
-        key: the part of a dict observation that is observed.
+    EnvPool returns the first observation of an episode one step late, which would lose a step. Here the pool is reset
+    at once, and `info["terminal_observation"]` holds the last observation. `key` is the part of a dict observation that
+    is observed; the other arguments are those of `make_pool`.
     """
 
     def __init__(self, env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int, key: str | None = None) -> None:
@@ -158,8 +145,7 @@ class EnvPoolVecEnv(VecEnv):
         """Return `spec` or `render_mode` for each environment; pools have no other attributes."""
         if attr_name not in ("spec", "render_mode"):
             raise AttributeError(f"EnvPool's environments have no attribute {attr_name!r}.")
-        value = self.spec if attr_name == "spec" else None
-        return [value for _ in self._get_indices(indices)]
+        return [self.spec if attr_name == "spec" else None for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Refuse: pools have no attributes."""
@@ -185,8 +171,8 @@ def evaluate_pool(
 
     Args:
         model: an SB3 model with an actor-critic policy.
-        env: see `make_pool`.
-        kwargs: see `make_pool`.
+        env: see `make_pool`, as for `kwargs`.
+        kwargs: of the environment.
         episodes: the number of episodes, and of environments in the pool.
         seed: seeds the pool and the actions.
         key: the part of a dict observation that is observed; None: all of it.

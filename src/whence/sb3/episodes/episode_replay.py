@@ -52,8 +52,6 @@ class EpisodeReplay:
         frames: (height, width, 3) uint8 by step, for the steps asked for.
         mismatch: None if every observation equals the stored one bit for bit; otherwise a sentence that says at which
             step they part and what to do. There are no frames from that step on.
-        terminated: whether the last action ended the episode.
-        truncated: whether the episode was cut off after the last action.
         frames_note: why frames that were asked for are missing; None if none is.
         inspected: what `inspect` returned before each action, as far as the replay is the stored episode.
     """
@@ -65,8 +63,6 @@ class EpisodeReplay:
     rewards: NDArray[np.float64]
     frames: dict[int, NDArray[np.uint8]]
     mismatch: str | None
-    terminated: bool
-    truncated: bool
     frames_note: str | None = None
     inspected: tuple[Any, ...] = ()
 
@@ -84,10 +80,7 @@ def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) ->
     """
     numbers = run.rounds()
     for number in numbers if near is None else [each for each in reversed(numbers) if each <= near]:
-        table = run.round("episodes", number)
-        if missing := [name for name in ("episode_id", "generator_state") if name not in table.columns]:
-            raise ReplayError(f"{run.round_path('episodes', number)} has no column {missing[0]}. Restore the file.")
-        began = table.filter(pl.col("episode_id") == episode)
+        began = run.round("episodes", number).filter(pl.col("episode_id") == episode)
         if not began.is_empty():
             break
     else:
@@ -97,33 +90,13 @@ def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) ->
         )
     parts: list[pl.DataFrame] = []
     for later in (each for each in numbers if each >= number):
-        table = run.round("records", later)
-        if missing := [name for name in ("record_id", "episode_id", "step") if name not in table.columns]:
-            raise ReplayError(f"{run.round_path('records', later)} has no column {missing[0]}. Restore the file.")
-        rows = table.filter(pl.col("episode_id") == episode)
+        rows = run.round("records", later).filter(pl.col("episode_id") == episode)
         if rows.is_empty():
             break
         parts.append(rows)
-    if not parts:
-        raise ReplayError(f"Episode {episode} of {run.path} has no records in the round in which it began.")
     records = pl.concat(parts, how="diagonal_relaxed").sort("step")
-    if records["step"].to_list() != list(range(len(records))):
-        raise ReplayError(f"Episode {episode} of {run.path} has records without a place in it.")
     state = began["generator_state"][0]
-    return StoredEpisode(episode, records, None if state is None else _parse_state(run, episode, state))
-
-
-def _parse_state(run: RunDirectory, episode: int, text: str) -> Mapping[str, Any]:
-    try:
-        state = json.loads(text)
-    except (RecursionError, ValueError):
-        state = None
-    if not isinstance(state, dict):
-        raise ReplayError(
-            f"The generator's state of episode {episode} of {run.path} is not readable as JSON. Restore the round's "
-            "file in episodes/, or take another episode."
-        )
-    return state
+    return StoredEpisode(episode, records, None if state is None else json.loads(state))
 
 
 def play_again(
@@ -159,14 +132,14 @@ def play_again(
     records = stored.records if last_step is None else stored.records.head(last_step + 1)
     wanted = set(range(len(records))) if frames == "all" else set(frames)
     with open_env(make_env) as env:
-        actions = read_actions(records, env.action_space, squashed=squashed)
+        actions = to_env_actions(records["action"].to_numpy(), env.action_space, squashed=squashed)
         note = explain_no_frames(env) if wanted else None
         observation, info = reset_to(env, stored.generator_state)
         observations: list[Any] = []
         inspected: list[Any] = []
         rewards = np.full(len(records), np.nan)
         pictures: dict[int, NDArray[np.uint8]] = {}
-        mismatch, terminated, truncated = None, False, False
+        mismatch = None
         for step, row in enumerate(records.iter_rows(named=True)):
             if mismatch is None:
                 mismatch = _find_mismatch(step, row, info)
@@ -188,8 +161,6 @@ def play_again(
         rewards,
         pictures,
         mismatch,
-        bool(terminated),
-        bool(truncated),
         note,
         tuple(inspected),
     )
@@ -231,18 +202,10 @@ def reset_to(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> tuple[Any, dic
     return env.reset()
 
 
-def read_actions(records: pl.DataFrame, space: gym.Space[Any], *, squashed: bool) -> NDArray[Any]:
-    """Return actions (m, ...) as the environment takes them; see `to_env_actions`."""
-    return to_env_actions(np.asarray(records["action"].to_numpy()), space, squashed=squashed)
-
-
 def to_env_actions(actions: NDArray[Any], space: gym.Space[Any], *, squashed: bool) -> NDArray[Any]:
     """Return a policy's actions (m, ...) as the environment takes them: clipped to a box's bounds, or scaled to them.
 
-    Args:
-        actions: m actions, as the policy chose them.
-        space: the environment's action space.
-        squashed: whether the policy squashes its actions, which are then scaled to the bounds.
+    A policy that squashes its actions has them scaled.
     """
     if not isinstance(space, gym.spaces.Box):
         return actions.reshape(len(actions), *(space.shape or ())).astype(space.dtype)
@@ -267,12 +230,9 @@ def render(env: gym.Env[Any, Any]) -> NDArray[np.uint8]:
         ReplayError: the environment cannot draw itself.
     """
     try:
-        frame = env.render()
+        return np.asarray(env.render())[..., :3].astype(np.uint8)
     except Exception as failure:
         raise ReplayError(f"The environment draws no frame: {type(failure).__name__}: {failure}") from failure
-    if not isinstance(frame, np.ndarray) or frame.ndim != 3:
-        raise ReplayError(f"The environment's render() returned {type(frame).__name__}; an array of pixels is needed.")
-    return frame[..., :3].astype(np.uint8)
 
 
 def _find_mismatch(step: int, row: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:

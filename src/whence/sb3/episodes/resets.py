@@ -45,15 +45,11 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         generator = getattr(self.env.unwrapped.np_random, "bit_generator", None)
         before = {"seed": seed} if seed is not None else generator and dict(generator.state)
         observation, info = self.env.reset(seed=seed, options=options)
-        state = before and json.dumps(before, default=to_plain)
+        state = before and json.dumps(before, default=lambda number: number.tolist())
         return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
 
     def set_generator(self, state: Mapping[str, Any]) -> None:
-        """Put the environment's generator into a state that a reset's info held; not for one that is a seed.
-
-        Raises:
-            ReplayError: NumPy does not have this kind of generator.
-        """
+        """See `set_generator`."""
         set_generator(self.env, state)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -63,11 +59,6 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
     def _digest(self, observation: Any) -> int:
         return digest_observation(observation, self.env.observation_space)
-
-
-def to_plain(value: Any) -> Any:
-    """Return an array or a number of NumPy as Python's, for JSON."""
-    return value.tolist()
 
 
 def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
@@ -98,12 +89,7 @@ def _renew_world(env: Any) -> None:
 
 
 def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
-    """Return 64 bits of a hash of an observation's bytes; equal observations have equal digests.
-
-    Args:
-        observation: as the environment returned it.
-        space: the environment's observation space, whose dtypes the numbers are cast to.
-    """
+    """Return 64 bits of a hash of an observation's bytes, cast to the dtypes of its space."""
     state = hashlib.blake2b(digest_size=8)
     _update_digest(state, observation, space)
     return int.from_bytes(state.digest(), "little")
@@ -124,13 +110,8 @@ class ResetTracker:
     """What is needed to play each environment's episodes again, and to check that the same was seen.
 
     That is the generator's state before each reset, the actions since the last one, and digests of the observations.
-
-    Args:
-        vec_env: the environments of a model. Those of a `DummyVecEnv` are wrapped in `RecordResets` until `unwrap`.
-            Others have to be wrapped where they are made; otherwise nothing is known of them.
-
-    Attributes:
-        has_started: whether `start` or `load_state` was called.
+    Environments of a `DummyVecEnv` are wrapped in `RecordResets` until `unwrap`; others have to be wrapped where they
+    are made. `has_started` says whether `start` or `load_state` was called.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
@@ -153,7 +134,7 @@ class ResetTracker:
             self._base.envs[:] = [env.env if isinstance(env, _AddedRecordResets) else env for env in self._base.envs]
 
     def start(self, starts: NDArray[np.bool_]) -> None:
-        """Read the present observations, and the states before the resets of environments that have just been reset.
+        """Read the present observations, and the states before resets of environments whose episodes begin.
 
         Args:
             starts: (envs,) True where an episode is about to begin.
@@ -171,13 +152,7 @@ class ResetTracker:
         self._open = [(state if start else None, []) for state, start in zip(states, starts, strict=True)]
 
     def step(self, actions: NDArray[Any], dones: NDArray[np.bool_], infos: list[dict[str, Any]]) -> None:
-        """Follow one step: `_on_step` of a callback calls it.
-
-        Args:
-            actions: (envs, ...) as the environments took them.
-            dones: (envs,) True where the step ended an episode.
-            infos: an info for each environment.
-        """
+        """Follow one step of the environments: the actions as they took them, and what they returned."""
         self._digests.append(self._current)
         resets = self._base.reset_infos
         self._current = [(resets[env] if done else infos[env]).get(DIGEST) for env, done in enumerate(dones)]
@@ -201,9 +176,8 @@ class ResetTracker:
     def read_state(self) -> list[dict[str, Any]]:
         """Return what is noted of each environment between two rollouts, for a checkpoint.
 
-        Returns:
-            For each environment `pending`, the states before resets that were not taken yet; `digest` of its present
-            observation; and of its ongoing episode `generator`, the state before its reset, and its `actions`.
+        `pending` are the states before resets that were not taken yet, `digest` is of its present observation;
+        `generator` and `actions`, the state before its reset and what was done since, are of its ongoing episode.
         """
         return [
             {"pending": pending, "digest": digest, "generator": state, "actions": np.array(actions)}

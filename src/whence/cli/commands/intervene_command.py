@@ -161,8 +161,7 @@ def _score(model: PPO, recording: RoundRecording, target: Target, method: str, *
     if method == "snapshot":
         objective = model_objective(model)
         return attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
-    scores = attribute_round(model.policy, recording, target=target, method=method, seed=seed, memory=memory)
-    assert not isinstance(scores, list)
+    scores: Influence = attribute_round(model.policy, recording, target=target, method=method, seed=seed, memory=memory)
     return scores
 
 

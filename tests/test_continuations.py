@@ -11,7 +11,7 @@ from sb3_contrib import MaskablePPO
 
 from test_episode_replay import learn, train
 from whence import ReplayError, RunDirectory, WhenceError
-from whence.experiments import estimate_advantage, estimate_advantages, make_replay_env
+from whence.experiments import estimate_advantages, make_replay_env
 from whence.experiments.rl.stored import load_model
 from whence.guards import preserve_rng_state
 from whence.sb3.episodes.episode_replay import open_env, read_episode, reset_to, to_env_actions
@@ -89,31 +89,23 @@ def test_a_batch_has_the_numbers_of_each_record_alone(tmp_path, name):
         assert row["mc_error"] == pytest.approx(differences.std(ddof=1) / np.sqrt(3), abs=1e-12)
         assert row["mc_value"] == pytest.approx(returns[3:].mean(), abs=1e-12)
         assert row["mc_value_error"] == pytest.approx(returns[3:].std(ddof=1) / np.sqrt(3), abs=1e-12)
-    alone = estimate_advantage(run, 2, chosen[0], continuations=3, seed=5)
-    assert alone == table.select("mc_advantage", "mc_error").row(0)
+    alone = estimate_advantages(run, 2, chosen[:1], continuations=3, seed=5)
+    assert alone.rows() == table.rows()[:1]
     if name != "lda-code/frozenlake":  # where hardly any continuation reaches the goal
-        assert alone != estimate_advantage(run, 2, chosen[0], continuations=3, seed=6)
+        assert alone.rows() != estimate_advantages(run, 2, chosen[:1], continuations=3, seed=6).rows()
 
 
-def test_an_estimate_ends_between_two_steps(lake):
+def test_an_estimate_ends_between_two_steps_by_what_is_raised_there(lake):
     calls = []
 
-    def go_on():
+    def end():
         calls.append(None)
         if len(calls) == 3:
-            raise ReplayError("enough")
-
-    with pytest.raises(ReplayError, match="enough"):
-        estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, on_step=go_on)
-    assert len(calls) == 3
-
-
-def test_what_ends_an_estimate_is_not_taken_for_the_environment_s_failure(lake):
-    def go_on():
-        raise WhenceError("another record was opened")
+            raise WhenceError("another record was opened")
 
     with pytest.raises(WhenceError, match=r"^another record was opened$"):
-        estimate_advantage(lake, 1, int(lake.round("records", 1)["record_id"][0]), continuations=2, on_step=go_on)
+        estimate_advantages(lake, 1, lake.round("records", 1)["record_id"].to_list()[:1], continuations=2, on_step=end)
+    assert len(calls) == 3
 
 
 class OneForbidden(Counting):

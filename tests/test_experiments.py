@@ -31,7 +31,6 @@ from whence.experiments.arms import ARMS, counts_scoring, place_arm
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.environments import (
-    check_environment,
     evaluate,
     make_evaluation_env,
     make_model_env,
@@ -284,19 +283,19 @@ class TestPlan:
     def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
         pytest.importorskip("minigrid")
         asked = {"env": "minigrid:MiniGrid-Empty-5x5-v0", "eval_episodes": 0}
-        message = r"mission is a MissionSpace, which .* does not read\. Observe one part: --observe image \(of dir"
+        message = r"MissionSpace.*, which .* does not read\. Observe one part: --observe image \(of dir"
         with pytest.raises(WhenceError, match=message):
             configure(**asked)
         config = configure(**asked, observe="image")
         assert (config.policy, config.policy_kwargs) == ("CnnPolicy", {"features_extractor_class": "MiniGridCNN"})
-        with pytest.raises(WhenceError, match=r"observation is a Tuple, which .* does not read\. Register"):
+        with pytest.raises(WhenceError, match=r"observes a Tuple.*, which .* does not read\. Register"):
             configure(env="Blackjack-v1")
 
     @pytest.mark.parametrize(
         ("device", "message"),
         [
             ("cuda", r"device is 'cuda', but torch .* finds 0 GPUs, .* --device cpu"),
-            ("gpu", r"device is 'gpu', which torch does not know\. Pass cpu, cuda, cuda:0 or auto"),
+            ("gpu", r"PPO refuses these settings: .*gpu"),
         ],
     )
     def test_a_device_that_is_not_there_is_refused(self, device, message, monkeypatch):
@@ -351,21 +350,6 @@ class TestPlan:
         # Where nothing is evaluated, Gymnasium's environments are all there are.
         assert configure(**asked, env_kwargs={"is_slippery": True}, eval_episodes=0).pool_kwargs == {}
         assert configure(**asked, pool_kwargs={"max_episode_steps": 9}).env_kwargs == {}
-
-    def test_spaces_that_differ_between_the_libraries_are_refused(self, two_libraries):
-        config = RunConfig("FrozenLake-v1", "ppo", 0, evaluate_with="envpool")
-        assert check_environment(config) == spaces.Discrete(16)
-        two_libraries.action_space = spaces.Discrete(5)
-        with pytest.raises(
-            WhenceError, match=r"The actions of FrozenLake-v1 are Discrete\(4\) in Gymnasium .*Discrete\(5"
-        ):
-            check_environment(config)
-        two_libraries.observation_space = spaces.Box(0, 1, (16,), np.float32)
-        with pytest.raises(
-            WhenceError, match=r"The observations of .* Discrete\(16\) .* Box\(.*one policy cannot play in"
-        ):
-            check_environment(config)
-        assert check_environment(replace(config, eval_episodes=0)) == spaces.Discrete(16)
 
     @pytest.mark.filterwarnings(ENVPOOL_WARNS)
     @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("lda-code/")])
@@ -423,20 +407,20 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("observation", "action", "observations", "actions", "message"),
         [
-            (3, 0.7, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 0\.7; .* one of Discrete\(4\)"),
-            (3, 9, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 9; .* one of Discrete\(4\)"),
+            (3, 0.7, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 0\.7; one of Discrete\(4\)"),
+            (3, 9, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 9; one of Discrete\(4\)"),
             (16, 0, spaces.Discrete(16), spaces.Discrete(4), r"observation of the target is 16; .* Discrete\(16\)"),
             ("3", 0, spaces.Discrete(16), spaces.Discrete(4), "observation of the target is '3'"),
             ([], [], spaces.Discrete(16), spaces.Discrete(4), r"observation of the target is \[\]"),
             ([[0, 0], [0]], 0, BOX, spaces.Discrete(4), "observation of the target is"),
-            ([0, 0], 0, BOX, spaces.Discrete(4), r"observation of the target is \[0, 0\]; .* one of Box\("),
+            ([0, 0], 0, BOX, spaces.Discrete(4), r"observation of the target is \[0, 0\]; one of Box\("),
             ([0, 0, 1.1], 0, BOX, spaces.Discrete(4), "observation of the target is"),
             ([0, 0, 1], [0, 0], BOX, BOX, "action of the target is"),
             (np.full((2, 2, 1), 256).tolist(), 0, IMAGE, spaces.Discrete(4), "observation of the target is"),
             ([0, 0, 1], [2, 0], BOX, spaces.MultiDiscrete([2, 3]), "action of the target is"),
             ([0, 0, 1], [1, 2], BOX, spaces.MultiBinary(2), "action of the target is"),
             ({"a": [0, 0, 2]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), r"observation\.a of the target is"),
-            ({"b": [0, 0, 0]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), "the keys a are needed"),
+            ({"b": [0, 0, 0]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), "observation of the target is"),
             (3, [1, 2], spaces.Discrete(16), spaces.Discrete(4), "not as many actions as observations"),
         ],
     )
@@ -792,7 +776,7 @@ class TestRefusals:
     def test_every_arm_is_data(self):
         assert next(iter(ARMS)) == "ppo"
         made = {name: RunConfig("FrozenLake-v1", name, 7, drop=0.3, warmup=2).rule() for name in ARMS}
-        assert {name: (repr(rule), ARMS[name].counts_scoring) for name, rule in made.items()} == {
+        assert {name: (repr(rule), counts_scoring(name)) for name, rule in made.items()} == {
             "ppo": ("KeepAll()", False),
             "iif": ("IIF(drop=0.3, warmup=2)", True),
             "mean": ("BelowMean(drop=0.3, warmup=2)", True),

@@ -84,12 +84,9 @@ class TestChangedPolicies:
             assert row["divergence"] == pytest.approx(by_hand, abs=1e-6)
 
     @pytest.mark.parametrize("action", ["box", "multidiscrete", "multibinary"])
-    def test_other_actions(self, tmp_path, action, monkeypatch):
-        from whence.experiments.rl import changes as module
-
+    def test_other_actions(self, tmp_path, action):
         model = PPO("MlpPolicy", Toy(action=action), n_steps=32, batch_size=32, n_epochs=3, seed=0, device="cpu")
         model.learn(64, callback=InfluenceCallback(IIF(), run=tmp_path / "run"))
-        monkeypatch.setattr(module, "CHUNK", 10)  # so that rounds come in several parts
         table = compare_policies(tmp_path / "run", 1, env=lambda: Toy(action=action))
         assert len(table) == 32
         assert (table["divergence"] > 0).all()

@@ -3,7 +3,6 @@ from .comparison import compare as compare
 from .comparison import load_comparison as load_comparison
 from .llm.language_config import LanguageConfig as LanguageConfig
 from .rl.config import RunConfig as RunConfig
-from .rl.continuations import estimate_advantage as estimate_advantage
 from .rl.continuations import estimate_advantages as estimate_advantages
 from .rl.plan import configure as configure
 from .rl.plan import plan_comparison as plan_comparison

@@ -26,8 +26,6 @@ class Arm:
         about: one line for people.
         reads: the fields of a run that the rule takes, from `RULE_FIELDS`.
         rule_settings: further arguments of the rule.
-        counts_scoring: whether the seconds of an arm include scoring and selecting. Those of a control that scores
-            only to know how much to drop do not.
         learning_rate_scale: factor of the run's learning rate.
         target: what a language model's responses are scored by, unless a run names another; None: nothing is scored.
     """
@@ -36,7 +34,6 @@ class Arm:
     about: str
     reads: Sequence[str] = ()
     rule_settings: Mapping[str, Any] = field(default_factory=dict)
-    counts_scoring: bool = True
     learning_rate_scale: float = 1.0
     target: str | None = None
 
@@ -53,12 +50,12 @@ _SHARE = ("drop", "warmup")
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
-        STANDARD: Arm("KeepAll", "PPO as it is: every record trains", counts_scoring=False),
+        STANDARD: Arm("KeepAll", "PPO as it is: every record trains"),
         "iif": Arm("IIF", "drop the share `drop` of the records below 0", _SHARE),
         "mean": Arm("BelowMean", "drop the share `drop` of those below the mean", _SHARE),
         "nonpositive": Arm("NonPositive", "drop every record that scores 0 or less", ("warmup",)),
         "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0", RULE_FIELDS),
-        "random": Arm("RandomDrop", "as many as iif, at random among all", RULE_FIELDS, counts_scoring=False),
+        "random": Arm("RandomDrop", "as many as iif, at random among all", RULE_FIELDS),
         "advantage-1": Arm(
             "AdvantageMismatch",
             "drop the share `drop` of those whose advantage has another sign than the return, furthest first",
@@ -70,9 +67,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         ),
         "td-error": Arm("TDErrorPriority", "draw records of large TD errors more often"),
         **{
-            f"ppo-lr-{scale:g}": Arm(
-                "KeepAll", f"PPO at {scale:g} times the learning rate", counts_scoring=False, learning_rate_scale=scale
-            )
+            f"ppo-lr-{scale:g}": Arm("KeepAll", f"PPO at {scale:g} times the learning rate", learning_rate_scale=scale)
             for scale in (0.5, 2.0, 4.0)
         },
     }
@@ -97,8 +92,8 @@ def is_control(name: str) -> bool:
 
 
 def counts_scoring(name: str) -> bool:
-    """Return whether the seconds of an arm, or of one of a study, include scoring and selecting."""
-    return ARMS[name].counts_scoring if name in ARMS else not is_control(name)
+    """Return whether the seconds of an arm include scoring; a control scores only to know how much to drop."""
+    return name not in (STANDARD, "random") and not is_control(name)
 
 
 def place_arm(name: str) -> float:
@@ -109,13 +104,12 @@ def place_arm(name: str) -> float:
 
 LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
     {
-        STANDARD: Arm("KeepAll", "PPO itself: every response trains", counts_scoring=False),
+        STANDARD: Arm("KeepAll", "PPO itself: every response trains"),
         "random": Arm(
             "RandomDrop",
             "drop as many responses as iif, at random",
             ("seed",),
             {"drop": 1.0, "zeros": True},
-            counts_scoring=False,
             target="sequence",
         ),
         "iif": Arm("NonPositive", "drop every response that scores 0 or less (LDA)", target="sequence"),

@@ -15,7 +15,7 @@ from whence.experiments import (
     action_labels,
     box_action_labels,
     compare_policies,
-    estimate_advantage,
+    estimate_advantages,
     replay_episode,
     score_round,
     state_names,
@@ -174,11 +174,12 @@ class ExploredRun:
     def measure(
         self, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None
     ) -> tuple[float, float]:
-        """Return a record's advantage by fresh rollouts and its standard error; see `estimate_advantage`."""
+        """Return a record's advantage by fresh rollouts and its standard error; see `estimate_advantages`."""
         with LOCK:
-            return estimate_advantage(
-                self.directory, number, record, env=self.env, continuations=rollouts, seed=0, on_step=on_step
+            table = estimate_advantages(
+                self.directory, number, [record], env=self.env, continuations=rollouts, seed=0, on_step=on_step
             )
+            return table["mc_advantage"][0], table["mc_error"][0]
 
     def remember(self, key: Any, files: Iterable[Path], compute: Callable[[], Any]) -> Any:
         """Return what `compute` returned when the files were last what they are now.

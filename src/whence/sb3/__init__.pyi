@@ -15,6 +15,7 @@ from .base.gsde import use_fresh_noise as use_fresh_noise
 from .base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
 from .base.model_description import describe as describe
 from .base.model_description import library_versions as library_versions
+from .base.model_description import to_json_types as to_json_types
 from .base.model_tensors import copy_tensors as copy_tensors
 from .base.model_tensors import load_tensors as load_tensors
 from .base.model_tensors import named_tensors as named_tensors

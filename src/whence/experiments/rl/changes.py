@@ -11,12 +11,9 @@ from torch.distributions import Categorical, Normal, kl_divergence
 
 from whence.experiments.rl.stored import AnyEnv, load_policy, load_round
 from whence.guards import eval_mode
-from whence.records import RecordBatch, to_numpy
+from whence.records import to_numpy
 from whence.runs import RunDirectory
 from whence.sb3 import actor_critic_view, predict
-
-CHUNK = 4096
-"""Records that the policy reads at a time."""
 
 
 def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv = None) -> pl.DataFrame:
@@ -39,13 +36,15 @@ def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv
     """
     directory = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     model, records = load_round(directory, number, env=env)
-    with torch.no_grad(), eval_mode(model.policy.modules()):
-        past, value_before = _predict(model.policy, records)
+    policy = model.policy
+    inputs = actor_critic_view(policy).prepare(records)
+    with torch.no_grad(), eval_mode(policy.modules()):
+        past, value_before = predict(policy, inputs)
         load_policy(directory, number + 1, model)
-        present, value_after = _predict(model.policy, records)
-        divergence = [_divergence(old, new) for old, new in zip(past, present, strict=True)]
+        present, value_after = predict(policy, inputs)
+        divergence = _divergence(past, present)
     columns = {
-        "divergence": torch.cat(divergence).double(),
+        "divergence": divergence.double(),
         **_describe(past, "before"),
         **_describe(present, "after"),
         "value_before": value_before,
@@ -56,17 +55,6 @@ def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv
         + [pl.Series(name, to_numpy(column)) for name, column in columns.items()]
     )
     return table.sort("divergence", "record_id", descending=[True, False])
-
-
-def _predict(policy: Any, records: RecordBatch) -> tuple[list[Distribution], Tensor]:
-    """Return the distributions of actions, one for each chunk of records, and the values, (n,)."""
-    view = actor_critic_view(policy)
-    distributions, values = [], []
-    for start in range(0, len(records), CHUNK):
-        distribution, value = predict(policy, view.prepare(records.take(slice(start, start + CHUNK))))
-        distributions.append(distribution)
-        values.append(value)
-    return distributions, torch.cat(values)
 
 
 def _divergence(before: Distribution, after: Distribution) -> Tensor:
@@ -90,17 +78,13 @@ def _parts(distribution: Distribution) -> list[Any]:
     return list(inner) if isinstance(inner, list | tuple) else [inner]
 
 
-def _describe(chunks: list[Distribution], when: str) -> dict[str, Tensor]:
+def _describe(distribution: Distribution, when: str) -> dict[str, Tensor]:
     """Return the columns of discrete actions' probabilities or of a Gaussian's mean and standard deviation."""
-    parts = [_parts(chunk) for chunk in chunks]
-    if len(parts[0]) > 1 or isinstance(chunks[0], BernoulliDistribution):
+    parts = _parts(distribution)
+    if len(parts) > 1 or isinstance(distribution, BernoulliDistribution):
         return {}
-    single = [part[0] for part in parts]
-    if isinstance(single[0], Categorical):
-        return {when: torch.cat([part.probs for part in single])}
-    if isinstance(single[0], Normal):
-        return {
-            f"mean_{when}": torch.cat([part.mean for part in single]),
-            f"std_{when}": torch.cat([part.stddev for part in single]),
-        }
+    if isinstance(parts[0], Categorical):
+        return {when: parts[0].probs}
+    if isinstance(parts[0], Normal):
+        return {f"mean_{when}": parts[0].mean, f"std_{when}": parts[0].stddev}
     return {}

@@ -1,6 +1,5 @@
 """The configuration of an agent's training run, from a preset or an environment's name."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from whence.engines import ENGINES
 from whence.errors import WhenceError
 from whence.experiments.arms import find_arm
 from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
+from whence.sb3 import to_json_types
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
 from whence.targets import Action, Return, Target
 from whence.validation import Count, Finite, Natural, NotNegative, Unit, one_of, read_table, settings
@@ -136,7 +136,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
-        return _to_json(asdict(self))  # type: ignore[no-any-return]
+        return to_json_types(asdict(self))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -145,7 +145,7 @@ class RunConfig:
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        return read_table(cls, "A run", _from_json(values))
+        return read_table(cls, "A run", _read_numbers(values))
 
 
 def list_evaluated_rounds(config: RunConfig) -> list[int]:
@@ -153,17 +153,10 @@ def list_evaluated_rounds(config: RunConfig) -> list[int]:
     return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
 
 
-def _to_json(value: Any) -> Any:
+def _read_numbers(value: Any) -> Any:
+    """Return JSON types with the numbers that are not finite, which JSON holds as text."""
     if isinstance(value, Mapping):
-        return {key: _to_json(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _from_json(entry) for key, entry in value.items()}
+        return {key: _read_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_from_json(entry) for entry in value]
-    return float(value) if isinstance(value, str) and value in ("inf", "-inf", "nan") else value
+        return [_read_numbers(entry) for entry in value]
+    return float(value) if value in ("inf", "-inf", "nan") else value

@@ -35,42 +35,9 @@ OnRecord = Callable[[int, int], None]
 OnStep = Callable[[], None]
 """Called between steps; what it raises ends the work."""
 
-Envs = list[gym.Env[Any, Any]]
-
 _SCHEMA = {"record_id": pl.Int64} | dict.fromkeys(
     ("mc_advantage", "mc_error", "mc_value", "mc_value_error"), pl.Float64
 )
-
-
-def estimate_advantage(
-    run: RunDirectory | str | Path,
-    number: int,
-    record: int,
-    *,
-    env: AnyEnv = None,
-    continuations: int = 16,
-    seed: int = 0,
-    on_step: OnStep | None = None,
-) -> tuple[float, float]:
-    """Estimate a record's advantage under the round's policy from fresh continuations, with its standard error.
-
-    The same numbers as those of `estimate_advantages`, for one record.
-
-    Args:
-        run: the run, or its directory.
-        number: the round.
-        record: the record's id.
-        env: see `replay_episode`.
-        continuations: at least 2.
-        seed: seeds environments and actions from the record on.
-        on_step: called before each step of the continuations; what it raises ends the estimate.
-
-    Raises:
-        ReplayError: the episode cannot be played again up to the record, or observations were normalised.
-        RunDirectoryError: the policy cannot be built again.
-    """
-    table = estimate_advantages(run, number, [record], env=env, continuations=continuations, seed=seed, on_step=on_step)
-    return table["mc_advantage"][0], table["mc_error"][0]
 
 
 def estimate_advantages(
@@ -178,7 +145,7 @@ def _play_to(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) ->
 
 def _continue(
     model: Any,
-    envs: Envs,
+    envs: list[gym.Env[Any, Any]],
     observations: list[Any],
     first_action: Any,
     seeds: np.random.SeedSequence,
@@ -231,13 +198,13 @@ def _stack(observations: list[Any]) -> Any:
     return np.stack([np.asarray(each) for each in observations])
 
 
-def _act(model: Any, envs: Envs, observations: list[Any]) -> NDArray[Any]:
+def _act(model: Any, envs: list[gym.Env[Any, Any]], observations: list[Any]) -> NDArray[Any]:
     masks = {"action_masks": _read_masks(envs)} if isinstance(model.policy, MaskableActorCriticPolicy) else {}
     actions: NDArray[Any] = model.predict(_stack(observations), deterministic=False, **masks)[0]
     return actions
 
 
-def _read_masks(envs: Envs) -> NDArray[np.bool_]:
+def _read_masks(envs: list[gym.Env[Any, Any]]) -> NDArray[np.bool_]:
     """Return which actions each environment allows.
 
     Raises:

@@ -1,9 +1,9 @@
 """Runs from presets, environments and overrides, checked before anything is trained."""
 
 import copy
-import math
 import reprlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -65,45 +65,29 @@ def configure(
             model = make_model(config, model_env)
         finally:
             model_env.close()
-    _check_discrete(config, model.observation_space, model.action_space)
+    if getattr(config.rule(), "needs_discrete", False):  # It compares the actions of a state, so that states recur.
+        parts = list(space.values()) if isinstance(space, spaces.Dict) else [space]
+        is_continuous = any(np.issubdtype(part.dtype, np.floating) for part in parts)
+        if is_continuous or not isinstance(model.action_space, spaces.Discrete):
+            raise WhenceError(
+                f"The arm {config.arm} needs discrete observations, integers or images, and one discrete action; "
+                f"{config.env} has {space} and {model.action_space}. Choose another arm."
+            )
     if isinstance(target := config.make_target(), Action):
         check_action(target, model.observation_space, model.action_space)
     return config
 
 
-def _check_discrete(config: RunConfig, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
-    """Refuse a rule that compares the actions of a state if the environment's states hardly recur."""
-    if not getattr(config.rule(), "needs_discrete", False):
-        return
-    continuous = [part for part in _list_parts(observations) if np.issubdtype(part.dtype, np.floating)]
-    if continuous or not isinstance(actions, spaces.Discrete):
-        raise WhenceError(
-            f"The arm {config.arm} needs discrete observations, integers or images, and one discrete action; "
-            f"{config.env} has {observations} and {actions}. Choose another arm."
-        )
-
-
-def _list_parts(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
-    """Return the parts of a Dict space, at every depth; another space alone."""
-    if isinstance(space, spaces.Dict):
-        return [part for branch in space.values() for part in _list_parts(branch)]
-    return [space]
-
-
 def _check_reach(config: RunConfig, changes: Mapping[str, Any]) -> None:
     """Refuse overrides of an environment's settings that would not reach every environment of the run."""
     libraries = list_libraries(config)
-    for name, library, other in (
-        ("env_kwargs", "gymnasium", "pool_kwargs"),
-        ("pool_kwargs", "envpool", "env_kwargs"),
-    ):
+    for name, library, other in (("env_kwargs", "gymnasium", "pool_kwargs"), ("pool_kwargs", "envpool", "env_kwargs")):
         if changes.get(name) and library not in libraries:
             raise WhenceError(f"{name} are {library}'s, and this run is in no environment of it. Pass {other} instead.")
     if changes.get("env_kwargs") and "envpool" in libraries and "pool_kwargs" not in changes:
         raise WhenceError(
-            f"env_kwargs {changes['env_kwargs']} would not reach EnvPool's environments, but this run collects with "
-            f"{config.collect_with} and evaluates with {config.evaluate_with}. Pass pool_kwargs (--pool-kwargs) as "
-            "well, by EnvPool's names; {} where its environment is so already."
+            f"env_kwargs {changes['env_kwargs']} would not reach EnvPool's environments. Pass pool_kwargs "
+            "(--pool-kwargs) as well, by EnvPool's names; {} where its environment is so already."
         )
 
 
@@ -116,47 +100,28 @@ def check_action(target: Action, observations: spaces.Space[Any], actions: space
     if isinstance(actions, spaces.Box):
         # A policy's actions exceed the bounds, too: SB3 clips them only on their way to the environment.
         actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
-    counts = _count_values("observation", target.observation, observations)
-    counts |= _count_values("action", target.action, actions)
+    counts = _count_elements("observation", target.observation, observations)
+    counts |= _count_elements("action", target.action, actions)
     if len(counts) > 1:
         raise WhenceError("The target has not as many actions as observations: give one of each, or m of each.")
 
 
-def _count_values(name: str, value: Any, space: spaces.Space[Any]) -> set[int]:
+def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]:
     """Return how many elements of a space a target's `name` holds; of a Dict, the counts of its parts.
 
     Raises:
         WhenceError: the value is no element of the space, nor several.
     """
-    if isinstance(space, spaces.Dict):
-        if not isinstance(value, Mapping) or value.keys() != space.keys():
-            raise WhenceError(
-                f"The {name} of the target is {reprlib.repr(value)}; the keys {', '.join(space)} are needed."
-            )
-        return set().union(*(_count_values(f"{name}.{key}", value[key], part) for key, part in space.items()))
-    rows = _split_rows(value, space)
-    if not rows or not all(space.contains(row) for row in rows):
-        raise WhenceError(
-            f"The {name} of the target is {reprlib.repr(value)}; it has to be one of {space}, or several such."
-        )
-    return {len(rows)}
-
-
-def _split_rows(value: Any, space: spaces.Space[Any]) -> list[Any]:
-    """Return the elements that a value holds, in the space's dtype and shape; [] if they would not stay the same."""
-    try:
+    if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and value.keys() == space.keys():
+        return set().union(*(_count_elements(f"{name}.{key}", value[key], part) for key, part in space.items()))
+    with suppress(TypeError, ValueError):  # of rows of different lengths, or text
         array = np.asarray(value)
-    except ValueError:  # rows of different lengths
-        return []
-    if array.dtype.kind not in "biuf":
-        return []
-    converted, shape = array.astype(space.dtype), space.shape or ()
-    if converted.dtype.kind != "f" and not np.array_equal(array, converted):  # 0.7 became 0
-        return []
-    is_flat = math.prod(shape) == 1 and converted.ndim <= 1
-    if not is_flat and shape not in (converted.shape, converted.shape[1:]):
-        return []
-    return list(converted.reshape(-1, *shape))
+        rows = list(array.astype(space.dtype).reshape(-1, *(space.shape or ())))
+        # In a dtype of whole numbers, 0.7 would have become 0.
+        is_exact = np.issubdtype(space.dtype, np.floating) or np.array_equal(array, array.astype(space.dtype))
+        if rows and is_exact and array.dtype.kind in "biuf" and all(space.contains(row) for row in rows):
+            return {len(rows)}
+    raise WhenceError(f"The {name} of the target is {reprlib.repr(value)}; one of {space}, or several, are needed.")
 
 
 def reads(config: RunConfig, name: str) -> bool:

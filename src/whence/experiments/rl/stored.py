@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +13,6 @@ import numpy as np
 import polars as pl
 import torch
 from gymnasium import spaces
-from gymnasium.wrappers import TransformObservation
 from numpy.typing import NDArray
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.preprocessing import is_image_space
@@ -26,7 +24,7 @@ from whence.attribution import attribute
 from whence.counterfactual import Evaluate
 from whence.errors import InvalidRecords, ReplayError, RunDirectoryError
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import evaluate, measure_return, renew_world
+from whence.experiments.rl.environments import evaluate, measure_return, observe_part, renew_world
 from whence.folds import usable_folds
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
@@ -76,8 +74,7 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
 
     def make() -> gym.Env[Any, Any]:
         made = gym.make(name, **options)
-        space: Any = made.observation_space
-        return made if part is None else TransformObservation(made, itemgetter(part), space[part])
+        return made if part is None else observe_part(made, part)
 
     return make
 

@@ -77,9 +77,15 @@ def run(
     if make_callback is None:
         find_arm(config.arm)
         make_callback = _make_callback
-    _check_recordings(config, recordings)
+    if beyond := [number for number in recordings if not 1 <= number <= config.rounds]:
+        raise WhenceError(f"Round {beyond[0]} cannot be recorded: the run has rounds 1 to {config.rounds}.")
     if not overwrite and is_finished(config, path):
-        _check_recorded(RunDirectory.open(path), recordings)
+        stored = RunDirectory.open(path)
+        if missing := [number for number in recordings if not stored.round_path("recordings", number).exists()]:
+            raise RunDirectoryError(
+                f"{path} holds this run, finished without a recording of round {missing[0]}. Choose another directory, "
+                "or delete this one."
+            )
         on_round(config.rounds, {})
         return
     torch.manual_seed(config.seed)
@@ -120,19 +126,6 @@ def _make_callback(config: RunConfig, directory: RunDirectory | None, recordings
     return InfluenceCallback(config.rule(), target=target, engine=engine, run=directory, recordings=recordings)
 
 
-def _check_recordings(config: RunConfig, recordings: Collection[int]) -> None:
-    if beyond := [number for number in recordings if not 1 <= number <= config.rounds]:
-        raise WhenceError(f"Round {beyond[0]} cannot be recorded: the run has rounds 1 to {config.rounds}.")
-
-
-def _check_recorded(run: RunDirectory, recordings: Collection[int]) -> None:
-    if missing := [number for number in recordings if not run.round_path("recordings", number).exists()]:
-        raise RunDirectoryError(
-            f"{run.path} holds this run, finished without a recording of round {missing[0]}. Choose another directory, "
-            "or delete this one."
-        )
-
-
 def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = None) -> PPO:
     """Return the untrained model of a run.
 
@@ -164,18 +157,13 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that is unknown to torch or not there, on which SB3 would train on the CPU without a word.
+    """Refuse a GPU that is not there, in whose place SB3 would train on the CPU without a word.
 
     Raises:
         WhenceError: see the message.
     """
-    if name == "auto":
-        return
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise WhenceError(f"device is {name!r}, which torch does not know. Pass cpu, cuda, cuda:0 or auto.") from None
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
         raise WhenceError(
             f"device is {name!r}, but torch {torch.__version__} finds {count} GPUs, numbered from 0. Train on one of "
             "them, or on the CPU: --device cpu."

@@ -323,7 +323,7 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
         ({"target": lambda v, p, r: 3.0}, "returned 3.0; a scalar tensor"),
         (
             {"target": Return(), "engine": "gost"},
-            "engine is 'gost'; it has to be one of auto, ghost, forward, vmap, loop",
+            "engine is 'gost'. Did you mean ghost",
         ),
         (
             {"target": Return(), "memory": 99},

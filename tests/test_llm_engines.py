@@ -423,10 +423,6 @@ def scored(model: nn.Module, rows: RecordBatch, **more: Any) -> Any:
     return attribute(language_view(model), rows, **asked)
 
 
-def numbers_of_its_own(outputs: Outputs, records: RecordBatch) -> Tensor:
-    return outputs.log_prob.sum(1) * torch.ones(20)
-
-
 class OfEachRow:
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:
         return outputs.log_prob.sum(1)
@@ -443,7 +439,6 @@ class OfEachRow:
         (lambda model, rows: scored(model, rows, target=OfEachRow()), r"of shape \(\d+,\); a scalar tensor is needed"),
         (lambda model, rows: scored(model, rows, target=OfEachRow(), engine="loop"), "a scalar tensor is needed"),
         (lambda model, rows: scored(model, rows, objective=lambda said, _: said.log_prob), "one value per record"),
-        (lambda model, rows: scored(model, rows, objective=numbers_of_its_own), "takes all 20 records, but fails"),
         (lambda model, rows: scored(model, rows, objective=TokenPPO(vf_coef=0.1)), "gives no values.*WithValueHead"),
         (lambda model, rows: scored(model, plain_records()), r"lack it. Pass it to whence.llm.make_rows"),
         (lambda model, rows: scored(model, plain_records(), objective=whence.PPOClip()), "no rows of a language model"),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import whence
 from toys import categorical_view, difference, mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute
-from whence.attribution import score_targets
 from whence.engines import ENGINES, memory
 from whence.policies import as_view, notes_on
 from whence.sb3 import collect
@@ -159,18 +158,6 @@ def test_notes_go_with_the_view() -> None:
     del toy, view, policy, records
     gc.collect()
     assert len(whence.policies._NOTES) == before
-
-
-@pytest.mark.parametrize("engine", ["auto", "ghost", "forward"])
-@pytest.mark.parametrize("chunk_size", [None, 10])
-def test_an_objective_that_holds_a_number_for_each_record_is_told_why_not(engine: str, chunk_size: int | None) -> None:
-    view = mlp_view()
-    records, weights = records_for(view, 40), torch.rand(40)
-    settings: dict[str, Any] = {"objective": lambda outputs, r: outputs.log_prob * weights, "chunk_size": chunk_size}
-    with pytest.raises(WhenceError, match=r"takes all 40 records, but fails on a part of them \(The size of tensor"):
-        score_targets(view, records, {"": Return()}, engine=engine, **settings)
-    with pytest.raises(RuntimeError, match="size of tensor"):  # wrong on all of them as well: no part's fault
-        attribute(view, records, target=Return(), objective=lambda outputs, r: outputs.log_prob * weights[:3])
 
 
 RISE = """

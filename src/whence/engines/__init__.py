@@ -6,10 +6,10 @@ from whence.engines.auto import register_engine as register_engine
 from whence.engines.auto import solve as solve
 from whence.engines.forward import along_direction as along_direction
 from whence.engines.forward import outputs_along as outputs_along
-from whence.engines.loop import record_gradient as record_gradient
 from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import fit_chunk_size as fit_chunk_size
 from whence.engines.memory import measure_bytes as measure_bytes
+from whence.engines.per_record import record_gradient as record_gradient
 from whence.engines.problem import Engine as Engine
 from whence.engines.problem import Gradient as Gradient
 from whence.engines.problem import Problem as Problem

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from whence.engines.forward import forward
 from whence.engines.ghost import ghost
-from whence.engines.loop import loop
 from whence.engines.memory import fit_chunk_size
-from whence.engines.problem import Engine, Problem, Refused, objective_fails_on_parts, target_gradients
+from whence.engines.per_record import loop, vmap
+from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.sharded import sharded
-from whence.engines.vmap import vmap
 from whence.errors import WhenceError, first_line, suggest
 from whence.policies import is_in_shards
 
@@ -51,48 +50,22 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
         memory: bytes that set the problem's chunk size; None: use the problem's own chunk size.
 
     Raises:
-        WhenceError: the engine is unknown or refuses, or the objective fails on a part of the records.
+        WhenceError: the engine is unknown or refuses.
     """
+    check_engine(engine)
     if is_in_shards(problem.parameters.values()):
-        return _run_sharded(problem, engine, memory)
-    try:
-        return _run_chosen(problem, engine, memory)
-    except (WhenceError, NotImplementedError, torch.OutOfMemoryError):
-        raise
-    except Exception as failure:
-        if not objective_fails_on_parts(problem):
-            raise
-        raise WhenceError(
-            f"The objective takes all {len(problem.records)} records, but fails on a part of them "
-            f"({first_line(failure)}). Engines call it on parts, down to one record: read what belongs to a record "
-            "from the objective's argument `records` (`rewards`, `returns`, or `advantages` as `prepare` sets them), "
-            "not from a tensor of all records."
-        ) from failure
-
-
-def check_engine(engine: object) -> None:
-    """Refuse what is neither "auto" nor the name of an engine."""
-    if engine not in ("auto", *ENGINES):
-        raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
-
-
-def _run_sharded(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:
-    if engine not in ("auto", "ghost"):
-        raise WhenceError(
-            f"engine is {engine!r}, and the parameters are in shards, which the engine ghost alone covers: use 'auto'."
-        )
-    if memory is not None:
-        raise WhenceError(
-            "memory cannot be measured where the parameters are in shards: give the most records of a pass, chunk_size."
-        )
-    return sharded(problem), "ghost", "the parameters are in shards"
-
-
-def _run_chosen(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tensor, "targets n"], str, str]:
-    if engine in ENGINES:
-        return _run(problem, engine, memory), engine, "asked for"
+        if engine not in ("auto", "ghost"):
+            raise WhenceError(
+                f"engine is {engine!r}, and the parameters are in shards, which only ghost covers: use 'auto'."
+            )
+        if memory is not None:
+            raise WhenceError(
+                "memory cannot be measured where the parameters are in shards: give the most records of a pass, "
+                "chunk_size."
+            )
+        return sharded(problem), "ghost", "the parameters are in shards"
     if engine != "auto":
-        raise WhenceError(f"engine is {engine!r}; it has to be one of {', '.join(['auto', *ENGINES])}.")
+        return _run(problem, engine, memory), engine, "asked for"
     try:
         return _run(problem, "ghost", memory), "ghost", "every trainable layer has a ghost rule"
     except Refused as refusal:
@@ -107,6 +80,12 @@ def _run_chosen(problem: Problem, engine: str, memory: int | None) -> tuple[Floa
         raise
     except RuntimeError as missing:  # functorch raises nothing more specific; the loop meets any other cause again
         return _run(problem, "loop", memory), "loop", f"{reason} vmap: {first_line(missing)}"
+
+
+def check_engine(engine: object) -> None:
+    """Refuse what is neither "auto" nor the name of an engine."""
+    if engine not in ("auto", *ENGINES):
+        raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
 
 
 def _run(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:

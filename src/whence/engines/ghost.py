@@ -107,17 +107,16 @@ def _products_pass_by_pass(tape: Tape, seed: Seeds, target_seeds: Sequence[Seeds
     params = list(tape.problem.params.values())
     passes = (pullback(tape.outputs, each, params, retain=True) for each in target_seeds)
     of_batch = (add_gradients({}, dict(zip(tape.problem.params, each, strict=True))) for each in passes)
-    return _products_of_objective(tape, _gradients_in_order(tape.problem, of_batch), seed)
+    gradients = _gradients_in_order(tape.problem, of_batch)
+    g = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+    return _add_plain(torch.stack([_layer_products(tape, g, gradient) for gradient in gradients]), tape, gradients)
 
 
 def _products_from_one_quantity(tape: Tape, unit: Tensor, weights: Tensor, target_weights: Sequence[Tensor]) -> Tensor:
     """Return the products from one backward pass, where each record's gradients are multiples of one quantity's.
 
-    Args:
-        tape: the recorded pass.
-        unit: the derivatives of the records' quantities in the log-probs.
-        weights: the objective's gradient of each record as a multiple of its quantity's, (n,).
-        target_weights: those of each batch target, (n,).
+    `unit` are the derivatives of the records' quantities in the log-probs; `weights` the objective's gradients as
+    multiples of them, (n,), and `target_weights` those of each batch target.
     """
     if tape.problem.summed is not None or not _has_one_call_each(tape, Seeds(unit)):
         return _products_from_kept_gradients(tape, unit, weights, target_weights)
@@ -212,12 +211,6 @@ def _weighted_plain_gradient(tape: Tape, unit: Tensor, weights: Tensor) -> Gradi
     seed = Seeds(unit * weights.reshape(-1, *[1] * (unit.ndim - 1)))
     derivatives = pullback(tape.outputs, seed, [tape.problem.params[name] for name in tape.plain], retain=True)
     return add_gradients({}, dict(zip(tape.plain, derivatives, strict=True)))
-
-
-def _products_of_objective(tape: Tape, gradients: Sequence[Gradient], seed: Seeds) -> Tensor:
-    """Return the products with the targets' gradients; `seed` are the objective's derivatives in the outputs."""
-    g = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
-    return _add_plain(torch.stack([_layer_products(tape, g, gradient) for gradient in gradients]), tape, gradients)
 
 
 def _products_during_backward(tape: Tape, directions: Sequence[Direction], seed: Seeds) -> Tensor:

@@ -4,7 +4,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from whence.engines.problem import Problem
 from whence.errors import WhenceError
-from whence.objectives import FunctionObjective, Objective
 from whence.policies import COLUMNS, Outputs, notes_on
 from whence.records import RecordBatch
 from whence.targets import BatchTarget, Target
@@ -32,11 +31,7 @@ _BYTES_PER_NUMBER = 64
 
 
 def check_memory(memory: object) -> None:
-    """Refuse what is no number of bytes.
-
-    Raises:
-        WhenceError: it is not.
-    """
+    """Refuse what is no number of bytes."""
     if not isinstance(memory, Real) or isinstance(memory, bool) or not float(memory) > 0:
         raise WhenceError(f"memory is {memory!r}; a number of bytes above 0 is needed, such as 2 * 2**30 for 2 GiB.")
 
@@ -70,11 +65,6 @@ def fit_chunk_size(problem: Problem, engine: Callable[[Problem], object], memory
     number, which gives the peak for any number. The records themselves and the targets' tensors are not counted. The
     cost is measured once per view and kind of problem, since a callback scores the same kind in every round.
 
-    Args:
-        problem: the round to score.
-        engine: the function whose memory grows with the chunk.
-        memory: the budget in bytes.
-
     Raises:
         WhenceError: not even one record fits.
     """
@@ -102,13 +92,10 @@ def _kind_of(problem: Problem, engine: Callable[[Problem], object]) -> Hashable:
     shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in named_leaves(c))
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
     targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
-    return _Cost, engine, parameters, shapes, targets, problem.columns, _code_of(problem.objective)
-
-
-def _code_of(objective: Objective) -> object:
     # A plain function may be defined anew for each round; its code stays the same.
-    function: Any = objective.function if isinstance(objective, FunctionObjective) else objective
-    return getattr(function, "__code__", None) or type(function)
+    function: Any = getattr(problem.objective, "function", problem.objective)
+    code = getattr(function, "__code__", None) or type(function)
+    return _Cost, engine, parameters, shapes, targets, problem.columns, code
 
 
 def _measure_cost(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:
@@ -148,8 +135,7 @@ def _sum_parameters(view: Any, params: Mapping[str, Tensor], records: RecordBatc
     return torch.stack([parameter.sum() for parameter in params.values()]).sum()
 
 
-@dataclass(frozen=True)
-class _SumOfOutputs:
+class _SumOfOutputs(NamedTuple):
     reads: frozenset[str]
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:

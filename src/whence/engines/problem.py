@@ -110,26 +110,6 @@ class Problem:
         return values
 
 
-def objective_fails_on_parts(problem: Problem) -> bool:
-    """Return whether the objective succeeds on all records, but fails on two of them."""
-
-    def succeeds(records: RecordBatch, like: Tensor) -> bool:
-        zeros = like.new_zeros(len(records), *like.shape[1:])
-        return bool(problem.objective(Outputs(zeros, zeros, zeros), records).shape == zeros.shape[:1])
-
-    try:
-        with torch.no_grad():
-            like = problem.part(slice(0, 2)).outputs().log_prob
-        if not succeeds(problem.prepared, like):
-            return False
-    except Exception:
-        return False
-    try:
-        return not succeeds(problem.prepared.take(slice(0, 2)), like)
-    except Exception:
-        return True
-
-
 class Seeds(NamedTuple):
     """The derivatives of a quantity in each output, shaped like the output; None if it does not depend on it."""
 
@@ -160,11 +140,7 @@ def compute_seeds(functions: Sequence[Callable[[Outputs], Tensor]], outputs: Out
 def pullback(outputs: Outputs, seed: Seeds, wanted: Sequence[object], *, retain: bool) -> list[Tensor | None]:
     """Return the derivative of `sum(outputs * seed)` in each of `wanted` (tensors or gradient edges).
 
-    Args:
-        outputs: the policy's outputs, with a graph.
-        seed: a weight for each number of the outputs.
-        wanted: tensors or gradient edges to differentiate in.
-        retain: whether to keep the graph for another pass.
+    The graph of the outputs can be passed again if it is to be retained.
     """
     pairs = [
         (column, weight)
@@ -205,14 +181,9 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
 
 
 def compute_like(problem: Problem, target: BatchTarget, parts: Iterable[Problem]) -> Outputs:
-    """Return outputs of all records, without a graph, at which a target's derivatives in them are its own.
+    """Return outputs of all records, in `parts`, without a graph, at which a target's derivatives in them are its own.
 
     Of a linear target any will do: zeros of their shapes, from a pass over the first record.
-
-    Args:
-        problem: the problem.
-        target: the target.
-        parts: the problem's parts.
     """
     with torch.no_grad():
         if getattr(target, "linear", False):
@@ -262,12 +233,7 @@ def add_gradients(total: Gradient, part: dict[str, Tensor | None]) -> Gradient:
 
 
 def complete_gradient(problem: Problem, gradient: Gradient, target: object) -> Gradient:
-    """Return a target's gradient, summed over all processes.
-
-    Args:
-        problem: the problem that the target belongs to.
-        gradient: this process's part.
-        target: the target, which errors name.
+    """Return a target's gradient, of which this is the process's part, summed over all processes.
 
     Raises:
         WhenceError: the target depends on no parameter.

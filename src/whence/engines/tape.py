@@ -24,14 +24,10 @@ class Layer:
 
 
 def covered_layers(modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[Layer]:
-    """Return the layers that hold trainable parameters.
+    """Return the layers that hold trainable parameters, from all modules and the policy's parameters by name.
 
     Parameters of the policy itself, or of modules that only hold others (an SB3 policy's `log_std`), belong to no
     layer; forward mode differentiates them.
-
-    Args:
-        modules: all modules of the policy by name.
-        parameters: the trainable parameters by the policy's names.
 
     Raises:
         Refused: a layer has no rule.
@@ -88,11 +84,7 @@ class Tape:
 def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Tensor] | None = None) -> Tape:
     """Return the tape of a pass over all records of a problem, or of what `run` computes.
 
-    Args:
-        problem: the problem.
-        layers: the layers whose calls are recorded.
-        run: computes a scalar, which then stands in the place of the outputs' log-probs; its calls may be on any number
-            of records.
+    That is a scalar, which then stands in the place of the outputs' log-probs; calls may be on any number of records.
 
     Raises:
         Refused: a parameter is used outside its layer, or the first axis of a layer is not the records'.

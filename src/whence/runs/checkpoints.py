@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.guards import write_atomically
-from whence.runs.tensorfiles import CHANGED, parse_document, read_tensor_file
+from whence.runs.files import CHANGED, parse_document, read_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "1"
 
@@ -49,9 +49,6 @@ class CheckpointClock:
 
     Attributes:
         last_round: the round after which the last checkpoint was written, by this process or before; 0: none.
-
-    Raises:
-        WhenceError: it is no whole number, or below 0.
     """
 
     def __init__(self, save_every: int | None) -> None:
@@ -98,11 +95,7 @@ def list_checkpoints(folder: str | Path) -> list[int]:
 def read_latest(folder: str | Path) -> Checkpoint | None:
     """Read the latest checkpoint of a run directory that is whole; damaged ones are named in the log and passed over.
 
-    Returns:
-        The checkpoint, or None if there is none.
-
-    Raises:
-        RunDirectoryError: there are checkpoints, and none can be read.
+    It is None if there is none; if none of several can be read, that is a `RunDirectoryError`.
     """
     failure = None
     for number in reversed(list_checkpoints(folder)):
@@ -118,11 +111,7 @@ def read_latest(folder: str | Path) -> Checkpoint | None:
 
 
 def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any], *, keep: int) -> None:
-    """Write the checkpoint after a round, then delete all but the last `keep`.
-
-    Raises:
-        RunDirectoryError: it cannot be written; the checkpoints before are still there.
-    """
+    """Write the checkpoint after a round, then delete all but the last `keep`."""
     save_tree(checkpoint_path(folder, number), content)
     for old in list_checkpoints(folder)[:-keep]:
         checkpoint_path(folder, old).unlink(missing_ok=True)
@@ -148,11 +137,7 @@ def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def load_tree(path: Path) -> dict[str, Any]:
-    """Read what `save_tree` wrote.
-
-    Raises:
-        RunDirectoryError: the file is missing, damaged, or of another version.
-    """
+    """Read what `save_tree` wrote; a `RunDirectoryError` says if it is missing, damaged, or of another version."""
     metadata, tensors = read_tensor_file(path, RunDirectoryError)
     marks = metadata.get("format"), metadata.get("version")
     if marks != (FORMAT, VERSION):
@@ -183,9 +168,6 @@ def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
 TAG = "whence"
 """The key that marks what JSON has no type for."""
 
-_LONG = 100
-"""Lists of more numbers than this are stored as tensors, since such lists may grow for as long as a training."""
-
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a value in JSON types; arrays and tensors are put into `tensors`, and referred to by name."""
@@ -196,8 +178,6 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
             raise TypeError(f"A checkpoint's keys are text other than {TAG!r}; these are {list(value)}.")
         return {key: _encode(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list):
-        if len(value) > _LONG and all(type(entry) is float for entry in value):
-            return {TAG: "numbers", "name": _add(torch.tensor(value, dtype=torch.float64), tensors)}
         return [_encode(entry, tensors) for entry in value]
     if isinstance(value, tuple):
         return {TAG: "tuple", "entries": [_encode(entry, tensors) for entry in value]}
@@ -240,7 +220,5 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     tensor = tensors[value["name"]].clone()
     if kind == "tensor":
         return tensor
-    if kind == "numbers":
-        return tensor.tolist()
     array = np.array(tensor.numpy()).view(np.dtype(value["dtype"]))
     return array.transpose(np.argsort(value["axes"])) if kind == "array" else array[()]

@@ -1,30 +1,27 @@
-"""The config.json of run directories: read, and compared."""
+"""The config.json of run directories: read and compared; and by it, what a directory holds."""
 
 import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from whence.errors import RunDirectoryError
-from whence.runs.contents import FORMAT, explain_no_run
+from whence.errors import RunDirectoryError, suggest
+
+FORMAT = "whence-run"
+"""The mark of a run's config.json."""
 
 VERSION = 2
 """Of a run's config.json."""
 
-_MOST_CHANGES = 5
-"""Changes that a message lists."""
+Content: TypeAlias = Literal["run", "comparison", "sweep"]
 
 
-def read_config_file(path: Path, *, any_version: bool = False) -> dict[str, dict[str, Any]]:
-    """Read a config.json: its objects `config`, `versions` and `notes`.
-
-    Args:
-        path: the file.
-        any_version: read that of another version, too, whose objects may be others.
+def check_config_file(path: Path) -> dict[str, Any]:
+    """Return the document of a config.json, of any version.
 
     Raises:
-        RunDirectoryError: it is missing, cannot be read, is none that whence wrote, or is of another version.
+        RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -40,9 +37,17 @@ def read_config_file(path: Path, *, any_version: bool = False) -> dict[str, dict
             f"{path} is marked {mark!r}, and a run's config.json {FORMAT!r}: {path.parent} is no run directory. Choose "
             "another one."
         )
+    return document  # type: ignore[no-any-return]
+
+
+def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a config.json: its objects `config`, `versions` and `notes`.
+
+    Raises:
+        RunDirectoryError: see `check_config_file`; or it is of another version.
+    """
+    document = check_config_file(path)
     parts = {name: document.get(name, {}) for name in ("config", "versions", "notes")}
-    if any_version:
-        return parts
     if document.get("version") != VERSION or not all(isinstance(part, dict) for part in parts.values()):
         raise RunDirectoryError(
             f"{path} is marked as version {document.get('version')!r}; this version of whence reads {FORMAT!r}, "
@@ -67,14 +72,9 @@ def to_plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
-    """List, for people, the settings in which two configurations differ.
+    """List, for people, the settings in which two configurations differ, but those named `outer.inner` in `but`.
 
     An empty table of settings and a value of None are settings that are not there.
-
-    Args:
-        before: the configuration of the run that is there.
-        now: the other.
-        but: names of settings that may differ; `outer.inner` for nested settings.
     """
     old, new = _flatten_settings(before), _flatten_settings(now)
     return [
@@ -83,13 +83,6 @@ def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Coll
         for name in sorted((old.keys() | new.keys()) - set(but))
         if old.get(name) != new.get(name)
     ]
-
-
-def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> str:
-    """Say in one clause in what two configurations differ; "" if they do not. See `list_changes`."""
-    changes = list_changes(before, now, but=but)
-    rest = f"; and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-    return "; ".join(changes[:_MOST_CHANGES]) + rest
 
 
 def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -104,3 +97,58 @@ def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str
 def strip_addresses(text: str) -> str:
     """Return an object's text without memory addresses, which differ from run to run."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def find_content(path: Path) -> Content | None:
+    """Return what a directory holds, finished or not; None if it is none of them, or is not there."""
+    if _is_run(path):
+        return "run"
+    runs = path / "runs"
+    if (path / "comparison.json").exists() or any(map(_is_run, runs.glob("*/seed_*"))):
+        return "comparison"
+    if (path / "curves.parquet").exists() or any(map(_is_run, runs.glob("*/*/seed_*"))):
+        return "sweep"
+    return None
+
+
+def check_content(path: Path, content: Content) -> None:
+    """Refuse a directory that holds something else than what is to be written there.
+
+    Raises:
+        RunDirectoryError: names what the directory holds.
+    """
+    if (other := find_content(path)) not in (content, None):
+        raise RunDirectoryError(
+            f"{path} holds a {other}, and a {content} needs a directory of its own. Choose a new or empty directory."
+        )
+
+
+def explain_no_run(path: Path) -> str:
+    """Say why a path is no run's directory, and what to give in its place."""
+    content = find_content(path) or ("folder of runs" if _list_runs(path) else None)
+    if content is not None:
+        runs = ", ".join(_list_runs(path)[:4]) or f"none of them is kept: whence table {path}"
+        return f"{path} holds a {content}, and one run is needed. Give one of the runs in it: {runs}."
+    if _is_run(path.parent):
+        return f"{path} is no run directory, and {path.parent} is one. Give that."
+    reason = "holds no config.json, so it is no run directory" if path.is_dir() else "is not there"
+    if not path.is_dir() and path.exists():
+        reason = "is a file, and a run is a directory"
+    names = [] if path.exists() else _list_runs(path.parent)
+    return f"{path} {reason}.{suggest(str(path), names) if names else ' Give the directory that was passed as --run.'}"
+
+
+def _list_runs(folder: Path) -> list[str]:
+    """List the runs directly in a folder, or in the comparison or the sweep that it holds."""
+    patterns = "*", "runs/*", "runs/*/seed_*", "runs/*/*/seed_*"
+    return [str(path) for pattern in patterns for path in sorted(folder.glob(pattern)) if _is_run(path)]
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether a directory's config.json is marked as a run's, be it damaged or not."""
+    try:
+        return f'"{FORMAT}"' in (path / "config.json").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
+    except OSError:  # it may not be read; whoever wrote it does not want it replaced
+        return True

@@ -18,18 +18,21 @@ from torch import Tensor
 from whence.errors import RunDirectoryError
 from whence.guards import explain_write_errors, write_atomically
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.runs.config_file import VERSION, describe_changes, read_config_file, to_plain_json
-from whence.runs.contents import FORMAT, check_content
-from whence.runs.files import check_links, is_empty, lock_run, remove_leftovers
-from whence.runs.tensorfiles import read_tensor_file
+from whence.runs.config_file import (
+    FORMAT,
+    VERSION,
+    check_config_file,
+    check_content,
+    list_changes,
+    read_config_file,
+    to_plain_json,
+)
+from whence.runs.files import check_links, is_empty, lock_run, read_tensor_file, remove_leftovers
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
 
-_FOLDERS = (
-    *("policies", "recordings", "phases", "checkpoints", "model", "trl"),
-    *("counterfactual", "interventions"),
-)
+_FOLDERS = ["policies", "recordings", "phases", "checkpoints", "model", "trl", "counterfactual", "interventions"]
 """What a run may hold besides tables of rounds."""
 
 _ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,17})")
@@ -65,9 +68,8 @@ class RunDirectory:
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed. Make a `RunDirectory` with `begin` or `open`. Every
-    method that writes raises `RunDirectoryError` if the system refuses, with the path and the reason, or if another
-    writer of this process has taken the directory over.
+    Each file is complete or absent, whenever the process is killed. Every method that writes raises `RunDirectoryError`
+    if the system refuses, or if another writer of this process has taken the directory over.
 
     Attributes:
         path: the directory.
@@ -132,10 +134,7 @@ class RunDirectory:
     ) -> Self:
         """Start a run. A run in the directory that was interrupted before its first checkpoint is deleted first.
 
-        The other arguments are those of `begin`.
-
-        Args:
-            shared: whether another program writes into the directory, too, so that it may hold files that are no run.
+        The arguments are those of `begin`. A `shared` directory may hold files of another program.
 
         Raises:
             RunDirectoryError: the directory holds a run with finished rounds, or files that are no run; the
@@ -143,7 +142,7 @@ class RunDirectory:
         """
         path, plain = Path(path), to_plain_json(config)
         if (path / "config.json").exists():
-            read_config_file(path / "config.json", any_version=True)  # refuses a file that whence did not write
+            check_config_file(path / "config.json")  # refuses a file that whence did not write
             check_links(path)
         elif path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
             raise RunDirectoryError(
@@ -184,10 +183,8 @@ class RunDirectory:
     ) -> Self:
         """Continue a run after one of its rounds, and delete what later rounds wrote.
 
-        The other arguments are those of `begin`.
-
-        Args:
-            rounds: number of rounds to keep; None: those of the latest checkpoint, which is then in `checkpoint`.
+        The arguments are those of `begin`. So many `rounds` are kept; None: those of the latest checkpoint, which is
+        then in `checkpoint`.
 
         Raises:
             RunDirectoryError: the directory holds no run, one of another configuration, or no checkpoint that can be
@@ -232,11 +229,7 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def hold(self) -> None:
-        """Take the directory's lock, unless it is held already.
-
-        Raises:
-            RunDirectoryError: another process writes the run.
-        """
+        """Take the directory's lock, unless it is held already; see `lock_run`."""
         if self._lock is None or not self._lock.is_locked:
             self._lock = lock_run(self.path)
 
@@ -264,8 +257,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: the directory holds no run, one that may not be read, or one of another format.
         """
-        path = Path(path)
-        return cls(path, **read_config_file(path / "config.json"))
+        return cls(Path(path), **read_config_file(Path(path) / "config.json"))
 
     @property
     def experiment(self) -> Mapping[str, Any]:
@@ -279,22 +271,19 @@ class RunDirectory:
         return self.config.get("kind") == "language"
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-        """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`.
-
-        Raises:
-            RunDirectoryError: a setting differs; the message names it.
-        """
-        if changes := describe_changes(self.config, to_plain_json(config), but=but):
+        """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`."""
+        if changes := list_changes(self.config, to_plain_json(config), but=but):
+            rest = [f"and {len(changes) - 5} more"] if len(changes) > 5 else []
+            shown = "; ".join([*changes[:5], *rest])
             raise RunDirectoryError(
-                f"{self.path} holds a run of another configuration ({changes}). Choose another directory, or pass "
+                f"{self.path} holds a run of another configuration ({shown}). Choose another directory, or pass "
                 "overwrite=True (--overwrite) to replace the run."
             )
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table, in the place of those of its round and later ones, and write the table."""
-        before, added = self._tables.get(table), pl.DataFrame([dict(row)], infer_schema_length=None)
-        if before is None:
-            before = self.table(table)
+        before = self._tables[table] if table in self._tables else self.table(table)
+        added = pl.DataFrame([dict(row)], infer_schema_length=None)
         if "round" in before.columns and row.get("round") is not None:
             before = before.filter(pl.col("round").is_null() | (pl.col("round") < row["round"]))
         rows = added if before.is_empty() else pl.concat([before, added], how="diagonal_relaxed", rechunk=True)
@@ -322,11 +311,7 @@ class RunDirectory:
         return self._read(path) if (path := self.path / f"{name}.parquet").exists() else pl.DataFrame()
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
-        """Read one round's records, episodes or answers.
-
-        Raises:
-            RunDirectoryError: the round is not there, or cannot be read.
-        """
+        """Read one round's records, episodes or answers; a `RunDirectoryError` says if they are not there."""
         return self._read(self.round_path(name, number))
 
     def round_path(self, name: PerRound | RoundTensors, number: int) -> Path:
@@ -350,10 +335,7 @@ class RunDirectory:
         return sorted(int(match[1]) for match in matches if match)
 
     def require_rounds(self, numbers: Collection[int] = ()) -> list[int]:
-        """List the rounds whose records were written, at least one.
-
-        Args:
-            numbers: rounds that have to be among them.
+        """List the rounds whose records were written, at least one, and all of `numbers`.
 
         Raises:
             RunDirectoryError: no round was written yet, or one of `numbers` was not.

@@ -1,12 +1,16 @@
-"""The files of run directories: one writer at a time, no leftovers, and nothing written through links."""
+"""The files of run directories: one writer at a time, nothing written through links, and tensors read."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from whence.errors import RunDirectoryError
+from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.guards import explain_write_errors
 
 LOCK = ".lock"
@@ -20,12 +24,8 @@ _WRITERS: dict[Path, BaseFileLock] = {}
 def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a directory, which is made if it is missing; a process that is killed loses it.
 
-    Args:
-        directory: the directory; the file `.lock` in it is locked.
-        wait: wait until it has been released.
-
     Raises:
-        RunDirectoryError: the lock is held already, or the directory cannot be written.
+        RunDirectoryError: the lock is held already, unless it is to be waited for; or the directory cannot be written.
     """
     lock = _acquire(directory, wait=wait)
     try:
@@ -89,3 +89,31 @@ def remove_leftovers(path: Path) -> None:
     with explain_write_errors(path):
         for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
             file.unlink()
+
+
+CHANGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What the contents of a file raise, where they are used, that are not those that whence wrote."""
+
+
+def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the texts of a file's header and its tensors, by name.
+
+    Raises:
+        WhenceError: the file is not there, is damaged, or holds tensors that torch does not have; of the class `error`.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (*CHANGED, OSError, SafetensorError) as broken:
+        raise error(f"{path} cannot be read as safetensors: {first_line(broken)}") from None
+
+
+def parse_document(path: str | Path, text: str, error: type[WhenceError]) -> dict[str, Any]:
+    """Return the JSON object in a file's header; the text of no object is an error of the class `error`."""
+    try:
+        document = json.loads(text)
+    except (RecursionError, ValueError) as broken:
+        raise error(f"The header of {path} is not readable as JSON: {broken}. Restore the file.") from None
+    if not isinstance(document, dict):
+        raise error(f"The header of {path} holds {type(document).__name__}, and an object is needed. Restore the file.")
+    return document

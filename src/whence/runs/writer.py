@@ -26,9 +26,6 @@ class RunWriter:
         run: the directory's path; or a directory that was begun.
         save_every: rounds from one checkpoint to the next; see `CheckpointClock`.
         keep: the number of checkpoints that stay.
-
-    Raises:
-        WhenceError: an argument is not what it should be.
     """
 
     def __init__(self, run: str | Path | RunDirectory, *, save_every: int | None, keep: int = 2) -> None:
@@ -60,14 +57,7 @@ class RunWriter:
     ) -> Checkpoint | None:
         """Open the directory, or take it up again, and return the checkpoint to go on from, if there is one.
 
-        Args:
-            config: the run's configuration, in JSON types.
-            versions: versions of the libraries in use.
-            overwrite: delete the run that the directory holds, and start anew.
-            may_change: names of settings that may differ from the stored ones.
-
-        Raises:
-            RunDirectoryError: see `RunDirectory.begin`.
+        See `RunDirectory.begin`.
         """
         if self._directory is None:
             assert not isinstance(self._path, RunDirectory)
@@ -92,9 +82,7 @@ class RunWriter:
     def note_resumption(self, reasons: Collection[str], versions: Mapping[str, str]) -> None:
         """Log, and add to the run's note "resumed", why training does not go on as if nothing had happened, if so.
 
-        Args:
-            reasons: why it does not.
-            versions: those of the libraries in use; changes since the run began are a reason, too.
+        Libraries whose versions have changed since the run began are a reason, besides those that are given.
         """
         number, notes = self._clock.last_round, self.directory.notes.get("resumed", [])
         if reason := "; ".join([*reasons, *list_changes(self.directory.versions, versions)]):
@@ -102,33 +90,20 @@ class RunWriter:
             self.directory.note(resumed=[*notes, {"after_round": number, "reason": reason}])
 
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
-        """Write a round's row of metrics, and its seconds with those of the checkpoint before it.
-
-        Args:
-            metrics: the row, with `round`.
-            seconds: by stage and clock.
-        """
+        """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
         self.directory.append("metrics", metrics)
         seconds = {**seconds, "checkpoint": self._seconds}
         self._seconds = dict.fromkeys(("cpu", "wall"), 0.0)
         self.directory.append("timings", {"round": metrics["round"], **flatten_seconds(seconds)})
 
     def is_due(self, number: int, *, last: bool = False) -> bool:
-        """Return whether a checkpoint is to be written after a round; after the last one in any case.
-
-        Args:
-            number: the round.
-            last: whether the training ends with it.
-        """
+        """Return whether a checkpoint is to be written after a round; after the `last` one in any case."""
         return self._clock.is_behind(number) if last else self._clock.is_due(number)
 
     def save_checkpoint(self, number: int, read: Callable[[], Mapping[str, Any]], *, writes: bool = True) -> None:
-        """Write the checkpoint after a round.
+        """Write the checkpoint after a round; `read` returns the training's state.
 
-        Args:
-            number: the round.
-            read: returns the state of the training.
-            writes: whether this process writes; others of the same training only take part in `read`.
+        Of several processes of one training, those that do not write take part in `read`.
         """
         clock = Stopwatch()
         with self._clock.time_checkpoint(number):

@@ -4,7 +4,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -135,7 +135,8 @@ def _sum_parameters(view: Any, params: Mapping[str, Tensor], records: RecordBatc
     return torch.stack([parameter.sum() for parameter in params.values()]).sum()
 
 
-class _SumOfOutputs(NamedTuple):
+@dataclass(frozen=True)
+class _SumOfOutputs:
     reads: frozenset[str]
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:

@@ -27,7 +27,7 @@ RESULTS = ROOT / "results"
 
 def write_sweep_tables(out: Path) -> None:
     results = load_sweep(out)
-    write_tables(results, summarise_sweep(results), out, pictures=False)
+    write_tables(results, summarise_sweep(results), out)
 
 
 def write_language_tables(out: Path) -> None:

@@ -9,11 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from PIL import Image, ImageDraw
 
-from whence.page.html import SCRIPTS, STYLES
+from whence.page.html import SCRIPTS, STYLES, load_template
 
 ASSETS = files("whence.page") / "assets"
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]
@@ -38,9 +37,6 @@ COLUMNS = [
 
 def render(page: dict, contents: dict[str, Any], **variables: Any) -> str:
     """The page by its template, with the explorer's scripts and styles and the given rounds by id."""
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        (ASSETS / "template.html").read_text()
-    )
     style = "\n".join((ASSETS / name).read_text() for name in ("page.css", *STYLES))
     defaults = {
         **{"title": "LunarLander-v3: iif", "subtitle": "Seed 0, 4 of 4 rounds.", "mode": page["mode"]},
@@ -48,7 +44,7 @@ def render(page: dict, contents: dict[str, Any], **variables: Any) -> str:
         "round_scripts": [(name, text if isinstance(text, str) else compress(text)) for name, text in contents.items()],
         "scripts": [Markup((ASSETS / name).read_text()) for name in SCRIPTS],
     }
-    return template.render(defaults | variables)
+    return load_template().render(defaults | variables)
 
 
 def embed(value: Any) -> Markup:
@@ -130,7 +126,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
 
     def detail(place: int) -> dict:
         found = place in frames
-        language = {"prompt": f"Say it. {text}", "response": f"It. {text}", "tokens": None, "reward": 1.0}
+        language = {"prompt": f"Say it. {text}", "response": f"It. {text}", "reward": 1.0}
         return (language if kind == "responses" else {}) | {
             **{"record": ids[place], "round": number, "episode": 10 + place // LENGTH, "env": 0, "step": steps[place]},
             **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": None},
@@ -204,17 +200,13 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
 
 
 def list_responses(text: str) -> list[dict]:
-    """Three responses to one prompt; the tokens of the first two sum to their scores."""
-    facts = {"error": 0.05, "weight": 1.0}
+    """Three responses to one prompt."""
 
-    def respond(record: int, score: float, reward: float, tokens: dict | None) -> dict:
-        response = f"It. {text}" if tokens is None else "".join(tokens["texts"])
-        shown = {"record": record, "response": response, "tokens": tokens, "score": score, "reward": reward}
-        return shown | {"advantage": reward - 0.5, "dropped": score < 0} | facts
+    def respond(record: int, score: float, reward: float) -> dict:
+        shown = {"record": record, "response": f"Say it.\n{text}", "score": score, "reward": reward}
+        return shown | {"advantage": reward - 0.5, "dropped": score < 0, "error": 0.05, "weight": 1.0}
 
-    best = {"texts": ["Say", " it", ".", "\n"], "parts": [0.5, 0.3, 0.0, 0.0], "left_out": 0}
-    worst = {"texts": ["It", f" is{text}", "\n", "."], "parts": [-0.7, -0.25, 0.0, 0.05], "left_out": 0}
-    return [respond(BEST, 0.8, 1.0, best), respond(WORST, -0.9, 0.0, worst), respond(7, -0.1, 0.0, None)]
+    return [respond(BEST, 0.8, 1.0), respond(WORST, -0.9, 0.0), respond(7, -0.1, 0.0)]
 
 
 def make_language_round(number: int, *, text: str = "") -> dict:
@@ -223,7 +215,7 @@ def make_language_round(number: int, *, text: str = "") -> dict:
     responses = list_responses(text)
     for response in responses[:2]:
         content["details"][str(response["record"])] |= response
-    opened = [{name: value for name, value in one.items() if name not in ("response", "tokens")} for one in responses]
+    opened = [{name: value for name, value in one.items() if name != "response"} for one in responses]
     opened[2] = responses[2]  # which is no moment, so the group has its text
     return content | {"groups": [{"responses": opened, "total": 4}]}
 

@@ -34,9 +34,8 @@ from whence.diagnosis import compare_log_probs, find_causes, play_episode, rank_
 from whence.diagnosis.causes import read_hidden
 from whence.experiments import configure, load_recording, load_round, run
 from whence.experiments.rl.stored import load_model
-from whence.page.cause_view import CauseView, Decision, tell_causes, tell_decision
-from whence.page.explorer import ExploredRun
-from whence.page.pictures.cause_picture import draw_causes
+from whence.page import CauseView, Decision, ExploredRun, describe_moment
+from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
 
 ROUNDS, STEPS = 3, 128
@@ -333,34 +332,32 @@ class TestCommand:
 def make_view(text="left", **settings):
     rounds = sum_rounds(TestRanking.CAUSES)
     ends = {name: rank_moments(TestRanking.CAUSES, lowest=name == "lowered", most=3) for name in ("raised", "lowered")}
-    frames = {entry.moment.record_id: np.zeros((40, 60, 3), np.uint8) for entry in ends["raised"]}
+    rows = {name: [describe_moment(e.moment, [text]) | {"round": e.round} for e in end] for name, end in ends.items()}
+    frames = {row["record"]: np.zeros((40, 60, 3), np.uint8) for row in rows["raised"]}
     frame = np.full((40, 60, 3), 200, np.uint8)
-    decision = Decision(text, f"at {text}", math.log(0.25), math.log(0.97), frame=frame)
-    view = CauseView(text, text, decision, "influence", rounds, **ends, action_labels=[text], frames=frames)
+    decision = Decision(f"“{text}” at {text}", math.log(0.25), math.log(0.97), frame=frame)
+    view = CauseView(text, text, decision, "influence", rounds, **rows, frames=frames)
     return replace(view, **settings)
 
 
 class TestTelling:
     def test_sentences(self):
         view = make_view()
-        assert (
-            tell_decision(view.decision)
-            == "“left” at left: its probability was 25% under the first policy and is 97% now."
-        )
-        assert tell_causes(view) == (
+        assert view.decision.text == "“left” at left: its probability was 25% under the first policy and is 97% now."
+        assert view.text == (
             "Round 1 raised it most: it holds 76% of the sum of all rounds' scores above 0. Half of that sum lies in "
             "round 1. The strongest moment is step 0 of episode 0 in round 1."
         )
         density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
-        assert "its log-density was -1 under the first policy and is 2.5 now" in tell_decision(density)
-        assert tell_causes(replace(view, raised=[])) == "No record of any round raised it."
-        alone = tell_causes(replace(view, rounds=view.rounds.head(1)))
+        assert "its log-density was -1 under the first policy and is 2.5 now" in density.text
+        assert replace(view, raised=[]).text == "No record of any round raised it."
+        alone = replace(view, rounds=view.rounds.head(1)).text
         assert alone.startswith("Only round 1 was scored. The strongest moment is ")
 
     @pytest.mark.parametrize("bare", [False, True])
     def test_hostile_text_is_drawn_as_it_is(self, tmp_path, bare):
         text = hostile_view().env
-        view = make_view(text, frames_note=text)
+        view = make_view(text, notes=[text])
         if bare:
             view = replace(view, frames={}, lowered=[], decision=replace(view.decision, frame=None))
         with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from whence.experiments import RunConfig, load_comparison
 from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 from whence.experiments.sweepfile import Planned
-from whence.page.comparison_summary import METRICS, READING, cell
+from whence.page.metric_tables import METRICS, READING, cell
 from whence.runs import RunDirectory
 
 # Two runs one after the other, of a few seconds each.

@@ -2,7 +2,6 @@ import base64
 import gzip
 import json
 import os
-from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -11,19 +10,10 @@ import pytest
 from whence.errors import WhenceError
 from whence.influence import is_significant
 from whence.moments import find_moment
-from whence.page.explorer import (
-    ExploredRun,
-    build_detail,
-    build_round,
-    describe_runs,
-    embedding,
-    query_records,
-    responses,
-)
-from whence.page.explorer import detail as details
-from whence.page.explorer.detail import WIDTH, encode_frames
-from whence.page.explorer.rounds import ROWS, describe_trust, order_strip
-from whence.page.moment_view import pick_frames
+from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.page.embedding import NOT_EMBEDDED, embed_rounds
+from whence.page.explored_rounds import ROWS, describe_trust, order_strip
+from whence.page.frames import WIDTH, encode_frames, replay_moments
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 
@@ -93,7 +83,7 @@ class TestPageObject:
         assert [moment["record"] for moment in shown["worst"]] == [1]
         assert (shown["groups"], shown["changed"]) == ({}, [])
         opened = plain(build_detail(run, 1, 1))
-        assert (opened["prompt"], opened["response"], opened["frames"]) == (HOSTILE, "5", None)
+        assert (opened["prompt"], opened["response"]) == (HOSTILE, "5")
 
 
 def responses_of(**columns):
@@ -106,20 +96,16 @@ def responses_of(**columns):
         "reward": [0.0, 1.0, 0.5, 1.0],
         "score": [-1.0, 2.0, -3.0, 0.5],
         "keep": [False, True, False, True],
-        "token_texts": [["a"], ["</script>", "b"], ["c"], None],
-        "token_parts": [[-1.0], [1.5, 0.5], [-3.0], None],
     }
     return pl.DataFrame(table | columns, strict=False)
 
 
 class TestResponses:
-    def test_tokens_and_the_responses_to_the_same_prompt(self, tmp_path):
+    def test_the_responses_to_the_same_prompt(self, tmp_path):
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "target": "ValidationLoss(16 rows 1a)"})
         opened = plain(build_detail(run, 1, 1))
-        assert opened["tokens"] == {"texts": ["</script>", "b"], "parts": [1.5, 0.5], "left_out": 0}
         assert len(opened["prompt"]) == 20_000
         assert opened["targets"][0]["name"] == "likelihood of the demonstrations"
-        assert opened["mc_text"] is opened["frames_note"] is None
         group = opened["group"]
         assert group["total"] == 3
         assert [(one["record"], one["reward"], one["dropped"]) for one in group["responses"]] == [
@@ -127,26 +113,23 @@ class TestResponses:
             (3, 1.0, False),
             (0, 0.0, True),
         ]
-        assert [one["tokens"] is None for one in group["responses"]] == [False, True, False]
         assert plain(build_detail(run, 1, 2))["group"]["total"] == 1
 
     def test_a_file_holds_each_response_once(self, tmp_path):
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})
-        ((_, text),) = embedding.embed_rounds([run], [[1]])
+        ((_, text),) = embed_rounds([run], [[1]])
         content = json.loads(gzip.decompress(base64.b64decode(text)))
         assert set(content["details"]) == {"0", "1", "2", "3"}
         assert "group" not in content["details"]["1"]
         (group,) = content["groups"]  # of the prompt with several responses
         assert [one["record"] for one in group["responses"]] == [1, 3, 0]
-        assert all("response" not in one and "tokens" not in one for one in group["responses"])
+        assert all("response" not in one for one in group["responses"])
         assert content["round"]["worst"][0]["text"] == "c"
 
-    def test_long_groups_and_long_responses_are_cut(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(responses, "GROUP", 2)
-        monkeypatch.setattr(responses, "MOST_TOKENS", 1)
+    def test_long_groups_are_cut(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("whence.page.responses.GROUP", 2)
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language"})
         opened = plain(build_detail(run, 1, 1))
-        assert opened["tokens"] == {"texts": ["</script>"], "parts": [1.5], "left_out": 1}
         assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
 
 
@@ -198,7 +181,7 @@ class TestRound:
         plain(query_records(run, 1))
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
-        monkeypatch.setattr("whence.page.explorer.rounds.STRIP", 20)
+        monkeypatch.setattr("whence.page.explored_rounds.STRIP", 20)
         from whence.moments import find_moments
 
         table = table_of()
@@ -240,7 +223,6 @@ class TestQuery:
             ([("reason", "TOO")], ~pl.col("keep")),
             ([("value", "0.14")], pl.col("record_id") == 1),
             ([("observation", "-59.0")], pl.col("record_id") == 59),
-            ([("value", "0e999"), ("step", "3")], pl.col("step") == 3),  # to so few digits, all values are 0
             ([("value", "1e999")], pl.lit(False)),
             ([("value", "<1e999"), ("step", "3")], pl.col("step") == 3),
         ],
@@ -291,7 +273,7 @@ def make_replay(steps, mismatch=None, frames_note=None):
     """Return a replay with a frame for each of its steps."""
     frames = {step: np.full((40, 600, 3), step, dtype=np.uint8) for step in steps}
     ids, numbers = np.arange(len(frames)), np.zeros(len(frames))
-    return EpisodeReplay(0, ids, [], numbers, numbers, frames, mismatch, False, False, frames_note)
+    return EpisodeReplay(0, ids, [], numbers, numbers, frames, mismatch, frames_note)
 
 
 class TestFrames:
@@ -299,12 +281,12 @@ class TestFrames:
         from PIL import Image
 
         frame = np.random.default_rng(0).integers(0, 255, (400, 600, 3), dtype=np.uint8)
-        (image,), width, height = encode_frames([frame])
-        assert (width, height) == (WIDTH, 200)
-        data = base64.b64decode(image.removeprefix("data:image/webp;base64,"))
+        encoded = encode_frames({7: frame}, 7)
+        assert (encoded["width"], encoded["height"], encoded["face"]) == (WIDTH, 160, 0)
+        data = base64.b64decode(encoded["images"][0].removeprefix("data:image/webp;base64,"))
         import io
 
-        assert Image.open(io.BytesIO(data)).size == (WIDTH, 200)
+        assert Image.open(io.BytesIO(data)).size == (WIDTH, 160)
 
     def test_each_episode_is_replayed_once_for_all_its_moments(self, tmp_path, monkeypatch):
         scores = np.zeros(60, dtype=np.float32)
@@ -319,7 +301,7 @@ class TestFrames:
             return make_replay(frames)
 
         monkeypatch.setattr("whence.page.explored_run.replay_episode", replay)
-        (embedded,) = embedding.embed_rounds([lake], [[1]])
+        (embedded,) = embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded.text)))
         framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
@@ -330,27 +312,22 @@ class TestFrames:
             assert len(frames["images"]) == len(frames["steps"])
             assert moment["thumb"].startswith("data:image/webp;base64,")
         unframed = [d for d in content["details"].values() if d["frames"] is None]
-        assert {d["frames_note"] for d in unframed} == {details.NOT_EMBEDDED}
+        assert {d["frames_note"] for d in unframed} == {NOT_EMBEDDED}
 
-    def test_after_a_mismatch_nothing_is_drawn_and_the_reason_is_said(self):
-        moment, replay = find_moment(table_of(), 3), make_replay([0, 1, 2], "Step 3 differs.")
-        assert pick_frames({0: (replay, None)}, moment, [1, 2, 3]) == ({}, "Step 3 differs.")
-        frames, note = pick_frames({0: (replay, None)}, find_moment(table_of(), 2), [1, 2, 3])
-        assert (list(frames), note) == ([1, 2], "Step 3 differs.")
-        nothing = make_replay([], frames_note="It has no render mode.")
-        assert pick_frames({0: (nothing, None)}, moment, [3]) == ({}, "It has no render mode.")
-
-    def test_frames_get_smaller_until_the_round_fits(self, lake, monkeypatch):
-        generator = np.random.default_rng(0)
-
-        def replay(run, episode, *, env, frames, last_step):
-            noise = {step: generator.integers(0, 255, (90, 600, 3), dtype=np.uint8) for step in frames}
-            return replace(make_replay(frames), frames=noise)
-
-        monkeypatch.setattr("whence.page.explored_run.replay_episode", replay)
-        (large,) = embedding.embed_rounds([lake], [[1]])
-        (small,) = embedding.embed_rounds([lake], [[1]], budget=1000)
-        assert len(small.text) < 0.5 * len(large.text)
+    @pytest.mark.parametrize(
+        ("step", "drawn", "mismatch", "frames_note", "expected"),
+        [
+            (3, [0, 1, 2], "Step 3 differs.", None, ([], "Step 3 differs.")),
+            (2, [0, 1, 2], "Step 3 differs.", None, ([1, 2], "Step 3 differs.")),
+            (3, [], None, "It has no render mode.", ([], "It has no render mode.")),
+            (3, [], None, None, ([], "The replay ended before this step.")),
+        ],
+    )
+    def test_what_is_missing_of_frames_is_said(self, lake, monkeypatch, step, drawn, mismatch, frames_note, expected):
+        replay = make_replay(drawn, mismatch, frames_note)
+        monkeypatch.setattr("whence.page.explored_run.replay_episode", lambda *_, **__: replay)
+        ((frames, note),) = replay_moments(lake, [(find_moment(table_of(), step), [1, 2, 3])]).values()
+        assert (list(frames), note) == expected
 
 
 class TestTrust:

@@ -329,23 +329,13 @@ class TestResponses:
         expect(page.locator(".card .what").first).to_have_text(f"Record {WORST} It. {HOSTILE}")
         moment = open_worst(page)
         expect(moment.locator("section pre").first).to_have_text(f"Say it. {HOSTILE}")
-        expect(moment.locator("pre.tokens").first).to_have_text(f"It is{HOSTILE}↵ .")
+        expect(moment.locator("section pre").nth(1)).to_have_text(f"Say it. {HOSTILE}")
         assert page.locator("#record-words").text_content() == "one response of the model"
         expect(moment.locator(".story")).to_contain_text(
             "The reward was 0. The advantage was −0.5, so training makes the"
         )
         assert moment.get_by_text("Was the advantage right?").count() == 0
         assert moment.get_by_text("What it saw").count() == 0
-
-    def test_tokens_are_coloured_by_sign_and_size(self, page):
-        moment = open_worst(page)
-        tokens = moment.locator("pre.tokens").first.locator(".token")
-        colours = tokens.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundColor)")
-        alpha = [float(re.findall(r"[\d.]+", colour)[-1]) for colour in colours]
-        red, blue = [[float(part) for part in re.findall(r"[\d.]+", colour)[:3]] for colour in (colours[0], colours[3])]
-        assert alpha[0] > alpha[1] > alpha[3] > alpha[2] == 0
-        assert red[0] > red[2]
-        assert blue[2] > blue[0]
 
     def test_the_responses_to_a_prompt_stand_side_by_side(self, page):
         moment = open_worst(page)
@@ -354,17 +344,16 @@ class TestResponses:
         cards = moment.locator(".group-card")
         expect(cards).to_have_count(3)
         expect(cards.nth(0)).to_contain_text("+0.8 ± 0.05")
-        expect(cards.nth(0)).to_contain_text("Say it.↵")
+        expect(cards.nth(0)).to_contain_text("Say it.")
         expect(cards.nth(1)).to_contain_text(f"Record {WORST}, this one")
         expect(cards.nth(1)).to_contain_text("no, dropped")
-        expect(cards.nth(2)).to_contain_text(f"It. {HOSTILE}")
+        expect(cards.nth(2)).to_contain_text(f"Say it. {HOSTILE}")
         boxes = [cards.nth(at).bounding_box() for at in range(3)]
         assert boxes[0]["y"] == boxes[1]["y"]
         assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
         assert cards.nth(2).get_by_role("button").count() == 0  # the file does not have it
         cards.nth(0).get_by_role("button", name=f"Record {BEST}").click()
         expect(page.locator("#moment-title")).to_have_text(f"Record {BEST}")
-        expect(moment.locator("pre.tokens").first).to_have_text("Say it.↵ ")
 
 
 def check_accessible(response):
@@ -424,7 +413,7 @@ def make_causes(number, record, by):
     """What the server answers to: what taught it this?"""
     raised, lowered = make_round(1, text=HOSTILE)["round"]["best"][:3], make_round(2)["round"]["worst"][:2]
     return {
-        **{"record": record, "round": number, "by": by, "note": None, "rounds": [1, 2, 3]},
+        **{"record": record, "round": number, "by": by, "notes": [], "rounds": [1, 2, 3]},
         "decision": f"“nothing{HOSTILE}” in record {record}: its probability was 25% and is 97% now.",
         "text": f"Round 1 raised it most, {'by the rule' if by == 'similar' else 'by influence'}.",
         "sums": {"raised": [3.0, 1.0, 0.0], "lowered": [0.0, -1.5, 0.0]},

@@ -251,5 +251,5 @@ class TestCommand:
         assert code == 0
         assert f"Picture: {tmp_path / 'two.png'}" in out
         with Image.open(tmp_path / "two.png") as picture:
-            assert picture.size == (1500, 840)
+            assert picture.size == (1200, 840)
             assert len(picture.getcolors(1 << 20)) > 100

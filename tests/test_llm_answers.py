@@ -5,8 +5,8 @@ import torch
 
 from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
 from whence.llm.text import answer_prompts, read_prompts
-from whence.page.explorer.responses import compare_answers, read_answers
-from whence.page.html import write_report
+from whence.page import write_report
+from whence.page.responses import compare_answers, read_answers
 from whence.runs import RunDirectory
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -78,12 +78,12 @@ class TestPage:
         shown = compare_answers(
             start, {"after 3 rounds": table_of(["q", "p", "r"], ["b!", "a", "d"], [0.0, 0.0, 0.75])}
         )
-        assert [one.prompt for one in shown.prompts] == ["q", "r", "p"]
-        before, after = shown.prompts[0].answers
-        assert (before.text, before.reward, before.change, before.is_same) == ("b", 1.0, None, True)
-        assert (after.by, after.text, after.change, after.is_same) == ("after 3 rounds", "b!", -1.0, False)
-        assert shown.prompts[2].answers[1].is_same
-        assert shown.sentences == [
+        assert [one["prompt"] for one in shown["prompts"]] == ["q", "r", "p"]
+        before, after = shown["prompts"][0]["answers"]
+        assert (before["text"], before["reward"], before["change"]) == ("b", 1.0, None)
+        assert (after["by"], after["text"], after["change"], after["is_same"]) == ("after 3 rounds", "b!", -1.0, False)
+        assert shown["prompts"][2]["answers"][1]["is_same"]
+        assert shown["sentences"] == [
             "After 3 rounds: 2 of 3 answers differ from those before training. The mean reward was 0.5 before and is "
             "0.25."
         ]
@@ -91,9 +91,9 @@ class TestPage:
     def test_prompts_and_rewards_that_are_missing(self):
         start = table_of(["p", "q"], ["a", "b"], [None, None])
         shown = compare_answers(start, {"after 1 round": table_of(["p", "z"], ["c", "d"], [1.0, 1.0])})
-        assert [len(one.answers) for one in shown.prompts] == [2, 1]
-        assert shown.prompts[0].answers[1].change is None
-        assert shown.sentences == ["After 1 round: 1 of 1 answers differ from those before training."]
+        assert [len(one["answers"]) for one in shown["prompts"]] == [2, 1]
+        assert shown["prompts"][0]["answers"][1]["change"] is None
+        assert shown["sentences"] == ["After 1 round: 1 of 1 answers differ from those before training."]
 
     def test_several_runs_stand_next_to_each_other(self, tmp_path):
         runs = {}
@@ -109,7 +109,7 @@ class TestPage:
         assert notes == [
             "Answers of other cannot be shown: its start model answers otherwise than that of the first run."
         ]
-        assert [(answer.by, answer.text) for answer in shown.prompts[0].answers] == [
+        assert [(answer["by"], answer["text"]) for answer in shown["prompts"][0]["answers"]] == [
             ("before training", "a"),
             ("ppo, after 4 rounds", "of ppo"),
             ("ippo, after 4 rounds", "of ippo"),

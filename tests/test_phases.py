@@ -11,7 +11,6 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from PIL import Image
 from stable_baselines3 import PPO
 
 from test_report import page_of, run_of
@@ -37,7 +36,7 @@ from whence.diagnosis.roughness import (
     split_curve,
 )
 from whence.experiments import configure, load_round, run
-from whence.page.explorer import ExploredRun
+from whence.page import ExploredRun
 from whence.page.html import list_figures
 from whence.sb3 import InfluenceCallback, model_objective
 
@@ -286,13 +285,10 @@ class TestSentences:
 
 
 class TestCommand:
-    def test_sentences_tables_numbers_and_picture(self, whence, cart, tmp_path):
-        code, out, err = whence("phases", cart.path, "--record", 700, "--out", tmp_path / "p.png")
+    def test_sentences_tables_and_numbers(self, whence, cart, tmp_path):
+        code, out, err = whence("phases", cart.path, "--record", 700)
         assert code == 0, err
         assert out.index("LDA's three phases") < out.index("Phases") < out.index("Moments that raised")
-        with Image.open(tmp_path / "p.png") as picture:
-            assert picture.width == 1200
-            assert picture.height > 600  # with frames below the curves
         files = list((cart.path / "phases").glob("*.json"))
         assert any(json.loads(file.read_text())["behaviour"]["records"] == [700] for file in files)
 

@@ -28,8 +28,7 @@ from whence.experiments.llm.language_rebuilding import rebuild_round
 from whence.experiments.llm.loading import load_model, load_pretrained
 from whence.experiments.rl.stored import load_model as load_agent
 from whence.guards import write_atomically
-from whence.page import write_report
-from whence.page.explorer import ExploredRun
+from whence.page import ExploredRun, write_report
 from whence.page.server import make_app
 from whence.page.server.questions import Questions
 from whence.sb3 import InfluenceCallback
@@ -87,7 +86,6 @@ def write_language_run(path: Path) -> None:
             **{"reward": [0.0, 1.0, 0.5, 0.0], "tokens": [2] * 4, "ended": [True] * 4, "log_prob": [-1.0] * 4},
             **{"divergence": [0.0, 0.1, 0.2, 0.3], "advantage": [1.0, -1.0, 0.5, 0.0]},
             **{"prompt_ids": [[1, 2, 3]] * 4, "response_ids": [[4, 5]] * 4},
-            **{"token_texts": [[" ", "1"]] * 4, "token_parts": [[0.5, -0.25]] * 4},
             **{"score": [0.25, -0.25, 0.5, -0.5], "keep": [True, False, True, False], "weight": [1.0, 0.0, 1.0, 0.0]},
             "reason": [None, "below 0", None, "below 0"],
         }

@@ -5,7 +5,6 @@ import re
 import shutil
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -22,8 +21,10 @@ from whence.experiments import configure, load_round, run
 from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.moments import find_moment, find_moments
-from whence.page.moment_view import MomentView, PolicyChange, choose_frames, read_window
-from whence.page.pictures.moment_picture import _make_headline, draw_moment
+from whence.page import MomentView, choose_frames, read_window
+from whence.page.moment_view import PolicyChange
+from whence.page.pictures import draw_moment
+from whence.page.pictures.moment_picture import describe_score
 from whence.sb3 import InfluenceCallback, model_objective
 
 
@@ -156,7 +157,7 @@ class TestCommand:
         assert code == 0
         assert f"Record {face['record_id']} of CartPole-v1, round 3" in out
         assert f"{face['score']:.3g}" in out
-        for text in ("measured", "by 2 fresh rollouts", "pole angle", "left"):
+        for text in ("Measured by 2 fresh rollouts", "pole angle", "left"):
             assert text in out, text
 
     def test_json_is_all_of_it(self, cart, whence):
@@ -218,7 +219,7 @@ class TestCommand:
         code, out, _ = whence("show", tmp_path / "run", "--out", tmp_path / "m.gif")
         assert code == 0
         assert "No frames" in out
-        assert "not: " in out
+        assert "Not measured by fresh rollouts: " in out
         assert measure(tmp_path / "m.gif")[1] == 1
 
     def test_a_language_models_response(self, tmp_path, whence):
@@ -242,7 +243,7 @@ def hostile_view():
     table = TestWindows.TABLE.with_columns(error=pl.lit(0.5), keep=pl.lit(False), reward=pl.lit(1.0), value=pl.lit(2.0))
     moment = find_moment(table, 30)
     frames = {step: np.zeros((40, 60, 3), np.uint8) for step in (29, 30, 31)}
-    policy = PolicyChange("discrete", [text, "$b$"], [0.25, 0.75], [0.5, 0.5], ((), ()), (1.0, 2.0))
+    policy = PolicyChange([text, "$b$"], [0.25, 0.75], [0.5, 0.5], (), (1.0, 2.0))
     return MomentView(
         run=text,
         env=text,
@@ -266,7 +267,7 @@ def test_hostile_text_is_drawn_as_it_is(tmp_path, suffix):
 
 
 def test_a_box_policy_is_drawn(tmp_path):
-    change = PolicyChange("box", ["a", "b"], [0.1, 1.0], [0.2, -1.0], ((1.0, 2.0), (1.0, 1.0)), (0.0, 1.0))
+    change = PolicyChange(["a", "b"], [0.1, 1.0], [0.2, -1.0], ((1.0, 2.0), (1.0, 1.0)), (0.0, 1.0))
     draw_moment(replace(hostile_view(), policy=change, action_labels=None), tmp_path / "m.png")
     assert measure(tmp_path / "m.png")[0][1] > 500
 
@@ -285,15 +286,15 @@ def test_the_face_stands_out_and_the_cursor_moves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("score", "error", "is_significant", "words"),
+    ("score", "error", "words"),
     [
-        (-9.0, 2.0, True, "training on it lowers the target, score -9 ± 2"),
-        (9.0, None, None, "training on it raises the target, score 9 (error not known)"),
-        (-9.0, 8.0, False, "score -9 ± 8, cannot be told from 0"),
-        (float("nan"), None, None, "was not scored"),
+        (-9.0, 2.0, "training on it lowers the target, score -9 ± 2"),
+        (9.0, None, "training on it raises the target, score 9 (error not known)"),
+        (-9.0, 8.0, "score -9 ± 8, cannot be told from 0"),
+        (float("nan"), None, "was not scored"),
     ],
 )
-def test_a_headline_claims_no_more_than_can_be_told(score, error, is_significant, words):
-    moment = SimpleNamespace(record_id=7, score=score, error=error)
-    text, _ = _make_headline(SimpleNamespace(moment=moment, is_significant=is_significant))
+def test_a_headline_claims_no_more_than_can_be_told(score, error, words):
+    moment = replace(find_moment(TestWindows.TABLE, 7), score=score, error=error)
+    text, _ = describe_score(moment)
     assert text.removeprefix("Record 7").removeprefix(":").strip() == words

@@ -1,4 +1,4 @@
-"""A sweep's tables and pictures, what LDA's figures stand beside, and the table of a sweep under way."""
+"""A sweep's tables, and the table of a sweep under way."""
 
 import json
 import re
@@ -10,9 +10,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.errors import Unsupported, WhenceError
+from whence.errors import WhenceError
 from whence.experiments import KeptRun, RunConfig, load_sweep, summarise_sweep
-from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_curve
 from whence.page import write_tables
 from whence.page.figures import COLOURS, arm_colours, learning_curves
@@ -45,8 +44,8 @@ def results(config=LAKE, **seeds):
     return {"lake": labels}
 
 
-def written(found, out, **options):
-    return write_tables(found, summarise_sweep(found), out, **{"pictures": False, **options})
+def written(found, out):
+    return write_tables(found, summarise_sweep(found), out)
 
 
 def tables(text):
@@ -62,16 +61,6 @@ def tables(text):
         elif not line.startswith("| ---"):
             found[-1].append(dict(zip(headings, cells, strict=True)))
     return found
-
-
-def of_lda(preset="lda-code/frozenlake", arms=("ppo", "iif"), **changed):
-    config = RunConfig(**{**presets()[preset], "arm": "ppo", "seed": 0, **changed})
-    return results(config, **{arm: [0, 1] for arm in arms})
-
-
-def ldas(found, out):
-    """LDA's rows of rounds and time saved."""
-    return [row for row in tables(written(found, out))[0] if row["arm"].startswith("*")]
 
 
 class TestTables:
@@ -192,9 +181,9 @@ class TestTables:
         text = written(results(config, ppo=[0], iif=[0]), tmp_path)
         (line,) = (line for line in text.splitlines() if line.startswith("FrozenLake-v1: "))
         assert line == (
-            "FrozenLake-v1: 4 rounds; 20 evaluation episodes every 2 rounds; Adam, SB3's hyper-parameters; "
-            'env_kwargs {"desc": ["SG"]}; n_envs 4; policy "CnnPolicy"; warmup 2; target "action"; '
-            'target_args {"observation": 0, "action": 1}; drop 0.125 unless the arm\'s name says another.'
+            'FrozenLake-v1: env_kwargs {"desc": ["SG"]}; n_envs 4; policy "CnnPolicy"; warmup 2; target "action"; '
+            'target_args {"observation": 0, "action": 1}; rounds 4; eval_episodes 20; eval_every 2; optimizer "Adam"; '
+            "drop 0.125 unless the arm's name says another."
         )
 
     def test_the_usual_share_is_that_of_a_run_that_drops_it(self, tmp_path):
@@ -222,169 +211,8 @@ def shares(**more):
     }
 
 
-class TestLDA:
-    def test_its_figures_stand_under_the_headings_that_mean_the_same(self, tmp_path):
-        (row,) = ldas(of_lda(), tmp_path)
-        assert {heading: cell for heading, cell in row.items() if cell} == {
-            "arm": "*LDA's iif*",
-            "seeds": "3",
-            "SE_ave, every maximum": "33.7% ± 3.4%",
-            "SE_peak, every maximum": "19.6% ± 8.4%",
-            "RT_peak (paper's)": "31.3% ± 3.3%",
-        }
-
-    def test_its_seconds_are_of_the_clock(self, tmp_path):
-        text = written(of_lda(), tmp_path)
-        assert [row for row in tables(text)[2] if row["arm"] == "*LDA's iif*"] == [
-            {
-                "arm": "*LDA's iif*",
-                **{"collection, CPU": "", "collection, wall": ""},
-                **{"scoring, CPU": "", "scoring, wall": "0.11"},
-                **{"optimisation, CPU": "", "optimisation, wall": "1.51"},
-            }
-        ]
-        assert "Its seconds are wall-clock, on another machine: 93.85 s of ppo and 82.15 s of iif" in text
-        assert "64.64 s of iif until ppo's peak" in text
-        assert "50 rounds of ppo's optimisation alone would take 100 s" in text
-
-    def test_each_share_has_its_own_row(self, tmp_path):
-        for drop, se_ave in ((0.125, "23.5%"), (0.25, "30.5%"), (0.5, "33.7%"), (1.0, "32.7%")):
-            (row,) = ldas(of_lda(drop=drop), tmp_path)
-            assert row["SE_ave, every maximum"].startswith(f"{se_ave} ± ")
-        assert ldas(of_lda(drop=0.3), tmp_path) == []
-        assert ldas(of_lda(arms=("ppo", "random")), tmp_path) == []
-
-    @pytest.mark.parametrize(
-        "changed",
-        [
-            {"rounds": 5},
-            {"env_kwargs": {"map_name": "4x4", "is_slippery": True}},
-            {"optimizer": "Adam"},
-            {"n_envs": 2},
-            {"warmup": 1},
-            {"policy_kwargs": {"net_arch": [8]}},
-            {"hyperparameters": {**presets()["lda-code/frozenlake"]["hyperparameters"], "learning_rate": 0.01}},
-        ],
-        ids=lambda changed: next(iter(changed)),
-    )
-    def test_what_is_not_its_own_setting_has_none(self, tmp_path, changed):
-        text = written(of_lda(**changed), tmp_path)
-        assert "*LDA" not in text
-        assert "LDA's rows" not in text
-
-    def test_clipped_gradients_are_told_of_and_have_none(self, tmp_path):
-        text = written(of_lda("paper/frozenlake"), tmp_path)
-        assert "*LDA" not in text
-        assert "clipped to a norm of 0.5, as LDA's paper prints. LDA's code does not clip" in text
-        assert "beside lda-code/frozenlake only" in text
-
-    def test_other_evaluations_are_told_in_its_row(self, tmp_path):
-        preset = {"rounds": 500, "eval_every": 5, "eval_episodes": 50}
-        (row,) = ldas(of_lda("lda-code/bipedalwalker", **preset), tmp_path)
-        assert row["arm"] == "*LDA's iif (its evaluations: every round, 100 episodes)*"
-        assert row["RT_peak (paper's)"] == "29.2% ± 0.7%"
-
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """What would be drawn: the traces of each picture, in order, without a browser."""
-    seen = []
-
-    def to_image(figure, format):
-        seen.append(figure)
-        return b"<svg/>"
-
-    def write_image(figure, file, format):
-        file.write_bytes(to_image(figure, format))
-
-    monkeypatch.setattr("plotly.graph_objects.Figure.to_image", to_image)
-    monkeypatch.setattr("plotly.graph_objects.Figure.write_image", write_image)
-    return seen
-
-
-def pictured(found, out, seen):
-    """The pictures that a text shows, and the arms in each."""
-    text = written(found, out, pictures=True)
-    links = re.findall(r"^!\[.*\]\((.*)\)$", text, re.MULTILINE)
-    assert all((out / link).is_file() for link in links)
-    assert (out / "tables.md").read_text() == text
-    return {link: [trace.name for trace in one.data if trace.name] for link, one in zip(links, seen, strict=True)}
-
-
-class TestPictures:
-    def test_arms_shares_and_controls_have_pictures_of_their_own(self, tmp_path, drawn):
-        found = results(ppo=[0, 1], iif=[0], random=[0], ppo_matched=[0])
-        found["lake"]["ppo-lr-0.5"] = {0: finished(replace(LAKE, arm="ppo-lr-0.5"))}
-        found["lake"]["iif-drop0.25"] = {0: finished(replace(LAKE, arm="iif", drop=0.25))}
-        assert pictured(found, tmp_path, drawn) == {
-            "figures/lake/arms.svg": ["ppo", "iif", "random"],
-            "figures/lake/drop.svg": ["ppo", "iif", "iif-drop0.25"],
-            "figures/lake/controls.svg": ["ppo", "iif", "ppo-matched", "ppo-lr-0.5"],
-        }
-
-    def test_no_experiments_pictures_replace_anothers(self, tmp_path, drawn):
-        names = ("lake", "lake-drop", "lake.svg", "drop.svg")
-        one = {**shares()["lake"], "ppo": {0: finished(LAKE)}}
-        assert len(pictured(dict.fromkeys(names, one), tmp_path, drawn)) == 8
-
-    def test_shares_without_the_usual_one(self, tmp_path, drawn):
-        found = results(ppo=[0])
-        for drop in (0.25, 1.0):
-            found["lake"][f"iif-drop{drop:g}"] = {0: finished(replace(LAKE, arm="iif", drop=drop))}
-        both = ["ppo", "iif-drop0.25", "iif-drop1"]
-        assert pictured(found, tmp_path, drawn) == {"figures/lake/drop.svg": both}
-        del found["lake"]["iif-drop1"]
-        drawn.clear()
-        assert pictured(found, tmp_path, drawn) == {"figures/lake/arms.svg": both[:2]}
-
-    def test_shares_alone_so_far(self, tmp_path, drawn):
-        found = {"lake": {"iif-drop1": {0: finished(replace(LAKE, arm="iif", drop=1.0))}}}
-        assert pictured(found, tmp_path, drawn) == {"figures/lake/arms.svg": ["iif-drop1"]}
-        found["lake"]["iif-drop0.25"] = {0: finished(replace(LAKE, arm="iif", drop=0.25))}
-        drawn.clear()
-        assert pictured(found, tmp_path, drawn) == {"figures/lake/drop.svg": ["iif-drop1", "iif-drop0.25"]}
-
-    def test_ppo_alone_has_a_picture(self, tmp_path, drawn):
-        assert pictured(results(ppo=[0]), tmp_path, drawn) == {"figures/lake/arms.svg": ["ppo"]}
-
-    def test_long_legends_have_room(self, tmp_path, drawn):
-        arms = ("ppo", "iif", "mean", "nonpositive", "negative_random", "random", "advantage_1", "advantage_2")
-        pictured(results(**{arm: [0] for arm in arms}), tmp_path, drawn)
-        assert drawn[0].layout.height > 340
-
-    def test_no_two_arms_look_alike(self):
-        arms = ["ppo", *(f"arm {number}" for number in range(3 * len(COLOURS)))]
-        figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}), arm_colours(arms))
-        looks = [(trace.line.color, trace.line.dash) for trace in figure.data]
-        assert len(looks) == len(set(looks)) == len(arms)
-
-    @needs_browser
-    def test_they_are_drawn(self, tmp_path):
-        pytest.importorskip("kaleido")
-        written({"lake": {**shares()["lake"], **results(ppo=[0, 1])["lake"]}}, tmp_path, pictures=True)
-        for name in ("arms", "drop"):
-            content = (tmp_path / f"figures/lake/{name}.svg").read_text()
-            assert content.startswith("<svg")
-            assert "mean test return" in content
-
-    def test_without_a_browser_the_tables_are_there(self, tmp_path, monkeypatch):
-        def to_image(*_, **__):
-            raise RuntimeError("Kaleido requires Google Chrome to be installed.")
-
-        monkeypatch.setattr("plotly.graph_objects.Figure.to_image", to_image)
-        with pytest.raises(Unsupported, match=r"arms\.svg cannot be drawn: Kaleido requires .* --no-pictures"):
-            written(results(ppo=[0]), tmp_path, pictures=True)
-        assert "![" not in (tmp_path / "tables.md").read_text()
-        assert (tmp_path / "summary.json").is_file()
-
-    def test_a_full_disk_is_no_missing_browser(self, tmp_path, monkeypatch):
-        def full(*_, **__):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("plotly.graph_objects.Figure.to_image", full)
-        monkeypatch.setattr("plotly.graph_objects.Figure.write_image", full)
-        with pytest.raises(OSError, match="No space left"):
-            written(results(ppo=[0]), tmp_path, pictures=True)
+def test_no_two_arms_look_alike():
+    arms = ["ppo", *(f"arm {number}" for number in range(3 * len(COLOURS)))]
+    figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}), arm_colours(arms))
+    looks = [(trace.line.color, trace.line.dash) for trace in figure.data]
+    assert len(looks) == len(set(looks)) == len(arms)

@@ -12,8 +12,7 @@ from rich.text import Text
 from whence.cli.console import console, make_printable, make_table, print_line
 from whence.influence import is_significant
 from whence.moments import Moment, name_action
-from whence.page.cause_view import CauseView, tell_causes, tell_decision
-from whence.page.moment_view import PROBABILITIES, MomentView, format_number
+from whence.page import CauseView, MomentView, format_number
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""
@@ -22,6 +21,9 @@ _STRIPS = ("reward", "value", "advantage", "score")
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
+_EXCERPT = 60
+"""Characters of a text in a table's cell."""
+
 _COLUMNS = 100
 """The most columns of blocks in a line."""
 
@@ -29,12 +31,11 @@ _COLUMNS = 100
 def print_view(view: MomentView) -> None:
     """Print a moment: what it is, what was done there, what the round changed, and the steps around it."""
     moment = view.moment
-    where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
-    print_line(f"Record {moment.record_id} of {view.env or view.run}, round {view.round}{where}")
+    print_line(f"Record {moment.record_id} of {view.place}")
     _print_facts(_list_facts(view))
     if (change := view.policy) is not None:
         title = f"Policy before and after the round; value {change.values[0]:.3g} → {change.values[1]:.3g}"
-        if change.kind == PROBABILITIES:
+        if not change.spreads:
             columns = [[f"{share:.3f}" for share in shares] for shares in (change.before, change.after)]
         else:
             pairs = ((change.before, change.spreads[0]), (change.after, change.spreads[1]))
@@ -62,10 +63,9 @@ def _list_facts(view: MomentView) -> dict[str, str]:
         text = f"steps {moment.first_step} to {moment.last_step}: {moment.records} records, total {moment.total:.3g}"
         facts["moment"] = f"{text}, {moment.dropped} dropped"
     facts |= _describe_training(view.row) | {"action": view.action, "advantage": format_number(moment.advantage)}
-    if view.estimate is not None:
-        facts["measured"] = f"{view.estimate[0]:.3g} ± {view.estimate[1]:.2g} by {view.estimate_note}"
-    elif view.estimate_note:
-        facts["measured"] = f"not: {view.estimate_note}"
+    if (estimate := view.estimate) is not None:
+        number = "" if estimate.mean is None else f"{estimate.mean:.3g} ± {estimate.error:.2g}. "
+        facts["fresh rollouts"] = f"{number}{estimate.text}"
     numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
     facts |= {name: format_number(number) for name, number in numbers.items() if number is not None}
     if view.state:
@@ -132,22 +132,30 @@ def print_response(row: Mapping[str, Any], number: int, response: Text | None = 
 
 
 def print_causes(view: CauseView) -> None:
-    """Print what taught a decision: two sentences, the strip over rounds, and the moments."""
-    print_line(tell_decision(view.decision))
-    print_line(tell_causes(view))
+    """Print what taught a decision: sentences, the strip over rounds, and the moments or records."""
+    print_line(view.decision.text)
+    print_line(view.text)
     print_strip(view.rounds)
-    headings = ["round", "record", "episode", "steps", "action", "advantage", "score"]
-    for entries, verb in ((view.raised, "raised"), (view.lowered, "lowered")):
-        rows = [
-            [
-                *(entry.round, *list_cells(entry.moment), name_action(entry.moment.action, view.action_labels)),
-                "–" if entry.moment.advantage is None else f"{entry.moment.advantage:+.3g}",
-                f"{entry.moment.score:+.3g}",
-            ]
-            for entry in entries
-        ]
+    for rows, verb in ((view.raised, "raised"), (view.lowered, "lowered")):
         if rows:
-            console.print(make_table(f"The {len(rows)} moments that {verb} it most", headings, rows))
+            kind = "records" if "prompt" in rows[0] else "moments"
+            cells = [_list_cause_cells(row) for row in rows]
+            title = f"The {len(rows)} {kind} that {verb} it most"
+            console.print(make_table(title, list(cells[0]), [list(row.values()) for row in cells]))
+    for note in view.notes:
+        print_line(f"Note: {note}")
+
+
+def _list_cause_cells(row: Mapping[str, Any]) -> dict[str, object]:
+    """Return a moment's or a record's cells by their headings."""
+    cells: dict[str, object] = {"round": row["round"], "record": row["record"]}
+    if "prompt" in row:
+        cells |= {name: shorten(row[name]) for name in ("prompt", "response")} | {"reward": f"{row['reward']:.3g}"}
+    else:
+        steps = f"{row['first_step']}–{row['last_step']}" if row["records"] > 1 else row["step"]
+        cells |= {"episode": row["episode"], "steps": steps, "action": row["action"]}
+    advantage = "–" if row["advantage"] is None else f"{row['advantage']:+.3g}"
+    return cells | {"advantage": advantage, "score": f"{row['score']:+.3g}"}
 
 
 def print_strip(rounds: pl.DataFrame) -> None:
@@ -169,3 +177,14 @@ def print_strip(rounds: pl.DataFrame) -> None:
     largest = max(map(max, means.values())) or 1.0
     for name, values in means.items():
         print_line(f"{name:<8} {''.join(_BLOCKS[ceil(8 * value / largest)] for value in values)}")
+
+
+def shorten(text: str) -> str:
+    """Return a text on one line, cut to the width of a table's cell."""
+    line = show_text(text)
+    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
+
+
+def show_text(text: str) -> str:
+    """Return a text on one line, its line breaks and tabs written out."""
+    return text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")

@@ -1,4 +1,6 @@
-"""Pages to look at."""
+"""Pages to look at: a run's moments, causes and figures, as one file, served, as pictures and in the terminal."""
 
-from whence.page.html import write_report as write_report
-from whence.page.sweep_tables import write_tables as write_tables
+import lazy_loader
+
+# What is imported is in __init__.pyi; it loads at first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,18 +1,21 @@
-"""Causes of a decision as terminal, pictures and page show them."""
+"""Causes of a decision or a response as terminal, pictures and page show them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.diagnosis import RankedMoment, compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
-from whence.moments import name_action
+from whence.diagnosis import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
+from whence.errors import WhenceError
+from whence.moments import find_moment, name_action
 from whence.page.explored_run import LOCK, ExploredRun
-from whence.page.moment_view import Frames
+from whence.page.frames import make_thumb, replay_moments
+from whence.page.grid import round_number, round_numbers
+from whence.page.moment_view import describe_moment
 from whence.targets import Action
 
 SCORED: Mapping[str, str] = {
@@ -25,26 +28,35 @@ SCORED: Mapping[str, str] = {
 BY: Mapping[str, str] = {"influence": "raw", "similar": "similar", "similar-hidden": "similar-hidden"}
 """The method of `find_causes` by the name that commands and pages have for it."""
 
+MOMENTS = 6
+"""Moments at either end that the page shows."""
+
 
 @dataclass(frozen=True)
 class Decision:
-    """What is asked about.
+    """What is asked about: an agent's action in a state, or a model's response to a prompt.
 
     Attributes:
-        action: in words.
-        place: where it was taken: "at step 57 of an episode with seed 0".
-        before: its mean log-probability under the first round's policy; of continuous actions, the log-density.
+        what: it in words: "“left” at step 57 of an episode with seed 0".
+        before: its mean log-probability under the first round's policy, or its log-density; None: not measured.
         after: the same under the present policy.
         is_discrete: whether these are logarithms of probabilities.
         frame: a picture of the state (height, width, 3); None if there is none.
     """
 
-    action: str
-    place: str
-    before: float
-    after: float
+    what: str
+    before: float | None
+    after: float | None
     is_discrete: bool = True
     frame: NDArray[np.uint8] | None = None
+
+    @property
+    def text(self) -> str:
+        """What is asked about, and how its probability changed, in a sentence."""
+        if self.before is None or self.after is None:
+            return f"{self.what}."
+        name, form = ("probability", format_probability) if self.is_discrete else ("log-density", "{:.3g}".format)
+        return f"{self.what}: its {name} was {form(self.before)} under the first policy and is {form(self.after)} now."
 
 
 @dataclass(frozen=True)
@@ -55,13 +67,12 @@ class CauseView:
         run: the run's directory.
         env: the environment's id, or "".
         decision: what is asked about.
-        by: how records were scored, a key of `BY`.
+        by: how records were scored.
         rounds: see `sum_rounds`.
-        raised: the moments that raised its probability most.
+        raised: the moments that raised its probability most, or the records, each in JSON types.
         lowered: those that lowered it most.
-        action_labels: names of discrete actions, or None.
         frames: pictures of the moments' faces, by record.
-        frames_note: why some are missing; None if none is.
+        notes: what is missing, in sentences.
     """
 
     run: str
@@ -69,23 +80,43 @@ class CauseView:
     decision: Decision
     by: str
     rounds: pl.DataFrame
-    raised: Sequence[RankedMoment]
-    lowered: Sequence[RankedMoment]
-    action_labels: Sequence[str] | None = None
-    frames: Frames = field(default_factory=dict)
-    frames_note: str | None = None
+    raised: Sequence[dict[str, Any]]
+    lowered: Sequence[dict[str, Any]]
+    frames: Mapping[int, NDArray[np.uint8]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        """When the decision was taught, and by what most, in sentences."""
+        if not self.raised:
+            return "No record of any round raised it."
+        top = self.raised[0]
+        step = top.get("step")
+        face = f"record is {top['record']}" if step is None else f"moment is step {step} of episode {top['episode']}"
+        return f"{tell_rounds(self.rounds)} The strongest {face} in round {top['round']}."
 
 
-def read_decision(run: ExploredRun, number: int, record: int) -> tuple[Action, Decision]:
+def read_decision(run: ExploredRun, number: int, record: int, *, with_frame: bool = False) -> tuple[Action, Decision]:
     """Return what was done in a record of a round, as a target and in words.
+
+    Args:
+        run: the run.
+        number: the round.
+        record: the record's id.
+        with_frame: whether a picture of its state is drawn.
 
     Raises:
         RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
     """
-    row = run.record(number, record)
+    place = place_record(number, run.record(number, record))
     with LOCK:
         target = read_record(run.directory, number, record, env=run.env)
-        return target, describe_target(run, target, place_record(number, row))
+        decision = describe_target(run, target, place)
+    if not with_frame:
+        return target, decision
+    moment = find_moment(run.round(number).table, record)
+    frames, _ = replay_moments(run, [(moment, [moment.step or 0])])[record]
+    return target, replace(decision, frame=frames.get(moment.step or 0))
 
 
 def describe_target(
@@ -102,7 +133,7 @@ def describe_target(
     action = np.asarray(target.action).squeeze().tolist()
     name = name_action(action, run.labels)
     name = f"action {name}" if run.labels is None and isinstance(action, int) else name
-    return Decision(name, place, *(log_probs or compare_log_probs(run.directory, target, env=run.env)))
+    return Decision(f"“{name}” {place}", *(log_probs or compare_log_probs(run.directory, target, env=run.env)))
 
 
 def gather_causes(
@@ -112,9 +143,10 @@ def gather_causes(
     *,
     by: str = "influence",
     most: int = 10,
+    framed: int = 0,
     on_round: Callable[[int, int], None] | None = None,
 ) -> CauseView:
-    """Score the records of all rounds for a decision, and return what taught it, without frames.
+    """Score the records of all rounds for a decision, and return what taught it.
 
     Args:
         run: the run of an agent.
@@ -122,6 +154,7 @@ def gather_causes(
         decision: the same in words.
         by: a key of `BY`.
         most: the most moments at either end.
+        framed: how many of them at either end have their faces drawn.
         on_round: called after each round with the number of rounds that are scored, and of all; what it raises ends the
             work.
 
@@ -132,36 +165,74 @@ def gather_causes(
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
     with LOCK:
         scores = find_causes(run.directory, **pair, method=BY[by], env=run.env, on_round=on_round)
+    raised, lowered = (rank_moments(scores, lowest=lowest, most=most) for lowest in (False, True))
+    faces = [entry.moment for entry in (*raised[:framed], *lowered[:framed])]
+    replays = replay_moments(run, [(moment, [moment.step or 0]) for moment in faces])
+    notes = {note for _, note in replays.values() if note is not None}
+    rows = [
+        [describe_moment(entry.moment, run.labels) | {"round": entry.round} for entry in entries]
+        for entries in (raised, lowered)
+    ]
     return CauseView(
         run=str(run.directory.path),
         env=run.env_name,
         decision=decision,
         by=by,
         rounds=sum_rounds(scores),
-        raised=rank_moments(scores, lowest=False, most=most),
-        lowered=rank_moments(scores, lowest=True, most=most),
-        action_labels=run.labels,
+        raised=rows[0],
+        lowered=rows[1],
+        frames={record: frame for record, (frames, _) in replays.items() for frame in frames.values()},
+        notes=sorted(notes)[:1],
     )
 
 
-def replay_faces(run: ExploredRun, moments: Iterable[RankedMoment]) -> tuple[dict[int, NDArray[np.uint8]], str | None]:
-    """Return pictures of moments' faces by record, and why one is missing; each episode is played once."""
-    frames: dict[int, NDArray[np.uint8]] = {}
-    note: str | None = None
-    by_episode: dict[int, dict[int, int]] = {}
-    for moment in (entry.moment for entry in moments):
-        if moment.episode_id is None or moment.step is None:
-            note = "No frames: a record's episode is not known."
-        else:
-            by_episode.setdefault(moment.episode_id, {})[moment.step] = moment.record_id
-    for episode, steps in by_episode.items():
-        replay, refusal = run.replay(episode, list(steps))
-        if replay is None:
-            note = refusal
-            continue
-        frames |= {steps[step]: frame for step, frame in replay.frames.items()}
-        note = replay.mismatch or replay.frames_note or note
-    return frames, note
+def build_causes(
+    run: ExploredRun,
+    number: int,
+    record: int,
+    *,
+    by: str = "influence",
+    on_round: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments.
+
+    Args:
+        run: the run of an agent.
+        number: the round.
+        record: the record's id.
+        by: a key of `BY`.
+        on_round: see `gather_causes`.
+
+    Raises:
+        RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
+        WhenceError: the run is a language model's, or its actions are continuous and `by` asks which are the same.
+    """
+    if run.is_language:
+        raise WhenceError("Language models' responses have no such answer here. Ask whence llm why.")
+    target, decision = read_decision(run, number, record)
+    view = gather_causes(run, target, decision, by=by, most=MOMENTS, framed=MOMENTS, on_round=on_round)
+    thumbs = {number: make_thumb(frame) for number, frame in view.frames.items()}
+    for row in (*view.raised, *view.lowered):
+        row["thumb"] = thumbs.get(row["record"])
+    return describe_causes(view) | {"record": record, "round": number}
+
+
+def describe_causes(view: CauseView) -> dict[str, Any]:
+    """Return what taught a decision in JSON types."""
+    ends = ("raised", "lowered")
+    return {
+        "run": view.run,
+        "decision": view.decision.text,
+        "log_prob_first": view.decision.before,
+        "log_prob": view.decision.after,
+        "by": view.by,
+        "text": view.text,
+        "rounds": view.rounds["round"].to_list(),
+        "sums": {name: round_numbers(view.rounds[name].to_list()) for name in ends},
+        "total": {name: round_number(view.rounds[name].sum()) for name in ends},
+        **{name: list(getattr(view, name)) for name in ends},
+        "notes": list(view.notes),
+    }
 
 
 def place_record(number: int, row: Mapping[str, Any]) -> str:
@@ -174,23 +245,6 @@ def place_record(number: int, row: Mapping[str, Any]) -> str:
     step, episode = row.get("step"), row.get("episode_id")
     where = "" if step is None or episode is None else f"step {step} of episode {episode}, "
     return f"in record {row['record_id']:,} ({where}round {number})"
-
-
-def tell_decision(decision: Decision) -> str:
-    """Return what is asked about, and how its probability changed, in a sentence."""
-    what, form = ("probability", format_probability) if decision.is_discrete else ("log-density", "{:.3g}".format)
-    before, after = form(decision.before), form(decision.after)
-    change = f"its {what} was {before} under the first policy and is {after} now"
-    return f"“{decision.action}” {decision.place}: {change}."
-
-
-def tell_causes(view: CauseView) -> str:
-    """Return when the decision was taught, and by which moment most, in sentences."""
-    if not view.raised:
-        return "No record of any round raised it."
-    face = view.raised[0]
-    where = "" if face.moment.step is None else f"step {face.moment.step} of episode {face.moment.episode_id} in "
-    return f"{tell_rounds(view.rounds)} The strongest moment is {where}round {face.round}."
 
 
 def tell_rounds(rounds: pl.DataFrame) -> str:
@@ -225,12 +279,8 @@ def find_core(rounds: pl.DataFrame) -> tuple[int, int]:
 
 
 def format_probability(log_probability: float) -> str:
-    """Return the probability of a log-probability, in percent."""
+    """Return the probability of a log-probability, in percent; of a small one the logarithm, too."""
     probability = math.exp(log_probability)
-    return (
-        f"{probability:.0%}"
-        if 0.095 <= probability <= 0.985
-        else f"{probability:.1%}"
-        if probability > 5e-4
-        else "<0.1%"
-    )
+    if probability <= 5e-4:
+        return f"<0.1% (log {log_probability:.3g})"
+    return f"{probability:.0%}" if 0.095 <= probability <= 0.985 else f"{probability:.1%}"

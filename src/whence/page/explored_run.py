@@ -2,13 +2,16 @@
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from whence.diagnosis import has_map, map_extremes
 from whence.errors import RunDirectoryError, first_line
 from whence.experiments import (
     AnyEnv,
@@ -21,16 +24,20 @@ from whence.experiments import (
     state_names,
 )
 from whence.runs import RunDirectory
-from whence.sb3 import EpisodeReplay
 
 MEMORIES = 24
-"""Results that a run remembers at a time: those of a few rounds."""
+"""Results of rounds that are remembered at a time."""
 
 QUIET_SECONDS = 600.0
-"""A run whose number of rounds is not planned counts as finished once no file of it changed for so long."""
+"""A run whose number of rounds is not planned counts as finished once no round of it came for so long."""
 
 LOCK = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
+
+Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
+"""Pictures (height, width, 3) by step."""
+
+T = TypeVar("T")
 
 
 class Round(NamedTuple):
@@ -49,10 +56,36 @@ class Round(NamedTuple):
     notes: list[str]
 
 
+class Estimate(NamedTuple):
+    """An advantage by fresh rollouts.
+
+    Attributes:
+        mean: the advantage; None if it could not be measured.
+        error: its standard error.
+        text: how it was measured, or why not, as a sentence.
+    """
+
+    mean: float | None
+    error: float | None
+    text: str
+
+
+def remember(read: Callable[["ExploredRun", int], T]) -> Callable[["ExploredRun", int], T]:
+    """Let a method that reads a round do so once, until the round's files change; heavy work is done one at a time."""
+    read_once = lru_cache(MEMORIES)(lambda run, number, stamps: read(run, number))
+
+    @wraps(read)
+    def remembered(run: "ExploredRun", number: int) -> T:
+        files = [run.directory.round_path("records", number)]
+        files += [run.directory.round_path("policies", each) for each in (number, number + 1)]
+        with LOCK:
+            return read_once(run, number, tuple(map(stamp_file, files)))
+
+    return remembered
+
+
 class ExploredRun:
     """A run whose rounds are looked at: pages, pictures and the terminal read and compute through it.
-
-    Heavy work is done one at a time; results are remembered until the files that they came from change.
 
     Attributes:
         directory: the run's directory, finished or not.
@@ -64,7 +97,6 @@ class ExploredRun:
         self.directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
         self.label = label or name_run(self.directory)
         self.env = env
-        self._memories: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
 
     @property
     def is_language(self) -> bool:
@@ -98,13 +130,17 @@ class ExploredRun:
         """The names of the entries of the environment's observations; None: unknown."""
         return state_names(self.env_name)
 
+    @cached_property
+    def _has_map(self) -> bool:
+        return has_map(self.directory, env=self.env)
+
     def is_finished(self) -> bool:
         """Return whether no round is to come."""
         numbers = self.directory.rounds()
         if self.planned is not None:
             return bool(numbers) and max(numbers) >= self.planned
-        stamps = [stamp_file(file) for file in (self.directory.path / "records").glob("*.parquet")]
-        return time.time() - max((stamp[0] for stamp in stamps if stamp), default=0) / 1e9 > QUIET_SECONDS
+        last = stamp_file(self.directory.round_path("records", max(numbers, default=0)))
+        return time.time() - (last[0] if last else 0) / 1e9 > QUIET_SECONDS
 
     def check_round(self, number: int) -> None:
         """Refuse a round that is not there.
@@ -117,6 +153,7 @@ class ExploredRun:
             there = f"rounds {numbers[0]} to {numbers[-1]}" if numbers else "no rounds"
             raise RunDirectoryError(f"Round {number} is not there; {self.directory.path} holds records of {there}.")
 
+    @remember
     def round(self, number: int) -> Round:
         """Return a round's records, scored on demand if they were not.
 
@@ -126,9 +163,30 @@ class ExploredRun:
             RunDirectoryError: the round is not there.
         """
         self.check_round(number)
-        files = (self.directory.round_path("records", number), self.directory.round_path("policies", number))
-        records: Round = self.remember(("round", number), files, lambda: self._read_round(number))
-        return records
+        notes: list[str] = []
+        try:
+            table = self.directory.round("records", number)
+        except RunDirectoryError as broken:
+            return Round(number, pl.DataFrame(schema={"record_id": pl.Int64}), False, [str(broken)])
+        if "score" not in table.columns and not self.is_language and len(table):
+            table = self._score(number, table, notes)
+        elif "score" not in table.columns:
+            notes.append("No record of this round was scored.")
+        if "score" in table.columns:  # JSON has no NaN
+            table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
+        return Round(number, table, "score" in table.columns, notes)
+
+    def _score(self, number: int, table: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
+        try:
+            scores = score_round(self.directory, number, env=self.env).to_polars()
+        except Exception as refusal:
+            notes.append(f"Nothing was scored in this round, and scoring it now failed: {first_line(refusal)}")
+            return table
+        notes.append(
+            "Nothing was scored while this round trained. These scores were computed now, for the return, by the "
+            "policy that collected the round."
+        )
+        return table.join(scores, on="record_id", how="left", maintain_order="left")
 
     def record(self, number: int, record: int) -> dict[str, Any]:
         """Return a record's row of its round's table.
@@ -142,95 +200,58 @@ class ExploredRun:
             raise RunDirectoryError(" ".join([missing, *self.round(number).notes]))
         return rows.row(0, named=True)
 
-    def changes(self, number: int) -> pl.DataFrame:
-        """Return what a round changed in the policy, a row for each record; see `compare_policies`.
+    @remember
+    def changes(self, number: int) -> pl.DataFrame | str:
+        """Return what a round changed in the policy, a row for each record, by `compare_policies`; or why not."""
+        try:
+            return compare_policies(self.directory, number, env=self.env)
+        except Exception as refusal:
+            return first_line(refusal)
+
+    @remember
+    def map(self, number: int) -> dict[str, Any] | None:
+        """Return the round's most harmful and helpful records on the map of a grid world; None elsewhere.
 
         Raises:
-            RunDirectoryError: the policies are not there or cannot be built again.
+            ReplayError: an episode cannot be played again.
         """
+        records = self.round(number)
+        if self.is_language or not records.scored or records.table.is_empty() or not self._has_map:
+            return None
+        extremes = map_extremes(self.directory, number, records.table, env=self.env)
+        return None if extremes is None else extremes.to_json()
 
-        def compare() -> pl.DataFrame | str:
-            # A refusal is remembered, too: each record's details need it.
-            try:
-                return compare_policies(self.directory, number, env=self.env)
-            except Exception as refusal:
-                return first_line(refusal)
-
-        files = [self.directory.round_path("policies", each) for each in (number, number + 1)]
-        table: pl.DataFrame | str = self.remember(("changes", number), files, compare)
-        if isinstance(table, str):
-            raise RunDirectoryError(table)
-        return table
-
-    def replay(self, episode: int, steps: Collection[int]) -> tuple[EpisodeReplay | None, str | None]:
-        """Return an episode's replay with the frames of some steps; or None, and why there is none."""
+    def replay(self, episode: int, steps: Collection[int]) -> tuple[Frames, str | None]:
+        """Return the frames of some steps of an episode, and why there are none or what is wrong with them."""
         try:
             with LOCK:
-                run = self.directory
-                return replay_episode(run, episode, env=self.env, frames=list(steps), last_step=max(steps)), None
+                replay = replay_episode(self.directory, episode, env=self.env, frames=list(steps), last_step=max(steps))
         except Exception as refusal:  # an environment's own code may raise anything
-            return None, f"No frames: {first_line(refusal)}"
+            return {}, f"No frames: {first_line(refusal)}"
+        return replay.frames, replay.mismatch or replay.frames_note
 
-    def measure(
-        self, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None
-    ) -> tuple[float, float]:
-        """Return a record's advantage by fresh rollouts and its standard error; see `estimate_advantages`."""
-        with LOCK:
-            table = estimate_advantages(
-                self.directory, number, [record], env=self.env, continuations=rollouts, seed=0, on_step=on_step
-            )
-            return table["mc_advantage"][0], table["mc_error"][0]
-
-    def remember(self, key: Any, files: Iterable[Path], compute: Callable[[], Any]) -> Any:
-        """Return what `compute` returned when the files were last what they are now.
+    def measure(self, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None) -> Estimate:
+        """Return a record's advantage by fresh rollouts; see `estimate_advantages`.
 
         Args:
-            key: names the result.
-            files: what it comes from.
-            compute: takes nothing.
+            number: the round.
+            record: the record's id.
+            rollouts: with the record's action, and with the policy's.
+            on_step: called between steps; what it raises ends the measurement.
         """
-        stamps = tuple(stamp_file(file) for file in files)
-        with LOCK:
-            if key in self._memories and self._memories[key][0] == stamps:
-                self._memories.move_to_end(key)
-                return self._memories[key][1]
-            result = compute()
-            self._memories[key] = stamps, result
-            while len(self._memories) > MEMORIES:
-                self._memories.popitem(last=False)
-            return result
-
-    def _read_round(self, number: int) -> Round:
-        notes: list[str] = []
         try:
-            table = self.directory.round("records", number)
-        except RunDirectoryError as broken:
-            return Round(number, pl.DataFrame({"record_id": []}, schema={"record_id": pl.Int64}), False, [str(broken)])
-        if "score" not in table.columns and not self.is_language and len(table):
-            table = self._score(number, table, notes)
-        elif "score" not in table.columns:
-            notes.append("No record of this round was scored.")
-        if "score" in table.columns:  # JSON has no NaN
-            table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
-        return Round(number, table, "score" in table.columns, notes)
-
-    def _score(self, number: int, table: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-        if "observation_digest" not in table.columns and not any(n.startswith("observation") for n in table.columns):
-            notes.append("Nothing was scored in this round, and its observations were not stored.")
-            return table
-        try:
-            scores = score_round(self.directory, number, env=self.env).to_polars()
-        except Exception as refusal:
-            notes.append(f"Nothing was scored in this round, and scoring it now failed: {first_line(refusal)}")
-            return table
-        notes.append(
-            "Nothing was scored while this round trained. These scores were computed now, for the return, by the "
-            "policy that collected the round."
-        )
-        return table.join(scores, on="record_id", how="left", maintain_order="left")
+            with LOCK:
+                table = estimate_advantages(
+                    self.directory, number, [record], env=self.env, continuations=rollouts, seed=0, on_step=on_step
+                )
+        except Exception as refusal:  # an environment's own code may raise anything
+            return Estimate(None, None, f"Not measured by fresh rollouts: {first_line(refusal)}")
+        mean, error = table["mc_advantage"][0], table["mc_error"][0]
+        text = f"Measured by {rollouts} fresh rollouts each with this action and with the policy's."
+        return Estimate(mean, error, text)
 
 
-def attempt(compute: Callable[[], Any], notes: list[str], failure: str, otherwise: Any = None) -> Any:
+def attempt(compute: Callable[[], T], notes: list[str], failure: str, otherwise: Any) -> Any:
     """Return what `compute` returns; if the run's files or its environment make it fail, add a note.
 
     Args:

@@ -1,18 +1,22 @@
-"""The figures of a page, from the tables of one or more runs, each row with its `arm`."""
+"""The figures of a page, from the tables of one or more runs, each row with its `arm`, and from histories."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import cycle
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import plotly.graph_objects as go
 import polars as pl
 
-from whence.errors import Unsupported
 from whence.experiments import STANDARD
-from whence.guards import write_atomically
+from whence.runs import Table
+
+Tables: TypeAlias = Mapping[Table, pl.DataFrame]
+"""Tables of all runs below each other, with a column `arm`."""
+
+Drawn: TypeAlias = tuple[str, str, go.Figure]
+"""A figure with its title and what it shows."""
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
 """The standard arm's colour, then one for each other arm in order. Their contrast is at least 3:1 on white and on the
@@ -29,6 +33,59 @@ _HEIGHT = 340
 
 Colours = Mapping[str, str]
 """A colour for each arm."""
+
+
+def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
+    """Return the figures whose columns are there, in the page's order.
+
+    Args:
+        tables: those of the runs.
+        arms: in the order of their colours.
+        seeds: of each arm.
+    """
+    evaluations, metrics, timings = tables["evaluations"], tables["metrics"], tables["timings"]
+    colours = arm_colours(arms)
+    bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."
+    bands = f" {bands}" if seeds > 1 else ""
+    drawings: list[Drawn] = []
+
+    def draw(title: str, text: str, table: pl.DataFrame, column: str, axis: str) -> None:
+        if has(table, column):
+            drawings.append((title, text, over_rounds(table, column, axis, colours)))
+
+    what = "exact matches, civil answers or rewards on the test" if has(metrics, "reward") else "evaluation episodes"
+    about = f"Mean return of the {what} after rounds; round 0 is the untrained policy.{bands}"
+    draw("Learning curves", about, evaluations, "test_return", "mean test return")
+    draw("Reward", "Mean reward of the round's responses, dropped ones included.", metrics, "reward", "mean reward")
+    if not drawings:
+        about = f"Mean return of the last hundred training episodes.{bands}"
+        draw("Learning curves", about, metrics, "episode_return", "mean return of training episodes")
+    about = "Of the right answers to the test's problems, the share that came by other than the right steps."
+    draw("Unfaithful answers", about, evaluations, "unfaithful", "share of right answers by wrong steps")
+    about = "How far responses are from the start model, as the penalty estimates it."
+    draw("Divergence from the start model", about, metrics, "kl", "divergence of a response (nats)")
+    if has(metrics, "dropped_share"):
+        about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
+        drawings.append(("Records kept and dropped", about, kept_share(metrics, colours)))
+    if has(metrics, "train/entropy_loss"):
+        about = "How undecided the policy is. Where it falls early, the policy stops exploring."
+        entropies = metrics.with_columns(entropy=-pl.col("train/entropy_loss"))
+        draw("Policy entropy", about, entropies, "entropy", "policy entropy (nats)")
+    about = "How far the round's optimisation took the policy from the one that collected it."
+    draw("Approximate KL", about, metrics, "train/approx_kl", "approximate KL (nats)")
+    clock = "cpu" if has(timings, "collection_cpu") else "wall"
+    if has(timings, f"optimisation_{clock}"):
+        seconds = "Process CPU seconds" if clock == "cpu" else "Seconds"
+        about = f"{seconds} of a mean round; evaluation is left out."
+        drawings.append(("Time by stage", about, seconds_by_stage(timings, clock)))
+    about = "Quantiles of each round's scores. Above 0, training on the record raises the target."
+    scored = _arms(metrics.drop_nulls("q50")) if has(metrics, "q50") else []
+    return drawings + [(f"Influence, {arm}", about, influence_distribution(metrics, arm, colours)) for arm in scored]
+
+
+def has(table: pl.DataFrame, column: str) -> bool:
+    """Return whether a table has values in a column."""
+    return column in table.columns and table[column].count() > 0
 
 
 def arm_colours(arms: Iterable[str]) -> dict[str, str]:
@@ -180,23 +237,43 @@ def shade(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def write_svg(figure: go.Figure, file: Path, remedy: str) -> None:
-    """Write a figure as SVG, 760 pixels wide.
-
-    Args:
-        figure: the figure; its width and font are set.
-        file: the file to write.
-        remedy: what else a user can do if it cannot be drawn, for the message.
-
-    Raises:
-        Unsupported: there is no Kaleido, or no browser that it can drive.
-    """
-    figure.update_layout(width=760, font_family="sans-serif")
-    try:
-        content = bytes(figure.to_image(format="svg"))
-    except (RuntimeError, TimeoutError) as missing:  # Plotly's, Kaleido's and its browser's driver's
-        raise Unsupported(
-            f"The picture {file} cannot be drawn: {missing} Install Kaleido and a Chrome or Chromium, or {remedy}"
-        ) from missing
-    with write_atomically(file) as temporary:
-        temporary.write_bytes(content)
+def draw_history(content: Mapping[str, Any]) -> list[Drawn]:
+    """Return the figures of a summary of `summarise_history`: probability, roughness, and that next to chance."""
+    rounds, numbers = content["rounds"], content["rounds"]["round"]
+    kind = "log-density" if content["is_density"] else "π(a|s)"
+    after = [numbers[-1] + 1] * (len(content["preference"]) - len(numbers))
+    probability, roughness, relative = map(make_figure, (kind, "roughness", "roughness / permuted"))
+    permuted, colours = COLOURS[0], {"roughness": COLOURS[1], "relative": COLOURS[3]}
+    lines = {"mode": "lines"}
+    probability.add_scatter(x=[*numbers, *after], y=content["preference"], name=kind, line_color=COLOURS[2], **lines)
+    if not content["is_density"]:
+        probability.update_yaxes(range=[0, 1.03])
+    edge = {"x": numbers, "line_width": 0, "hoverinfo": "skip", "showlegend": False}
+    roughness.add_scatter(y=rounds["low"], **edge, **lines)
+    roughness.add_scatter(y=rounds["high"], fill="tonexty", fillcolor=shade(permuted, 0.3), **edge, **lines)
+    dotted = {"color": permuted, "dash": "dot"}
+    roughness.add_scatter(x=numbers, y=rounds["expected"], name="permuted scores", line=dotted, **lines)
+    relative.add_hline(y=1, line=dotted | {"width": 1.5})
+    levels = ((roughness, "roughness", content["phases"]), (relative, "relative", content["phases"]))
+    for figure, name, phases in levels:
+        colour = colours[name]
+        figure.add_scatter(x=numbers, y=rounds[name], name=name, line_color=colour, **lines)
+        # The level of each phase is one line with gaps.
+        x = [number for phase in phases for number in (phase["first"] - 0.4, phase["last"] + 0.4, None)]
+        y = [level for phase in phases for level in (phase[name], phase[name], None)]
+        line = {"color": shade(colour, 0.45), "width": 5}
+        figure.add_scatter(x=x, y=y, line=line, name="mean of a phase", hoverinfo="skip", **lines)
+        figure.update_yaxes(rangemode="tozero")
+    drawings = {
+        "Probability": "Of the behaviour, by the policy of each round and by the last one. Dashed lines separate the "
+        "phases.",
+        "Roughness": "How much similar states' scores differ, as a share of the largest score. Dotted: permuted "
+        "scores.",
+        "Roughness next to chance": "At 1, similar states score no more alike than any. Below 1, they score alike.",
+    }
+    figures = (probability, roughness, relative)
+    for figure in figures:
+        for phase in content["phases"][:-1]:
+            figure.add_vline(x=phase["last"] + 0.5, line={"color": permuted, "width": 1, "dash": "dash"})
+    name = content["behaviour"]["name"]
+    return [(f"{title}: {name}", text, figure) for (title, text), figure in zip(drawings.items(), figures, strict=True)]

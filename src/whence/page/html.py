@@ -1,48 +1,48 @@
 """A comparison, or one run, as one HTML file that needs no network; and the same page for a server."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import jinja2
 import plotly.graph_objects as go
+import polars as pl
+import polars.selectors as cs
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from whence.experiments import AnyConfig, AnyEnv, Comparison, LanguageConfig
+from whence.advice import give_advice
+from whence.diagnosis.phases import FORMAT, VERSION
+from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
 from whence.guards import write_atomically
-from whence.page.comparison_summary import COMPARISON_DEFINITIONS, make_summary
+from whence.page.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
+from whence.page.explored_rounds import describe_runs
 from whence.page.explored_run import ExploredRun, attempt, identify_run
-from whence.page.explorer.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
-from whence.page.explorer.responses import ShownAnswers, read_answers
-from whence.page.explorer.rounds import describe_runs
-from whence.page.figures import arm_colours
-from whence.page.histories import ShownHistory, read_histories
-from whence.page.sections import (
-    Drawn,
-    Runs,
-    describe_arm,
-    draw_figures,
-    gather_advice,
-    list_facts,
-    list_latest,
-    mark_code,
-    read_tables,
-)
-from whence.runs import RunDirectory
+from whence.page.figures import Tables, arm_colours, draw_figures, draw_history, has
+from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
+from whence.page.moment_view import format_number
+from whence.page.responses import read_answers
+from whence.runs import RunDirectory, Table
 
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
-    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "tokens.js"),
+    *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "responses.js"),
     *("moment.js", "lists.js", "map.js", "grid.js", "explorer.js"),
 )
 """Scripts of the page's explorer, in page/assets, in the order in which they run."""
 
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 """Style sheets of the page's explorer, in page/assets, after the page's own."""
+
+HISTORIES = 4
+"""Behaviours whose history a page shows at most, those that were measured last."""
+
+Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
+"""Runs by their names and seeds; None: the seed is not known."""
 
 
 def write_report(
@@ -65,12 +65,12 @@ def write_report(
         continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    embedding: dict[str, Any] = {"mode": "file", "continuations": continuations, "on_round": on_round}
+    embedding: dict[str, Any] = {"continuations": continuations, "on_round": on_round}
     if isinstance(shown, Comparison):
         html = _render_comparison(shown, env, rounds, embedding)
     else:
         run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
-        html = render_runs([run], rounds=[choose_rounds(run, rounds, None)], **embedding)
+        html = render_runs([run], mode="file", rounds=[_choose_rounds(run, rounds)], **embedding)
     with write_atomically(path) as temporary:
         # Half of a pair of surrogates, which JSON may hold, is no character.
         temporary.write_text(html, encoding="utf-8", errors="replace")
@@ -87,65 +87,65 @@ def _render_comparison(
     shared = {name: value for name, value in first.to_json().items() if name not in ("arm", "seed")}
     # The rounds of all seeds would make the file heavy.
     explored = [ExploredRun(run, f"{arm}, seed {seed}", env) for (arm, seed), run in runs.items() if seed == seeds[0]]
-    chosen = [choose_rounds(run, rounds, COMPARED_ROUNDS) for run in explored]
+    chosen = [_choose_rounds(run, rounds, COMPARED_ROUNDS) for run in explored]
     notes: list[str] = []
     if any(len(numbers) < len(run.directory.rounds()) for run, numbers in zip(explored, chosen, strict=True)):
         notes.append(
             f"This file holds {len(chosen[0])} rounds of each run of the first seed. The command "
             f"`whence view {comparison.path}` shows all of them."
         )
-    tables = read_tables(runs)
+    evaluation = (
+        f"up to {_count(first.test_problems, 'prompt')} of the test"
+        if isinstance(first, LanguageConfig)
+        else f"{_count(first.eval_episodes, 'evaluation episode')} after each round"
+    )
     return _render(
+        runs,
+        explored,
+        list(arms),
+        notes,
         title=f"{env_name}: {', '.join(arms)}",
-        subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {_describe_evaluation(first)}.",
+        subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {evaluation}.",
         summary=summary,
         headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
-        advice=attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
-        answers=_read_answers(explored, notes),
-        drawings=attempt(lambda: draw_figures(tables, list(arms), len(seeds)), notes, "Figures cannot be drawn", []),
-        explored=explored,
+        mode="file",
         rounds=chosen,
-        **embedding,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
-        notes=notes,
+        **embedding,
     )
 
 
-def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] = (), **embedding: Any) -> str:
+def render_runs(runs: Sequence[ExploredRun], *, mode: str, **embedding: Any) -> str:
     """Return the page of one run, or of several next to each other.
 
     Args:
         runs: at least one.
         mode: "file": the rounds are embedded; "served": a server is asked for them.
-        notes: shown on top.
         embedding: `rounds`, `continuations` and `on_round`, if the rounds are embedded; see `write_report`.
     """
-    notes = [*notes]
+    notes: list[str] = []
     directories = _name_runs(runs)
-    tables = read_tables(directories)
-    first = runs[0].directory
-    label, seed = identify_run(first)
-    labels = [name for name, _ in directories]
-    done, planned = tables["metrics"].height, runs[0].planned
+    first, is_alone = runs[0].directory, len(runs) == 1
+    _, seed = identify_run(first)
+    done, planned = len(first.table("metrics")), runs[0].planned
     counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
     subtitle = f"{counted}. " if seed is None else f"Seed {seed}, {counted}. "
-    name = first.config.get("env") or first.path.resolve().name
-    is_traceable = len(runs) == 1 and not runs[0].is_language and bool(first.rounds())
+    labels = [name for name, _ in directories]
+    is_traceable = is_alone and not runs[0].is_language and bool(first.rounds())
     return _render(
-        title=f"{name}: {label if len(runs) == 1 else ', '.join(labels)}",
-        subtitle=(subtitle + describe_arm(first)).strip() if len(runs) == 1 else f"{_count(len(runs), 'run')}.",
+        directories,
+        runs,
+        labels,
+        notes,
+        title=f"{first.config.get('env') or first.path.resolve().name}: {', '.join(labels)}",
+        subtitle=(subtitle + _describe_arm(first)).strip() if is_alone else f"{_count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
-        latest=list_latest(tables) if len(runs) == 1 else [],
-        advice=attempt(lambda: gather_advice(directories), notes, "Advice cannot be given", {}),
-        drawings=attempt(lambda: draw_figures(tables, labels), notes, "Figures cannot be drawn", []),
-        answers=_read_answers(runs, notes),
+        latest=list_latest(first) if is_alone else [],
         histories=read_histories(first, notes) if is_traceable else None,
         run_path=str(first.path),
-        explored=runs,
         mode=mode,
         facts=list_facts(first.config, directories.values()),
-        notes=notes,
         **embedding,
     )
 
@@ -153,25 +153,19 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, notes: Sequence[str] 
 def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     """Return the page's figures with titles and explanations, as Plotly's JSON."""
     directories = _name_runs(runs)
-    drawings = attempt(
-        lambda: draw_figures(read_tables(directories), [name for name, _ in directories]), [], "Figures", []
-    )
+    labels = [name for name, _ in directories]
+    drawings = attempt(lambda: draw_figures(read_tables(directories), labels), [], "Figures", [])
     histories = read_histories(runs[0].directory, []) if len(runs) == 1 else []
-    drawings += [figure for history in histories for figure in history.figures]
+    drawings += [figure for content in histories for figure in content["figures"]]
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
 
 
-def _read_answers(runs: Sequence[ExploredRun], notes: list[str]) -> ShownAnswers | None:
-    """Return what language models answered before and after training."""
-    return read_answers({run.label: run.directory for run in runs}, notes) if runs[0].is_language else None
-
-
-def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None) -> list[int]:
+def _choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None = None) -> list[int]:
     """Return the rounds of a run to embed: those wanted that are there, or at most `most`, evenly spread."""
     numbers = run.directory.rounds()
     if wanted is not None:
         return [number for number in numbers if number in wanted]
-    return numbers if most is None else spread(numbers, most)
+    return spread(numbers, most or len(numbers))
 
 
 def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
@@ -187,44 +181,57 @@ def embed(value: Any) -> Markup:
 
 
 def _render(
-    *,
-    drawings: Sequence[Drawn],
+    runs: Runs,
     explored: Sequence[ExploredRun],
+    arms: Sequence[str],
+    notes: list[str],
+    *,
     mode: str,
     rounds: Sequence[Sequence[int]] = (),
     continuations: int = 0,
     on_round: OnRound | None = None,
-    histories: Sequence[ShownHistory] | None = None,
-    notes: Sequence[str] = (),
+    histories: Sequence[Mapping[str, Any]] | None = None,
     **content: Any,
 ) -> str:
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _read_file("template.html")
-    )
+    """Return the page of some runs, of which some can be explored."""
     is_file = mode == "file"
     page = describe_runs(explored, mode="file" if is_file else "served", rounds=rounds if is_file else None)
-    embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else iter(())
-    places = count(len(drawings))  # of the histories' figures, after the page's
+    embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else ()
+    seeds = len({seed for _, seed in runs})
+    figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
+    places = count(len(figures))  # of the histories' figures, after the page's
     sections = [
-        {**history._asdict(), "figures": [(next(places), title, about) for title, about, _ in history.figures]}
+        {**history, "figures": [(next(places), title, about) for title, about, _ in history["figures"]]}
         for history in histories or ()
     ]
-    history_figures = [figure for history in histories or () for figure in history.figures]
-    return template.render(
+    drawings = sum((history["figures"] for history in histories or ()), figures)
+    language = {run.label: run.directory for run in explored if run.is_language}
+    content |= {
+        "advice": attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
+        "answers": read_answers(language, notes),
+        "notes": notes,
+        "mode": mode,
+        "figures": [(title, about) for title, about, _ in figures],
+        "figures_json": embed([_plot_as_json(figure) for _, _, figure in drawings]),
+        "histories": None if histories is None else sections,
+        "explored": not is_file or any(rounds),
+        "page_json": embed(page),
+        "round_scripts": list(embedded),
+    }
+    return load_template().render(
         content,
-        notes=[mark_code(note) for note in notes],
-        mode=mode,
-        figures=[(title, about) for title, about, _ in drawings],
-        figures_json=embed([_plot_as_json(figure) for _, _, figure in [*drawings, *history_figures]]),
-        histories=None if histories is None else sections,
-        explored=not is_file or any(rounds),
-        page_json=embed(page),
-        round_scripts=list(embedded),
         style=Markup("\n".join(_read_file(name) for name in ("page.css", *STYLES))),
         plotly=Markup(get_plotlyjs()),
         figures_js=Markup(_read_file("figures.js")),
         scripts=[Markup(_read_file(name)) for name in SCRIPTS],
     )
+
+
+def load_template() -> jinja2.Template:
+    """Return the page's template."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"code": _mark_code, "number": format_number}
+    return environment.from_string(_read_file("template.html"))
 
 
 def _read_file(name: str) -> str:
@@ -238,10 +245,114 @@ def _plot_as_json(figure: go.Figure) -> Any:
     return parts
 
 
-def _describe_evaluation(config: AnyConfig) -> str:
-    if isinstance(config, LanguageConfig):
-        return f"up to {_count(config.test_problems, 'prompt')} of the test"
-    return f"{_count(config.eval_episodes, 'evaluation episode')} after each round"
+def read_tables(runs: Runs) -> Tables:
+    """Return each table of all runs below each other, with the runs' names; without rows if no run has any."""
+    return {name: _concatenate(name, runs) for name in get_args(Table)}
+
+
+def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
+    # Adding an arm to a table without columns would make a row.
+    tables = [(arm, table) for (arm, _), run in runs.items() if len(table := run.table(name))]
+    plain = cs.numeric() | cs.boolean() | cs.string() | cs.by_dtype(pl.Null)
+    parts = [table.select(plain, arm=pl.lit(arm)) for arm, table in tables]
+    return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
+
+
+def read_histories(run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
+    """Return what `whence phases` wrote into a run, with figures, the latest first; a damaged file makes a note."""
+    paths = sorted((run.path / "phases").glob("*.json"), key=lambda path: (-path.stat().st_mtime, path.name))
+    histories = (attempt(partial(_read_history, path), notes, f"{path} is not shown", None) for path in paths)
+    return [history for history in histories if history is not None][:HISTORIES]
+
+
+def _read_history(path: Path) -> dict[str, Any] | None:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    marks = content.get("format"), content.get("version")
+    if marks != (FORMAT, VERSION):
+        raise ValueError(f"it is marked {marks[0]!r}, version {marks[1]!r}. Run whence phases again.")
+    return content | {"figures": draw_history(content)}
+
+
+def gather_advice(runs: Runs) -> dict[str, dict[str, list[str]]]:
+    """Return the advice on the runs, by its kind: each text once, with the places where it applies."""
+    seeds: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for (arm, seed), run in runs.items():
+        advice = [(one.kind, one.round, one.text) for one in give_advice(run.table("metrics"), run.config)]
+        for kind, number, text in (*_list_resumptions(run), *advice):
+            places = seeds.setdefault((kind, text), {}).setdefault(f"{arm}, round {number}", [])
+            places.extend([] if seed is None else [str(seed)])
+    by_kind: dict[str, dict[str, list[str]]] = {}
+    for (kind, text), by_place in seeds.items():
+        by_kind.setdefault(kind, {})[text] = [
+            f"{place}, seed{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else place
+            for place, numbers in by_place.items()
+        ]
+    return by_kind
+
+
+def _list_resumptions(run: RunDirectory) -> list[tuple[str, int, str]]:
+    """Return where a run was interrupted and went on, but not as if nothing had happened."""
+    text = "This run was interrupted after this round, and went on otherwise than without the interruption: {}."
+    notes = run.notes.get("resumed", [])
+    return [("interrupted", note["after_round"], text.format(note.get("reason"))) for note in notes]
+
+
+def _describe_arm(run: RunDirectory) -> str:
+    """Return in a sentence what the arm of a run in an environment does; "" if it has none that is known."""
+    name = str(run.experiment.get("arm"))
+    if name not in ARMS or run.is_language:
+        return ""
+    drop = run.experiment.get("drop")
+    share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
+    return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}."
+
+
+def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
+    """Return the main figures of a run after its last round; none if it has no round."""
+    metrics, evaluations = run.table("metrics"), run.table("evaluations")
+    if metrics.is_empty():
+        return []
+    last = metrics.tail(1).to_dicts()[0]
+    returns = evaluations["test_return"].drop_nulls().to_list() if has(evaluations, "test_return") else []
+    dropped, entropy = last.get("dropped_share"), last.get("train/entropy_loss")
+    numbers = [
+        ("steps", "{:,}", last.get("timestep")),
+        ("test return", "{:.4g}", returns[-1] if returns else None),
+        ("best test return", "{:.4g}", max(returns, default=None)),
+        ("training return", "{:.4g}", last.get("episode_return")),
+        ("reward", "{:.4g}", last.get("reward")),
+        ("records kept", "{:.1%}", None if dropped is None else 1 - dropped),
+        ("policy entropy", "{:.3g} nats", None if entropy is None else -entropy),
+    ]
+    return [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]
+
+
+def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return what was run, in groups with headings: plain values, a group for each nested object, versions."""
+    nested = {name: value for name, value in config.items() if isinstance(value, Mapping) and value}
+    plain = {name: value for name, value in config.items() if name not in nested}
+    versions: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for package, version in run.versions.items():
+            versions.setdefault(package, {})[str(version)] = None
+    joined = {package: ", ".join(numbers) for package, numbers in versions.items()}
+    groups = [("configuration", plain), *nested.items(), ("versions", joined)]
+    return [
+        (heading, [(name, _format_fact(value)) for name, value in group.items()]) for heading, group in groups if group
+    ]
+
+
+def _format_fact(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "–" if value in (None, {}, []) else json.dumps(value, ensure_ascii=False)
+
+
+def _mark_code(text: str) -> Markup:
+    """Return text with the parts in backticks as code."""
+    parts = text.split("`")
+    marked = [Markup("<code>{}</code>").format(part) if place % 2 else part for place, part in enumerate(parts)]
+    return Markup("").join(marked)
 
 
 def _count(number: int, noun: str) -> str:

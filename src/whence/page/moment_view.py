@@ -1,22 +1,19 @@
 """Everything about one moment of a run: what the terminal prints, pictures draw and the page opens."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil, isfinite
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from whence.errors import WhenceError, first_line
 from whence.influence import is_significant
 from whence.moments import Moment, name_action, sort_by_time
-from whence.page.explored_run import ExploredRun
-from whence.sb3 import EpisodeReplay
-
-Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
-"""Pictures (height, width, 3) by step."""
+from whence.page.explored_run import Estimate, ExploredRun, Frames
+from whence.page.frames import encode_frames, replay_moments
+from whence.page.grid import cut_text, round_number, round_numbers
+from whence.page.responses import describe_response
 
 AROUND = 24
 """Steps before and after a moment's face that strips show."""
@@ -24,7 +21,16 @@ AROUND = 24
 CONTINUATIONS = 16
 """Fresh rollouts by which an advantage is measured, with the record's action and with the policy's."""
 
-PROBABILITIES, GAUSSIANS = "discrete", "box"
+TARGETS = {
+    "Return()": "return",
+    "ValidationLoss": "likelihood of the demonstrations",
+    "SequenceReturn": "return of whole responses",
+    "TokenReturn": "return of tokens",
+}
+"""What targets raise, in words, by the beginnings of their names in the configuration."""
+
+STATE = 64
+"""Entries of a state that the page shows at most."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +38,17 @@ class PolicyChange:
     """What the policy does in one state, before and after a round.
 
     Attributes:
-        kind: "discrete": probabilities of actions; "box": means and standard deviations of the axes of actions.
         names: the actions' or axes' names, (k,).
-        before: probabilities or means, (k,).
+        before: probabilities of actions, or means of the axes of actions, (k,).
         after: the same after the round.
         spreads: standard deviations before and after, (k,) each; empty for probabilities.
         values: the value of the state before and after.
     """
 
-    kind: str
     names: Sequence[str]
     before: Sequence[float]
     after: Sequence[float]
-    spreads: tuple[Sequence[float], Sequence[float]]
+    spreads: Sequence[Sequence[float]]
     values: tuple[float, float]
 
     def describe_largest(self, form: Callable[[float], str], most: int) -> str:
@@ -64,12 +68,12 @@ class MomentView:
         moment: the moment.
         row: its face's row of the records' table.
         window: the rows of the steps around the face in the same episode and round, in time order.
+        target: what was attributed, in words.
         action_labels: names of discrete actions, or None.
         state: the face's observation as (name, entry); empty if it was not stored.
         policy: what the round changed in the face's state, or None.
         policy_note: why that is not known.
-        estimate: the advantage by fresh rollouts and its standard error, or None.
-        estimate_note: how it was estimated, or why not.
+        estimate: the advantage by fresh rollouts; None: it was not to be measured.
         frames: pictures (height, width, 3) by step.
         frames_note: why there are none, or what is wrong with them; None if nothing is.
     """
@@ -80,28 +84,35 @@ class MomentView:
     moment: Moment
     row: Mapping[str, Any]
     window: pl.DataFrame
+    target: str = "return"
     action_labels: Sequence[str] | None = None
     state: Sequence[tuple[str, Any]] = ()
     policy: PolicyChange | None = None
     policy_note: str | None = None
-    estimate: tuple[float, float] | None = None
-    estimate_note: str = ""
+    estimate: Estimate | None = None
     frames: Frames = field(default_factory=dict)
     frames_note: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it is: the environment, the round, the episode and the step."""
+        step = "" if self.moment.step is None else f", episode {self.moment.episode_id}, step {self.moment.step}"
+        return f"{self.env or self.run}, round {self.round}{step}"
 
     @property
     def action(self) -> str:
         """The face's action in words."""
         return name_action(self.moment.action, self.action_labels)
 
-    @property
-    def is_significant(self) -> bool | None:
-        """Whether the score is more than two standard errors from 0; None if its error is not known."""
-        return is_significant(self.moment.score, self.moment.error)
-
 
 def gather_moment(
-    run: ExploredRun, number: int, moment: Moment, *, rollouts: int = 0, steps: Sequence[int] = ()
+    run: ExploredRun,
+    number: int,
+    moment: Moment,
+    *,
+    rollouts: int = 0,
+    steps: Sequence[int] = (),
+    replay: tuple[Frames, str | None] | None = None,
 ) -> MomentView:
     """Return all that is known about a moment; what cannot be had is said in a note.
 
@@ -111,30 +122,25 @@ def gather_moment(
         moment: the moment.
         rollouts: fresh rollouts by which an agent's advantage is measured; 0: it is not.
         steps: the steps to draw.
+        replay: the frames and their note, if they were drawn already.
     """
     table = run.round(number).table
     row = table.row(int((table["record_id"] == moment.record_id).arg_true()[0]), named=True)
-    view = MomentView(
-        run=str(run.directory.path),
-        env=run.env_name,
-        round=number,
-        moment=moment,
-        row=row,
-        window=read_window(table, moment),
-        action_labels=run.labels,
-    )
+    target = name_target(run.directory.config.get("target"))
+    path = str(run.directory.path)
+    place = (path, run.env_name, number, moment, row, read_window(table, moment), target, run.labels)
     if run.is_language:
-        return view
-    policy, policy_note = _read_policy(run, number, moment.record_id)
-    estimate, estimate_note = measure_advantage(run, number, moment.record_id, rollouts)
-    frames, frames_note = replay_frames(run, moment, steps)
-    return replace(
-        view,
+        return MomentView(*place)
+    changes = run.changes(number)
+    is_known = not isinstance(changes, str)
+    rows = changes.filter(pl.col("record_id") == moment.record_id).to_dicts() if not isinstance(changes, str) else []
+    frames, frames_note = replay or replay_moments(run, [(moment, steps)])[moment.record_id]
+    return MomentView(
+        *place,
         state=list_state(row, run.state_names),
-        policy=policy,
-        policy_note=policy_note,
-        estimate=estimate,
-        estimate_note=estimate_note,
+        policy=read_change(run, rows[0]) if rows else None,
+        policy_note=None if is_known else f"The policy before and after the round is not known. {changes}",
+        estimate=run.measure(number, moment.record_id, rollouts) if rollouts else None,
         frames=frames,
         frames_note=frames_note,
     )
@@ -176,25 +182,13 @@ def list_state(row: Mapping[str, Any], names: Sequence[str] | None) -> list[tupl
     for column, value in row.items():
         if column.split(".")[0] != "observation" or value is None:
             continue
-        prefix = column.removeprefix("observation").removeprefix(".")
-        entries = _flatten(value)
+        prefix = column.partition(".")[2]
+        entries = np.asarray(value).ravel().tolist()
         named = names if names and not prefix and len(names) == len(entries) else None
         for index, entry in enumerate(entries):
             many = f"{prefix}[{index}]" if prefix else f"x{index}"
             state.append((named[index] if named else many if len(entries) > 1 else prefix or "state", entry))
     return state
-
-
-def _flatten(value: Any) -> list[Any]:
-    return [entry for part in value for entry in _flatten(part)] if isinstance(value, list) else [value]
-
-
-def _read_policy(run: ExploredRun, number: int, record: int) -> tuple[PolicyChange | None, str | None]:
-    try:
-        rows = run.changes(number).filter(pl.col("record_id") == record).to_dicts()
-    except WhenceError as missing:
-        return None, f"The policy before and after the round is not known. {missing}"
-    return (read_change(run, rows[0]) if rows else None), None
 
 
 def read_change(run: ExploredRun, row: Mapping[str, Any]) -> PolicyChange | None:
@@ -205,58 +199,96 @@ def read_change(run: ExploredRun, row: Mapping[str, Any]) -> PolicyChange | None
     names = run.labels if is_discrete else run.axis_labels
     columns = ("before", "after") if is_discrete else ("mean_before", "mean_after", "std_before", "std_after")
     before, after, *spreads = (np.atleast_1d(np.asarray(row[name], float)).tolist() for name in columns)
-    return PolicyChange(
-        kind=PROBABILITIES if is_discrete else GAUSSIANS,
-        names=names if names and len(names) == len(before) else [f"action {at}" for at in range(len(before))],
-        before=before,
-        after=after,
-        spreads=(spreads[0], spreads[1]) if spreads else ((), ()),
-        values=(row["value_before"], row["value_after"]),
-    )
+    names = names if names and len(names) == len(before) else [f"action {at}" for at in range(len(before))]
+    return PolicyChange(names, before, after, spreads, (row["value_before"], row["value_after"]))
 
 
-def measure_advantage(
-    run: ExploredRun, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None
-) -> tuple[tuple[float, float] | None, str]:
-    """Return the advantage that fresh rollouts measure with its error, and how it was had; or None, and why not.
-
-    Args:
-        run: the run of an agent.
-        number: the round.
-        record: the record's id.
-        rollouts: with the record's action, and with the policy's; 0: nothing is measured.
-        on_step: called between steps; what it raises ends the measurement.
-    """
-    if rollouts < 1:
-        return None, ""
-    try:
-        estimate = run.measure(number, record, rollouts, on_step)
-    except Exception as refusal:  # an environment's own code may raise anything
-        return None, first_line(refusal)
-    return estimate, f"{rollouts} fresh rollouts each with this action and with the policy's"
+def describe_moment(moment: Moment, labels: Sequence[str] | None) -> dict[str, Any]:
+    """Return a moment in JSON types, as lists show it; without frames, for the caller to add."""
+    numbers = {name: round_number(getattr(moment, name)) for name in ("score", "error", "total", "advantage", "value")}
+    return {
+        "record": moment.record_id,
+        "episode": moment.episode_id,
+        "env": moment.env_index,
+        **{name: getattr(moment, name) for name in ("step", "first_step", "last_step", "records", "dropped")},
+        **numbers,
+        "return": round_number(moment.return_),
+        "reward": round_number(moment.reward),
+        "action": cut_text(name_action(moment.action, labels)) if moment.action is not None else "–",
+        "significant": is_significant(moment.score, moment.error),
+        "framed": False,
+        "thumb": None,
+        "text": None,
+    }
 
 
-def replay_frames(run: ExploredRun, moment: Moment, steps: Sequence[int]) -> tuple[Frames, str | None]:
-    """Return pictures of a moment's steps, and why some are missing or how they were drawn."""
-    if not steps:
-        return {}, None
-    episode = moment.episode_id
-    return pick_frames({} if episode is None else {episode: run.replay(episode, steps)}, moment, steps)
+def describe_view(view: MomentView) -> dict[str, Any]:
+    """Return all about a moment in JSON types."""
+    moment, row, change = view.moment, view.row, view.policy
+    shown = describe_moment(moment, view.action_labels)
+    scores = {name: shown[name] for name in ("score", "error", "significant")}
+    shown |= {
+        "round": view.round,
+        "dropped": row.get("keep") is False,
+        "weight": round_number(row.get("weight")),
+        "reason": None if row.get("reason") is None else cut_text(row["reason"]),
+        "targets": [] if row.get("score") is None else [{"name": view.target, **scores}],
+    }
+    if "response" in row:
+        return shown | describe_response(row)
+    value_before, value_after = (row.get("value"), None) if change is None else change.values
+    hint = f"`whence view {view.run}` measures it by fresh rollouts when a record is opened."
+    return shown | {
+        "state": [
+            {"name": name, "value": cut_text(entry) if isinstance(entry, str) else round_number(entry)}
+            for name, entry in view.state[:STATE]
+        ],
+        "state_size": len(view.state),
+        "policy": None if change is None else _describe_policy(change),
+        "value_before": round_number(value_before),
+        "value_after": round_number(value_after),
+        **describe_estimate(view.estimate or Estimate(None, None, hint)),
+        "frames": encode_frames(view.frames, moment.step or 0),
+        "frames_note": view.frames_note,
+    }
 
 
-def pick_frames(
-    replays: Mapping[int, tuple[EpisodeReplay | None, str | None]], moment: Moment, steps: Sequence[int]
-) -> tuple[Frames, str | None]:
-    """Return the frames of a moment's steps from replays by episode, with their reservations; see `replay_frames`."""
-    if moment.episode_id is None or moment.step is None:
-        return {}, "The record's episode or its position there is not known, so it cannot be replayed."
-    replay, note = replays[moment.episode_id]
-    if replay is None:
-        return {}, note
-    note = replay.mismatch or replay.frames_note
-    if moment.step not in replay.frames:
-        return {}, note or "The replay ended before this step."
-    return {step: replay.frames[step] for step in steps if step in replay.frames}, note
+def describe_estimate(estimate: Estimate) -> dict[str, Any]:
+    """Return in JSON types the advantage that fresh rollouts measured, or why they did not."""
+    return {
+        "mc_advantage": round_number(estimate.mean),
+        "mc_error": round_number(estimate.error),
+        "mc_text": estimate.text,
+    }
+
+
+def list_curves(table: pl.DataFrame, labels: Sequence[str] | None, digits: int) -> dict[str, Any]:
+    """Return records' numbers as arrays in the table's order; a column that is not there holds nulls."""
+
+    def read(name: str) -> Iterable[Any]:
+        return table[name].to_list() if name in table.columns else [None] * len(table)
+
+    names = {"steps": "step", "rewards": "reward", "values": "value", "advantages": "advantage", "scores": "score"}
+    return {
+        "record_ids": table["record_id"].to_list(),
+        **{key: round_numbers(read(name), digits) for key, name in (names | {"errors": "error"}).items()},
+        "dropped": [int(keep is False) for keep in read("keep")],
+        "actions": ["–" if action is None else cut_text(name_action(action, labels)) for action in read("action")],
+    }
+
+
+def _describe_policy(change: PolicyChange) -> dict[str, Any]:
+    columns = [round_numbers(numbers, 4) for numbers in (change.before, change.after, *change.spreads)]
+    is_discrete = not change.spreads
+    names = ("before", "after") if is_discrete else ("mean_before", "mean_after", "std_before", "std_after")
+    kind = "discrete" if is_discrete else "box"
+    return {"kind": kind, "labels": list(change.names)} | dict(zip(names, columns, strict=True))
+
+
+def name_target(target: Any) -> str:
+    """Return what a target of a run's configuration raises, in words; another target's own name."""
+    text = str(target or "Return()")
+    return cut_text(next((words for name, words in TARGETS.items() if text.startswith(name)), text), 80)
 
 
 def format_number(number: float | None) -> str:

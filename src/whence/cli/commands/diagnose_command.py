@@ -17,14 +17,9 @@ from whence.diagnosis import (
     Measure,
     describe_verdict,
     judge_advantages,
-    map_extremes,
-    read_scored_round,
     summarise_judgement,
 )
-from whence.page.explored_run import ExploredRun
-from whence.page.pictures.canvas import check_picture_name
-from whence.page.pictures.judgement_picture import JudgedRound, draw_judgements
-from whence.runs import RunDirectory
+from whence.page import ExploredRun, pictures
 
 
 def diagnose(
@@ -58,12 +53,12 @@ def diagnose(
     Example: whence diagnose runs/lander --rounds 5,20 --records 300
     """
     if out is not None:
-        check_picture_name(out, ".png")
+        pictures.check_picture_name(out, ".png")
     directory = open_agent_run(run)
     numbers = parse_rounds("--rounds", rounds)
     stored = directory.require_rounds(numbers)
     summaries: dict[int, dict[str, Any]] = {}
-    pictures: list[JudgedRound] = []
+    rounds_to_draw: list[tuple[int, pl.DataFrame, float | None]] = []
     for number in numbers or stored[-1:]:
         with RoundBar(f"records of round {number}", f"round {number}", unit="record") as bar:
             judged = judge_advantages(
@@ -76,10 +71,9 @@ def diagnose(
                 on_record=bar.update,
             )
         summaries[number] = summarise_judgement(judged)
-        if out is not None:
-            pictures.append(_make_picture(directory, number, judged, summaries[number], env))
+        rounds_to_draw.append((number, judged, summaries[number]["spearman"]["mean"]))
     if out is not None:
-        draw_judgements(f"{ExploredRun(directory, env=env).env_name}  {run}", pictures, out)
+        pictures.draw_judgements(f"{ExploredRun(directory, env=env).env_name}  {run}", rounds_to_draw, out)
     if json:
         content = [{"round": number, **summary} for number, summary in summaries.items()]
         print_json({"run": str(run), "rounds": content} | ({} if out is None else {"out": str(out)}))
@@ -93,17 +87,6 @@ def diagnose(
     _print_bands(summaries)
     if out is not None:
         print_line(f"Picture: {out}")
-
-
-def _make_picture(
-    run: RunDirectory, number: int, judged: pl.DataFrame, summary: Mapping[str, Any], env: str | None
-) -> JudgedRound:
-    """Return what is drawn of a round; its map shows wrong signs where every record was judged."""
-    table = read_scored_round(run, number, env)
-    if len(judged) == len(table):
-        table = table.join(judged.select("record_id", "mismatch"), on="record_id", how="left")
-    grid = map_extremes(run, number, table, env=env)
-    return JudgedRound(number, judged, summary["spearman"]["mean"], grid)
 
 
 _ANSWERS = {

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line
-from whence.cli.moment_tables import print_response, print_strip
+from whence.cli.moment_tables import print_causes, print_response, shorten, show_text
 from whence.cli.options import AsJson
 from whence.cli.progress import RoundBar
 from whence.cli.runs import find_round
@@ -18,14 +18,11 @@ from whence.errors import WhenceError
 from whence.experiments.llm.explaining import Explanation, explain_response
 from whence.experiments.llm.language_rebuilding import list_policies
 from whence.moments import find_moments
-from whence.page.cause_view import format_probability, tell_rounds
+from whence.page import CauseView, Decision, describe_causes
 from whence.runs import RunDirectory
 
 STRONG, WEAK = 0.4, 0.1
 """Shares of the largest part from which a token is coloured fully, and at all."""
-
-_EXCERPT = 60
-"""Characters of a text in a table's cell."""
 
 
 def why(
@@ -82,10 +79,9 @@ def why(
     if prompt is not None and response is not None:
         causes = _gather_causes(directory, prompt, response, by, top)
         if json:
-            tables = {name: causes[name].to_dicts() for name in ("rounds", "raised", "lowered")}
-            print_json({"run": str(run), **causes, **tables})
+            print_json({"prompt": prompt, "response": response, **describe_causes(causes)})
         else:
-            _print_causes(causes)
+            print_causes(causes)
         return
     number = find_round(directory, round, record)
     if record is None:
@@ -101,11 +97,10 @@ def why(
         _print_explanation(explanation, number, top)
 
 
-def _gather_causes(run: RunDirectory, prompt: str, response: str, by: str, top: int) -> dict[str, Any]:
-    """Score the records of all rounds below a progress bar, and return what taught the response, by name.
+def _gather_causes(run: RunDirectory, prompt: str, response: str, by: str, top: int) -> CauseView:
+    """Score the records of all rounds below a progress bar, and return what taught the response.
 
-    `log_prob_first` is the response's log-probability under the first policy, `log_prob` that under the trained model,
-    or under the policy of the last scored round if there is no trained model yet; None: not measured.
+    Its present log-probability is that under the trained model, or under the policy of the last scored round.
     """
     with RoundBar("rounds", "scoring") as bar:
         causes = find_response_causes(
@@ -128,41 +123,12 @@ def _gather_causes(run: RunDirectory, prompt: str, response: str, by: str, top: 
             notes.append(
                 f"The run holds no trained model yet; “now” is the policy that drew the records of round {last}."
             )
-    rounds, raised = sum_rounds(causes), rank_records(causes, lowest=False, most=top)
-    text = f"“{shorten(response)}” after “{shorten(prompt)}”"
-    if first is not None and now is not None:
-        text += f": its probability was {format_probability(first)} (log {first:.3g}) under the first policy"
-        text += f" and is {format_probability(now)} (log {now:.3g}) now"
-    if raised.is_empty():
-        text += ". No record of any round raised it."
-    else:
-        best = raised.row(0, named=True)
-        text += f". {tell_rounds(rounds)} The strongest record is {best['record_id']} in round {best['round']}."
-    return {
-        **{"prompt": prompt, "response": response, "by": by, "text": text},
-        **{"log_prob_first": first, "log_prob": now, "rounds": rounds},
-        **{"raised": raised, "lowered": rank_records(causes, lowest=True, most=top), "notes": notes},
-    }
-
-
-def _print_causes(causes: dict[str, Any]) -> None:
-    """Print what taught a response: sentences, the strip over rounds, and the records."""
-    print_line(causes["text"])
-    print_strip(causes["rounds"])
-    headings = ["round", "record", "prompt", "response", "reward", "advantage", "score"]
-    for verb in ("raised", "lowered"):
-        records: pl.DataFrame = causes[verb]
-        rows = [
-            [
-                *(row["round"], row["record_id"], shorten(row["prompt"]), shorten(row["response"])),
-                *(f"{row['reward']:.3g}", f"{row['advantage']:+.3g}", f"{row['score']:+.3g}"),
-            ]
-            for row in records.iter_rows(named=True)
-        ]
-        if rows:
-            console.print(make_table(f"The {len(rows)} records that {verb} it most", headings, rows))
-    for note in causes["notes"]:
-        print_line(f"Note: {note}")
+    decision = Decision(f"“{shorten(response)}” after “{shorten(prompt)}”", first, now)
+    raised, lowered = (
+        rank_records(causes, lowest=lowest, most=top).drop("log_prob").rename({"record_id": "record"}).to_dicts()
+        for lowest in (False, True)
+    )
+    return CauseView(str(run.path), "", decision, by, sum_rounds(causes), raised, lowered, notes=notes)
 
 
 def _print_explanation(explanation: Explanation, number: int, top: int) -> None:
@@ -219,14 +185,3 @@ def _describe_explanation(explanation: Explanation, top: int) -> dict[str, Any]:
         "pulls": _choose_pulls(explanation, top),
         "notes": [] if explanation.note is None else [explanation.note],
     }
-
-
-def shorten(text: str) -> str:
-    """Return a text on one line, cut to the width of a table's cell."""
-    line = show_text(text)
-    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
-
-
-def show_text(text: str) -> str:
-    """Return a text on one line, its line breaks and tabs written out."""
-    return text.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli import options
-from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line, print_paths
+from whence.cli.console import console, make_printable, make_table, print_json, print_line, print_paths
 from whence.cli.progress import RoundBar
 from whence.cli.runs import open_agent_run
 from whence.diagnosis import (
@@ -20,10 +20,7 @@ from whence.diagnosis import (
     write_history,
 )
 from whence.errors import WhenceError
-from whence.page.explored_run import ExploredRun
-from whence.page.moment_view import format_number
-from whence.page.pictures.canvas import check_picture_name
-from whence.page.pictures.phase_picture import draw_picture
+from whence.page import ExploredRun, format_number
 from whence.runs import RunDirectory
 
 
@@ -49,9 +46,6 @@ def phases(
     neighbours: Annotated[
         int, typer.Option(help="Nearest neighbours that a record is compared with; LDA: 20 to 100.", min=1)
     ] = 50,
-    out: Annotated[
-        Path | None, typer.Option(help="Draw curves and moments into this .png file.", show_default=False)
-    ] = None,
     env: options.ReplayEnv = None,
     json: options.AsJson = False,
 ) -> None:
@@ -59,27 +53,21 @@ def phases(
 
     A behaviour is an action in a state. Each round's records are scored for it. Roughness is low where records in
     similar states score alike; it is compared with that of permuted scores. What was measured is also written into the
-    run directory, where the run's page finds it.
+    run directory, where the run's page draws it: see `whence view`.
 
-    Example: whence phases runs/lander --record 8210 --out phases.png
+    Example: whence phases runs/lander --record 8210
     """
-    if out is not None:
-        check_picture_name(out, ".png")
     directory = open_agent_run(run)
     behaviour = _read_behaviour(directory, record or [], options.parse_action(observation, action), env)
     with RoundBar("rounds", "scoring") as bar:
         (history,) = trace_phases(directory, [behaviour], neighbours=neighbours, env=env, on_round=bar.update)
     content = summarise_history(history, ExploredRun(directory, env=env).labels)
-    files = {"Numbers": write_history(directory, history, content)}
-    if out is not None:
-        with errors.status("Playing the moments again …"):
-            draw_picture(directory, content, out, env=env)
-        files["Picture"] = out
+    file = write_history(directory, history, content)
     if json:
-        print_json({"run": str(run), "history": content} | ({} if out is None else {"picture": str(out)}))
+        print_json({"run": str(run), "history": content})
         return
     _print_history(content)
-    print_paths(files)
+    print_paths({"Numbers": file})
 
 
 def _read_behaviour(run: RunDirectory, record: list[int], settings: dict[str, Any], env: str | None) -> Behaviour:

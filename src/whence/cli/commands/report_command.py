@@ -11,9 +11,7 @@ from whence.cli.console import print_json, print_line
 from whence.cli.options import AsJson, ReplayEnv, parse_rounds
 from whence.cli.progress import RoundBar
 from whence.errors import WhenceError
-from whence.page import server, write_report
-from whence.page.explored_run import ExploredRun
-from whence.page.moment_view import CONTINUATIONS
+from whence.page import CONTINUATIONS, ExploredRun, server, write_report
 from whence.runs import find_content
 
 

@@ -11,12 +11,16 @@ from whence.cli.options import AsJson, ReplayEnv
 from whence.cli.runs import find_round
 from whence.errors import WhenceError
 from whence.moments import Moment, find_moment, find_moments, name_action
-from whence.page.explored_run import ExploredRun
-from whence.page.explorer.detail import describe_view
-from whence.page.explorer.rounds import describe_moment
-from whence.page.moment_view import choose_frames, gather_moment, read_window
-from whence.page.pictures.canvas import check_picture_name
-from whence.page.pictures.moment_picture import draw_moment
+from whence.page import (
+    ExploredRun,
+    choose_frames,
+    describe_moment,
+    describe_view,
+    gather_moment,
+    list_curves,
+    pictures,
+    read_window,
+)
 
 
 def show(
@@ -50,7 +54,7 @@ def show(
     if [record, top, bottom].count(None) < 2:
         raise WhenceError("--record, --top and --bottom exclude each other; give one of them.")
     if out is not None:
-        check_picture_name(out, ".png", ".gif")
+        pictures.check_picture_name(out, ".png", ".gif")
     explored = ExploredRun(run, env=env)
     number = find_round(explored.directory, round, record)
     with errors.status("Reading the round …"):
@@ -80,9 +84,9 @@ def show(
     with errors.status("Reading the moment …"):
         view = gather_moment(explored, number, face, rollouts=continuations, steps=steps)
         if out is not None:
-            draw_moment(view, out)
+            pictures.draw_moment(view, out)
     if json:
-        moment = describe_moment(face, explored.labels) | describe_view(view, explored, with_window=True)
+        moment = describe_view(view) | {"window": list_curves(view.window, explored.labels, 6)}
         listed = [describe_moment(each, explored.labels) for each in moments]
         content = {"run": str(run), "round": number, "moment": moment, "moments": listed}
         print_json(content | ({} if out is None else {"picture": str(out)}))

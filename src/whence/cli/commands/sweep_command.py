@@ -76,18 +76,15 @@ def _choose_runs(runs: Sequence[Planned], names: Sequence[str], file: Path) -> l
 
 def table(
     out: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
-    no_pictures: Annotated[
-        bool, typer.Option("--no-pictures", help="Draw no curves: these need Kaleido and a Chrome or Chromium.")
-    ] = False,
     json: AsJson = False,
 ) -> None:
-    """Tabulate what a sweep has finished, next to LDA's figures: tables.md, summary.json and curves as SVG.
+    """Tabulate what a sweep has finished: tables.md and summary.json.
 
     Example: whence table results/paper
     """
     results = experiments.load_sweep(out)
     summary = experiments.summarise_sweep(results)
-    text = write_tables(results, summary, out, pictures=not no_pictures)
+    text = write_tables(results, summary, out)
     if json:
         print_json(summary)
         return

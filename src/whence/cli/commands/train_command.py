@@ -32,9 +32,7 @@ from whence.experiments import (
     runner_of,
     split_arm,
 )
-from whence.page import write_report
-from whence.page.comparison_summary import READING, make_summary
-from whence.page.explorer.embedding import COMPARED_ROUNDS, spread
+from whence.page import COMPARED_ROUNDS, READING, make_summary, spread, write_report
 from whence.runs import RunDirectory
 
 _ABOUT_PPO = {

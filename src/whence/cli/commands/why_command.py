@@ -11,15 +11,18 @@ from whence.cli.moment_tables import print_causes
 from whence.cli.options import AsJson, ReplayEnv
 from whence.cli.progress import RoundBar
 from whence.cli.runs import find_round, open_agent_run, parse_decision
-from whence.diagnosis import RankedMoment, play_episode
+from whence.diagnosis import play_episode
 from whence.errors import WhenceError
 from whence.experiments import load_model
-from whence.moments import find_moment
-from whence.page.cause_view import Decision, describe_target, gather_causes, read_decision, replay_faces
-from whence.page.explored_run import ExploredRun
-from whence.page.explorer.detail import describe_causes
-from whence.page.pictures.canvas import check_picture_name
-from whence.page.pictures.cause_picture import SHOWN, draw_causes
+from whence.page import (
+    Decision,
+    ExploredRun,
+    describe_causes,
+    describe_target,
+    gather_causes,
+    pictures,
+    read_decision,
+)
 from whence.targets import Action
 
 
@@ -71,12 +74,13 @@ def why(
     if len(ways) > 1:
         raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
     if out is not None:
-        check_picture_name(out, ".png")
+        pictures.check_picture_name(out, ".png")
     explored = ExploredRun(open_agent_run(run), env=env)
     explored.directory.require_rounds()
     with errors.status("Reading the decision …"):
         if record is not None:
-            target, decision = _read_record(explored, record, with_frame=out is not None)
+            number = find_round(explored.directory, None, record)
+            target, decision = read_decision(explored, number, record, with_frame=out is not None)
         elif written:
             model = load_model(explored.directory, explored.directory.rounds()[0], env=env)
             target = parse_decision(observation, action, model)
@@ -84,13 +88,12 @@ def why(
         else:
             target, decision = _play_step(explored, episode_seed or 0, step, with_frame=out is not None)
     with RoundBar("rounds", "scoring") as bar:
-        view = gather_causes(explored, target, decision, by=by, most=top, on_round=bar.update)
+        framed = 0 if out is None else pictures.SHOWN
+        view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
     if out is not None:
-        with errors.status("Drawing the moments …"):
-            frames, note = replay_faces(explored, [*view.raised[:SHOWN], *view.lowered[:SHOWN]])
-        draw_causes(replace(view, frames=frames, frames_note=note), out)
+        pictures.draw_causes(view, out)
     if json:
-        print_json({"run": str(run), **describe_causes(view, {})} | ({} if out is None else {"picture": str(out)}))
+        print_json(describe_causes(view) | ({} if out is None else {"picture": str(out)}))
         return
     if step is None and not (recorded or written):
         print_line(
@@ -111,12 +114,3 @@ def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: boo
         return target, decision
     frames = play_episode(run.directory, seed=seed, env=run.env, frames=[step], longest=step + 1).frames
     return target, replace(decision, frame=frames.get(step))
-
-
-def _read_record(run: ExploredRun, record: int, *, with_frame: bool) -> tuple[Action, Decision]:
-    number = find_round(run.directory, None, record)
-    target, decision = read_decision(run, number, record)
-    if not with_frame:
-        return target, decision
-    face = RankedMoment(number, find_moment(run.round(number).table, record))
-    return target, replace(decision, frame=replay_faces(run, [face])[0].get(record))

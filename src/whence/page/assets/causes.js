@@ -52,7 +52,7 @@ Whence.causes = (() => {
       drawRounds(causes),
       list("Raised it most", causes.raised, view),
       list("Lowered it most", causes.lowered, view),
-      causes.note ? element("p", { class: "note" }, causes.note) : null,
+      ...causes.notes.map((note) => element("p", { class: "note" }, note)),
     ].filter(Boolean);
   }
 

@@ -97,7 +97,7 @@ Whence.moment = (() => {
     const story = tell(detail);
     const judged = judge(detail);
     if (detail.mc_pending) measure(story, judged, detail);
-    body.replaceChildren(...[story, shown, Whence.causes.make(detail, view), judged, policy(detail), targets(detail), state(detail)].filter(Boolean));
+    body.replaceChildren(...[story, shown, Whence.causes.make(detail, view), judged, policy(detail), state(detail)].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -105,11 +105,11 @@ Whence.moment = (() => {
 
   function fillResponse(detail) {
     const { run, round } = view;
-    const sections = Whence.tokens.sections(detail, {
+    const sections = Whence.responses.sections(detail, {
       open: (record) => show({ ...view, record }),
       canOpen: (record) => Whence.source.canOpen(run, round, record),
     });
-    body.replaceChildren(...[tell(detail), ...sections, targets(detail)].filter(Boolean));
+    body.replaceChildren(...[tell(detail), ...sections].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -300,14 +300,6 @@ Whence.moment = (() => {
     const headings = element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)));
     return element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
       element("table", { class: kind }, caption, element("thead", {}, headings), element("tbody", {}, ...rows)));
-  }
-
-  function targets(detail) {
-    if (!detail.targets || detail.targets.length < 2) return null;
-    const rows = detail.targets.map(({ name, score, error, significant }) => element("tr", {},
-      element("th", { scope: "row" }, name), element("td", {}, withError(score, error)),
-      element("td", {}, significant === null ? "error not known" : significant ? "beyond two errors" : "cannot be told from 0")));
-    return part("Score by target", "A target is what the score is about; training on the record raises or lowers it.", table("Score by target", ["target", "score ± error", ""], rows));
   }
 
   function state(detail) {

@@ -54,8 +54,8 @@ Whence.source = (() => {
   // The file holds the responses to a prompt once, and those that open in their details.
   function findGroup({ groups, details }, record) {
     const group = groups?.find(({ responses }) => responses.some((one) => one.record === record));
-    const complete = ({ response, tokens }) => ({ response, tokens });
-    return group && { ...group, responses: group.responses.map((one) => (details[one.record] ? { ...one, ...complete(details[one.record]) } : one)) };
+    const complete = (one) => (details[one.record] ? { ...one, response: details[one.record].response } : one);
+    return group && { ...group, responses: group.responses.map(complete) };
   }
 
   // Served pages only: rollouts may take many times as long as the frames, so they are asked for apart.
@@ -71,11 +71,8 @@ Whence.source = (() => {
     if (offset < 0 || !episode || !columns) return null;
     const [first, end] = [Math.max(episode.start, offset - BESIDE), Math.min(episode.start + episode.length, offset + BESIDE + 1)];
     const cut = (values) => values?.slice(first, end) ?? null;
-    const actions = Array.isArray(columns.actions)
-      ? cut(columns.actions)
-      : columns.actions && cut(columns.actions.index)?.map((place) => columns.actions.labels[place] ?? "–");
     return {
-      record_ids: cut(strip.record_ids), scores: cut(strip.scores), dropped: cut(strip.dropped), actions,
+      record_ids: cut(strip.record_ids), scores: cut(strip.scores), dropped: cut(strip.dropped), actions: cut(columns.actions),
       steps: cut(columns.steps), rewards: cut(columns.rewards), values: cut(columns.values),
       advantages: cut(columns.advantages), errors: cut(columns.errors),
     };

@@ -1,33 +1,29 @@
 """Pictures of a moment: frames above strips of reward, value, advantage and score, as PNG or GIF."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from whence.guards import write_atomically
-from whence.moments import name_action
-from whence.page.moment_view import MomentView, format_number
+from whence.influence import is_significant
+from whence.moments import Moment, name_action
+from whence.page.moment_view import MomentView, PolicyChange, format_number
 from whence.page.pictures.canvas import (
-    DPI,
     GREY,
     HARM,
     HELP,
     INK,
     LINE,
-    WIDTH,
-    check_libraries,
+    add_axes,
     check_picture_name,
     draw_frame,
-    keep_drawable,
+    make_figure,
     render,
-    shorten,
+    save_picture,
     style_axes,
     wrap,
-    write_text,
+    write_lines,
 )
 
 if TYPE_CHECKING:
@@ -35,10 +31,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BEFORE, AFTER = "#b4b9c2", "#e27411"
-_STRIPS = (("reward", "reward"), ("value", "value"), ("advantage", "advantage"), ("score", "score"))
+_STRIPS = ("reward", "value", "advantage", "score")
 POLICY_ROWS = 8
 """Actions whose probabilities are drawn at most."""
-_SECONDS = 0.12  # of a GIF's frame; the face's stays longer
+_MILLISECONDS, _FACE_MILLISECONDS = 120, 1200  # how long a frame of a GIF is shown
 
 
 def draw_moment(view: MomentView, path: Path) -> None:
@@ -53,59 +49,43 @@ def draw_moment(view: MomentView, path: Path) -> None:
         Unsupported: Matplotlib or Pillow is not installed.
     """
     check_picture_name(path, ".png", ".gif")
-    check_libraries()
-    animated = path.suffix.lower() == ".gif" and bool(view.frames)
-    images, durations = _animate(view) if animated else ([render(_lay_out(view)[0])], [0])
-    with write_atomically(path) as temporary:
-        _save(images, durations, temporary, "GIF" if path.suffix.lower() == ".gif" else "PNG")
-
-
-def _save(images: Sequence[Any], durations: Sequence[int], path: Path, kind: str) -> None:
-    if len(images) == 1:
-        images[0].save(path, format=kind)
+    is_animated = path.suffix.lower() == ".gif" and bool(view.frames)
+    height = 8.6 if view.frames else 6.4
+    figure = make_figure(height)
+    top = _write_heading(figure, view)
+    actions = dict(zip(_read(view, "step"), _read(view, "action"), strict=True))
+    captions = {step: f"step {step}: {name_action(actions.get(step, '–'), view.action_labels)}" for step in view.frames}
+    split = top + (3.4 if is_animated else 2.1 if view.frames else 0)
+    frames = add_axes(figure, 1, 1 if is_animated else len(view.frames), top + 0.3, split) if view.frames else []
+    colour = _choose_colour(view.moment)
+    images = []
+    for axes, step in zip(frames, view.frames, strict=False):
+        edge = (colour, 4) if step == view.moment.step and not is_animated else (LINE, 1)
+        images.append(draw_frame(axes, view.frames[step], captions[step], edge))
+    strips = _draw_strips(figure, view, split + 0.3, height - 0.6)
+    _draw_policy(figure, view, split + 0.3, height - 0.6)
+    if not is_animated:
+        save_picture(render(figure), path)
         return
-    from PIL import Image
-
-    # One palette for all frames, else viewers show plain areas flickering; from several, for colours that come and go.
-    several = np.concatenate([np.asarray(image) for image in images[:: max(1, len(images) // 6)]])
-    palette = Image.fromarray(several).quantize(256)
-    frames = [image.quantize(palette=palette, dither=0) for image in images]
-    frames[0].save(
-        path, format=kind, save_all=True, append_images=frames[1:], duration=list(durations), loop=0, optimize=False
-    )
-
-
-def _lay_out(view: MomentView, *, animated: bool = False) -> tuple["Figure", Any, list["Axes"]]:
-    """Return the figure, the place of the animated frame, and the strips."""
-    from matplotlib.figure import Figure
-
-    steps = sorted(view.frames)
-    height = 8.6 if steps else 6.4
-    figure = Figure(figsize=(WIDTH / DPI, height), dpi=DPI, facecolor="white")
-    top = _write_heading(figure, view, height)
-    bottom = 0.55 / height
-    split = top
-    place = None
-    if steps and animated:
-        split = top - 3.4 / height
-        place = figure.add_axes((0.06, split + 0.3 / height, 0.6, top - split - 0.35 / height))
-        place.set_axis_off()
-    elif steps:
-        split = top - _draw_frames(figure, view, steps, top, height)
-    strips = _draw_strips(figure, view, (bottom, split - 0.25 / height), height)
-    _draw_policy(figure, view, (bottom, (top if animated and steps else split) - 0.25 / height), height)
-    return figure, place, strips
+    cursors = [axes.axvline(0, color=AFTER, linewidth=2) for axes in strips]
+    pictures = []
+    for step, frame in view.frames.items():
+        images[0].set_data(frame)
+        frames[0].set_title(wrap(captions[step], 60), fontsize=10, loc="left", parse_math=False)
+        for cursor in cursors:
+            cursor.set_xdata([step, step])
+        pictures.append(render(figure))
+    durations = [_FACE_MILLISECONDS if step == view.moment.step else _MILLISECONDS for step in view.frames]
+    save_picture(pictures[0], path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
 
 
-def _write_heading(figure: "Figure", view: MomentView, height: float) -> float:
+def _write_heading(figure: "Figure", view: MomentView) -> float:
     """Write the lines on top and return where they end."""
-    moment = view.moment
-    headline, colour = _make_headline(view)
-    write_text(figure, 0.02, 1 - 0.3 / height, headline, 17, colour, weight="bold")
-    where = "" if moment.step is None else f", episode {moment.episode_id}, step {moment.step}"
+    moment, estimate = view.moment, view.estimate
+    headline, colour = describe_score(moment)
     fate = "" if view.row.get("keep") is None else "; trained" if view.row["keep"] else "; dropped"
-    write_text(figure, 0.02, 1 - 0.62 / height, f"{view.env or view.run}, round {view.round}{where}{fate}", 12, GREY)
-    fresh = f" (by fresh rollouts {view.estimate[0]:.3g} ± {view.estimate[1]:.2g})" if view.estimate else ""
+    is_measured = estimate is not None and estimate.mean is not None
+    fresh = f" (by fresh rollouts {estimate.mean:.3g} ± {estimate.error:.2g})" if is_measured and estimate else ""
     numbers = [
         f"action: {view.action}",
         f"advantage {format_number(moment.advantage)}{fresh}",
@@ -113,196 +93,115 @@ def _write_heading(figure: "Figure", view: MomentView, height: float) -> float:
         f"return {format_number(moment.return_)}",
         f"reward {format_number(moment.reward)}",
     ]
-    write_text(figure, 0.02, 1 - 0.92 / height, "   ·   ".join(numbers), 12, INK)
-    if view.frames_note is None:
-        return 1 - 1.15 / height
-    write_text(figure, 0.02, 1 - 1.2 / height, shorten(view.frames_note, 150), 10.5, GREY)
-    return 1 - 1.4 / height
+    lines = [(headline, 17.0, colour), (f"{view.place}{fate}", 12.0, GREY), ("   ·   ".join(numbers), 12.0, INK)]
+    return write_lines(figure, [*lines, *([(view.frames_note, 10.5, GREY)] if view.frames_note else [])])
 
 
-def _draw_frames(figure: "Figure", view: MomentView, steps: Sequence[int], top: float, height: float) -> float:
-    """Draw frames side by side below `top` and return the height that they take, as a share of the figure's."""
-    gap, left, right = 0.008, 0.02, 0.985
-    width = (right - left - gap * (len(steps) - 1)) / max(len(steps), 4)
-    rows, columns = next(iter(view.frames.values())).shape[:2]
-    tall: float = min(width * WIDTH / DPI * rows / columns, 2.6)
-    actions = dict(_column(view, "step", "action"))
-    start = left + (right - left - len(steps) * width - (len(steps) - 1) * gap) / 2
-    for place, step in enumerate(steps):
-        box = (start + place * (width + gap), top - (tall + 0.3) / height, width, tall / height)
-        is_face = step == view.moment.step
-        action = name_action(actions[step], view.action_labels) if step in actions else ""
-        edge = (_score_colour(view), 4) if is_face else (LINE, 1)
-        weight = "bold" if is_face else "normal"
-        caption = shorten(f"step {step}: {action}", 30)
-        draw_frame(figure, view.frames[step], box, edge, caption, fontsize=11, pad=6, fontweight=weight)
-    return (tall + 0.35) / height
-
-
-def _make_headline(view: MomentView) -> tuple[str, str]:
-    """Return what the score says, and its colour: that a record harmed or helped only if it can be told from 0."""
-    moment = view.moment
-    if math.isnan(moment.score):
+def describe_score(moment: Moment) -> tuple[str, str]:
+    """Return what can be said of a moment's score, and the colour that says it."""
+    if not math.isfinite(moment.score):
         return f"Record {moment.record_id} was not scored", INK
-    error = "" if moment.error is None else f" ± {moment.error:.2g}"
-    if view.is_significant is False:
+    error = " (error not known)" if moment.error is None else f" ± {moment.error:.2g}"
+    if is_significant(moment.score, moment.error) is False:
         return f"Record {moment.record_id}: score {moment.score:.3g}{error}, cannot be told from 0", GREY
-    harms = moment.score < 0
-    verb = "lowers" if harms else "raises"
-    doubt = "" if view.is_significant else " (error not known)"
-    text = f"Record {moment.record_id}: training on it {verb} the target, score {moment.score:.3g}{error}{doubt}"
-    return text, HARM if harms else HELP
+    verb = "lowers" if moment.score < 0 else "raises"
+    text = f"Record {moment.record_id}: training on it {verb} the target, score {moment.score:.3g}{error}"
+    return text, _choose_colour(moment)
 
 
-def _draw_strips(figure: "Figure", view: MomentView, span: tuple[float, float], height: float) -> list["Axes"]:
-    """Draw the strips between two heights, the first on top."""
-    bottom, top = span
-    names = [(name, text) for name, text in _STRIPS if name in view.window.columns]
-    gap = 0.12 / height
-    tall = (top - bottom - gap * (len(names) - 1)) / max(len(names), 1)
-    strips: list[Axes] = []
-    for place, (name, text) in enumerate(names):
-        low = top - (place + 1) * tall - place * gap
-        axes = figure.add_axes((0.085, low, 0.585, tall), sharex=strips[0] if strips else None)
+def _draw_strips(figure: "Figure", view: MomentView, top: float, bottom: float) -> list["Axes"]:
+    """Draw the curves between two heights, the first on top."""
+    names = [name for name in _STRIPS if name in view.window.columns]
+    strips = list(add_axes(figure, len(names), 1, top, bottom, left=0.085, right=0.67, hspace=0.15)) if names else []
+    for axes, name in zip(strips, names, strict=True):
         _draw_strip(axes, view, name)
-        axes.set_ylabel(text, fontsize=11, color=INK)
-        is_last = place == len(names) - 1
-        axes.tick_params(labelbottom=is_last)
-        if is_last:
-            is_pale = "keep" in view.window.columns and not view.window["keep"].all()
-            text = "record" if view.moment.step is None else "step of the episode"
-            axes.set_xlabel(f"{text}   (pale: dropped)" if is_pale else text, fontsize=11, color=INK)
-        strips.append(axes)
-    figure.align_ylabels(strips)
+        axes.set_ylabel(name, fontsize=11, color=INK)
+        axes.tick_params(labelbottom=axes is strips[-1])
+    if strips:
+        is_pale = "keep" in view.window.columns and not view.window["keep"].all()
+        text = "record" if view.moment.step is None else "step of the episode"
+        strips[-1].set_xlabel(f"{text}   (pale: dropped)" if is_pale else text, fontsize=11, color=INK)
+        figure.align_ylabels(strips)
     return strips
 
 
 def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:
-    pairs = [(step, value) for step, value in _column(view, "step", name) if value is not None]
-    steps = np.array([step for step, _ in pairs], float)
-    values = np.array([value for _, value in pairs], float)
-    moment = view.moment
-    if moment.first_step is not None and moment.last_step is not None:
-        axes.axvspan(moment.first_step - 0.5, moment.last_step + 0.5, color=_score_colour(view), alpha=0.1, linewidth=0)
-    if moment.step is not None:
-        axes.axvline(moment.step, color=_score_colour(view), linewidth=1.2, alpha=0.7)
-    if name in ("advantage", "score"):
-        axes.axhline(0, color=LINE, linewidth=0.8, zorder=0)
+    moment, colour = view.moment, _choose_colour(view.moment)
+    steps, values = np.array(_read(view, "step"), float), np.array(_read(view, name), float)
+    if moment.first_step is not None and moment.last_step is not None and moment.step is not None:
+        axes.axvspan(moment.first_step - 0.5, moment.last_step + 0.5, color=colour, alpha=0.1, linewidth=0)
+        axes.axvline(moment.step, color=colour, linewidth=1.2, alpha=0.7)
+    axes.axhline(0, color=LINE, linewidth=0.8, zorder=0, visible=name in ("advantage", "score"))
     if name == "score":
-        _draw_scores(axes, view, steps, values)
+        bars = axes.bar(steps, values, width=0.75, color=[HARM if value < 0 else HELP for value in values])
+        for bar, keep in zip(bars, _read(view, "keep"), strict=True):
+            bar.set_alpha(0.4 if keep is False else 1.0)
+        errors = np.array(_read(view, "error"), float)
+        axes.errorbar(steps, values, yerr=errors, fmt="none", ecolor=INK, elinewidth=0.9, capsize=1.5)
     else:
         axes.plot(steps, values, color=INK, linewidth=1.4, marker="o", markersize=2.6)
-        at = steps == (moment.step if moment.step is not None else 0)
-        axes.plot(steps[at], values[at], color=_score_colour(view), marker="o", markersize=7, linestyle="none")
+        is_face = steps == (moment.step or 0)
+        axes.plot(steps[is_face], values[is_face], color=colour, marker="o", markersize=7, linestyle="none")
     style_axes(axes)
     axes.locator_params(axis="y", nbins=4)
-    axes.margins(x=0.02, y=0.15)
-    least = 0.2 * float(np.abs(values).max(initial=0.0))  # a smaller change is noise and is to look like it
-    if name != "score" and values.size and np.ptp(values) < least:
-        middle = float(values.min() + values.max()) / 2
-        axes.set_ylim(middle - least / 2, middle + least / 2)
+    axes.margins(y=0.15)
+    axes.set_xlim(steps.min() - 1, steps.max() + 1)
 
 
-def _draw_scores(axes: "Axes", view: MomentView, steps: NDArray[Any], values: NDArray[Any]) -> None:
-    kept = dict(_column(view, "step", "keep")) if "keep" in view.window.columns else {}
-    errors = dict(_column(view, "step", "error")) if "error" in view.window.columns else {}
-    bars = axes.bar(steps, values, width=0.75, color=[HARM if value < 0 else HELP for value in values])
-    for bar, step in zip(bars, steps, strict=True):
-        bar.set_alpha(1.0 if kept.get(int(step), True) else 0.4)
-    sizes = [errors.get(int(step)) for step in steps]
-    if steps.size and all(size is not None for size in sizes):
-        axes.errorbar(steps, values, yerr=np.array(sizes, float), fmt="none", ecolor=INK, elinewidth=0.9, capsize=1.5)
-
-
-def _draw_policy(figure: "Figure", view: MomentView, span: tuple[float, float], height: float) -> None:
+def _draw_policy(figure: "Figure", view: MomentView, top: float, bottom: float) -> None:
     """Draw the action probabilities, or means, before and after the round."""
-    bottom, top = span
+    height = figure.get_figheight()
     change = view.policy
     if change is None:
-        if view.policy_note:
-            write_text(figure, 0.71, top, wrap(view.policy_note, 44), 10.5, GREY, vertical="top")
+        text = wrap(view.policy_note or "", 44)
+        figure.text(0.71, 1 - top / height, text, fontsize=10.5, color=GREY, va="top", parse_math=False)
         return
     names = change.names[:POLICY_ROWS]
-    top -= 0.6 / height
-    tall = min(top - bottom, (0.62 * len(names) + 0.2) / height)
-    axes = figure.add_axes((0.80, top - tall, 0.155, tall))
-    write_text(figure, 0.71, top + 0.42 / height, "Policy in this state", 12, INK, weight="bold")
-    write_text(figure, 0.71, top + 0.16 / height, "before the round", 10.5, GREY)
-    write_text(figure, 0.83, top + 0.16 / height, "after it", 10.5, AFTER)
-    places = np.arange(len(names))
-    probabilities = not change.spreads[0]
-    for at, (offset, colour, values) in enumerate(((-0.19, BEFORE, change.before), (0.19, AFTER, change.after))):
-        numbers = np.array(values[:POLICY_ROWS])
-        if probabilities:
-            axes.barh(places + offset, numbers, 0.36, color=colour)
-        else:
-            spreads = change.spreads[at][:POLICY_ROWS]
-            axes.errorbar(numbers, places + offset, xerr=spreads, fmt="o", color=colour, capsize=3)
-        for place, number in zip(places, numbers, strict=True):
-            text = f"{number:.2g}" if not probabilities else f"{number:.0%}" if number >= 0.095 else f"{number:.1%}"
-            x = number if probabilities else axes.get_xlim()[1]
-            axes.annotate(text, (x, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=10)
-    axes.set_yticks(places)
-    chosen = view.moment.action
+    bottom = min(bottom, top + 0.9 + 0.62 * len(names))
+    (axes,) = add_axes(figure, 1, 1, top + 0.6, bottom, left=0.8, right=0.96)
+    value = f"value of the state: {format_number(change.values[0])} → {format_number(change.values[1])}"
+    axes.set_xlabel(value, fontsize=10.5, color=INK)
+    _draw_bars(axes, change, len(names))
     for at, label in enumerate(axes.set_yticklabels([wrap(name, 14) for name in names], fontsize=10.5)):
         label.set_parse_math(False)
-        is_chosen = probabilities and at == chosen
-        label.set(color=_score_colour(view) if is_chosen else INK, fontweight="bold" if is_chosen else "normal")
-    axes.invert_yaxis()
-    axes.tick_params(labelsize=10, length=0)
-    if probabilities:
-        axes.set_xlim(0, 1)
-        axes.set_xticks([])
+        is_chosen = not change.spreads and at == view.moment.action
+        label.set(color=_choose_colour(view.moment) if is_chosen else INK, fontweight="bold" if is_chosen else "normal")
+    legend = axes.legend(
+        title="Policy in this state", loc="lower right", bbox_to_anchor=(1.1, 1), ncols=2, frameon=False
+    )
+    legend.get_title().set(fontsize=12, fontweight="bold", color=INK)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color(LINE)
-    value = f"value of the state: {format_number(change.values[0])} → {format_number(change.values[1])}"
-    write_text(figure, 0.71, top - tall - 0.22 / height, value, 10.5, INK)
 
 
-def _animate(view: MomentView) -> tuple[list[Any], list[int]]:
-    """Return a GIF's images and how long each is shown, in milliseconds.
-
-    The strips are drawn once; each image gets its frame and its cursor.
-    """
-    from PIL import Image, ImageDraw
-
-    figure, place, strips = _lay_out(view, animated=True)
-    background = render(figure)
-    box = place.get_window_extent()
-    height = background.height
-    corner = (round(box.x0), round(height - box.y1))
-    size = (round(box.width), round(box.height))
-    actions = dict(_column(view, "step", "action"))
-    images, durations = [], []
-    for step, frame in sorted(view.frames.items()):
-        image = background.copy()
-        picture = Image.fromarray(frame)
-        scale = min(size[0] / picture.width, size[1] / picture.height)
-        picture = picture.resize((round(picture.width * scale), round(picture.height * scale)))
-        left = corner[0] + (size[0] - picture.width) // 2
-        image.paste(picture, (left, corner[1]))
-        draw = ImageDraw.Draw(image)
-        is_face = step == view.moment.step
-        edge = (left - 2, corner[1] - 2, left + picture.width + 1, corner[1] + picture.height + 1)
-        draw.rectangle(edge, outline=_score_colour(view) if is_face else LINE, width=4 if is_face else 1)
-        action = name_action(actions[step], view.action_labels) if step in actions else ""
-        caption = keep_drawable(shorten(f"step {step}: {action}", 60)).encode("latin-1", "replace").decode("latin-1")
-        draw.text((left, corner[1] + picture.height + 6), caption, fill=INK, font_size=15)
-        for strip in strips:
-            x, y0 = strip.transData.transform((step, strip.get_ylim()[0]))
-            y1 = strip.transData.transform((step, strip.get_ylim()[1]))[1]
-            draw.line((x, height - y0, x, height - y1), fill=AFTER, width=2)
-        images.append(image)
-        durations.append(1200 if is_face else round(_SECONDS * 1000))
-    return images, durations
+def _draw_bars(axes: "Axes", change: PolicyChange, rows: int) -> None:
+    """Draw probabilities as bars, or means with their standard deviations, each with its number."""
+    places = np.arange(rows)
+    sides = ((-0.19, BEFORE, "before the round"), (0.19, AFTER, "after it"))
+    for at, (offset, colour, text) in enumerate(sides):
+        numbers = np.array((change.before, change.after)[at][:rows])
+        if change.spreads:
+            spreads = change.spreads[at][:rows]
+            axes.errorbar(numbers, places + offset, xerr=spreads, fmt="o", color=colour, capsize=3, label=text)
+        else:
+            bars = axes.barh(places + offset, numbers, 0.36, color=colour, label=text)
+            shares = [f"{number:.0%}" if number >= 0.095 else f"{number:.1%}" for number in numbers]
+            axes.bar_label(bars, shares, padding=4)
+    axes.set_yticks(places)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=10, length=0)
+    if not change.spreads:
+        axes.set_xlim(0, 1)
+        axes.set_xticks([])
 
 
-def _column(view: MomentView, key: str, name: str) -> list[tuple[Any, Any]]:
-    """Return pairs of two columns of the window; without steps, the record's position stands for them."""
+def _read(view: MomentView, name: str) -> list[Any]:
+    """Return a column of the window; without steps, the record's position stands for them."""
     table = view.window
-    keys = table[key].to_list() if key in table.columns and table[key].null_count() == 0 else range(len(table))
-    return list(zip(keys, table[name].to_list(), strict=True))
+    if name in table.columns and (name != "step" or table[name].null_count() == 0):
+        return table[name].to_list()
+    return list(range(len(table))) if name == "step" else [None] * len(table)
 
 
-def _score_colour(view: MomentView) -> str:
-    return HARM if view.moment.score < 0 else HELP
+def _choose_colour(moment: Moment) -> str:
+    return HARM if moment.score < 0 else HELP

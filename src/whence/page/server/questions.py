@@ -4,22 +4,17 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import CancelledError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import Any
 
 from whence.errors import WhenceError
 from whence.experiments import AnyEnv
-from whence.page.explored_run import stamp_file
-from whence.page.explorer import ExploredRun, build_causes
-from whence.page.explorer.detail import describe_advantage
-from whence.page.moment_view import measure_advantage
-
-REMEMBERED = 1000
-"""Answers that are remembered at most."""
+from whence.page.cause_view import build_causes
+from whence.page.explored_run import ExploredRun, stamp_file
+from whence.page.moment_view import describe_estimate
 
 ENDED = "the process that computes it ended. Open this record again."
 
@@ -40,12 +35,11 @@ class Questions:
 
     def __init__(self) -> None:
         self._newest: Any = _CONTEXT.Value(ctypes.c_ulonglong, 0)
-        self._answers: OrderedDict[Any, dict[str, Any]] = OrderedDict()
-        self._is_closed = False
+        self._answers: dict[Any, dict[str, Any]] = {}
         self._pool = self._make_pool()
 
     def ask(self, answer: Answer, run: ExploredRun, number: int, record: int, setting: Any) -> dict[str, Any]:
-        """Return an answer in JSON types, from memory if the run's files are what they were.
+        """Return an answer in JSON types, from memory if the round and the number of policies are what they were.
 
         Args:
             answer: `measure` or `explain`.
@@ -57,33 +51,26 @@ class Questions:
         Raises:
             WhenceError: a later question came, or the server ends; or what `answer` raises.
         """
-        # New rounds of a run that is training, or that is trained anew, change the present policy.
-        policies = run.directory.rounds("policies")
-        files = [run.directory.round_path("records", number)]
-        files += [run.directory.round_path("policies", each) for each in policies[-1:]]
-        key = (answer, run.directory.path, number, record, setting, len(policies), *map(stamp_file, files))
+        directory = run.directory
+        state = stamp_file(directory.round_path("records", number)), len(directory.rounds("policies"))
+        key = (answer, directory.path, number, record, setting, state)
         if key in self._answers:
             return self._answers[key]
         with self._newest.get_lock():
             self._newest.value += 1
             mine = self._newest.value
+        question = (answer, mine, str(directory.path), run.env, number, record, setting)
         try:
-            if self._is_closed:
-                raise WhenceError(ENDED)
-            question = (answer, mine, str(run.directory.path), run.env, number, record, setting)
             content: dict[str, Any] = self._pool.submit(_answer, *question).result()
-        except BrokenProcessPool:
+        except (BrokenProcessPool, CancelledError):
             self._pool = self._make_pool()
             raise WhenceError(ENDED) from None
         if mine == self._newest.value:  # a measurement that was ended says so, and is no answer
             self._answers[key] = content
-            if len(self._answers) > REMEMBERED:
-                self._answers.popitem(last=False)
         return content
 
     def close(self) -> None:
         """End the answer that is under way at its next step, and the process with it."""
-        self._is_closed = True
         with self._newest.get_lock():
             self._newest.value += 1
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -93,8 +80,8 @@ class Questions:
 
 
 def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
-    """Return a record's advantage by fresh rollouts; see `measure_advantage`."""
-    return describe_advantage(*measure_advantage(run, number, record, rollouts, check), str(run.directory.path))
+    """Return a record's advantage by fresh rollouts; see `ExploredRun.measure`."""
+    return describe_estimate(run.measure(number, record, rollouts, check))
 
 
 def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:

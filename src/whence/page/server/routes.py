@@ -9,6 +9,8 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -16,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.page.cause_view import BY
-from whence.page.explorer import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.page.explored_rounds import build_detail, build_round, describe_runs
+from whence.page.explored_run import ExploredRun
+from whence.page.grid import query_records
 from whence.page.html import list_figures, render_runs
 from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.questions import Questions, explain, measure
@@ -24,8 +28,8 @@ from whence.page.server.questions import Questions, explain, measure
 LONGEST_TEXT = 500
 """Characters of a search or a filter."""
 
-NAMES = ("127.0.0.1", "localhost", "[::1]")
-"""Names of this machine that a browser may ask for."""
+NAMES = ("127.0.0.1", "localhost")
+"""Names of this machine that a browser may ask for. A web site can point a name of its own here (DNS rebinding)."""
 
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -52,7 +56,7 @@ def make_app(
     causes: Questions,
     *,
     continuations: int = CONTINUATIONS,
-) -> ASGIApp:
+) -> Starlette:
     """Return the server's application.
 
     Args:
@@ -73,19 +77,14 @@ def make_app(
         return runs[place], *numbers
 
     def answer_records(request: Request) -> Any:
-        run, number = find(request)
         query = request.query_params
-        descending = query.get("dir", "asc")
-        if descending not in ("asc", "desc"):
-            raise HTTPException(400, f"dir is {descending[:20]!r}; asc or desc is needed.")
         filters = [text[:LONGEST_TEXT].partition(":") for text in query.getlist("filter") if text]
         return query_records(
-            run,
-            number,
+            *find(request),
             page=_parse_number(query.get("page", "1")),
             size=_parse_number(query.get("size", "50")),
             sort=query.get("sort") or None,
-            descending=descending == "desc",
+            descending=query.get("dir") == "desc",
             search=query.get("search", "")[:LONGEST_TEXT],
             filters=[(key, text) for key, _, text in filters],
         )
@@ -126,9 +125,11 @@ def make_app(
         Route(f"{of_round}/records/{{record:int}}/advantage", _in_thread(answer_advantage)),
         Route(f"{of_round}/records/{{record:int}}/causes", _in_thread(answer_causes)),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _describe_refusal})
-    app.router.redirect_slashes = False
-    return guard(app)
+    middleware = [
+        Middleware(Guard),
+        Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False),
+    ]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _describe_refusal})
 
 
 def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -140,10 +141,8 @@ def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
             body = json.dumps(content, allow_nan=False, separators=(",", ":"))
         except HTTPException:
             raise
-        except RunDirectoryError as missing:
-            return JSONResponse({"error": str(missing)}, 404)
         except WhenceError as refusal:
-            return JSONResponse({"error": str(refusal)}, 400)
+            return JSONResponse({"error": str(refusal)}, 404 if isinstance(refusal, RunDirectoryError) else 400)
         except Exception as failure:  # a damaged file, or a fault of ours: the page goes on
             logger.exception("%s failed", request.url.path)
             return JSONResponse({"error": f"{type(failure).__name__}: {first_line(failure)}"}, 503)
@@ -154,8 +153,7 @@ def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
 
 async def _describe_refusal(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, HTTPException)
-    text = "There is nothing at this address." if refusal.detail == "Not Found" else refusal.detail
-    return JSONResponse({"error": text}, refusal.status_code)
+    return JSONResponse({"error": refusal.detail}, refusal.status_code, refusal.headers)
 
 
 def _parse_number(text: str) -> int:
@@ -164,38 +162,26 @@ def _parse_number(text: str) -> int:
     return int(text)
 
 
-def guard(app: ASGIApp) -> ASGIApp:
-    """Return an application that refuses what no page of this server asks for, with security headers on every answer.
+class Guard:
+    """Refuses what other web sites' pages send to this machine, and puts security headers on every answer."""
 
-    A web site that the user visits can send requests to this machine, and can point a name of its own here (DNS
-    rebinding). The first are known by Origin and Sec-Fetch-Site, the second by Host.
-    """
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
-        await (_find_refusal(Request(scope)) or app)(scope, receive, send_guarded)
+        refusal = JSONResponse({"error": "Another site's page may not ask this one."}, 403)
+        await (refusal if _is_foreign(Request(scope)) else self.app)(scope, receive, send_guarded)
 
-    return answer
 
-
-def _find_refusal(request: Request) -> Response | None:
-    port = request.scope["server"][1]
-    # A browser leaves out the port of plain HTTP.
-    hosts = [host for name in NAMES for host in ([f"{name}:{port}", name] if port == 80 else [f"{name}:{port}"])]
+def _is_foreign(request: Request) -> bool:
+    """Return whether another site's page asks. A link to the page may stand anywhere; its data is for itself."""
     headers = request.headers
-    if [host.lower() in hosts for host in headers.getlist("host")] != [True]:
-        text = "This page answers on 127.0.0.1, localhost and [::1] with its own port only."
-        return JSONResponse({"error": text}, 421)
-    if request.method not in ("GET", "HEAD"):
-        text = f"{request.method} is not allowed: the page only reads. Use GET."
-        return JSONResponse({"error": text}, 405, {"allow": "GET, HEAD"})
-    is_foreign = headers.get("origin") not in (None, *(f"http://{host}" for host in hosts))
-    # A link to the page may stand anywhere; its data is for the page itself.
     is_linked = request.url.path != "/" and headers.get("sec-fetch-site") not in (None, "same-origin", "none")
-    if is_foreign or is_linked:
-        return JSONResponse({"error": "Another site's page may not ask this one."}, 403)
-    return None
+    return is_linked or headers.get("origin") not in (None, f"http://{headers.get('host')}")

@@ -1,6 +1,5 @@
 """Uvicorn on loopback."""
 
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -10,10 +9,14 @@ import torch
 import uvicorn
 
 from whence.errors import WhenceError
-from whence.page.explorer import ExploredRun, build_round
+from whence.page.explored_rounds import build_round
+from whence.page.explored_run import ExploredRun
 from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.questions import Questions
 from whence.page.server.routes import make_app
+
+HOST = "127.0.0.1"
+"""The page is served to this machine only: it has no password."""
 
 THREADS = 1
 """Torch's threads: training that goes on next to the page keeps the other cores."""
@@ -22,7 +25,6 @@ THREADS = 1
 def serve(
     runs: Sequence[ExploredRun],
     *,
-    host: str = "127.0.0.1",
     port: int = 0,
     continuations: int = CONTINUATIONS,
     on_start: Callable[[str], None] = lambda url: None,
@@ -31,16 +33,14 @@ def serve(
 
     Args:
         runs: in the order of their numbers on the page.
-        host: this machine's own address.
         port: 0 picks a free one.
         continuations: rollouts by which an opened record's advantage is measured.
         on_start: called with the page's address once it can be asked.
 
     Raises:
-        WhenceError: the host is not this machine's own, or the port is taken.
+        WhenceError: the port is taken.
     """
-    host = check_loopback(host)
-    listener = _listen(host, port)
+    listener = _listen(port)
     torch.set_num_threads(THREADS)
     measurements, causes = Questions(), Questions()
     config = uvicorn.Config(
@@ -54,7 +54,6 @@ def serve(
         proxy_headers=False,
         timeout_graceful_shutdown=2,
     )
-    shown = f"[{host}]" if ":" in host else host
     # The first round would wait for the imports of all that scores and replays.
     threading.Thread(target=_warm_up, args=(runs,), daemon=True).start()
 
@@ -63,7 +62,7 @@ def serve(
         causes.close()
 
     # Whoever asks from now on waits for the answer: the socket listens.
-    on_start(f"http://{shown}:{listener.getsockname()[1]}/")
+    on_start(f"http://{HOST}:{listener.getsockname()[1]}/")
     try:
         _Server(config, stop).run(sockets=[listener])
     except KeyboardInterrupt:  # Uvicorn ends its requests first, then passes the signal on
@@ -71,25 +70,6 @@ def serve(
     finally:
         stop()
         listener.close()
-
-
-def check_loopback(host: str) -> str:
-    """Return a host if it is this machine's own.
-
-    Raises:
-        WhenceError: it is another's, or of every network.
-    """
-    name = host.strip("[]")
-    try:
-        is_loopback = name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise WhenceError(
-            f"--host is {host!r}, and the page is served to this machine only: it has no password. Use 127.0.0.1, and "
-            "reach it from elsewhere through an SSH tunnel: ssh -L 8000:127.0.0.1:8000 MACHINE."
-        )
-    return name
 
 
 class _Server(uvicorn.Server):
@@ -112,16 +92,15 @@ def _warm_up(runs: Sequence[ExploredRun]) -> None:
             build_round(run, run.directory.rounds()[-1])
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind((HOST, port))
     except OSError as refusal:
         listener.close()
         raise WhenceError(
-            f"{host}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
+            f"{HOST}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
         ) from None
     listener.listen(128)
     return listener

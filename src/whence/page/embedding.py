@@ -1,0 +1,115 @@
+"""Rounds as they are embedded in the offline file: JSON, compressed."""
+
+import base64
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from whence.page.explored_rounds import build_round, list_moments
+from whence.page.explored_run import ExploredRun
+from whence.page.frames import choose_steps, make_thumb, replay_moments
+from whence.page.moment_view import describe_view, gather_moment, list_curves
+from whence.page.responses import list_groups
+
+FRAMED = 3
+"""Moments at either end of a round that have frames."""
+
+COMPARED_ROUNDS = 12
+"""Rounds of each run that a comparison's file holds at most."""
+
+DIGITS = 4
+"""Significant digits of a number in the file."""
+
+CURVE_DIGITS = 3
+"""Those of the curves around moments, which are drawn and not read: they are of every record."""
+
+NOT_EMBEDDED = "This file has frames of the three worst and the three best moments of a round."
+
+OnRound = Callable[[int, int], None]
+"""Called with the number of rounds that are done, and of all."""
+
+
+class EmbeddedRound(NamedTuple):
+    """A round in the file: the id of its script element, and its text."""
+
+    id: str
+    text: str
+
+
+def spread(numbers: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of some numbers: the first, the last, and others evenly between."""
+    if len(numbers) <= most:
+        return list(numbers)
+    return [numbers[at] for at in np.linspace(0, len(numbers) - 1, most).round().astype(int)]
+
+
+def embed_rounds(
+    runs: Sequence[ExploredRun],
+    rounds: Sequence[Sequence[int]],
+    *,
+    continuations: int = 0,
+    on_round: OnRound | None = None,
+) -> Iterator[EmbeddedRound]:
+    """Yield each round of some runs as the file embeds it: JSON, compressed by gzip, as base64.
+
+    Args:
+        runs: the runs, in the order of their numbers on the page.
+        rounds: of each run.
+        continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
+        on_round: called after each round.
+    """
+    places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
+    for done, (index, number) in enumerate(places, start=1):
+        yield EmbeddedRound(f"round-{index}-{number}", compress(_build_content(runs[index], number, continuations)))
+        if on_round is not None:
+            on_round(done, len(places))
+
+
+def _build_content(run: ExploredRun, number: int, continuations: int) -> dict[str, Any]:
+    """Return a round with the details of its moments."""
+    shown = build_round(run, number, rows=True)
+    records = run.round(number)
+    worst, best = list_moments(records, [])
+    framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED]]
+    replays = replay_moments(run, [(moment, choose_steps(moment.step)) for moment in framed])
+    details, thumbs = {}, {}
+    for moment in (*worst, *best):
+        record = moment.record_id
+        rollouts = continuations if moment in framed else 0
+        replay = replays.get(record, ({}, NOT_EMBEDDED))
+        view = gather_moment(run, number, moment, rollouts=rollouts, replay=replay)
+        details[str(record)] = describe_view(view)
+        if view.frames and moment.step is not None:
+            thumbs[record] = make_thumb(view.frames[moment.step])
+    for about in (*shown["worst"], *shown["best"]):
+        about |= {"framed": about["record"] in thumbs, "thumb": thumbs.get(about["record"])}
+    wanted = pl.DataFrame({"record_id": shown["strip"]["record_ids"]}, schema={"record_id": pl.Int64})
+    order = wanted.join(records.table, on="record_id", how="left", maintain_order="left")
+    columns = list_curves(order, run.labels, CURVE_DIGITS)
+    # The strip has these.
+    del columns["record_ids"], columns["scores"], columns["dropped"]
+    content: dict[str, Any] = {"round": shown, "details": details, "columns": columns}
+    if run.is_language:
+        # Once for all of a prompt's responses, since each of them shows the others.
+        content["groups"] = list_groups(records, [int(record) for record in details])
+    return content
+
+
+def compress(value: Any) -> str:
+    """Return a value as JSON with short numbers, compressed by gzip, as base64; equal values give equal text."""
+    data = json.dumps(shorten_numbers(value), allow_nan=False, separators=(",", ":")).encode("ascii")
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")
+
+
+def shorten_numbers(value: Any) -> Any:
+    """Return JSON with its numbers rounded to `DIGITS` significant digits; those of integers stay."""
+    if isinstance(value, float):
+        short = float(f"{value:.{DIGITS}g}")
+        return int(short) if short.is_integer() and abs(short) < 1e9 else short
+    if isinstance(value, dict):
+        return {key: shorten_numbers(entry) for key, entry in value.items()}
+    return [shorten_numbers(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,104 @@
+"""Frames of moments: replayed, each episode once, and encoded as small pictures."""
+
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.moments import Moment
+from whence.page.explored_run import ExploredRun, Frames
+
+WIDTH, QUALITY = 240, 35
+"""Pixels of a frame's width at most, and the quality of lossy WebP: edges of drawn environments stay legible."""
+
+THUMB = 96
+"""Pixels of a thumbnail's width."""
+
+BEFORE, AFTER = 8, 3
+"""Frames before and after a moment's face."""
+
+
+def choose_steps(step: int | None) -> list[int]:
+    """Return the steps whose frames show the moment around a step, from 0 on; none around an unknown one."""
+    return [] if step is None else list(range(max(0, step - BEFORE), step + AFTER + 1))
+
+
+def replay_moments(
+    run: ExploredRun, wanted: Iterable[tuple[Moment, Sequence[int]]]
+) -> dict[int, tuple[Frames, str | None]]:
+    """Return frames of moments by record, and why there are none or what is wrong with them.
+
+    Args:
+        run: the run.
+        wanted: moments with the steps to draw.
+    """
+    wanted = list(wanted)
+    steps: dict[int, set[int]] = {}
+    for moment, chosen in wanted:
+        if moment.episode_id is not None and moment.step is not None and chosen:
+            steps.setdefault(moment.episode_id, set()).update(chosen)
+    replays = {episode: run.replay(episode, sorted(chosen)) for episode, chosen in steps.items()}
+    return {moment.record_id: _choose_frames(replays, moment, chosen) for moment, chosen in wanted}
+
+
+def _choose_frames(
+    replays: dict[int, tuple[Frames, str | None]], moment: Moment, steps: Sequence[int]
+) -> tuple[Frames, str | None]:
+    if moment.episode_id is None or moment.step is None:
+        return {}, "The record's episode or its position there is not known, so it cannot be replayed."
+    frames, note = replays.get(moment.episode_id, ({}, None))
+    if steps and moment.step not in frames:
+        return {}, note or "The replay ended before this step."
+    return {step: frames[step] for step in steps if step in frames}, note
+
+
+def encode_frames(frames: Frames, face: int) -> dict[str, Any] | None:
+    """Return frames in JSON types, each as a data URI, lossless or lossy, whichever is smaller; None if there are none.
+
+    Args:
+        frames: pictures by step, of one size.
+        face: the step of the moment's face.
+    """
+    if not frames:
+        return None
+    images = [_shrink(frame, WIDTH) for frame in frames.values()]
+    width, height = images[0].size
+    encoded = [_encode_smallest(image.tobytes(), image.size) for image in images]
+    steps = list(frames)
+    return {"steps": steps, "face": steps.index(face), "width": width, "height": height, "images": encoded}
+
+
+def make_thumb(frame: NDArray[np.uint8]) -> str:
+    """Return a thumbnail of a frame as a data URI."""
+    return _as_uri(_encode(_shrink(frame, THUMB), lossless=False))
+
+
+def _shrink(frame: NDArray[np.uint8], width: int) -> Any:
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(frame)).convert("RGB")
+    if image.width > width:
+        image = image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.BOX)
+    return image
+
+
+@lru_cache(maxsize=64)  # moments overlap, and in a small world the same frames come again and again
+def _encode_smallest(pixels: bytes, size: tuple[int, int]) -> str:
+    from PIL import Image
+
+    image = Image.frombytes("RGB", size, pixels)
+    return _as_uri(min(_encode(image, lossless=True), _encode(image, lossless=False), key=len))
+
+
+def _encode(image: Any, *, lossless: bool) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", lossless=lossless, quality=QUALITY, method=3)
+    return buffer.getvalue()
+
+
+def _as_uri(data: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(data).decode("ascii")

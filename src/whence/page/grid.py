@@ -1,0 +1,235 @@
+"""The page's grid: its columns, its cells in JSON types, and pages of records, sorted, searched and filtered."""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from whence.errors import WhenceError
+from whence.page.explored_run import ExploredRun
+
+LONGEST = 240
+"""Characters of an observation, an action or a reason that a page holds at most."""
+
+LONGEST_TEXT = 2000
+"""Characters of a prompt or a response in the grid; a record that is opened shows more."""
+
+LARGEST_PAGE = 500
+"""Rows of a page at most."""
+
+Labels = Sequence[str] | None
+"""The names of discrete actions; None: unknown."""
+
+
+class Column(NamedTuple):
+    """A column of the grid.
+
+    Attributes:
+        key: its name in the run directory.
+        name: its heading.
+        about: its meaning.
+        kind: "score", "error", "keep", "reason", "text" or "number".
+    """
+
+    key: str
+    name: str
+    about: str = ""
+    kind: str = "number"
+
+
+_SCORE = Column("score", "score", "Influence on the target: above 0, training on the record raises it", "score")
+_ERROR = Column("error", "± error", "Standard error of the score, over folds of the target's episodes", "error")
+_KEPT = Column("keep", "kept", "Whether the record trained", "keep")
+_REASON = Column("reason", "reason", "Why the record was dropped", "reason")
+
+STEPS = (
+    Column("record_id", "record", "The step of training at which the record was collected"),
+    *(_SCORE, _ERROR, _KEPT),
+    Column("env_index", "env", "Index of the environment"),
+    Column("episode_id", "episode", "Id of the episode"),
+    Column("step", "step", "Position in the episode, from 0"),
+    Column("action", "action", kind="text"),
+    Column("reward", "reward"),
+    Column("advantage", "advantage", "As collected, not normalised"),
+    Column("return", "return", "Target of the value function"),
+    Column("value", "value", "Estimate of the value function"),
+    Column("log_prob", "log-prob", "Log-probability of the action"),
+    Column("observation", "observation", kind="text"),
+    _REASON,
+)
+"""Columns where records are steps in an environment."""
+
+RESPONSES = (
+    Column("record_id", "record", "The response's number, counted from the start of training"),
+    *(_SCORE, _ERROR, _KEPT),
+    Column("prompt", "prompt", kind="text"),
+    Column("response", "response", kind="text"),
+    Column("reward", "reward", "Before any penalty"),
+    Column("advantage", "advantage", "Of the last token, whitened over the rollout"),
+    Column("weight", "weight", "How much the response trained"),
+    Column("divergence", "divergence", "From the start model, in nats, as the penalty estimates it"),
+    Column("tokens", "tokens", "Length of the response"),
+    Column("log_prob", "log-prob", "Log-probability of the whole response"),
+    _REASON,
+)
+"""Columns where records are responses of a language model."""
+
+
+def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
+    """Return the grid's columns that a table of records has.
+
+    Args:
+        names: the table's columns; `observation.a` and `observation.b` make one column.
+        is_language: whether records are responses of a language model.
+    """
+    parts = {name.split(".")[0] for name in names}
+    return [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
+
+
+def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:
+    """Return how each column's cells are made from a table of records: numbers of six digits, text cut to its length.
+
+    Args:
+        table: the records.
+        columns: those of the grid.
+        labels: names of discrete actions.
+    """
+    return {column.key: _make_cell(column, table.schema, labels).alias(column.key) for column in columns}
+
+
+def _make_cell(column: Column, schema: pl.Schema, labels: Labels) -> pl.Expr:
+    key = column.key
+    if key == "observation":
+        names = [name for name in schema if name.split(".")[0] == key]
+        parts = [_as_text(name, schema) for name in names]
+        if names != [key]:
+            keys = [pl.lit(f"{name.partition('.')[2]}: ") for name in names]
+            parts = [pl.concat_str(key, text) for key, text in zip(keys, parts, strict=True)]
+        return _cut(pl.concat_str(parts, separator="; ", ignore_nulls=True), LONGEST)
+    if key == "action" and labels:
+        return _as_text(key, schema).replace({str(index): label for index, label in enumerate(labels)})
+    if column.kind in ("text", "reason"):
+        return _cut(_as_text(key, schema), LONGEST_TEXT if key in ("prompt", "response") else LONGEST)
+    return _round(pl.col(key)) if schema[key].is_float() else pl.col(key)
+
+
+def _as_text(name: str, schema: pl.Schema) -> pl.Expr:
+    kind, value = schema[name], pl.col(name)
+    if isinstance(kind, pl.List | pl.Array) and not kind.inner.is_nested():
+        entries = value.cast(pl.List(kind.inner)).list.head(LONGEST)
+        shown = pl.element().round_sig_figs(3) if kind.inner.is_float() else pl.element()
+        return entries.list.eval(shown.cast(pl.String)).list.join(", ", ignore_nulls=True)
+    if kind.is_nested():
+        return value.map_elements(lambda part: str(part.to_list()), pl.String)
+    return (value.round_sig_figs(3) if kind.is_float() else value).cast(pl.String)
+
+
+def _round(number: pl.Expr) -> pl.Expr:
+    """Round numbers to six digits; JSON has none that are not finite."""
+    return pl.when(number.is_finite()).then(number.cast(pl.Float64).round_sig_figs(6))
+
+
+def _cut(text: pl.Expr, longest: int) -> pl.Expr:
+    shorter = pl.concat_str(text.str.slice(0, longest - 1), pl.lit("…"))
+    return pl.when(text.str.len_chars() > longest).then(shorter).otherwise(text)
+
+
+def cut_text(text: str, longest: int = LONGEST) -> str:
+    """Return text, cut off after `longest` characters."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def round_number(value: Any, digits: int = 6) -> Any:
+    """Return a number with so many significant digits; null if there is none or it is not finite."""
+    if value is None or isinstance(value, int):
+        return value
+    number = float(value)
+    return float(f"{number:.{digits}g}") if math.isfinite(number) else None
+
+
+def round_numbers(values: Iterable[Any], digits: int = 6) -> list[Any]:
+    """Return numbers as `round_number` does; whole ones as integers, which are shorter."""
+    rounded = (round_number(value, digits) for value in values)
+    return [int(v) if isinstance(v, float) and v.is_integer() and abs(v) < 1e15 else v for v in rounded]
+
+
+def query_records(
+    run: ExploredRun,
+    number: int,
+    *,
+    page: int = 1,
+    size: int = 50,
+    sort: str | None = None,
+    descending: bool = False,
+    search: str = "",
+    filters: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """Return one page of a round's records, in JSON types.
+
+    Args:
+        run: the run.
+        number: the round.
+        page: counted from 1.
+        size: rows of a page.
+        sort: a column's key; None: the score, or the record id if there is none. Records without a value come last.
+        descending: whether the largest come first.
+        search: text that one of the ids, actions, reasons, prompts or responses has to contain, in any case.
+        filters: a column's key and a text for each. A text column has to contain it; a number takes >, >=, <, <= or =
+            and a number; `keep` takes "kept" or "dropped".
+
+    Returns:
+        `last_page`, `last_row` and `data`, a list of records by the columns' keys.
+
+    Raises:
+        RunDirectoryError: the round is not there or cannot be read.
+        WhenceError: a column is unknown, a filter has no meaning, or a number is out of range.
+    """
+    if page < 1 or not 1 <= size <= LARGEST_PAGE:
+        raise WhenceError(f"page is {page} and size {size}; a page from 1 and a size from 1 to {LARGEST_PAGE} needed.")
+    table, labels = run.round(number).table, run.labels
+    columns = {column.key: column for column in list_columns(table.columns, is_language=run.is_language)}
+    cells = make_cells(table, columns.values(), labels)
+    key = sort or ("score" if "score" in cells else "record_id")
+    for name in (key, *(name for name, _ in filters)):
+        if name not in columns:
+            raise WhenceError(f"These records have no column {name!r}. They have {', '.join(columns)}.")
+    conditions = [_make_condition(columns[name], cells[name], text.strip()) for name, text in filters]
+    if search.strip():
+        searched = [cells[name] for name, column in columns.items() if _is_searched(column)]
+        conditions.append(pl.any_horizontal(_contains(cell, search.strip()) for cell in searched))
+    is_text = key not in table.columns or table.schema[key].is_nested() or (key == "action" and labels is not None)
+    order = cells[key] if is_text else pl.col(key)
+    matching = table.filter(*conditions).sort(order, "record_id", descending=[descending, False], nulls_last=True)
+    rows = matching.slice((page - 1) * size, size).select(**cells)
+    return {"last_page": max(1, math.ceil(len(matching) / size)), "last_row": len(matching), "data": rows.to_dicts()}
+
+
+def _is_searched(column: Column) -> bool:
+    """Return whether the search reads a column: ids and texts; observations are numbers."""
+    is_id = column.key in ("record_id", "env_index", "episode_id", "step", "tokens")
+    return is_id or (column.kind in ("text", "reason") and column.key != "observation")
+
+
+def _make_condition(column: Column, cell: pl.Expr, wanted: str) -> pl.Expr:
+    if column.kind == "keep":
+        chosen = [name for name in ("kept", "dropped") if wanted and name.startswith(wanted.lower())]
+        if not chosen:
+            raise WhenceError(f"keep is {wanted!r}; kept or dropped is needed.")
+        return cell == (chosen == ["kept"])
+    if column.kind in ("text", "reason"):
+        return _contains(cell, wanted)
+    match = re.fullmatch(r"(>=|<=|>|<|=)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", wanted, re.IGNORECASE)
+    if match is None:
+        raise WhenceError(f"{column.key} is a number, and {wanted!r} is none. Write it as 3, >3, >=3, <3 or <=3.")
+    value = float(match[2])
+    if match[1] is None and "." in match[2]:
+        return cell.cast(pl.String).str.starts_with(match[2])  # as many digits as the reader wrote
+    comparisons = {">": cell > value, ">=": cell >= value, "<": cell < value, "<=": cell <= value}
+    return comparisons.get(match[1], cell == value)
+
+
+def _contains(cell: pl.Expr, text: str) -> pl.Expr:
+    # The text is escaped: it is no pattern of the searcher's.
+    return cell.cast(pl.String).str.contains("(?i)" + re.escape(text)).fill_null(False)

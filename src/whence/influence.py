@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from whence.errors import InvalidInfluence
 from whence.guards import write_atomically
-from whence.notebook import Bar, Cell, format_table
 from whence.records import to_numpy
 from whence.runs import parse_document, read_tensor_file
 
@@ -153,27 +153,17 @@ class Influence:
             ) from None
 
     def __repr__(self) -> str:
-        about = self.provenance
-        head = f"Influence of {len(self)} records on {about.target} (engine {about.engine}; positive = helps)"
-        return f"{head}\n{self.to_polars()}"
+        return f"{self._title}\n{self.to_polars()}"
 
     def _repr_html_(self) -> str:
-        shown, about = 5, self.provenance
-        title = (
-            f"Influence of {len(self)} records on {about.target} (engine {about.engine}; above 0: training on the "
-            "record raises it)"
-        )
-        order = argsort_ascending(self.scores, self.record_ids).tolist()
-        rows: list[list[Cell]] = [self._make_row(at) for at in (order if len(order) <= 2 * shown else order[:shown])]
-        if len(order) > 2 * shown:
-            rows += [["…", "…", None], *(self._make_row(at) for at in order[-shown:])]
-        return format_table(title, ("record", "score", ""), rows)
+        table = self.to_polars().sort("score", "record_id")
+        ends = table if len(table) <= 10 else pl.concat([table.head(5), table.tail(5)])
+        return f"<p>{escape(self._title)}</p>{ends._repr_html_()}"
 
-    def _make_row(self, position: int) -> list[Cell]:
-        score = float(self.scores[position])
-        error = "" if self.errors is None else f" ± {float(self.errors[position]):.2g}"
-        share = score / max(float(self.scores.abs().max()), 1e-300)
-        return [int(self.record_ids[position]), f"{score:.4g}{error}", Bar(share)]
+    @property
+    def _title(self) -> str:
+        about = self.provenance
+        return f"Influence of {len(self)} records on {about.target} (engine {about.engine}; positive = helps)"
 
 
 def is_significant(score: float | None, error: float | None) -> bool | None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.errors import InvalidRecords, NonFinite
-from whence.notebook import format_columns
 from whence.trees import Tree, map_tree, named_leaves, take
 
 Array: TypeAlias = Any  # anything torch.as_tensor takes
@@ -125,7 +124,13 @@ class RecordBatch:
         return f"RecordBatch of {len(self)} records: {', '.join(present)}"
 
     def _repr_html_(self) -> str:
-        return format_columns(f"RecordBatch of {len(self)} records", named_leaves(self.columns))
+        columns = {name: column.double() for name, column in named_leaves(self.columns)}
+        statistics: dict[str, list[Any]] = {
+            "column": list(columns),
+            "shape": [" × ".join(map(str, c.shape)) for c in columns.values()],
+        }
+        statistics |= {name: [float(getattr(c, name)()) for c in columns.values()] for name in ("min", "mean", "max")}
+        return f"<p>RecordBatch of {len(self)} records</p>{pl.DataFrame(statistics)._repr_html_()}"
 
     @property
     def ids(self) -> Int[Tensor, " n"]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from importlib.metadata import entry_points
 
@@ -20,15 +21,17 @@ from whence import cli
 from whence.cli import progress
 from whence.cli.console import console
 from whence.cli.progress import SweepBars
-from whence.experiments import RunConfig, load_comparison
+from whence.experiments import RunConfig, load_comparison, run
 from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 from whence.experiments.sweepfile import Planned
+from whence.guards import preserve_rng_state
 from whence.page.metric_tables import METRICS, READING, cell
 from whence.runs import RunDirectory
 
-# Two runs one after the other, of a few seconds each.
+# Two runs one after the other, of a second each.
 LAKE = ["FrozenLake-v1", "--arms", "ppo,iif", "--seeds", "1", "--rounds", "2", "--eval-episodes", "4", "--workers", "1"]
+LAKE += ["--n-steps", "512"]
 
 
 SET = {each.name for each in fields(RunConfig)} - {"env", "arm", "seed", "hyperparameters", "target_args"}
@@ -196,8 +199,21 @@ def interrupted(out):
 
 @pytest.fixture(scope="module")
 def finished(out, interrupted):
-    """Give the same command again; returns what `wait_for` does."""
-    return wait_for(start("compare", *LAKE, "--out", out))
+    """Give the same command again, in this process, which makes the run; returns what `wait_for` does."""
+
+    def run_one_by_one(jobs, workers, on_round):
+        for place, (config, path) in enumerate(jobs):
+            with preserve_rng_state():
+                run(config, path, lambda rounds, metrics, place=place: on_round(place, rounds))
+            yield place, None
+
+    text, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["whence", "compare", *LAKE, "--out", str(out)])
+        patch.setattr("whence.experiments.cluster.run_all", run_one_by_one)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    return end.value.code, words(text.getvalue()), words(err.getvalue())
 
 
 class TestCompare:
@@ -237,9 +253,10 @@ class TestCompare:
     def test_it_runs_what_it_was_told_to(self, out, finished):
         comparison = load_comparison(out)
         assert comparison.configs == [
-            RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=2, eval_episodes=4) for arm in ("ppo", "iif")
+            RunConfig("FrozenLake-v1", arm, 0, rounds=2, eval_episodes=4, hyperparameters={"n_steps": 512})
+            for arm in ("ppo", "iif")
         ]
-        assert comparison.table("metrics")["records"].to_list() == [2048] * 4
+        assert comparison.table("metrics")["records"].to_list() == [512] * 4
 
     def test_a_finished_comparison_is_told_again_without_training(self, whence, out, finished):
         before = stamps(out / "runs")

@@ -20,18 +20,17 @@ from whence.cli.options import parse_rounds
 from whence.cli.runs import make_target, open_agent_run
 from whence.counterfactual import VARIANTS, summarise_changes
 from whence.counterfactual import intervene as intervene_round
-from whence.errors import RunDirectoryError, WhenceError, first_line, suggest
+from whence.errors import RunDirectoryError, WhenceError, first_line
 from whence.guards import write_json
 from whence.influence import Influence
 from whence.metrics import t_interval
 from whence.moments import read_axes
-from whence.rounds import METHODS, RoundRecording, attribute_round
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, check_links
 from whence.sb3 import model_objective
 from whence.targets import Target
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
-_METHODS = ("snapshot", *METHODS)
 _DIFFERENCES = ("filtered - full", "filtered - random")
 _NAMES = {"probability": "probability", "evaluated": "test return"}
 
@@ -57,10 +56,9 @@ def intervene(
     record: options.Record = None,
     observation: options.Observation = None,
     action: options.Action = None,
-    method: Annotated[str, typer.Option(help=f"How the records are scored: {', '.join(_METHODS)}.")] = "snapshot",
     orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
-    seed: Annotated[int, typer.Option(help="Of draws, orders, random drops and tests.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of orders, random drops and tests.", min=0)] = 0,
     env: options.ReplayEnv = None,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
@@ -81,10 +79,7 @@ def intervene(
             f"No round of {directory.path} was recorded. Train into another directory with --record-rounds 5,20 or "
             "--record-rounds 10-150:10."
         )
-    if method not in _METHODS:
-        raise WhenceError(f"--method is {method!r}.{suggest(method, _METHODS)}")
-    settings: dict[str, Any] = {"method": method, "orders": orders, "test_episodes": test_episodes, "seed": seed}
-    settings |= {} if where is None else {"where": where}
+    settings = {"where": where, "orders": orders, "test_episodes": test_episodes, "seed": seed}
 
     def make(model: PPO, recording: RoundRecording) -> Target:
         return make_target(target, model, recording.records, record, observation, action)
@@ -105,7 +100,7 @@ def intervene(
         about = {"run": str(run), "target": contents[0]["target"], **settings}
         print_json({**about, "rounds": rows, "mean_change": means})
         return
-    title = f"{run}: without records that score below 0 by {method}" if where is None else f"{run}: without {where}"
+    title = f"{run}: without the records that score below 0" if where is None else f"{run}: without {where}"
     headings = ("round", "kept", "outcome", *VARIANTS, *(name.replace("-", "−") for name in _DIFFERENCES))
     console.print(make_table(title, headings, map(_format_row, rows)))
     for difference, interval in means.items():
@@ -125,9 +120,9 @@ def _intervene(
 ) -> Mapping[str, Any]:
     """Return the content of a round's file; write the file unless one with the same settings is there."""
     model, recording = experiments.load_recording(directory, number, env=env)
-    target = make(model, recording)
+    target, where = make(model, recording), settings["where"]
     content = {"round": number, "records": recording.records.fingerprint, "target": repr(target), **settings}
-    file = directory.path / "interventions" / f"round_{number:05d}{'_where' if 'where' in settings else ''}.json"
+    file = directory.path / "interventions" / f"round_{number:05d}{'_where' if where else ''}.json"
     try:
         before = json_module.loads(file.read_text(encoding="utf-8"))
         if content.items() <= before.items():
@@ -135,17 +130,17 @@ def _intervene(
     except (AttributeError, FileNotFoundError, ValueError):  # A damaged file is replaced, like one with other settings.
         pass
     # Each round has its own seeds: otherwise the rounds' errors would be alike, and their mean no better than one.
-    seeds = np.random.SeedSequence([settings["seed"], number]).generate_state(3)
-    orders_seed, tests_seed, draws_seed = map(int, seeds)
+    orders_seed, tests_seed = map(int, np.random.SeedSequence([settings["seed"], number]).generate_state(2))
     on_stage("scoring")
-    scores = _score(model, recording, target, settings["method"], seed=draws_seed, memory=memory)
-    group = _find_group(directory, number, scores, settings["where"]) if "where" in settings else None
+    objective = model_objective(model)
+    scores = attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
+    left_out = scores if where is None else _find_group(directory, number, scores, where)
     tests = experiments.measure_returns(directory, model, episodes=settings["test_episodes"], seed=tests_seed, env=env)
     with tests as evaluate:
         results = intervene_round(
             model.policy,
             recording,
-            scores if group is None else group,
+            left_out,
             evaluate=evaluate,
             orders=settings["orders"],
             seed=orders_seed,
@@ -157,29 +152,16 @@ def _intervene(
     return content
 
 
-def _score(model: PPO, recording: RoundRecording, target: Target, method: str, *, seed: int, memory: int) -> Influence:
-    if method == "snapshot":
-        objective = model_objective(model)
-        return attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
-    scores: Influence = attribute_round(model.policy, recording, target=target, method=method, seed=seed, memory=memory)
-    return scores
-
-
 def _find_group(directory: RunDirectory, number: int, scores: Influence, where: str) -> list[int]:
-    """Return the ids of a round's records for which a condition holds.
+    """Return the ids of a round's records for which a condition in SQL holds.
 
-    Args:
-        directory: the run.
-        number: the round.
-        scores: of its records.
-        where: the condition, in SQL, over the table's columns and the axes of its observations.
+    It is over the columns of the records' table, with these scores, and the axes of observations.
 
     Raises:
         WhenceError: the condition cannot be read, names a column that is not there, is no condition, or holds for no
             record.
     """
-    records = directory.round("records", number)
-    records = records.drop("score", "error", strict=False)
+    records = directory.round("records", number).drop("score", "error", strict=False)
     records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
     axes = read_axes(records, experiments.state_names(directory.config.get("env")))
     plain = records.drop(name for name in records.columns if name.split(".")[0] == "observation")
@@ -201,17 +183,14 @@ def _summarise_round(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     table = pl.DataFrame(content["rows"])
     kept = dict(table.select("variant", "kept").iter_rows())
     about = {"round": content["round"], "records": kept["full"], "kept": kept["filtered"]}
-    changes = summarise_changes(table).to_dicts()
-    rows = []
-    for (outcome,), part in table.group_by("outcome", maintain_order=True):
-        means = dict(part.group_by("variant", maintain_order=True).agg(pl.col("value").mean()).iter_rows())
-        differences = {
-            row["difference"]: {end: row[end] for end in ("mean", "low", "high")}
-            for row in changes
-            if row["outcome"] == outcome
-        }
-        rows.append({**about, "outcome": outcome, **means, **differences})
-    return rows
+    rows: dict[str, dict[str, Any]] = {}
+    for outcome, variant, mean in (
+        table.group_by("outcome", "variant", maintain_order=True).agg(pl.col("value").mean()).iter_rows()
+    ):
+        rows.setdefault(outcome, {**about, "outcome": outcome})[variant] = mean
+    for change in summarise_changes(table).to_dicts():
+        rows[change["outcome"]][change["difference"]] = {end: change[end] for end in ("mean", "low", "high")}
+    return list(rows.values())
 
 
 def _format_row(row: Mapping[str, Any]) -> tuple[str, ...]:

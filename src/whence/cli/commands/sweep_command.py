@@ -7,14 +7,7 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import (
-    console,
-    errors,
-    make_printable,
-    print_json,
-    print_line,
-    resumable,
-)
+from whence.cli.console import console, errors, make_printable, print_json, print_line, resumable
 from whence.cli.options import AsJson, On
 from whence.cli.progress import SweepBars
 from whence.errors import WhenceError, suggest

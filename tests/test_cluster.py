@@ -19,7 +19,6 @@ from whence.experiments.cluster import (
     apply_changes,
     check_start,
     list_files,
-    list_versions,
     read_files,
     train_on_node,
 )
@@ -231,12 +230,6 @@ class TestDispatch:
 
         ((_, message),) = dispatch(FakeRay(refuse))
         assert message.startswith("Ray could not run it: ModuleNotFoundError: No module named 'whence' (traceback: ")
-
-    def test_another_version_is_refused(self, dispatch, monkeypatch):
-        versions = iter([{**list_versions(), "torch": "1.0"}, list_versions()])  # of home, then of the node
-        monkeypatch.setattr(cluster, "list_versions", lambda: next(versions))
-        ((_, message),) = dispatch(FakeRay())
-        assert "'torch': '1.0'}. Install the same on both." in message
 
     def test_runs_under_way_are_ended_when_the_caller_breaks_off(self, dispatch, job):
         def interrupt(place, rounds):

@@ -35,7 +35,7 @@ from whence.experiments.rl.environments import (
     make_evaluation_env,
     make_model_env,
 )
-from whence.experiments.rl.plan import check_action, check_read, reads
+from whence.experiments.rl.plan import check_action, reads
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.guards import preserve_rng_state
@@ -378,14 +378,6 @@ class TestPlan:
         assert found["advantage-1"] == {"drop", "warmup"}
         for name in ("iif", "mean", "negative-random", "random"):
             assert found[name] == set(fields)
-
-    def test_a_comparison_needs_one_arm_that_reads_what_is_given(self):
-        check_read(planned(arms=["ppo", "iif"]), ["drop", "warmup"])
-        check_read(planned(arms=["ppo", "nonpositive"]), ["warmup"])
-        with pytest.raises(
-            WhenceError, match=r"drop has no effect with ppo, nonpositive\. .*an arm that reads it: iif, m"
-        ):
-            check_read(planned(arms=["ppo", "nonpositive"]), ["warmup", "drop"])
 
     BOX, IMAGE = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2, 2, 1), np.uint8)
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -173,13 +172,11 @@ class TestReading:
             ('arms = ["ppo", "iif"]', 'arms = ["ppo", "iff"]', "The arm 'iff' is unknown. Did you mean iif"),
             ('arms = ["ppo", "iif"]', 'arms = ["iif"]', "lacks the arm 'ppo'"),
             ('arms = ["ppo", "iif"]', 'arms = [["ppo"]]', "arms is ['ppo']; text is needed"),
-            ('arms = ["ppo", "iif"]', 'arms = ["ppo"]', "drop has no effect with ppo"),
-            ("seeds = 2", "seeds = [1, 1]", "names each once"),
             ("seeds = 2", "seeds = [-1]", "seed is -1"),
             ("[0.125, 1.0]", '"half"', "drop is 'half'; a number or a list is needed"),
             ("rounds = 2", "rounds = true", "rounds is True; a whole number is needed"),
             ("rounds = 2", "round = 2", "An experiment has no 'round'. Did you mean rounds"),
-            ("n_epochs = 2", "gae_lambda = nan", "gae_lambda is nan; at most 1 is needed"),
+            ("n_epochs = 2", "n_epoch = 2", "PPO has no 'n_epoch'. Did you mean n_epochs"),
             ('env = "FrozenLake-v1"', 'env = "FrozenLake-v9"', "FrozenLake-v9"),
             ('name = "lake"', 'name = "../lake"', "name is '../lake'"),
             ("seeds = 2", "seeds = 2\nwarmup = ", "cannot be read as TOML (Invalid value"),
@@ -556,20 +553,6 @@ class TestWorkers:
         starting.start()
         assert [*run_all([job], 1, interrupt)] == [(0, None)]
         starting.join()
-
-    def test_a_script_that_starts_them_whenever_it_is_imported_is_told_so_once(self, tmp_path):
-        script = """
-            from pathlib import Path
-            from whence.experiments import compare, plan_comparison
-            runs = plan_comparison(env="FrozenLake-v1", arms=["ppo", "iif"], seeds=1, rounds=1, eval_episodes=2)
-            compare(runs, Path("out"), workers=1)
-        """
-        (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        command = [sys.executable, "script.py"]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert ended.returncode == 1
-        assert ended.stderr.count("Traceback") == 1
-        assert ended.stderr.endswith('Put that call under the line `if __name__ == "__main__":`.\n')
 
 
 def test_rounds_between_evaluations_reach_nothing():

@@ -34,7 +34,6 @@ from .rl.labels import action_labels as action_labels
 from .rl.labels import box_action_labels as box_action_labels
 from .rl.labels import state_names as state_names
 from .rl.plan import check_action as check_action
-from .rl.plan import check_read as check_read
 from .rl.plan import reads as reads
 from .rl.presets import presets as presets
 from .rl.stored import AnyEnv as AnyEnv
@@ -51,7 +50,6 @@ from .rowfile import read_rows as read_rows
 from .rowfile import write_rows as write_rows
 from .sweep import KeptRun as KeptRun
 from .sweep import Results as Results
-from .sweepfile import READ as READ
 from .sweepfile import Planned as Planned
 from .sweepfile import make_label as make_label
 from .workers import AnyConfig as AnyConfig

@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import os
-import platform
 import shutil
 import socket
 import tempfile
@@ -12,7 +11,6 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,11 +22,10 @@ from whence.experiments.workers import (
     Job,
     OnJobRound,
     describe_failure,
-    leave_imported_script,
     read_config,
-    remove_traceback,
     run_all,
     runner_of,
+    traceback_file,
     write_traceback,
 )
 from whence.guards import explain_write_errors
@@ -62,7 +59,6 @@ def check_start(workers: int | None, on: str) -> None:
         WhenceError: there are fewer than one worker, or the place is unknown.
         Unsupported: Ray is not installed.
     """
-    leave_imported_script()
     if workers is not None and workers < 1:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
     if on not in PLACES:
@@ -200,7 +196,7 @@ class _Dispatch:
         remote = self._remote.options(num_cpus=1, num_gpus=int(needs_gpu), name=f"{path.parent.name}/{path.name}")
         files = read_files(path, list_files(path))
         sender = place, self._losses[place]
-        task = remote.remote(queue, sender, config.to_json(), path, files, list_versions(), SAVE_SECONDS)
+        task = remote.remote(queue, sender, config.to_json(), path, files, SAVE_SECONDS)
         self._tasks[task] = place
 
     def _end(self, task: Any) -> Iterator[tuple[int, str | None]]:
@@ -221,7 +217,7 @@ class _Dispatch:
             reason = [line for line in f"{type(refusal).__name__}\n{refusal}".splitlines() if line.strip()][-1]
             yield place, f"Ray could not run it: {reason}{write_traceback(path, traceback.format_exc())}"
         else:
-            remove_traceback(path)
+            traceback_file(path).unlink(missing_ok=True)
             yield place, None if failure is None else f"{failure[0]}{write_traceback(path, failure[1])}"
 
     def _cancel(self) -> None:
@@ -247,19 +243,8 @@ Files: TypeAlias = dict[str, bytes]
 """The contents of files by their names relative to a run's directory."""
 
 
-def list_versions() -> dict[str, str]:
-    """Return the versions that have to be the same everywhere; a torch for GPUs counts as the one for CPUs."""
-    return {name: version(name).partition("+")[0] for name in ("whence", "torch")}
-
-
 def train_on_node(
-    queue: Any,
-    sender: Any,
-    settings: Mapping[str, Any],
-    home: Path,
-    files: Files,
-    versions: Mapping[str, str],
-    save_seconds: float,
+    queue: Any, sender: Any, settings: Mapping[str, Any], home: Path, files: Files, save_seconds: float
 ) -> tuple[str, str] | None:
     """Train in a temporary directory of this machine, and send home what happens; this is the task that a node runs.
 
@@ -270,7 +255,6 @@ def train_on_node(
         settings: the configuration, from `to_json`.
         home: the run's directory at home, for messages.
         files: what home has of the run.
-        versions: of home's libraries.
         save_seconds: seconds from one copy of the unfinished run to the next.
 
     Returns:
@@ -278,8 +262,6 @@ def train_on_node(
     """
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)
-    if (here := list_versions()) != versions:
-        return f"The node {platform.node()} has {here}, and home has {versions}. Install the same on both.", ""
     with tempfile.TemporaryDirectory(prefix="whence-") as scratch:
         folder = Path(scratch) / home.name
         apply_changes(folder, files, ())
@@ -333,14 +315,6 @@ def apply_changes(path: Path, files: Files, removed: Collection[str]) -> None:
 
     The new directory is made next to the old one and takes its place by renaming. Killed at any moment, `path` is the
     old directory, the new one, or (between two renamings) missing, so that a run starts anew.
-
-    Args:
-        path: the directory; it may be missing.
-        files: the files that are new or changed.
-        removed: the names of those that are gone.
-
-    Raises:
-        RunDirectoryError: the system refuses to write.
     """
     incoming, replaced = (path.with_name(f".{path.name}.{state}") for state in ("incoming", "replaced"))
     with explain_write_errors(path):

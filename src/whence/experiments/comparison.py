@@ -79,7 +79,7 @@ def compare(
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
-            was run or deleted; or a run failed, or the script lacks that line.
+            was run or deleted; or a run failed.
         Unsupported: Ray is not installed.
         RunDirectoryError: the directory holds runs of another configuration, or is that of a run or a sweep, and
             nothing was run; or another process is writing to it.

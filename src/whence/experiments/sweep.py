@@ -73,8 +73,7 @@ def run_sweep(
     Raises:
         RunDirectoryError: another sweep is writing to the directory, or it holds a run, a comparison, another run where
             one of these belongs, or a damaged file; nothing was run.
-        WhenceError: fewer than one worker, or there is no Ray cluster, and nothing was run or deleted; or the script
-            lacks that line.
+        WhenceError: fewer than one worker, or there is no Ray cluster, and nothing was run or deleted.
         Unsupported: Ray is not installed.
     """
     check_start(workers, on)

@@ -4,33 +4,18 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from whence.errors import WhenceError, suggest
 from whence.experiments.arms import STANDARD
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.plan import check_read, configure_arms, reads
+from whence.experiments.rl.plan import configure_arms, reads
 from whence.validation import read_table, settings
 
 OVERRIDES = tuple(each.name for each in fields(RunConfig) if each.name not in ("env", "arm", "seed", "drop"))
 """Fields of a run that a sweep may set for all of an experiment's runs."""
-
-READ = ("drop", "warmup", "target", "target_args", "engine")
-"""Fields of a run that not every arm reads."""
-
-
-_T = TypeVar("_T")
-
-
-def _check_distinct(values: list[_T]) -> list[_T]:
-    if len({*values}) < len(values):
-        raise WhenceError(f"{values!r} names one twice; a list that names each once is needed.")
-    return values
-
-
-_Distinct = Annotated[list[_T], Field(min_length=1), AfterValidator(_check_distinct)]
 
 
 @settings("A sweep")
@@ -45,11 +30,11 @@ class _Experiment:
     """What an [[experiment]] of a sweep file says besides the fields of its runs."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
-    arms: _Distinct[str]
-    seeds: Annotated[int, Field(ge=1, le=10**6)] | _Distinct[int]
+    arms: Annotated[list[str], Field(min_length=1)]
+    seeds: Annotated[int, Field(ge=1, le=10**6)] | Annotated[list[int], Field(min_length=1)]
     preset: str | None = None
     env: str | None = None
-    drop: float | _Distinct[float] | None = None
+    drop: float | list[float] | None = None
 
 
 @dataclass(frozen=True, eq=False)  # its configuration holds dicts, which have no hash
@@ -92,16 +77,6 @@ def find_differences(settings: dict[str, Any], label: str, config: RunConfig) ->
 
 def read_sweep(path: Path) -> list[Planned]:
     """Return the runs of a sweep file, in its order, seed by seed. All of it is checked here.
-
-    ```toml
-    [[experiment]]
-    name = "frozenlake"
-    preset = "lda-code/frozenlake"   # or env = "CartPole-v1"
-    arms = ["ppo", "iif", "random"]
-    seeds = 10                       # 0 ... 9; or a list of them
-    drop = [0.25, 0.5]               # one or several; the preset's if it is left out
-    rounds = 20                      # any other field of a run holds for all of them
-    ```
 
     Several experiments may share a name; a run that they have in common is made once.
 
@@ -153,7 +128,6 @@ def _plan_experiment(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]
     experiment = _Experiment(**{name: value for name, value in entry.items() if name in known})
     overrides = {name: value for name, value in entry.items() if name in OVERRIDES}
     configs = configure_arms(experiment.arms, env=experiment.env, preset=experiment.preset, **overrides)
-    check_read(configs, [name for name in READ if name in entry])
     runs = []
     for seed in range(experiment.seeds) if isinstance(experiment.seeds, int) else experiment.seeds:
         for usual in configs:

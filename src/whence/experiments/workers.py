@@ -32,9 +32,6 @@ Job = tuple[AnyConfig, Path]
 OnJobRound = Callable[[int, int], None]
 """Called with a job's place and the number of its rounds that are done."""
 
-_NO_GUARD = 78
-"""The exit code of a process that imported its caller's script, and came to the call that had started it."""
-
 
 def runner_of(config: AnyConfig) -> Any:
     """Return the module that runs such a configuration: it has `prepare`, `run` and `is_finished`.
@@ -55,15 +52,6 @@ def read_config(values: Any) -> AnyConfig:
     return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
 
 
-def leave_imported_script() -> None:
-    """End this process if it was started to run a job and came back here while it imported its caller's script.
-
-    To be called first by every function that starts such processes; `run_all` tells the caller what to do.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
-        raise SystemExit(_NO_GUARD)
-
-
 def run_all(
     jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
 ) -> Generator[tuple[int, str | None], None, None]:
@@ -79,9 +67,6 @@ def run_all(
     Yields:
         The place in `jobs`, and None or a sentence that says what went wrong. The traceback is in `PATH.error.txt`
         next to the run's directory, if it can be written there.
-
-    Raises:
-        WhenceError: the processes cannot import the caller's script, since it starts them whenever it is imported.
     """
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     waiting, limit = deque(range(len(jobs))), workers or multiprocessing.cpu_count()
@@ -105,11 +90,6 @@ def run_all(
                 del under_way[pipe]
                 pipe.close()
                 process.join()
-                if process.exitcode == _NO_GUARD:
-                    raise WhenceError(
-                        "Each run has a process, which imports your script again, and the script starts the runs "
-                        'whenever it is imported. Put that call under the line `if __name__ == "__main__":`.'
-                    )
                 yield place, _describe_end(process.exitcode) if kind == "lost" else content
     finally:
         for pipe, (_, process) in under_way.items():
@@ -140,7 +120,9 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
 def _describe_end(code: int | None) -> str:
     """Return how a process ended that sent no message at its end."""
     if code is None or code >= 0:
-        return f"its process ended with exit code {code} before the run did"
+        # A script that starts processes whenever it is imported has one that imports it, and fails.
+        hint = ': does your script start runs outside of `if __name__ == "__main__":`?' if code == 1 else ""
+        return f"its process ended with exit code {code} before the run did{hint}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     reason = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
     return f"its process was ended by {name}{reason}"
@@ -162,25 +144,20 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     except Exception as failure:
         pipe.send(("ended", f"{describe_failure(failure)}{write_traceback(path, traceback.format_exc())}"))
     else:
-        remove_traceback(path)
+        traceback_file(path).unlink(missing_ok=True)
         pipe.send(("ended", None))
 
 
 def write_traceback(path: Path, text: str) -> str:
     """Write an error's traceback to a file next to a run's directory; return where it is, for the error's sentence."""
-    file = _traceback_file(path)
+    file = traceback_file(path)
     with contextlib.suppress(WhenceError), write_atomically(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return f" (traceback: {file})"
 
 
-def remove_traceback(path: Path) -> None:
-    """Remove the traceback of an earlier attempt at a run, if there is one."""
-    with contextlib.suppress(OSError):
-        _traceback_file(path).unlink()
-
-
-def _traceback_file(path: Path) -> Path:
+def traceback_file(path: Path) -> Path:
+    """Return the file of a run's traceback, which is there if the last attempt failed."""
     return path.with_name(f"{path.name}.error.txt")
 
 

@@ -20,7 +20,6 @@ from whence.experiments import (
     HYPERPARAMETERS,
     LANGUAGE_ARMS,
     LANGUAGE_TARGETS,
-    READ,
     SOURCE,
     STANDARD,
     AnyConfig,
@@ -28,7 +27,6 @@ from whence.experiments import (
     LanguageConfig,
     RunConfig,
     check_comparison,
-    check_read,
     runner_of,
     split_arm,
 )
@@ -149,7 +147,6 @@ def train(
     config = experiments.configure(
         env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **overrides}
     )
-    check_read([config], [name for name in READ if name in overrides])
     if timesteps is not None:
         steps = {**HYPERPARAMETERS, **config.hyperparameters}["n_steps"]
         config = replace(config, rounds=math.ceil(timesteps / (steps * config.n_envs)))
@@ -182,7 +179,6 @@ def compare(
     """
     overrides = _collect_run_fields(observation, action, values)
     configs = experiments.plan_comparison(env=env, preset=preset, arms=_split_names(arms), seeds=seeds, **overrides)
-    check_read(configs, [name for name in READ if name in overrides])
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 
 

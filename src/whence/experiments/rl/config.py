@@ -5,17 +5,16 @@ from dataclasses import asdict, field
 from types import MappingProxyType
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field
 from stable_baselines3 import PPO
 
 from whence.engines import ENGINES
-from whence.errors import WhenceError
+from whence.errors import WhenceError, suggest
 from whence.experiments.arms import find_arm
 from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.sb3 import to_json_types
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
 from whence.targets import Action, Return, Target
-from whence.validation import Count, Finite, Natural, NotNegative, Unit, one_of, read_table, settings
+from whence.validation import Count, Natural, one_of, read_table, settings
 
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
 """Names in torch.optim."""
@@ -26,32 +25,6 @@ POLICIES = tuple(PPO.policy_aliases)
 """SB3's names."""
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
-
-
-@settings("PPO")
-class _Hyperparameters:
-    """PPO's hyper-parameters by SB3's names; what is None has SB3's default."""
-
-    learning_rate: NotNegative = 0.0
-    n_steps: Count = 1
-    batch_size: Count = 1
-    n_epochs: Count = 1
-    gamma: Unit = 1.0
-    gae_lambda: Unit = 1.0
-    clip_range: Annotated[float, Field(ge=0)] = 0.0
-    clip_range_vf: Annotated[float, Field(ge=0)] | None = None
-    normalize_advantage: bool = True
-    ent_coef: Finite = 0.0
-    vf_coef: Finite = 0.0
-    max_grad_norm: Annotated[float, Field(ge=0)] = 0.0
-    use_sde: bool = False
-    sde_sample_freq: int = -1
-    target_kl: float | None = None
-
-
-def _check_hyperparameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    _Hyperparameters(**values)
-    return values
 
 
 @settings("A run")
@@ -91,7 +64,7 @@ class RunConfig:
     policy: Annotated[str, one_of(POLICIES)] = "MlpPolicy"
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = "Adam"
-    hyperparameters: Annotated[Mapping[str, Any], AfterValidator(_check_hyperparameters)] = field(default_factory=dict)
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = DEFAULT_SHARE
     warmup: int = 0
     target: Annotated[str, one_of(TARGETS)] = "return"
@@ -110,6 +83,8 @@ class RunConfig:
         bits = 31 if self.collect_with == "envpool" else 32  # EnvPool's seeds, and NumPy's
         if self.seed >= 2**bits:
             raise WhenceError(f"seed is {self.seed}; less than {2**bits} is needed, since seeds have {bits} bits here.")
+        if unknown := [name for name in self.hyperparameters if name not in HYPERPARAMETERS]:
+            raise WhenceError(f"PPO has no {unknown[0]!r}.{suggest(unknown[0], HYPERPARAMETERS)}")
         if self.eval_episodes == 1:
             raise WhenceError("eval_episodes is 1; a standard error needs 2, and 0 makes no evaluation.")
         IIF(self.drop, self.warmup)  # refuses what is out of range, even if the arm's rule does not read it

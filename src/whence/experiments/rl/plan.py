@@ -131,22 +131,6 @@ def reads(config: RunConfig, name: str) -> bool:
     return name in ARMS[config.arm].reads if name in RULE_FIELDS else config.rule().needs_influence
 
 
-def check_read(configs: Iterable[RunConfig], names: Iterable[str]) -> None:
-    """Refuse fields of rules and scoring that a person set and that none of the runs reads.
-
-    Raises:
-        WhenceError: names the field and the arms that read it.
-    """
-    configs = list(configs)
-    for name in names:
-        if not any(reads(config, name) for config in configs):
-            arms = ", ".join(dict.fromkeys(config.arm for config in configs))
-            readers = ", ".join(arm for arm in ARMS if reads(replace(configs[0], arm=arm), name))
-            raise WhenceError(
-                f"{name} has no effect with {arms}. Leave it out, or take an arm that reads it: {readers}."
-            )
-
-
 def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[RunConfig]:
     """Return the runs of a comparison, arm by arm within each seed.
 

@@ -1,9 +1,9 @@
 from .agreement import summarise_judgement as summarise_judgement
-from .behaviours import Behaviour as Behaviour
-from .behaviours import behaviour_by_hand as behaviour_by_hand
-from .behaviours import behaviour_of_records as behaviour_of_records
-from .behaviours import find_behaviours as find_behaviours
 from .causes import find_causes as find_causes
+from .decisions import Behaviour as Behaviour
+from .decisions import behaviour_by_hand as behaviour_by_hand
+from .decisions import behaviour_of_records as behaviour_of_records
+from .decisions import find_behaviour as find_behaviour
 from .decisions import play_episode as play_episode
 from .grid_map import GridMap as GridMap
 from .grid_map import map_extremes as map_extremes

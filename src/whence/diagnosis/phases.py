@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from whence.attribution import attribute
-from whence.diagnosis.behaviours import Behaviour, embed_records, is_density
+from whence.diagnosis.decisions import Behaviour, embed_records, is_density
 from whence.diagnosis.roughness import (
     LARGEST,
     NEIGHBOURS,
@@ -97,16 +97,15 @@ class History:
 
 def trace_phases(
     run: RunDirectory,
-    behaviours: Sequence[Behaviour],
+    behaviour: Behaviour,
     *,
     neighbours: int = NEIGHBOURS,
     permutations: int = PERMUTATIONS,
-    engine: str = "auto",
     env: AnyEnv = None,
     seed: int = 0,
     on_round: Callable[[int, int], None] = lambda done, rounds: None,
-) -> list[History]:
-    """Trace how behaviours arose over a run's rounds (LDA §4.2, C.2).
+) -> History:
+    """Trace how a behaviour arose over a run's rounds (LDA §4.2, C.2).
 
     Each round's records are scored for the behaviour (target `Action`) at the policy that collected them. The records
     with a positive score are the nodes of a graph that links similar states, by the last policy's penultimate layer.
@@ -115,56 +114,59 @@ def trace_phases(
 
     Args:
         run: the run, of `whence train` or a callback.
-        behaviours: from `find_behaviours`, `behaviour_of_records` or `behaviour_by_hand`.
+        behaviour: from `find_behaviour`, `behaviour_of_records` or `behaviour_by_hand`.
         neighbours: nearest neighbours that each node is linked with, at least 1.
         permutations: of the scores, at least 1.
-        engine: see `attribute`.
         env: see `load_round`.
         seed: seeds the permutations.
         on_round: called after each round with the number of rounds that are done, and of all.
 
-    Returns:
-        The behaviours' histories, in their order.
-
     Raises:
         RunDirectoryError: there are no rounds, or a policy is missing or cannot be built again.
     """
-    numbers, policies = run.require_rounds(), run.rounds("policies")
+    numbers, policies, target = run.require_rounds(), run.rounds("policies"), behaviour.target
     model, final = (load_model(run, number, env=env) for number in (numbers[0], policies[-1]))
-    traces = [_Trace(behaviour) for behaviour in behaviours]
-    targets = {str(place): behaviour.target for place, behaviour in enumerate(behaviours)}
+    rows: list[dict[str, Any]] = []
+    permuted: list[Float[np.ndarray, " p"]] = []
+    moments: list[tuple[int, Moment]] = []
     for done, number in enumerate(numbers, start=1):
         load_policy(run, number, model)
         table = run.round("records", number)
         records = read_records(run, table, model, env=env)
-        embeddings = embed_records(final.policy, records)
-        influences = attribute(model.policy, records, target=targets, objective=model_objective(model), engine=engine)
+        influence = attribute(model.policy, records, target=target, objective=model_objective(model))
+        scores = influence.scores.double().numpy()
+        row, of_permuted = _measure_roughness(
+            scores,
+            embed_records(final.policy, records),
+            neighbours,
+            permutations,
+            np.random.default_rng([seed, number, 0]),
+        )
+        rows.append({**_UNDEFINED, **row, "round": number, "log_prob": _rate(target, model.policy, records)})
+        permuted.append(of_permuted)
         trained = table["keep"].fill_null(True).to_numpy() if "keep" in table.columns else True
-        for place, trace in enumerate(traces):
-            scores = influences[str(place)].scores.double().numpy()
-            generator = np.random.default_rng([seed, number, place])
-            row, permuted = _measure_roughness(scores, embeddings, neighbours, permutations, generator)
-            trace.rows.append(row | {"round": number, "log_prob": _rate(trace.behaviour.target, model.policy, records)})
-            trace.permuted.append(permuted)
-            taught = records.to_polars().with_columns(score=pl.Series(np.where(trained, scores, 0.0)))
-            moments = find_moments(taught, lowest=False, most=_MOMENTS)
-            trace.moments.extend((number, moment) for moment in moments)
+        taught = records.to_polars().with_columns(score=pl.Series(np.where(trained, scores, 0.0)))
+        moments += [(number, moment) for moment in find_moments(taught, lowest=False, most=_MOMENTS)]
         on_round(done, len(numbers))
     # The policy after the last round is missing if training was stopped in that round.
-    is_whole = policies[-1] > numbers[-1]
-    ends = [_rate(trace.behaviour.target, final.policy, records) if is_whole else None for trace in traces]
-    density = is_density(model.action_space)
-    return [_make_history(trace, end, neighbours, density) for trace, end in zip(traces, ends, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """What was measured of a behaviour so far: a row, the permutations' roughness and the moments of each round."""
-
-    behaviour: Behaviour
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    permuted: list[Float[np.ndarray, " p"]] = field(default_factory=list)
-    moments: list[tuple[int, Moment]] = field(default_factory=list)
+    last = _rate(target, final.policy, records) if policies[-1] > numbers[-1] else None
+    after = pl.Series("log_prob_after", [*(row["log_prob"] for row in rows[1:]), last], dtype=pl.Float64)
+    rounds = pl.DataFrame(rows, schema=_SCHEMA).with_columns(after)
+    curve = rounds.drop_nulls("roughness")
+    curves = np.stack(permuted)[rounds["roughness"].is_not_null().to_numpy()]
+    return History(
+        behaviour=behaviour,
+        is_density=is_density(model.action_space),
+        neighbours=neighbours,
+        rounds=rounds,
+        phases=tuple(
+            _make_phase(curve[start:end], level, moments)
+            for start, end, level in split_curve(curve["roughness"].to_numpy())
+        ),
+        permuted_patterns=tuple(
+            name_pattern([segment.level for segment in split_curve(each)]) for each in curves.T if len(each)
+        ),
+    )
 
 
 def _measure_roughness(
@@ -195,27 +197,6 @@ def _rate(target: Action, policy: Any, records: RecordBatch) -> float:
     view = actor_critic_view(policy)
     with torch.no_grad(), eval_mode(policy.modules()):
         return float(target(view, view.parameters(), records))
-
-
-def _make_history(trace: _Trace, last: float | None, neighbours: int, is_density: bool) -> History:
-    after = [*(row["log_prob"] for row in trace.rows[1:]), last]
-    rows = [{**_UNDEFINED, **row, "log_prob_after": value} for row, value in zip(trace.rows, after, strict=True)]
-    rounds = pl.DataFrame(rows, schema=_SCHEMA)
-    curve = rounds.drop_nulls("roughness")
-    permuted = np.stack(trace.permuted)[rounds["roughness"].is_not_null().to_numpy()]
-    return History(
-        behaviour=trace.behaviour,
-        is_density=is_density,
-        neighbours=neighbours,
-        rounds=rounds,
-        phases=tuple(
-            _make_phase(curve[start:end], level, trace.moments)
-            for start, end, level in split_curve(curve["roughness"].to_numpy())
-        ),
-        permuted_patterns=tuple(
-            name_pattern([segment.level for segment in split_curve(curve)]) for curve in permuted.T if len(curve)
-        ),
-    )
 
 
 _SCHEMA = {

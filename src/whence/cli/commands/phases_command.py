@@ -14,7 +14,7 @@ from whence.diagnosis import (
     Behaviour,
     behaviour_by_hand,
     behaviour_of_records,
-    find_behaviours,
+    find_behaviour,
     summarise_history,
     trace_phases,
     write_history,
@@ -60,7 +60,7 @@ def phases(
     directory = open_agent_run(run)
     behaviour = _read_behaviour(directory, record or [], options.parse_action(observation, action), env)
     with RoundBar("rounds", "scoring") as bar:
-        (history,) = trace_phases(directory, [behaviour], neighbours=neighbours, env=env, on_round=bar.update)
+        history = trace_phases(directory, behaviour, neighbours=neighbours, env=env, on_round=bar.update)
     content = summarise_history(history, ExploredRun(directory, env=env).labels)
     file = write_history(directory, history, content)
     if json:
@@ -77,7 +77,7 @@ def _read_behaviour(run: RunDirectory, record: list[int], settings: dict[str, An
     if record:
         return behaviour_of_records(run, record, action=settings.get("action"), env=env)
     if not settings:
-        return find_behaviours(run, env=env)[0]
+        return find_behaviour(run, env=env)
     if len(settings) == 1:
         raise WhenceError("A behaviour needs --observation and --action as JSON, or --record ID.")
     return behaviour_by_hand(run, **settings, env=env)

@@ -20,10 +20,16 @@ from whence import IIF, KeepAll, Return, RoundRecording, WhenceError, attribute,
 from whence.counterfactual import retrain
 from whence.errors import NonFinite, Unsupported
 from whence.policies import as_view
-from whence.rounds import METHODS, OptimizerState, optimizers, replay, schedule
+from whence.rounds import METHODS, OptimizerState, optimizers, replay, round_scores
 from whence.rounds.identity import compare_outputs
-from whence.rounds.replay import clip_factor, iterate_points, minibatch_loss, objective_values, open_round
-from whence.rounds.schedule import target_gradient
+from whence.rounds.replay import (
+    clip_factor,
+    iterate_points,
+    minibatch_loss,
+    objective_values,
+    open_round,
+    target_gradient,
+)
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.base.model_tensors import named_tensors
@@ -315,7 +321,9 @@ class TestScores:
         settings = {"target": Return(), "draws": 2, "seed": 3, "dtype": torch.float64}
         alone = {method: attribute_round(model.policy, recording, method=method, **settings) for method in METHODS}
         gradients = []
-        monkeypatch.setattr(schedule, "target_gradient", lambda *args: gradients.append(None) or target_gradient(*args))
+        monkeypatch.setattr(
+            round_scores, "target_gradient", lambda *args: gradients.append(None) or target_gradient(*args)
+        )
         together = attribute_round(model.policy, recording, method=METHODS[::-1], **settings)
         assert list(together) == list(METHODS[::-1])
         for method, one in together.items():
@@ -353,7 +361,7 @@ class TestMemory:
         model, recording = long
         short = replace(recording, minibatches=recording.minibatches[:7], epochs=recording.epochs[:7])
         round = open_round(model.policy, short, dtype=torch.float64)
-        (one,) = schedule.plan_passes([method])
+        (one,) = round_scores.plan_passes([method])
         whole = one.scores(round, Return(), 1)[method]
         assert len(whole) == 7
         for interval in (2, 3, 6, 7, 8):
@@ -363,11 +371,11 @@ class TestMemory:
     def test_as_many_points_are_stored_as_fit(self, long):
         model, recording = long
         round = open_round(model.policy, recording)
-        (backwards,), (forwards,) = map(schedule.plan_passes, (["unrolled"], ["trajectory"]))
+        (backwards,), (forwards,) = map(round_scores.plan_passes, (["unrolled"], ["trajectory"]))
         # Of 24 steps, every second point, a segment, the point after it and the derivative are 16.
         for points, interval in ((27, 1), (26, 2), (16, 2), (15, 3), (1, 5)):
-            assert schedule._choose_interval(round, backwards, points * round.start.nbytes) == interval
-        assert schedule._choose_interval(round, forwards, 27 * round.start.nbytes) == 1
+            assert round_scores._choose_interval(round, backwards, points * round.start.nbytes) == interval
+        assert round_scores._choose_interval(round, forwards, 27 * round.start.nbytes) == 1
         scores = [
             attribute_round(model.policy, recording, target=Return(), method="unrolled", memory=memory).scores
             for memory in (1, 2**31)

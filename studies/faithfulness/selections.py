@@ -41,7 +41,7 @@ from whence.experiments import RunConfig, load_recording, load_round
 from whence.records import RecordBatch
 from whence.rounds import RoundRecording, open_round
 from whence.rounds.optimizers import preconditioner
-from whence.rounds.schedule import target_gradient
+from whence.rounds.replay import target_gradient
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 

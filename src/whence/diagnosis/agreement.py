@@ -23,6 +23,8 @@ RESAMPLES = 1000
 BINS = 10
 """Bins of the advantages' sizes."""
 
+_ENDS = ("mean", "low", "high")
+
 Numbers = NDArray[np.float64]
 
 Statistic = Callable[[NDArray[np.int64]], Sequence[float]]
@@ -46,11 +48,8 @@ def summarise_judgement(judged: pl.DataFrame, *, resamples: int = RESAMPLES, see
     statistic = _make_statistic(judged)
     observed = statistic(np.arange(len(judged)))
     lows, highs = _bootstrap(judged, statistic, resamples, seed)
-    entries = [
-        {
-            name: None if np.isnan(value) else float(value)
-            for name, value in zip(("mean", "low", "high"), row, strict=True)
-        }
+    entries: list[dict[str, float | None]] = [
+        {name: None if np.isnan(value) else float(value) for name, value in zip(_ENDS, row, strict=True)}
         for row in zip(observed, lows, highs, strict=True)
     ]
     shares, (difference, spearman, partial) = entries[: len(BANDS)], entries[len(BANDS) :]
@@ -116,7 +115,8 @@ def _make_statistic(judged: pl.DataFrame) -> Statistic:
     in_band = [band == name for name in BANDS]
 
     def compute(index: NDArray[np.int64]) -> Sequence[float]:
-        shares = [_mean(wrong[index[inside[index]]]) for inside in in_band]
+        chosen = (wrong[index[inside[index]]] for inside in in_band)
+        shares = [float(each.mean()) if each.size else float("nan") for each in chosen]
         product = (measured * trained)[index]
         correlations = [
             _spearman(score[index], product),
@@ -168,16 +168,8 @@ def _spearman(one: Numbers, other: Numbers) -> float:
     return float(stats.spearmanr(one, other).statistic)
 
 
-def _mean(values: Numbers) -> float:
-    return float(values.mean()) if values.size else float("nan")
-
-
 def describe_verdict(summary: Mapping[str, Any]) -> str:
-    """Return whether signs were wrong more often where records harm than where they help: "yes", "no" or "unclear".
-
-    Args:
-        summary: from `summarise_judgement`.
-    """
+    """Return from a summary whether signs were wrong more often where records harm: "yes", "no" or "unclear"."""
     low, high = (summary["difference"][name] for name in ("low", "high"))
     if low is None or high is None or low <= 0 <= high:
         return "unclear"

@@ -1,7 +1,6 @@
 """The records of a round that harm and help the most, on the map of a grid world (LDA Fig. 3, 8)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,8 +25,7 @@ _MINIGRID_TURNS = MappingProxyType({0: -1, 1: 1, 2: 0})
 _STATE = ("cell", "direction", "turn", "action")
 
 
-@dataclass(frozen=True)
-class GridMap:
+class GridMap(NamedTuple):
     """A grid world, and what the agent did there in the records of the lowest and of the highest scores.
 
     Attributes:
@@ -47,7 +45,7 @@ class GridMap:
 
     def to_json(self) -> dict[str, Any]:
         """Return the map in JSON types."""
-        return {"rows": self.rows, "cols": self.cols, "cells": list(self.cells), "arrows": self.arrows.to_dicts()}
+        return self._asdict() | {"cells": list(self.cells), "arrows": self.arrows.to_dicts()}
 
 
 class _Layout(NamedTuple):
@@ -110,7 +108,7 @@ def _translate(numbers: Mapping[int, int]) -> pl.Expr:
 
 
 def has_map(run: RunDirectory, *, env: AnyEnv = None) -> bool:
-    """Return whether a run's environment is a grid world that `map_extremes` knows."""
+    """Return whether `map_extremes` knows a run's environment."""
     return _read_world(run, env) is not None
 
 

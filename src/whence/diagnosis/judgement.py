@@ -99,8 +99,7 @@ def judge_advantages(
 def _finish(chosen: pl.DataFrame, measured: pl.DataFrame, name: str) -> pl.DataFrame:
     """Return the chosen records with what was measured of them, and the two advantages compared."""
     judged = compare_signs(chosen.join(measured, on="record_id", how="left")).with_columns(measured=pl.lit(name))
-    columns = [column for column in COLUMNS if column in judged.columns]
-    return judged.select(columns).sort("record_id")
+    return judged.select(column for column in COLUMNS if column in judged.columns).sort("record_id")
 
 
 def read_scored_round(run: RunDirectory, number: int, env: AnyEnv = None) -> pl.DataFrame:
@@ -121,8 +120,7 @@ def read_scored_round(run: RunDirectory, number: int, env: AnyEnv = None) -> pl.
 def place_in_bands(table: pl.DataFrame) -> pl.DataFrame:
     """Return records with `position`, the share of records that score higher, and `band`.
 
-    Args:
-        table: with `score` and `record_id`; among equal scores the lower id comes last, as among those to drop.
+    Among equal scores the lower id comes last, as among those to drop.
     """
     order = np.lexsort((-table["record_id"].to_numpy(), -table["score"].to_numpy()))
     position = np.empty(len(table))
@@ -135,13 +133,7 @@ def place_in_bands(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def draw_by_score(table: pl.DataFrame, count: int | None, seed: int) -> pl.DataFrame:
-    """Return some records: one at random of each of `count` equal bands of the scores.
-
-    Args:
-        table: from `place_in_bands`.
-        count: how many; None, or more than there are: all.
-        seed: of the choice.
-    """
+    """Return a table of `place_in_bands`, or one record at random of each of `count` equal bands of its scores."""
     if count is None or count >= len(table):
         return table
     generator = np.random.default_rng(seed)
@@ -152,12 +144,8 @@ def draw_by_score(table: pl.DataFrame, count: int | None, seed: int) -> pl.DataF
 def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least: float = 0) -> pl.DataFrame | None:
     """Return what a rollout's repeated visits measure of each record; None if they are too few.
 
-    Args:
-        run: the run.
-        number: the round.
-        env: see `judge_advantages`.
-        least: the visits of a record's state and action that are needed in the median. Above 0, None is returned as
-            well if observations were too large to store, actions are not discrete, or a column is missing.
+    They are too few if a record's state and action have, in the median, less than `least` visits. If that is above 0,
+    None is returned as well if observations were too large to store, actions are not discrete, or a column is missing.
 
     Returns:
         `record_id`, `mc_advantage`, `mc_error`, `mc_value`, and `mc_value_error`, which is null.

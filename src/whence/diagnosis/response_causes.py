@@ -146,13 +146,6 @@ def rank_bm25(texts: Sequence[str], question: str) -> NDArray[np.float64]:
     """Return each text's BM25 score for a question, (n,), 0 or more; a term that the question repeats counts as often.
 
     The weight of a term is `log(1 + (n - df + 1/2) / (df + 1/2))`, over all texts (Lucene's form).
-
-    Args:
-        texts: the texts.
-        question: the text to compare them with.
-
-    Raises:
-        Unsupported: the package bm25s is not installed.
     """
     try:
         from bm25s import BM25

@@ -31,14 +31,10 @@ class Graph(NamedTuple):
 
 
 def link_similar(embeddings: Float[np.ndarray, "n d"], neighbours: int = NEIGHBOURS) -> Graph:
-    """Link each node with its nearest ones; w = exp(−‖e_i − e_j‖²/σ²), σ the median distance (LDA C.2).
+    """Link each node (n, d) with its nearest ones; w = exp(−‖e_i − e_j‖²/σ²), σ the median distance (LDA C.2).
 
     Two nodes are linked if either is among the other's nearest. Nodes that are as near as the last of these are among
     them as well, so that no order of equal states matters.
-
-    Args:
-        embeddings: (n, d) a node each; distances are Euclidean.
-        neighbours: nearest ones of each node; all others if there are fewer.
     """
     nodes = np.ascontiguousarray(embeddings, dtype=np.float64)
     count = min(neighbours, len(nodes) - 1)

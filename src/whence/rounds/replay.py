@@ -358,3 +358,18 @@ def check_target(target: Target, round: SteppedRound) -> Target:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise WhenceError(f"The target {target_name(target)} returned {got}; a scalar tensor is needed.")
     return target
+
+
+def target_gradient(round: SteppedRound, params: Float[Tensor, " p"], target: Target) -> Float[Tensor, " p"]:
+    """Return the gradient of a target at some parameters; 0 for parameters that the target does not depend on.
+
+    Raises:
+        WhenceError: the target depends on no parameter.
+    """
+    free = {name: p.detach().requires_grad_() for name, p in round.unflatten(params).items()}
+    value = target(round.view, free, round.records)
+    gradients = torch.autograd.grad(value, list(free.values()), allow_unused=True) if value.requires_grad else [None]
+    if all(gradient is None for gradient in gradients):
+        raise WhenceError(f"The target {target_name(target)} depends on no parameter, so no record can move it.")
+    pairs = zip(free.items(), gradients, strict=True)
+    return round.flatten({name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs})

@@ -1,20 +1,51 @@
 """Scores of records by the whole round: all epochs, the real optimiser (LDA §3.1, and beyond it)."""
 
-from collections.abc import Collection
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.engines import along_direction
 from whence.errors import NonFinite, WhenceError, suggest
 from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
+from whence.rounds import optimizers
 from whence.rounds.recording import RoundRecording
-from whence.rounds.replay import SteppedRound, check_target, open_round, raise_on_divergence
-from whence.rounds.schedule import SCHEDULED, plan_passes, sum_by_epoch
+from whence.rounds.replay import (
+    Minibatch,
+    Point,
+    SteppedRound,
+    check_target,
+    clip_factor,
+    iterate_points,
+    minibatch_loss,
+    objective_values,
+    open_round,
+    raise_on_divergence,
+    step,
+    target_gradient,
+)
 from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED, smoothed_scores
 from whence.targets import Target, target_name
+
+Vector = Float[Tensor, " p"]
+"""One number for each parameter, flattened as in a `Point`."""
+
+Scores = list[Float[Tensor, " b"]]
+"""The scores of each step's minibatch."""
+
+TRAJECTORY, OPTIMIZER, MOMENTUM, UNROLLED = "trajectory", "optimizer", "optimizer-momentum", "unrolled"
+
+_PRODUCTS = (TRAJECTORY, OPTIMIZER, MOMENTUM)
+"""Methods that multiply the target's gradient at every step with those of the records."""
+
+SCHEDULED = (*_PRODUCTS, UNROLLED)
+"""Ways to attribute a round along its own schedule."""
 
 METHODS = (*SCHEDULED, SMOOTHED)
 """Ways to attribute a round."""
@@ -120,3 +151,158 @@ def _make_influences(
     )
     parts = totals if per_epoch else [totals.sum(dim=0)]
     return [Influence(scores, recording.records.ids.clone(), provenance) for scores in parts]
+
+
+def snapshot_scores(round: SteppedRound, target: Target) -> Float[Tensor, " n"]:
+    """Return `<grad f, grad l_i>` at the policy that collected the round, advantages normalised over all of it."""
+    whole = Minibatch(torch.arange(len(round.records)), round.records, round.inputs)
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
+        return _directional_derivatives(round, round.start, whole, target_gradient(round, round.start.params, target))
+
+
+class Pass(NamedTuple):
+    """Methods that share one pass over a round's steps.
+
+    Attributes:
+        methods: their names.
+        scores: `scores(round, target, interval)` returns the scores of each method; a backward pass stores the point
+            before every `interval`-th step.
+        backwards: whether it goes from the last step to the first, and so needs stored points.
+    """
+
+    methods: tuple[str, ...]
+    scores: Callable[[SteppedRound, Target, int], Mapping[str, Scores]]
+    backwards: bool
+
+
+def plan_passes(methods: Collection[str]) -> list[Pass]:
+    """Return the fewest passes over the steps that serve some of `SCHEDULED`."""
+    passes = []
+    if products := tuple(name for name in _PRODUCTS if name in methods):
+        passes.append(Pass(products, partial(_score_by_products, products), backwards=MOMENTUM in products))
+    if UNROLLED in methods:
+        passes.append(Pass((UNROLLED,), _score_by_unrolling, backwards=True))
+    return passes
+
+
+def sum_by_epoch(round: SteppedRound, target: Target, one: Pass, memory: int) -> dict[str, Float[Tensor, "epochs n"]]:
+    """Return the scores of each record in each epoch, on the CPU, by method; points may take `memory` bytes."""
+    recording, like = round.recording, round.records.log_probs
+    totals = {}
+    for method, by_step in one.scores(round, target, _choose_interval(round, one, memory)).items():
+        by_epoch = torch.zeros(max(recording.epochs, default=0) + 1, len(like), dtype=like.dtype)
+        for number, scores in enumerate(by_step):
+            by_epoch[recording.epochs[number]].index_add_(0, recording.steps[number].cpu(), scores.detach().cpu())
+        totals[method] = by_epoch
+    return totals
+
+
+def _choose_interval(round: SteppedRound, one: Pass, memory: int) -> int:
+    """Return the smallest interval between stored points that fits, so that the fewest have to be computed again."""
+    count = len(round)
+    # Above the root of the number of steps, a longer segment takes more than it saves.
+    longest = math.isqrt(count) + 1
+    for interval in range(1, longest if one.backwards else 2):
+        # The stored points, a segment, the point after it and the derivative.
+        if (math.ceil(count / interval) + interval + 2) * round.start.nbytes <= memory:
+            return interval
+    return longest
+
+
+def _score_by_products(
+    methods: Collection[str], round: SteppedRound, target: Target, interval: int
+) -> Mapping[str, Scores]:
+    """Return the scores of methods that need the target's gradient at every step, which is most of their cost."""
+    optimizer = round.recording.optimizer
+    carried = torch.zeros_like(round.start.params)
+    scores: Mapping[str, Scores] = {method: [torch.empty(0)] * len(round) for method in methods}
+    for number, before, after in _iterate_backwards(round, interval) if MOMENTUM in methods else _iterate_steps(round):
+        minibatch = round.minibatch(number)
+        ascent = target_gradient(round, before.params, target)
+        if TRAJECTORY in methods:
+            scores[TRAJECTORY][number] = _directional_derivatives(round, before, minibatch, ascent)
+        if OPTIMIZER not in methods and MOMENTUM not in methods:
+            continue
+        factor, scale = _gradient_factor(round, before, minibatch), optimizers.preconditioner(optimizer, after.state)
+        if OPTIMIZER in methods:
+            scores[OPTIMIZER][number] = factor * _directional_derivatives(round, before, minibatch, scale * ascent)
+        if MOMENTUM in methods:
+            now, first, decay = optimizers.momentum_weights(optimizer, before.state)
+            scaled = optimizers.accumulates_scaled_gradients(optimizer)
+            gradient_scale, update_scale = (scale, 1.0) if scaled else (1.0, scale)
+            ascent = update_scale * ascent
+            carried = ascent / optimizers.bias_correction(optimizer, after.state) + decay * carried
+            direction = gradient_scale * (first * carried + now * ascent)
+            scores[MOMENTUM][number] = factor * _directional_derivatives(round, before, minibatch, direction)
+    return scores
+
+
+def _gradient_factor(round: SteppedRound, before: Point, minibatch: Minibatch) -> Tensor:
+    """Return what a step multiplies each record's gradient by, before the optimiser scales it."""
+    ones, recording = torch.ones_like(minibatch.records.log_probs), round.recording
+    gradient = torch.func.grad(lambda p: minibatch_loss(round, round.unflatten(p), minibatch, ones))(before.params)
+    clipped = clip_factor(gradient, recording.update.max_grad_norm)
+    factor: Tensor = recording.optimizer.settings["lr"] * clipped / len(ones)
+    return factor.detach()
+
+
+def _iterate_steps(round: SteppedRound) -> Iterator[tuple[int, Point, Point]]:
+    """Yield each step with the points before and after it."""
+    for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in iterate_points(round))):
+        yield number, before, after
+
+
+def _iterate_backwards(round: SteppedRound, interval: int) -> Iterator[tuple[int, Point, Point]]:
+    """Yield each step with the points before and after it, the last step first.
+
+    The point before every `interval`-th step is stored; those in between are computed again.
+    """
+    stored: list[Point] = []
+    for number, point in enumerate(iterate_points(round)):
+        if number % interval == 0 and number < len(round):
+            stored.append(point.map(Tensor.detach))
+        after = point.map(Tensor.detach)
+    while stored:
+        begin = (len(stored) - 1) * interval
+        segment = [stored.pop()]
+        for number in range(begin, min(begin + interval, len(round)) - 1):
+            minibatch = round.minibatch(number)
+            segment.append(
+                step(round, segment[-1], minibatch, torch.ones_like(minibatch.records.log_probs)).map(Tensor.detach)
+            )
+        while segment:
+            before = segment.pop()
+            yield begin + len(segment), before, after
+            after = before
+
+
+def _score_by_unrolling(round: SteppedRound, target: Target, interval: int) -> Mapping[str, Scores]:
+    scores: Scores = [torch.empty(0)] * len(round)
+    adjoint = None
+    for number, before, after in _iterate_backwards(round, interval):
+        if adjoint is None:
+            adjoint = after.map(torch.zeros_like)._replace(params=target_gradient(round, after.params, target))
+        scores[number], adjoint = _pull_back(round, before, round.minibatch(number), adjoint)
+    return {UNROLLED: scores}
+
+
+def _pull_back(
+    round: SteppedRound, point: Point, minibatch: Minibatch, adjoint: Point
+) -> tuple[Float[Tensor, " b"], Point]:
+    """Return the derivatives by a step's weights and by the point before it, from the one by the point after it."""
+    weights = torch.ones_like(minibatch.records.log_probs)
+    pull = torch.func.vjp(lambda p, w: step(round, p, minibatch, w), point, weights)[1]
+    before, scores = pull(adjoint)
+    return scores.detach(), before.map(Tensor.detach)
+
+
+def _directional_derivatives(
+    round: SteppedRound, point: Point, minibatch: Minibatch, direction: Vector
+) -> Float[Tensor, " b"]:
+    """Return the derivative of each record's objective along a direction."""
+    ones = torch.ones_like(minibatch.records.log_probs)
+    return along_direction(
+        lambda params: objective_values(round, params, minibatch, ones),
+        round.unflatten(point.params),
+        round.unflatten(direction.detach()),
+    )

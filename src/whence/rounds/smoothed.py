@@ -28,8 +28,7 @@ from whence.errors import WhenceError
 from whence.objectives import Objective, PPOClip
 from whence.policies import Outputs
 from whence.records import RecordBatch
-from whence.rounds.replay import MARGIN, Point, SteppedRound, step
-from whence.rounds.schedule import target_gradient
+from whence.rounds.replay import MARGIN, Point, SteppedRound, step, target_gradient
 from whence.targets import Target
 
 SMOOTHED = "smoothed"

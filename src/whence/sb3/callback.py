@@ -37,8 +37,6 @@ from whence.sb3.base import (
     watch_training,
     wrap_next_train,
 )
-from whence.sb3.checkpoint.restore import holds_policy
-from whence.sb3.checkpoint.training_run import TrainingRun
 from whence.sb3.round_result import (
     Choice,
     FlatRoundDetector,
@@ -47,6 +45,7 @@ from whence.sb3.round_result import (
     measure_choice,
     read_train_metrics,
 )
+from whence.sb3.training_run import TrainingRun, holds_policy
 from whence.selection import Progress, Selection, SelectionRule, add_selection, check_rule
 from whence.targets import Return, Target, as_target, target_name
 

@@ -21,8 +21,8 @@ from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.callback import InfluenceCallback
-from whence.sb3.checkpoint.restore import load_model
 from whence.sb3.contrib import MaskableActorCriticPolicy, MaskablePPO
+from whence.sb3.training_run import load_model
 from whence.selection import SelectionRule
 from whence.targets import Return, Target, target_name
 

@@ -1,1 +1,0 @@
-"""A training on disk: its rounds, checkpoints, and the model built again."""

@@ -269,8 +269,8 @@ def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = No
     table = run.round("records", number)
     row = table.filter(pl.col("record_id") == record)
     if row.is_empty():
-        ids = table["record_id"]
-        raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids.min()} to {ids.max()}.")
+        ids = table["record_id"].sort()
+        raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids[0]} to {ids[-1]}.")
     return _make_target(read_records(run, row, load_model(run, number, env=env), env=env), 0)
 
 

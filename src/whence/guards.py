@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -146,11 +145,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as refusal:
-        # safetensors mentions the system's number in the text of its own error.
-        code = re.search(r"os error (\d+)|code: (\d+)", str(refusal))
-        if code is None and not isinstance(refusal, OSError):
-            raise
-        reason = getattr(refusal, "strerror", None) or (os.strerror(int(code[1] or code[2])) if code else str(refusal))
+        reason = getattr(refusal, "strerror", None) or str(refusal)
         raise RunDirectoryError(
             f"{path} cannot be written: {reason}. Free space on that disk, or choose a directory that you may write to."
         ) from refusal

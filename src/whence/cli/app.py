@@ -86,36 +86,30 @@ def load_command(name: str, place: str) -> Any:
     return loaded
 
 
-def read_first_sentence(place: str) -> str:
-    """Return the first sentence of a command's docstring without importing its module, which may take seconds."""
-    module, _, function = place.partition(":")
-    tree = ast.parse((Path(__file__).parent / f"commands/{module}.py").read_text(encoding="utf-8"))
-    definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return (ast.get_docstring(definitions[function]) or "").partition("\n\n")[0]
+def _make_group(commands: Mapping[str, str], **settings: Any) -> typer.Typer:
+    """Return a group with the names and the first sentences of its commands, which its help lists.
 
-
-def _add_placeholders(group: typer.Typer, commands: Mapping[str, str]) -> None:
-    """Add the names and first sentences that a group's help lists."""
+    The sentences are read without importing the commands' modules, which may take seconds.
+    """
+    group = typer.Typer(cls=_make_lazy_group(commands), no_args_is_help=True, **settings, **_STYLE)
     for name, place in commands.items():
-        group.command(name, help=read_first_sentence(place))(lambda: None)
+        module, _, function = place.partition(":")
+        tree = ast.parse((Path(__file__).parent / f"commands/{module}.py").read_text(encoding="utf-8"))
+        definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        sentence = (ast.get_docstring(definitions[function]) or "").partition("\n\n")[0]
+        group.command(name, help=sentence)(lambda: None)
+    return group
 
 
-app = typer.Typer(
-    cls=_make_lazy_group(COMMANDS),
+app = _make_group(
+    COMMANDS,
     help="Which records of a rollout helped the policy, which harmed it; and training on the right ones.",
     epilog="Begin with: whence train CartPole-v1 --selection iif. The documentation is in docs/ of the source tree.",
-    no_args_is_help=True,
-    **_STYLE,
 )
-llm = typer.Typer(
-    cls=_make_lazy_group(LLM_COMMANDS),
-    help="Post-train a language model with PPO, GRPO or RLOO on the responses that help.",
-    no_args_is_help=True,
-    **_STYLE,
+app.add_typer(
+    _make_group(LLM_COMMANDS, help="Post-train a language model with PPO, GRPO or RLOO on the responses that help."),
+    name="llm",
 )
-_add_placeholders(app, COMMANDS)
-_add_placeholders(llm, LLM_COMMANDS)
-app.add_typer(llm, name="llm")
 
 
 def _show_version(show: bool) -> None:
@@ -147,18 +141,13 @@ def main() -> None:
         if _state["debug"]:
             raise
         message = str(error) if isinstance(error, WhenceError) else _explain_failure(error)
-        if message is not None:
-            _print_error(message)
-            sys.exit(2)
-        _print_error(
+        unexpected = (
             f"{type(error).__name__}: {error}".strip()
             + "\nThis is no error that whence expects: `whence --debug ...` shows where it arose."
         )
-        sys.exit(1)
-
-
-def _print_error(message: str) -> None:
-    errors.print(f"[bold red]Error[/]: {escape(make_printable(message))}", highlight=False, soft_wrap=True)
+        text = escape(make_printable(message or unexpected))
+        errors.print(f"[bold red]Error[/]: {text}", highlight=False, soft_wrap=True)
+        sys.exit(1 if message is None else 2)
 
 
 def _explain_failure(error: Exception) -> str | None:

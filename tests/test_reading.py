@@ -1,92 +1,133 @@
-"""What is read is checked where it enters: columns, tensors, configurations, JSON; by hand, a case for each check."""
+"""Files that are damaged or do not fit: what reads them returns, or says in an error of whence's what is wrong."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toys import mlp_view, model, records_for
+from toys import model
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.errors import RunDirectoryError
-from whence.experiments import LanguageConfig, RunConfig, read_config
-from whence.experiments.rl.stored import load_policy
-from whence.sb3 import InfluenceCallback
+from whence.experiments import LanguageConfig, RunConfig, load_policy, read_config
+from whence.moments import find_moments
+from whence.sb3 import InfluenceCallback, collect
+
+RECORDING, SCORES = "recordings/round_00001.safetensors", "scores.safetensors"
+FILES = ["config.json", "metrics.parquet", "records/round_00001.parquet", "policies/round_00001.safetensors"]
+FILES += [RECORDING, SCORES]
 
 
 @pytest.fixture(scope="module")
-def toy():
-    return model()
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one round, with scores in a file."""
+    path = tmp_path_factory.mktemp("damaged") / "run"
+    toy = model()
+    toy.learn(32, callback=InfluenceCallback(IIF(0.5), run=path, recordings=[1]))
+    attribute(toy.policy, collect(toy), target=Return()).save(path / SCORES)
+    return path
 
 
-@pytest.fixture
-def run(tmp_path, toy) -> RunDirectory:
-    trained = model()
-    trained.learn(32, callback=InfluenceCallback(IIF(0.5), run=tmp_path / "run", recordings=[1]))
-    return RunDirectory.open(tmp_path / "run")
+def read(path: Path, name: str) -> Any:
+    """Read one file of a run, as the library does."""
+    if name == SCORES:
+        return Influence.load(path / name)
+    directory = RunDirectory.open(path)
+    readers: dict[str, Callable[[], Any]] = {
+        "config.json": lambda: directory.config,
+        "metrics.parquet": lambda: directory.table("metrics"),
+        "records/round_00001.parquet": lambda: find_moments(directory.round("records", 1), lowest=True, most=3),
+        "policies/round_00001.safetensors": lambda: directory.policy(1),
+        RECORDING: lambda: RoundRecording.load(directory.round_path("recordings", 1)),
+    }
+    return readers[name]()
 
 
-def rewrite(path: Path, change) -> None:
-    """Change the header's texts and the tensors of a safetensors file."""
-    with safe_open(path, framework="pt") as file:
-        texts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(texts, tensors)
-    save_file(tensors, path, texts)
+def read_damaged(path: Path, name: str, content: bytes) -> None:
+    """Read a file with other content: an error that is not whence's own fails the test."""
+    before = (path / name).read_bytes()
+    try:
+        (path / name).write_bytes(content)
+        read(path, name)
+    except WhenceError:
+        pass
+    finally:
+        (path / name).write_bytes(before)
 
 
-def edit(key, name, value):
+@pytest.mark.parametrize("name", FILES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_bytes_that_are_cut_off_or_changed(run: Path, name: str, data: st.DataObject) -> None:
+    read(run, name)
+    content = bytearray((run / name).read_bytes())
+    start = data.draw(st.integers(0, len(content) - 1) | st.integers(0, min(64, len(content) - 1)))
+    if data.draw(st.booleans()):
+        del content[start:]
+    else:
+        part = data.draw(st.binary(min_size=1, max_size=8))
+        content[start : start + len(part)] = part
+    read_damaged(run, name, bytes(content))
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(key=st.sampled_from(["format", "version", "config", "versions", "digest"]), value=JSON)
+def test_a_configuration_of_other_values(run: Path, key: str, value: Any) -> None:
+    document = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    read_damaged(run, "config.json", json.dumps({**document, key: value}).encode())
+
+
+def edit(key: str, name: str, value: Any) -> Any:
     """Return a change of one entry of a header's document."""
     return lambda texts, tensors: texts.update({key: json.dumps({**json.loads(texts[key]), name: value})})
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        (edit("about", "sizes", [1]), "does not hold what RoundRecording.save writes"),
-        (edit("about", "epochs", []), "epochs and minibatches"),
-        (edit("about", "update", {}), "does not hold what RoundRecording.save writes"),
-        (lambda texts, tensors: texts.update(about="["), "header of .* is not readable as JSON"),
-        (lambda texts, tensors: texts.update(about="[]"), "holds list, and an object is needed"),
-        (lambda texts, tensors: tensors["minibatches"].fill_(99), "a record that is not there"),
-        (lambda texts, tensors: tensors.pop("generator"), "does not hold what RoundRecording.save writes"),
+        (RECORDING, edit("about", "sizes", [1]), "does not hold what RoundRecording.save writes"),
+        (RECORDING, edit("about", "epochs", []), "epochs and minibatches"),
+        (RECORDING, lambda texts, tensors: texts.update(about="["), "header of .* is not readable as JSON"),
+        (RECORDING, lambda texts, tensors: tensors["minibatches"].fill_(99), "a record that is not there"),
+        (SCORES, edit("provenance", "more", 1), "unexpected keyword argument 'more'"),
+        (SCORES, lambda texts, tensors: tensors.pop("scores"), "'scores'"),
+        (SCORES, lambda texts, tensors: tensors.update(scores=tensors["scores"][:3]), "have the shapes"),
     ],
 )
-def test_a_recording_whose_parts_do_not_fit(run, change, message):
-    path = run.round_path("recordings", 1)
-    assert RoundRecording.load(path).number == 1
-    rewrite(path, change)
-    with pytest.raises(RunDirectoryError, match=message):
-        RoundRecording.load(path)
+def test_parts_that_do_not_fit(run: Path, name: str, change: Any, message: str) -> None:
+    before = (run / name).read_bytes()
+    with safe_open(run / name, framework="pt") as file:
+        texts, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    change(texts, tensors)
+    save_file(tensors, run / name, texts)
+    try:
+        with pytest.raises((RunDirectoryError, InvalidInfluence), match=message):
+            read(run, name)
+    finally:
+        (run / name).write_bytes(before)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (edit("provenance", "more", 1), "unexpected keyword argument 'more'"),
-        (lambda texts, tensors: tensors.pop("scores"), "'scores'"),
-        (lambda texts, tensors: tensors.update(scores=tensors["scores"][:3]), "have the shapes"),
-    ],
-)
-def test_scores_with_another_provenance(tmp_path, change, message):
-    view = mlp_view()
-    path = tmp_path / "scores.safetensors"
-    attribute(view, records_for(view), target=Return()).save(path)
-    rewrite(path, change)
-    with pytest.raises(InvalidInfluence, match=message):
-        Influence.load(path)
-
-
-def test_a_policy_of_other_numbers(run, toy):
-    tensors = run.policy(1)
+def test_a_policy_of_other_numbers(run: Path) -> None:
+    directory, toy = RunDirectory.open(run), model()
+    tensors = directory.policy(1)
     for change, message in ((torch.zeros(99), "does not fit"), (tensors["action_net.bias"] * torch.nan, "not finite")):
-        run.write_policy(1, {**tensors, "action_net.bias": change})
+        directory.write_policy(1, {**tensors, "action_net.bias": change})
         with pytest.raises(RunDirectoryError, match=rf"policy of round 1 .*{message}.*action_net\.bias"):
-            load_policy(run, 1, toy)
+            load_policy(directory, 1, toy)
+    directory.write_policy(1, tensors)
 
 
-def test_configurations_from_json():
+def test_configurations_from_json() -> None:
     agent = {"env": "CartPole-v1", "arm": "iif", "seed": 0}
     assert read_config(agent) == RunConfig.from_json(agent)
     for values, message in (
@@ -95,9 +136,9 @@ def test_configurations_from_json():
     ):
         with pytest.raises(WhenceError, match=message):
             RunConfig.from_json(values)
-    for values in ([], "x", None, 3):
+    for wrong in ([], "x", None, 3):
         with pytest.raises(WhenceError, match="a table of settings is needed"):
-            read_config(values)
+            read_config(wrong)
     for name, value in (("arm", 3), ("lora", "4"), ("settings", []), ("dtype", 1), ("model", {}), ("seed", None)):
         with pytest.raises(WhenceError, match=rf"^{name} is .*; .* is needed"):
             LanguageConfig.from_json({"arm": "iif", "seed": 0, name: value})

@@ -298,7 +298,7 @@ def test_influences_of_other_records_or_objectives_do_not_add() -> None:
         mine + attribute(view, records, target=Return(), objective=A2C())
     with pytest.raises(whence.InvalidInfluence, match="differ in their records"):
         mine + attribute(view, records_for(view), target=Return())
-    with pytest.raises(whence.InvalidInfluence, match="different records"):
+    with pytest.raises(whence.InvalidInfluence, match="differ in their record_ids"):
         mine.top(3) + mine.bottom(3)
 
 

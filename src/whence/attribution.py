@@ -243,7 +243,7 @@ def attribute_crossfit(
         memory: see `attribute`.
 
     Raises:
-        WhenceError: the target reads no records; see also `assign_folds` and `attribute`.
+        WhenceError: the target reads no records; see also `split_target` and `attribute`.
     """
     check_records(records)
     target = Return() if target is None else target
@@ -254,7 +254,7 @@ def attribute_crossfit(
     first = influences["0"]
     return replace(
         first,
-        scores=scores[fold.cpu(), torch.arange(len(records))],
+        scores=scores[fold, torch.arange(len(records))],
         provenance=replace(
             first.provenance, target=f"{target_name(target)} of {folds} folds, each scored by the others"
         ),

@@ -48,18 +48,17 @@ class RunDirectoryError(WhenceError):
     """A run directory cannot be read or written, or holds a run of another configuration."""
 
 
-def suggest(name: str, known: Iterable[str], *, limit: int = 3, otherwise: str | None = None) -> str:
-    """Return ' Did you mean ...?' with the known names most similar to `name`.
+def suggest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Return ' Did you mean ...?' with at most three known names, those most similar to `name`.
 
     Args:
         name: the unknown name.
         known: the known names.
-        limit: the most names to suggest.
         otherwise: returned if no known name is similar; None: a list of the known names, in alphabetical order.
     """
     names = sorted(known)
     by_lower = {known_name.lower(): known_name for known_name in names}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
     if close:
         return f" Did you mean {', '.join(by_lower[lower] for lower in close)}?"
     if otherwise is not None:

@@ -204,40 +204,32 @@ def standard_errors(
     return (squares.sum(dim=0) * count / (count - 1)).sqrt()
 
 
-def assign_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
-    """Assign the episodes of a rollout to folds in turn, and return the fold of each record, from 0.
+def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
+    """Return the fold of each record, from 0, and for each fold the target on the other folds' records.
 
-    Episodes stay whole, since their records share returns. If there are fewer episodes than folds, every environment's
-    records are cut into `folds` stretches instead.
+    Episodes are assigned to folds in turn and stay whole, since their records share returns. If there are fewer
+    episodes than folds, every environment's records are cut into `folds` stretches instead.
 
     Args:
+        target: a target that reads the scored records.
         records: a rollout's records, with episode ids.
         folds: the number of folds, at least 2.
 
     Raises:
-        WhenceError: there are fewer than two folds, fewer records than folds, or no episode ids.
+        WhenceError: the target reads no records; or there are fewer than two folds, fewer records than folds, or no
+            episode ids.
     """
+    part = check_batch_target(target)
     if folds < 2 or folds > len(records):
         raise WhenceError(f"folds is {folds}; from 2 to the number of records, {len(records)}, are needed.")
-    episode = number_episodes(records)
-    if int(episode.max()) + 1 >= folds:
-        fold: Tensor = episode % folds
-        return fold
-    environments = torch.zeros(len(records)) if records.env_index is None else records.env_index.cpu()
-    _, environment, counts = environments.unique(return_inverse=True, return_counts=True)
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
-    place = torch.empty_like(environment)
-    place[environment.argsort(stable=True)] = torch.arange(len(records))
-    stretch: Tensor = (place - first[environment]) * folds // counts[environment]
-    return stretch
-
-
-def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
-    """Return the fold of each record, and for each fold the target on the other folds' records.
-
-    Raises:
-        WhenceError: the target reads no records; see also `assign_folds`.
-    """
-    target = check_batch_target(target)
-    fold = assign_folds(records, folds)
-    return fold, [PartialTarget(target, (fold != number).nonzero().flatten()) for number in range(folds)]
+    fold = number_episodes(records)
+    if int(fold.max()) + 1 >= folds:
+        fold = fold % folds
+    else:
+        environments = torch.zeros(len(records)) if records.env_index is None else records.env_index.cpu()
+        _, environment, counts = environments.unique(return_inverse=True, return_counts=True)
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+        place = torch.empty_like(environment)
+        place[environment.argsort(stable=True)] = torch.arange(len(records))
+        fold = (place - first[environment]) * folds // counts[environment]
+    return fold, [PartialTarget(part, (fold != number).nonzero().flatten()) for number in range(folds)]

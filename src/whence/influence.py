@@ -110,15 +110,14 @@ class Influence:
     def __add__(self, other: "Influence") -> Self:
         """Return the influence of the same records on the sum of both targets; it has no errors."""
         mine, theirs = self.provenance, other.provenance
-        for name in ("records", "objective", "parameters"):
-            if getattr(mine, name) != getattr(theirs, name):
-                raise InvalidInfluence(
-                    f"These influences differ in their {name}: {getattr(mine, name)!r} and "
-                    f"{getattr(theirs, name)!r}. Only scores of the same records under the same objective and "
-                    "parameters add; score both targets in one call of attribute()."
-                )
-        if not torch.equal(self.record_ids, other.record_ids):
-            raise InvalidInfluence("These influences hold different records; add before taking top() or bottom().")
+        names = ("records", "objective", "parameters")
+        differing = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+        if differing or not torch.equal(self.record_ids, other.record_ids):
+            raise InvalidInfluence(
+                f"These influences differ in their {' and '.join(differing) or 'record_ids'}. Only scores of the same "
+                "records under the same objective and parameters add; score both targets in one call of attribute(), "
+                "and add before taking top() or bottom()."
+            )
         total = replace(mine, target=f"{mine.target} + {theirs.target}")
         # Both errors come from the same episodes, so the sum's does not follow from them.
         return replace(self, scores=self.scores + other.scores, provenance=total, errors=None)

@@ -23,11 +23,7 @@ UNKNOWN = -1  # stands for an unknown number in integer columns; null in tables
 
 
 def check_one_per_record(name: str, column: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-    """Return `column` if it holds one number per record, shape (n,).
-
-    Args:
-        name: the column's name among a policy's outputs, for the message.
-        column: the column, (n, ...).
+    """Return a column of a policy's outputs, called `name`, if it holds one number per record, shape (n,).
 
     Raises:
         InvalidRecords: it holds several numbers per record.

@@ -33,15 +33,14 @@ class Selection:
     reasons: Sequence[str | None]
 
     def __post_init__(self) -> None:
-        n = len(self.keep)
-        if self.weights.shape != (n,) or len(self.reasons) != n or self.keep.dtype != torch.bool:
+        n, weights = len(self.keep), self.weights
+        fits = weights.shape == (n,) and len(self.reasons) == n and self.keep.dtype == torch.bool
+        if not fits or not weights.isfinite().all() or (weights < 0).any() or weights[~self.keep].any():
             raise WhenceError(
-                f"A Selection needs keep (n,) bool, weights (n,) and n reasons; got {tuple(self.keep.shape)} "
-                f"{self.keep.dtype}, {tuple(self.weights.shape)} and {len(self.reasons)}."
+                "A Selection needs keep (n,) bool, weights (n,), finite, not negative and 0 for dropped records, and "
+                f"n reasons; got {self.keep}, {weights} and {len(self.reasons)} reasons."
             )
-        if not torch.isfinite(self.weights).all() or (self.weights < 0).any() or (self.weights[~self.keep] != 0).any():
-            raise WhenceError("Weights of a Selection are finite, not negative, and 0 for dropped records.")
-        if self.keep.any() and not self.weights.any():
+        if self.keep.any() and not weights.any():
             raise WhenceError(
                 f"A Selection keeps {int(self.keep.sum())} of {n} records and gives all of them weight 0: weigh those "
                 "that are to train, or drop the records (keep False)."

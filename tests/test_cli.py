@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from whence import cli
 from whence.cli import progress
-from whence.cli.console import console
 from whence.cli.progress import SweepBars
 from whence.experiments import RunConfig, run
 from whence.experiments.arms import ARMS
@@ -422,46 +421,6 @@ def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, argu
     assert f"are in {tmp_path / 'run' / 'records'}; see them with: whence report {tmp_path / 'run'}" in err
 
 
-def test_attribute_shows_the_parts_of_a_dict_observation(whence, tmp_path, monkeypatch):
-    monkeypatch.setattr(console, "width", 200)
-    (tmp_path / "dict_env.py").write_text(DICT_ENV, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    small = ("--n-steps", 8, "--batch-size", 8, "--n-epochs", 1, "--rounds", 1)
-    code, _, err = whence("train", "dict_env:Signs-v0", *small, "--run", tmp_path / "run")
-    assert code == 0, err
-    code, out, _ = whence("attribute", tmp_path / "run", "--top", 1)
-    assert code == 0
-    assert "record_id episode_id step observation.far observation.near action advantage score" in out
-    assert out.count("[1, 1, 1, 1, 1, 1, …]") == 2
-    assert out.count("[0.5, 0.5]") == 2
-
-
-DICT_ENV = """
-import gymnasium as gym
-import numpy as np
-
-
-class Signs(gym.Env):
-    observation_space = gym.spaces.Dict(
-        far=gym.spaces.Box(-1, 1, (8,), np.float32), near=gym.spaces.Box(-1, 1, (2,), np.float32)
-    )
-    action_space = gym.spaces.Discrete(2)
-
-    def look(self):
-        return {"far": np.ones(8, np.float32), "near": np.full(2, 0.5, np.float32)}
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.look(), {}
-
-    def step(self, action):
-        return self.look(), float(action), True, False, {}
-
-
-gym.register("Signs-v0", Signs)
-"""
-
-
 class TestProgress:
     """Without a terminal."""
 
@@ -485,18 +444,6 @@ class TestProgress:
         assert out == ""
         assert err.splitlines() == [
             f"round {rounds} of 9: test return {rounds / 2:.4g}, 75% kept" for rounds in (1, 3, 5, 9)
-        ]
-
-    def test_a_comparison_has_one_line_for_all_its_runs(self, capsys, clock):
-        ppo, iif = (RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif"))
-        with progress.ComparisonBars([ppo, iif], clock) as bars:
-            for config, rounds, second in ((ppo, 0, 0), (ppo, 1, 1), (iif, 1, 2), (iif, 2, 11), (ppo, 3, 12)):
-                clock.now = second
-                bars.update(config, rounds)
-        assert capsys.readouterr().err.splitlines() == [
-            "ppo, seed 0: round 1 of 3",
-            "iif, seed 0: round 2 of 3",
-            "ppo, seed 0: 3 rounds done",
         ]
 
     def test_a_sweep_has_one_line_for_all_its_runs(self, capsys, clock):

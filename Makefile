@@ -65,7 +65,7 @@ OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==
 		constraints.txt > .venv-oldest/constraints.txt
 	printf '%s\n' $(OLDEST) >> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt \
-		--editable '.[cli,contrib,fast,llm]' Box2D minigrid highway-env requests pytest pytest-timeout pytest-xdist hypothesis
+		--editable '.[cli,fast,llm]' Box2D minigrid highway-env requests pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
 ## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from jaxtyping import Float
 from numpy.typing import NDArray
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
 from whence.errors import ReplayError, WhenceError
@@ -31,7 +32,6 @@ from whence.moments import name_action
 from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
 from whence.sb3 import (
-    MaskableActorCriticPolicy,
     actor_critic_view,
     embed,
     explain_no_frames,

@@ -24,8 +24,6 @@ from .base.networks import MiniGridCNN as MiniGridCNN
 from .base.networks import default_policy as default_policy
 from .base.networks import default_policy_kwargs as default_policy_kwargs
 from .base.networks import resolve_classes as resolve_classes
-from .contrib import MaskableActorCriticPolicy as MaskableActorCriticPolicy
-from .contrib import MaskablePPO as MaskablePPO
 from .episodes.envpool import EnvPoolVecEnv as EnvPoolVecEnv
 from .episodes.envpool import evaluate_pool as evaluate_pool
 from .episodes.envpool import make_pool as make_pool

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gymnasium import spaces
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.distributions import (
     DiagGaussianDistribution,
     Distribution,
@@ -18,7 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from whence.errors import InvalidRecords, NonFinite, Unsupported, first_line
 from whence.policies import LazyOutputs, ModuleView
 from whence.records import RecordBatch
-from whence.sb3.contrib import MaskableActorCriticPolicy
 from whence.trees import Tree, map_tree
 
 # The methods that `_outputs` replaces; a subclass that overrides one of them computes something else.

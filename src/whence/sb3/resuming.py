@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sb3_contrib import MaskablePPO
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common import policies
 from stable_baselines3.common.vec_env import VecEnv
@@ -21,7 +23,6 @@ from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.callback import InfluenceCallback
-from whence.sb3.contrib import MaskableActorCriticPolicy, MaskablePPO
 from whence.sb3.training_run import load_model
 from whence.selection import SelectionRule
 from whence.targets import Return, Target, target_name

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from sb3_contrib import MaskablePPO
 from torch import Tensor
 
 from whence.errors import RunDirectoryError, WhenceError
@@ -16,7 +17,6 @@ from whence.guards import load_rng_state, read_rng_state
 from whence.rounds import RoundRecording
 from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds
 from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors
-from whence.sb3.contrib import MaskablePPO
 from whence.sb3.episodes import (
     ResetTracker,
     explain_inexact,

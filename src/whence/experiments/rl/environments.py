@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.wrappers import TransformObservation
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -18,7 +19,6 @@ from whence.experiments.rl.config import RunConfig
 from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import (
     EnvPoolVecEnv,
-    MaskableActorCriticPolicy,
     RecordResets,
     evaluate_pool,
     make_pool,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from whence.objectives import Objective
 from whence.records import RecordBatch
 from whence.rounds import OptimizerState, RoundRecording, Update
 from whence.sb3.base.model_tensors import copy_tensors, named_tensors
-from whence.sb3.contrib import MaskablePPO
 
 
 def model_objective(model: Any) -> Objective:

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+from sb3_contrib.common.maskable.utils import is_masking_supported
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -17,13 +20,6 @@ from torch import Tensor
 from whence.errors import InvalidRecords, Unsupported, WhenceError
 from whence.records import UNKNOWN, RecordBatch
 from whence.sb3.base.sampling import original_class
-from whence.sb3.contrib import (
-    MaskableDictRolloutBuffer,
-    MaskablePPO,
-    MaskableRolloutBuffer,
-    RecurrentPPO,
-    is_masking_supported,
-)
 from whence.sb3.policy import check_policy
 from whence.trees import Tree
 
@@ -76,7 +72,7 @@ def check_model(model: Any) -> None:
         )
     check_policy(model.policy)
     buffer = type(model.rollout_buffer)
-    is_known = any(buffer.get is getattr(known, "get", None) for known in _BUFFERS)
+    is_known = any(buffer.get is known.get for known in _BUFFERS)
     if not is_known or "get" in vars(model.rollout_buffer):
         raise Unsupported(
             f"The rollout buffer {buffer.__name__} overrides get(), so whence cannot know what it yields. Use SB3's "

@@ -21,12 +21,11 @@ import torch
 from filelock import FileLock
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
-from torch import nn
 
 import whence.influence
 import whence.runs.directory
 from whence.errors import InvalidInfluence, RunDirectoryError
-from whence.guards import eval_mode, preserve_rng_state, write_atomically
+from whence.guards import preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint
@@ -68,13 +67,6 @@ class TestRoundTrips:
     def test_the_config_is_kept_as_it_comes_back_from_json(self, tmp_path):
         created = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
         assert created.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
-
-    def test_a_run_that_is_opened_goes_on_where_it_was(self, run):
-        run.append("metrics", {"round": 1})
-        reopened = RunDirectory.open(run.path)
-        for number in (2, 3):
-            reopened.append("metrics", {"round": number, "kept": 10 * number})
-        assert RunDirectory.open(run.path).table("metrics").rows() == [(1, None), (2, 20), (3, 30)]
 
     @pytest.mark.parametrize(("name", "other"), [("lake[1]", "lake1"), ("l?ke", "lake"), ("l*ke", "lake")])
     def test_a_path_is_no_pattern(self, tmp_path, name, other):
@@ -154,20 +146,10 @@ class TestCreate:
         assert (run.path / "config.json").read_bytes() == before
         assert run.table("metrics").rows() == [(1,)]
 
-    def test_an_empty_table_of_settings_is_none(self, run):
-        run.check_same(CONFIG | {"env_kwargs": {}})
-        with pytest.raises(
-            RunDirectoryError, match=r"\(hyperparameters\.max_grad_norm was 'inf', now not set; [^{}]*\)"
-        ):
-            run.check_same(CONFIG | {"hyperparameters": {}})
-
     def test_changes_beyond_the_fifth_are_counted(self, run):
-        more = {f"setting_{place}": place for place in range(8)}
+        run.check_same(CONFIG | {"env_kwargs": {}})  # an empty table of settings is none
         with pytest.raises(RunDirectoryError, match=r"setting_4 was not set, now 4; and 3 more\)"):
-            run.check_same(CONFIG | more)
-        more = {f"setting_{place}": place for place in range(5)}
-        with pytest.raises(RunDirectoryError, match=r"setting_4 was not set, now 4\)"):
-            run.check_same(CONFIG | more)
+            run.check_same(CONFIG | {f"setting_{place}": place for place in range(8)})
 
     def test_a_run_without_a_round_is_replaced_by_any_other(self, run):
         run.write_round("records", 1, records())
@@ -196,12 +178,6 @@ class TestOpen:
         with pytest.raises(RunDirectoryError, match=rf"{reason}.*passed as --run"):
             RunDirectory.open(tmp_path / place)
 
-    @pytest.mark.parametrize("content", [b"", b'{"format": "whence-run", "ver', b"\xff\xfe\x00", b"PAR1"])
-    def test_a_broken_config(self, tmp_path, content):
-        (tmp_path / "config.json").write_bytes(content)
-        with pytest.raises(RunDirectoryError, match=r"config\.json cannot be read as JSON"):
-            RunDirectory.open(tmp_path)
-
     @pytest.mark.parametrize(
         ("document", "marked"),
         [
@@ -228,22 +204,6 @@ class TestWhatIsNotThere:
             run.write_round("records", number, records())
         with pytest.raises(RunDirectoryError, match=rf"{name}.round_00012\.parquet is not there; .* rounds 2 to 11\."):
             run.round(name, 12)
-
-    def test_no_rounds_at_all(self, run):
-        with pytest.raises(RunDirectoryError, match=r"round_00001\.parquet is not there; .* holds no rounds\."):
-            run.round("records", 1)
-
-    @pytest.mark.parametrize("cut", [0, 3, 200, -1])
-    def test_broken_parquet_names_the_file(self, run, cut):
-        run.write_round("records", 1, records(2000))
-        run.append("metrics", {"round": 1})
-        for file, read in (
-            (run.path / "records" / "round_00001.parquet", lambda: run.round("records", 1)),
-            (run.path / "metrics.parquet", lambda: run.table("metrics")),
-        ):
-            file.write_bytes(file.read_bytes()[:cut])
-            with pytest.raises(RunDirectoryError, match=rf"{file.name} cannot be read as Parquet"):
-                read()
 
 
 class TestWrittenAtomically:
@@ -275,12 +235,6 @@ class TestWrittenAtomically:
             self.fail_halfway(path, failure)
         assert files(tmp_path) == (["b.txt"] if there else [])
         assert not there or path.read_text() == "old"
-
-    def test_a_name_that_is_taken_by_a_directory(self, tmp_path):
-        (tmp_path / "b").mkdir()
-        with pytest.raises(RunDirectoryError, match="b"), write_atomically(tmp_path / "b") as temporary:
-            temporary.write_text("new")
-        assert [entry.name for entry in tmp_path.iterdir()] == ["b"]
 
     @pytest.mark.parametrize(
         ("failure", "raised"), [(OSError, RunDirectoryError), (KeyboardInterrupt, KeyboardInterrupt)]
@@ -453,23 +407,6 @@ class TestGuards:
             pass
         assert self.draws() == expected[1]
 
-    @pytest.mark.parametrize("raises", [False, True])
-    def test_each_module_gets_its_own_mode_back(self, raises):
-        module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout()))
-        module[1].eval()
-        module[1][0].train()
-        before = [submodule.training for submodule in module.modules()]
-        assert before == [True, True, False, True, False]
-        try:
-            with eval_mode(module.modules()):
-                assert not any(submodule.training for submodule in module.modules())
-                module.eval()  # as predict() of an SB3 policy does
-                if raises:
-                    raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            pass
-        assert [submodule.training for submodule in module.modules()] == before
-
 
 def influence(scores, ids=None, **about):
     provenance = {"target": "Return()", "objective": "PPOClip()", "engine": "ghost", "engine_reason": "all layers"}
@@ -511,14 +448,6 @@ class TestInfluenceOnDisk:
         save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
         with pytest.raises(InvalidInfluence, match=r"model\.safetensors does not hold what Influence\.save"):
             Influence.load(tmp_path / "model.safetensors")
-
-    @pytest.mark.parametrize("cut", [0, 3, 40, -1])
-    def test_a_broken_file_is_named(self, tmp_path, cut):
-        influence(torch.ones(100)).save(tmp_path / "round.influence")
-        whole = (tmp_path / "round.influence").read_bytes()
-        (tmp_path / "round.influence").write_bytes(whole[:cut])
-        with pytest.raises(InvalidInfluence, match=r"round\.influence cannot be read as safetensors"):
-            Influence.load(tmp_path / "round.influence")
 
 
 def test_resume_forgets_what_came_later(tmp_path):

@@ -108,7 +108,7 @@ class TestTables:
 
     def test_seeds_and_shared_seeds_are_told(self, tmp_path):
         text = written(results(ppo=[0, 1, 2, 3], iif=[2, 3, 7], random=[1]), tmp_path)
-        assert "Finished runs: ppo 4 (seeds 0 to 3), iif 3 (seeds 2, 3, 7), random 1 (seed 1)." in text
+        assert "Seeds of the finished runs: ppo 0, 1, 2, 3; iif 2, 3, 7; random 1." in text
         saved, returns, _ = tables(text)
         assert [row["seeds"] for row in saved] == [row["seeds"] for row in returns] == ["4", "3", "1"]
         assert [row["seeds shared with ppo"] for row in returns] == ["", "2", "1"]

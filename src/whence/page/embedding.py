@@ -24,9 +24,6 @@ COMPARED_ROUNDS = 12
 DIGITS = 4
 """Significant digits of a number in the file."""
 
-CURVE_DIGITS = 3
-"""Those of the curves around moments, which are drawn and not read: they are of every record."""
-
 NOT_EMBEDDED = "This file has frames of the three worst and the three best moments of a round."
 
 OnRound = Callable[[int, int], None]
@@ -48,28 +45,23 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
 
 
 def embed_rounds(
-    runs: Sequence[ExploredRun],
-    rounds: Sequence[Sequence[int]],
-    *,
-    continuations: int = 0,
-    on_round: OnRound | None = None,
+    runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]], on_round: OnRound | None = None
 ) -> Iterator[EmbeddedRound]:
     """Yield each round of some runs as the file embeds it: JSON, compressed by gzip, as base64.
 
     Args:
         runs: the runs, in the order of their numbers on the page.
         rounds: of each run.
-        continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
         on_round: called after each round.
     """
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
     for done, (index, number) in enumerate(places, start=1):
-        yield EmbeddedRound(f"round-{index}-{number}", compress(_build_content(runs[index], number, continuations)))
+        yield EmbeddedRound(f"round-{index}-{number}", compress(_build_content(runs[index], number)))
         if on_round is not None:
             on_round(done, len(places))
 
 
-def _build_content(run: ExploredRun, number: int, continuations: int) -> dict[str, Any]:
+def _build_content(run: ExploredRun, number: int) -> dict[str, Any]:
     """Return a round with the details of its moments."""
     shown = build_round(run, number, rows=True)
     records = run.round(number)
@@ -79,9 +71,8 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> dict[st
     details, thumbs = {}, {}
     for moment in (*worst, *best):
         record = moment.record_id
-        rollouts = continuations if moment in framed else 0
         replay = replays.get(record, ({}, NOT_EMBEDDED))
-        view = gather_moment(run, number, moment, rollouts=rollouts, replay=replay)
+        view = gather_moment(run, number, moment, replay=replay)
         details[str(record)] = describe_view(view)
         if view.frames and moment.step is not None:
             thumbs[record] = make_thumb(view.frames[moment.step])
@@ -89,7 +80,7 @@ def _build_content(run: ExploredRun, number: int, continuations: int) -> dict[st
         about |= {"framed": about["record"] in thumbs, "thumb": thumbs.get(about["record"])}
     wanted = pl.DataFrame({"record_id": shown["strip"]["record_ids"]}, schema={"record_id": pl.Int64})
     order = wanted.join(records.table, on="record_id", how="left", maintain_order="left")
-    columns = list_curves(order, run.labels, CURVE_DIGITS)
+    columns = list_curves(order, run.labels)
     # The strip has these.
     del columns["record_ids"], columns["scores"], columns["dropped"]
     content: dict[str, Any] = {"round": shown, "details": details, "columns": columns}

@@ -22,7 +22,14 @@ from whence.page.grid import (
     round_number,
     round_numbers,
 )
-from whence.page.moment_view import describe_moment, describe_view, gather_moment, list_curves, read_change
+from whence.page.moment_view import (
+    PolicyChange,
+    describe_moment,
+    describe_view,
+    gather_moment,
+    list_curves,
+    read_change,
+)
 from whence.page.responses import list_group
 from whence.runs import RunDirectory
 
@@ -218,7 +225,7 @@ def build_detail(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
     row, records = run.record(number, record), run.round(number)
     moment = find_moment(records.table, record)
     view = gather_moment(run, number, moment, steps=choose_steps(moment.step))
-    detail = describe_view(view) | {"window": list_curves(view.window, run.labels, digits=6)}
+    detail = describe_view(view) | {"window": list_curves(view.window, run.labels)}
     return detail | ({"group": list_group(records, row.get("prompt"))} if run.is_language else {})
 
 
@@ -292,8 +299,14 @@ def _describe_change(run: ExploredRun, row: Mapping[str, Any]) -> dict[str, Any]
         **{"record": row["record_id"], "step": row.get("step")},
         "action": cut_text(name_action(row.get("action"), run.labels)),
         **{name: round_number(row.get(name)) for name in ("divergence", "value_before", "value_after")},
-        "text": "" if change is None else change.describe_largest(_shorten, 4),
+        "text": "" if change is None else ", ".join(_describe_largest(change)),
     }
+
+
+def _describe_largest(change: PolicyChange) -> list[str]:
+    """Return the four actions whose probabilities, or means, changed most, before and after."""
+    order = sorted(zip(change.names, change.before, change.after, strict=True), key=lambda one: -abs(one[2] - one[1]))
+    return [f"{name} {_shorten(before)} → {_shorten(after)}" for name, before, after in order[:4]]
 
 
 def _shorten(number: float) -> str:

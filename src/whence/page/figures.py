@@ -103,10 +103,6 @@ def kept_share(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figu
     """Draw the share of records that trained; the rest was dropped."""
     kept = metrics.with_columns(kept=1 - pl.col("dropped_share"))
     figure = over_rounds(kept, "kept", "share of records kept", colours)
-    for trace in figure.data:
-        if trace.name:
-            dropped = [None if share is None else 1 - share for share in trace.y]
-            trace.update(customdata=dropped, hovertemplate="%{y:.1%} kept, %{customdata:.1%} dropped")
     return figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
 
 

@@ -51,7 +51,6 @@ def write_report(
     *,
     env: AnyEnv = None,
     rounds: Sequence[int] | None = None,
-    continuations: int = 0,
     on_round: OnRound | None = None,
 ) -> None:
     """Write the page of a run or of a finished comparison, atomically.
@@ -62,22 +61,20 @@ def write_report(
         env: the environment, for frames; None: the runs' own.
         rounds: those to embed, of a comparison those of the first seed's runs; None: all, of a comparison at most 12
             of each run, evenly spread.
-        continuations: rollouts by which the advantages of framed moments are measured; 0: they are not.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    embedding: dict[str, Any] = {"continuations": continuations, "on_round": on_round}
     if isinstance(shown, Comparison):
-        html = _render_comparison(shown, env, rounds, embedding)
+        html = _render_comparison(shown, env, rounds, on_round)
     else:
         run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
-        html = render_runs([run], mode="file", rounds=[_choose_rounds(run, rounds)], **embedding)
+        html = render_runs([run], mode="file", rounds=[_choose_rounds(run, rounds)], on_round=on_round)
     with write_atomically(path) as temporary:
         # Half of a pair of surrogates, which JSON may hold, is no character.
         temporary.write_text(html, encoding="utf-8", errors="replace")
 
 
 def _render_comparison(
-    comparison: Comparison, env: AnyEnv, rounds: Sequence[int] | None, embedding: Mapping[str, Any]
+    comparison: Comparison, env: AnyEnv, rounds: Sequence[int] | None, on_round: OnRound | None
 ) -> str:
     ((env_name, arms),) = comparison.summary.items()
     first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
@@ -112,7 +109,7 @@ def _render_comparison(
         mode="file",
         rounds=chosen,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
-        **embedding,
+        on_round=on_round,
     )
 
 
@@ -122,7 +119,7 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, **embedding: Any) -> 
     Args:
         runs: at least one.
         mode: "file": the rounds are embedded; "served": a server is asked for them.
-        embedding: `rounds`, `continuations` and `on_round`, if the rounds are embedded; see `write_report`.
+        embedding: `rounds` and `on_round`, if the rounds are embedded; see `write_report`.
     """
     notes: list[str] = []
     directories = _name_runs(runs)
@@ -188,7 +185,6 @@ def _render(
     *,
     mode: str,
     rounds: Sequence[Sequence[int]] = (),
-    continuations: int = 0,
     on_round: OnRound | None = None,
     histories: Sequence[Mapping[str, Any]] | None = None,
     **content: Any,
@@ -196,7 +192,7 @@ def _render(
     """Return the page of some runs, of which some can be explored."""
     is_file = mode == "file"
     page = describe_runs(explored, mode="file" if is_file else "served", rounds=rounds if is_file else None)
-    embedded = embed_rounds(explored, rounds, continuations=continuations, on_round=on_round) if is_file else ()
+    embedded = embed_rounds(explored, rounds, on_round) if is_file else ()
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     places = count(len(figures))  # of the histories' figures, after the page's

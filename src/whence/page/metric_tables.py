@@ -11,7 +11,7 @@ import polars as pl
 from whence.experiments import STANDARD, Comparison, KeptRun, LanguageConfig, Results, RunConfig, reads
 from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, t_interval
-from whence.page.figures import stages_of
+from whence.page.figures import has, stages_of
 
 LEAST_SEEDS = 3
 """Seeds below which there is no verdict, and no interval worth showing."""
@@ -258,26 +258,16 @@ def _describe_set_up(labels: Labels) -> str:
     default = RunConfig(env=config.env, arm=config.arm, seed=config.seed).to_json()
     values = {name: value for name, value in config.to_json().items() if value != default[name] and name != "drop"}
     values |= {"rounds": config.rounds, "eval_episodes": config.eval_episodes, "optimizer": config.optimizer}
-    # The label of a run at its experiment's own share is its arm.
-    usual_configs = [
-        kept.config for label, runs in labels.items() for kept in runs.values() if kept.config.arm == label
-    ]
-    usual = [config.drop for config in usual_configs if reads(config, "drop")]
-    drop = [f"drop {usual[0]:g} unless the arm's name says another"] if usual else []
     settings = [f"{name} {json.dumps(value)}" for name, value in values.items()]
-    return f"{config.env}: {'; '.join([*settings, *drop])}."
+    # The label of a run at its experiment's own share is its arm.
+    configs = [run.config for label, runs in labels.items() for run in runs.values() if label == run.config.arm]
+    usual = [f"drop {config.drop:g} unless the arm's name says another" for config in configs if reads(config, "drop")]
+    return f"{config.env}: {'; '.join([*settings, *usual[:1]])}."
 
 
 def _list_runs(labels: Labels) -> str:
-    counts = [f"{label} {len(runs)} (seed{_format_seeds(sorted(runs))})" for label, runs in labels.items()]
-    return f"Finished runs: {', '.join(counts)}."
-
-
-def _format_seeds(seeds: Sequence[int]) -> str:
-    """Return seeds as text that follows "seed"."""
-    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
-        return f"s {seeds[0]} to {seeds[-1]}"
-    return ("s " if len(seeds) > 1 else " ") + ", ".join(map(str, seeds))
+    seeds = [f"{label} {', '.join(map(str, sorted(runs)))}" for label, runs in labels.items()]
+    return f"Seeds of the finished runs: {'; '.join(seeds)}."
 
 
 def _tabulate_savings(labels: Labels, summary: Mapping[str, Any]) -> str:
@@ -310,12 +300,16 @@ def _tabulate_returns(labels: Labels, summary: Mapping[str, Any]) -> str:
     )
 
 
-def _tabulate_rounds(labels: Labels) -> str | None:
-    """Return the table of means over rounds and seeds; None if there are no metrics of rounds."""
-    tables = {
-        label: pl.concat([kept.tables["rounds"] for kept in runs.values()], how="diagonal_relaxed")
+def _concatenate(labels: Labels, name: str) -> dict[str, pl.DataFrame]:
+    return {
+        label: pl.concat([kept.tables[name] for kept in runs.values()], how="diagonal_relaxed")
         for label, runs in labels.items()
     }
+
+
+def _tabulate_rounds(labels: Labels) -> str | None:
+    """Return the table of means over rounds and seeds; None if there are no metrics of rounds."""
+    tables = _concatenate(labels, "rounds")
     present = [name for name in _ROUND_METRICS if any(name in table.columns for table in tables.values())]
     if not present:
         return None
@@ -324,24 +318,22 @@ def _tabulate_rounds(labels: Labels) -> str | None:
 
 
 def _format_mean(table: pl.DataFrame, name: str) -> str:
-    is_scaled = "train/update_scale" in table.columns and table["train/update_scale"].count() > 0
-    if name not in table.columns or table[name].is_null().all() or (name == "train/clip_fraction" and is_scaled):
+    # Stable-Baselines3 counts clipped ratios before an update is scaled.
+    is_before = name == "train/clip_fraction" and has(table, "train/update_scale")
+    if is_before or not has(table, name):
         return ""
     return f"{np.mean(table[name].drop_nulls().to_numpy()):{_ROUND_METRICS[name][1]}}"
 
 
 def _tabulate_seconds(labels: Labels) -> str:
-    tables = {
-        label: pl.concat([kept.tables["seconds"] for kept in runs.values()], how="diagonal_relaxed")
-        for label, runs in labels.items()
-    }
+    tables = _concatenate(labels, "seconds")
     stages = stages_of(next(iter(tables.values())), "cpu")
     columns = [f"{stage}_{clock}" for stage in stages for clock in ("cpu", "wall")]
-    rows = []
-    for label, table in tables.items():
-        rows.append([label, *(f"{np.median(table[column].to_numpy()):.3f}" for column in columns)])
-    headings = [f"{stage}, {clock}" for stage in stages for clock in ("CPU", "wall")]
-    return _make_table(["arm", *headings], rows)
+    rows = [
+        [label, *(f"{np.median(table[column].to_numpy()):.3f}" for column in columns)]
+        for label, table in tables.items()
+    ]
+    return _make_table(["arm", *(f"{stage}, {clock}" for stage in stages for clock in ("CPU", "wall"))], rows)
 
 
 def _join_cell(metric: str, entry: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Everything about one moment of a run: what the terminal prints, pictures draw and the page opens."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from typing import Any
@@ -50,11 +50,6 @@ class PolicyChange:
     after: Sequence[float]
     spreads: Sequence[Sequence[float]]
     values: tuple[float, float]
-
-    def describe_largest(self, form: Callable[[float], str], most: int) -> str:
-        """Return the actions whose probabilities, or means, changed most, before and after."""
-        order = sorted(range(len(self.before)), key=lambda at: -abs(self.after[at] - self.before[at]))[:most]
-        return ", ".join(f"{self.names[at]} {form(self.before[at])} → {form(self.after[at])}" for at in order)
 
 
 @dataclass(frozen=True)
@@ -146,34 +141,26 @@ def gather_moment(
     )
 
 
-def read_window(records: pl.DataFrame, moment: Moment, around: int = AROUND) -> pl.DataFrame:
+def read_window(records: pl.DataFrame, moment: Moment) -> pl.DataFrame:
     """Return the records of the steps around a moment's face, in the same episode; at least the moment's face.
 
     Records without a step have no neighbours.
     """
     if moment.step is None or moment.episode_id is None:
         return records.filter(pl.col("record_id") == moment.record_id)
-    near = (pl.col("episode_id") == moment.episode_id) & ((pl.col("step") - moment.step).abs() <= around)
+    near = (pl.col("episode_id") == moment.episode_id) & ((pl.col("step") - moment.step).abs() <= AROUND)
     if moment.env_index is not None:
         near &= pl.col("env_index") == moment.env_index
     return sort_by_time(records.filter(near))
 
 
-def choose_frames(window: pl.DataFrame, moment: Moment, count: int = 5) -> list[int]:
-    """Return steps to draw, evenly around a moment's face, as far as the round holds them.
-
-    Args:
-        window: see `read_window`.
-        moment: the moment.
-        count: how many at most; odd.
-    """
+def choose_frames(window: pl.DataFrame, moment: Moment) -> list[int]:
+    """Return up to five steps to draw, evenly around a moment's face, of those in its window."""
     if moment.step is None or "step" not in window.columns:
         return []
-    stored_steps = window["step"].drop_nulls().to_list()
-    half = count // 2
-    apart = min(max(ceil(moment.records / 2), 5), AROUND // half)
-    wanted = {min(max(moment.step + apart * at, stored_steps[0]), stored_steps[-1]) for at in range(-half, half + 1)}
-    return sorted(wanted)
+    steps = window["step"].drop_nulls().to_list()
+    apart = min(max(ceil(moment.records / 2), 5), AROUND // 2)
+    return sorted({min(max(moment.step + apart * at, steps[0]), steps[-1]) for at in range(-2, 3)})
 
 
 def list_state(row: Mapping[str, Any], names: Sequence[str] | None) -> list[tuple[str, Any]]:
@@ -262,7 +249,7 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def list_curves(table: pl.DataFrame, labels: Sequence[str] | None, digits: int) -> dict[str, Any]:
+def list_curves(table: pl.DataFrame, labels: Sequence[str] | None) -> dict[str, Any]:
     """Return records' numbers as arrays in the table's order; a column that is not there holds nulls."""
 
     def read(name: str) -> Iterable[Any]:
@@ -271,7 +258,7 @@ def list_curves(table: pl.DataFrame, labels: Sequence[str] | None, digits: int) 
     names = {"steps": "step", "rewards": "reward", "values": "value", "advantages": "advantage", "scores": "score"}
     return {
         "record_ids": table["record_id"].to_list(),
-        **{key: round_numbers(read(name), digits) for key, name in (names | {"errors": "error"}).items()},
+        **{key: round_numbers(read(name)) for key, name in (names | {"errors": "error"}).items()},
         "dropped": [int(keep is False) for keep in read("keep")],
         "actions": ["–" if action is None else cut_text(name_action(action, labels)) for action in read("action")],
     }

@@ -28,10 +28,6 @@ def report(
             show_default=False,
         ),
     ] = None,
-    continuations: Annotated[
-        int,
-        typer.Option(help="Fresh rollouts by which the advantages of framed moments are measured; 0: none.", min=0),
-    ] = 0,
     json: AsJson = False,
 ) -> None:
     """Write the page of a run or a comparison: one HTML file that needs no network.
@@ -43,7 +39,7 @@ def report(
     out = out or path / "report.html"
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
     with RoundBar() as bar:
-        settings: dict[str, Any] = {"rounds": chosen, "continuations": continuations, "on_round": bar.update}
+        settings: dict[str, Any] = {"rounds": chosen, "on_round": bar.update}
         if find_content(path) == "comparison":
             write_report(experiments.load_comparison(path), out, env=env, **settings)
         else:

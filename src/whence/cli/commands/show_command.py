@@ -86,7 +86,7 @@ def show(
         if out is not None:
             pictures.draw_moment(view, out)
     if json:
-        moment = describe_view(view) | {"window": list_curves(view.window, explored.labels, 6)}
+        moment = describe_view(view) | {"window": list_curves(view.window, explored.labels)}
         listed = [describe_moment(each, explored.labels) for each in moments]
         content = {"run": str(run), "round": number, "moment": moment, "moments": listed}
         print_json(content | ({} if out is None else {"picture": str(out)}))

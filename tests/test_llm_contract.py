@@ -53,9 +53,8 @@ def test_the_batch_that_is_edited(kind, tmp_path, monkeypatch):
     assert batch.keys() >= HELD | ({"num_items_in_batch"} if kind == "grpo" else {"old_logps"})
     assert batch["advantages"].shape == (len(batch["prompt_ids"]),)
     assert batch["completion_mask"].shape == batch["completion_ids"].shape
-    # The table and the metrics that scores stand in.
-    assert {"prompt", "completion", "rewards", "advantages", "extra"} <= set(trainer._logs)
-    assert "kept" in trainer._logs["extra"]
+    # The table that rounds are read from, and the metrics that scores stand in.
+    assert {"prompt", "completion", "rewards", "advantages"} <= set(trainer._logs)
     assert set(trainer._metrics) == {"train", "eval"}
 
 

@@ -68,5 +68,5 @@ def test_other_data_sets_are_refused(rows, message):
 
 
 def test_a_tokenizer_without_a_pad_token_is_refused():
-    with pytest.raises(WhenceError, match="no pad token"):
+    with pytest.raises(WhenceError, match="no pad_token"):
         encode_demonstrations(ROWS, make_tokenizer(pad=False))

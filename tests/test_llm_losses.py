@@ -13,7 +13,7 @@ from whence.advantages import gae
 from whence.llm.base import PPOConfig
 from whence.llm.base import token_losses as losses
 from whence.llm.ppo.rollout import steer_kl_coef
-from whence.llm.text import combine_rewards, compute_rewards, find_columns
+from whence.llm.text import compute_rewards, find_columns
 from whence.llm.text.generation import _mask_until_end
 
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
@@ -30,17 +30,8 @@ def test_whitening_is_over_all_response_tokens():
     spread = math.sqrt(14 / 3)
     expected = torch.tensor([[-2 / spread, -1 / spread, 0.0], [3 / spread, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert torch.allclose(losses.whiten(values, MASK), expected, atol=1e-6)
-    kept = torch.where(MASK, expected + 3, 0.0)
-    assert torch.allclose(losses.whiten(values, MASK, shift_mean=False), kept, atol=1e-6)
     single = torch.tensor([[True, False, False]])
     assert losses.whiten(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
-
-
-def test_divergence_of_tokens():
-    mine, theirs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.5]])
-    assert losses.divergence(mine, theirs).tolist() == [[2.0, -0.5]]
-    assert losses.divergence(mine, theirs, "abs").tolist() == [[2.0, 0.5]]
-    assert losses.divergence(mine, theirs, "mse").tolist() == [[2.0, 0.125]]
 
 
 def test_the_reward_is_at_the_last_token():
@@ -95,20 +86,10 @@ def test_a_response_ends_with_its_first_end():
 
 
 class TestRewards:
-    def test_a_weighted_sum(self):
-        def length(prompts, responses):
-            return [len(text) for text in responses]
-
-        def asked(prompts, responses):
-            return [len(text) for text in prompts]
-
-        assert combine_rewards([length, asked], [1.0, -0.5])(["abcd", "x"], ["ab", ""]) == [0.0, -0.5]
-        assert combine_rewards([length], None)(["abcd"], ["ab"]) == [2.0]
-
     def test_columns_go_to_those_that_ask_for_them(self):
         columns = {"answer": ["1", "2"], "level": [3, 4], "prompts": ["x", "y"]}
-        plain = combine_rewards([lambda p, r: [0.0, 0.0]], None)
-        assert plain(["a", "b"], ["1", "1"], **columns) == [0, 0]
+        texts = ["a", "b"], ["1", "1"]
+        assert compute_rewards(lambda p, r: [0.0, 0.0], *texts, columns).tolist() == [0, 0]
 
         def right(prompts, responses, answer, *, level=0, other=7):
             assert (prompts, level, other) == (["a", "b"], [3, 4], 7)
@@ -118,7 +99,8 @@ class TestRewards:
             assert rest == {"answer": ["1", "2"], "level": [3, 4]}
             return [len(rest), len(rest)]
 
-        assert combine_rewards([right, counted], [1.0, 10.0])(["a", "b"], ["1", "1"], **columns) == [21, 20]
+        assert compute_rewards(right, *texts, columns).tolist() == [1, 0]
+        assert compute_rewards(counted, *texts, columns).tolist() == [2, 2]
         assert find_columns(right, columns) == ["answer", "level"]
         assert find_columns(lambda *given, **named: [0.0], columns) == []  # what a decorator leaves of a signature
         assert find_columns(lambda p, r, /, **named: [0.0], columns) == list(columns)
@@ -148,9 +130,8 @@ class TestRewards:
         ],
     )
     def test_what_is_no_reward(self, made, message):
-        for reward in (made, combine_rewards([made], None)):
-            with pytest.raises(WhenceError, match=message):
-                compute_rewards(reward, ["a", "b"], ["yes", "no"])
+        with pytest.raises(WhenceError, match=message):
+            compute_rewards(made, ["a", "b"], ["yes", "no"])
 
     def test_numbers_in_any_form(self):
         for values in ([1, 2.0], (1, 2), torch.tensor([1, 2]), torch.tensor([[1.0], [2.0]]), np.array([1, 2])):
@@ -170,7 +151,7 @@ class TestRewards:
         place = re.escape(f"in {__file__}, line {line}: KeyError: 'no'")
         for reward, name in ((lookup, "lookup"), (partial(Judge(), factor=2), "partial"), (Judge(), "Judge")):
             with pytest.raises(WhenceError, match=f"The reward {name} failed {place}") as caught:
-                combine_rewards([reward], None)(["a", "b"], ["yes", "no"])
+                compute_rewards(reward, ["a", "b"], ["yes", "no"])
             assert isinstance(caught.value.__cause__, KeyError)
 
     def test_errors_of_whence_pass_through(self):
@@ -179,13 +160,6 @@ class TestRewards:
 
         with pytest.raises(WhenceError, match=r"^no prompt of the laboratory$"):
             compute_rewards(refuse, ["a"], ["b"])
-
-    def test_at_the_door(self):
-        for rewards in ([], [3]):
-            with pytest.raises(WhenceError, match=r"give functions of \(prompts, responses\)"):
-                combine_rewards(rewards, None)
-        with pytest.raises(WhenceError, match="2 reward weights were given for 1"):
-            combine_rewards([lambda p, r: []], [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +172,6 @@ class TestRewards:
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"cliprange": 0}, "cliprange is 0; a number above 0"),
         ({"top_p": 1.5}, "top_p is 1.5; at most 1"),
-        ({"kl_penalty": "kll"}, "kl_penalty 'kll' is unknown. Did you mean kl"),
         ({"gamma": "1"}, "gamma is '1'; a number"),
     ],
 )

@@ -19,13 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from whence import KeepAll, NonPositive, Selection, WhenceError
 from whence.engines.memory import measure_bytes
 from whence.errors import RunDirectoryError
-from whence.llm.base import PPOConfig, Reference, WithValueHead
+from whence.llm.base import PPOConfig, Reference, WithValueHead, make_rows
 from whence.llm.base import token_losses as losses
 from whence.llm.base.run_description import describe_rows, name_object, to_json
 from whence.llm.ppo import PPOTrainer, make_rollout
 from whence.llm.ppo import trainer as trainer_module
 from whence.llm.ppo.optimisation import optimise
-from whence.llm.ppo.rollout import evaluate_responses
+from whence.llm.ppo.rollout import evaluate_rows
 from whence.llm.scores import TokenReturn, ValidationLoss, score
 from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts
@@ -88,7 +88,6 @@ _ARGUMENTS = (
     "autocast",
     "held_out",
     "evaluate",
-    "reward_weights",
     "sample_prompts",
 )
 
@@ -119,6 +118,11 @@ def copy_state(trainer):
 
 def same(one, other):
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def evaluate_responses(model, responses, config):
+    names = ("input_ids", "attention_mask", "response_mask")
+    return evaluate_rows(model, make_rows(**{name: getattr(responses, name) for name in names}), config)
 
 
 class Keep:
@@ -253,7 +257,6 @@ def count_letters(prompts, responses):
     ("change", "message"),
     [
         ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
-        ({"reward_weights": [0.5]}, r"reward_weights was not set, now \[0.5\]"),
         ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
         ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
     ],
@@ -310,7 +313,7 @@ def test_digests_of_rows():
 def test_advantages_are_of_the_whole_rollout(tmp_path):
     model = WithValueHead(make_model())
     torch.nn.init.normal_(model.value_head.weight)
-    config = make_config(tmp_path, gamma=0.9, whiten_rewards=False)
+    config = make_config(tmp_path, gamma=0.9)
     tokenizer = make_tokenizer()
     torch.manual_seed(3)
     responses = generate(model.language_model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
@@ -474,7 +477,7 @@ PLACES = {
     "rewards": (trainer_module, "make_rollout", 5),
     "scoring": (trainer_module, "score", 3),
     "optimisation": (losses, "value_loss", 10),
-    "writing records": (trainer_module.TrainingRun, "write_round", 3),
+    "writing records": (trainer_module, "make_response_table", 3),
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
     "writing a checkpoint": (checkpoints, "save_file", 3),
 }
@@ -584,7 +587,7 @@ class TestRefusals:
             make_trainer(tmp_path, NonPositive(), held_out=[])
 
     def test_no_pad_token(self, tmp_path):
-        with pytest.raises(WhenceError, match="no pad token"):
+        with pytest.raises(WhenceError, match="no pad_token"):
             PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(pad=False), vowels, PROMPTS)
 
     def test_a_response_that_does_not_fit(self, tmp_path):
@@ -722,18 +725,6 @@ def test_rewards_get_the_columns_of_their_prompts(tmp_path):
         parts = {"prompts": prompts, "held_out": held_out, **lacking}
         with pytest.raises(WhenceError, match="reward asks for 'number', and the data set has no such column"):
             PPOTrainer(config, make_model(), make_tokenizer(), reward, rule=NonPositive(), **parts)
-
-
-def test_prompts_that_also_train_are_told_of(tmp_path, caplog):
-    make_trainer(tmp_path, NonPositive(), held_out=["ab", "cde", "jj"])
-    assert "2 of 3 held-out prompts also train" in caplog.text
-    caplog.clear()
-    demonstrations = [{"prompt": "ab", "completion": "c"}, {"prompt": "jj", "completion": "d"}]
-    make_trainer(tmp_path, NonPositive(), target=ValidationLoss.of(demonstrations, make_tokenizer()))
-    assert "1 of 2 prompts of the demonstrations also train" in caplog.text
-    caplog.clear()
-    make_trainer(tmp_path, NonPositive(), held_out=["jj"])
-    assert not caplog.text
 
 
 def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(tmp_path, monkeypatch):

@@ -41,7 +41,6 @@ from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_vie
 from whence.llm.text import join_messages
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run
 from whence.llm.trl.supported_settings import check_selectable
-from whence.llm.trl.trl_checkpoints import find_checkpoint, seal_checkpoint
 from whence.llm.trl.trl_run import RunCallback
 from whence.page import write_report
 from whence.runs import RunDirectory
@@ -367,7 +366,7 @@ def make_style(style):
     return shaken(model)
 
 
-def test_scores_stand_in_trls_table_and_metrics(tmp_path):
+def test_scores_stand_in_trls_metrics(tmp_path):
     logged = []
 
     class Logged(TrainerCallback):
@@ -379,30 +378,6 @@ def test_scores_stand_in_trls_table_and_metrics(tmp_path):
     )
     trainer.train()
     assert {"influence/kept_share", "influence/mean", "influence/negative_share"} <= logged[0].keys()
-    extra = trainer._logs["extra"]
-    assert len(extra["influence"]) == len(extra["kept"]) == len(trainer._logs["completion"])
-    assert list(extra["influence"])[-8:] == pytest.approx(trainer.influence.scores.tolist())
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_completions_of_an_evaluation_stand_without_scores_in_trls_table(kind, tmp_path):
-    trainer = make_trainer(
-        *(kind, tmp_path, IPPO()),
-        log_completions=True,
-        logging_strategy="steps",
-        logging_steps=1,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
-        eval_dataset=datasets.Dataset.from_dict({"prompt": ["jj"]}),
-    )
-    trainer.train()
-    evaluated = [prompt == "jj" for prompt in trainer._logs["prompt"]]
-    assert evaluated == [False] * 4 + [True] * 4  # TRL keeps the last ones, as many as a batch
-    extra = trainer._logs["extra"]
-    assert list(extra["influence"]) == [*trainer.influence.scores[4:].tolist(), *[None] * 4]
-    assert list(extra["kept"]) == [*trainer.selection.keep[4:].tolist(), *[None] * 4]
 
 
 def read_steps(trainer):
@@ -542,7 +517,7 @@ TRL_PLACES = {
     "generation": (GRPOTrainer, "_generate_and_score_completions", 3),
     "optimisation": (GRPOTrainer, "_compute_loss", 10),
     "writing a checkpoint": (GRPOTrainer, "_save_rng_state", 3),
-    "before whence's own file": (trl_run, "seal_checkpoint", 3),
+    "before whence's own file": (trl_run, "save_tree", 3),
 }
 
 
@@ -560,29 +535,21 @@ class TestGoingOn:
         assert_equal_trainings(again, whole_grpo)
         assert list_results(tmp_path / "run") == list_results(whole_grpo.args.output_dir + "/run")
 
-    def test_what_was_finished_and_what_was_damaged(self, whole_grpo, caplog):
+    def test_what_was_finished_and_what_was_being_written(self, whole_grpo, caplog):
         folder = Path(whole_grpo.args.output_dir)
         again = make_noisy_trainer("grpo", folder)
         assert again.train(resume_from_checkpoint=True).global_step == 6
         assert "finished: nothing is trained" in caplog.text
         assert same(copy_state(again), copy_state(whole_grpo))
-        optimizer = folder / "checkpoint-6" / "optimizer.pt"
-        optimizer.write_bytes(optimizer.read_bytes()[:-9] + bytes(9))
+        (folder / "checkpoint-6" / "whence.safetensors").unlink()
         again = make_noisy_trainer("grpo", folder)
         again.train(resume_from_checkpoint=True)
         assert "going on after round 2 of 3" in caplog.text
         assert_equal_trainings(again, whole_grpo)
-
-    def test_which_checkpoint_is_taken(self, tmp_path):
-        for step, run_id in ((2, "this"), (4, "this"), (6, "other")):
-            (tmp_path / f"checkpoint-{step}").mkdir()
-            (tmp_path / f"checkpoint-{step}" / "optimizer.pt").write_bytes(b"state")
-            seal_checkpoint(tmp_path / f"checkpoint-{step}", run_id, {})
-        (tmp_path / "checkpoint-8").mkdir()  # killed before it was whole
-        assert find_checkpoint(tmp_path, "this") == tmp_path / "checkpoint-4"
-        (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
-        assert find_checkpoint(tmp_path, "this") == tmp_path / "checkpoint-2"
-        assert find_checkpoint(tmp_path, "a third") is None
+        note = RunDirectory.open(folder / "run").notes
+        RunDirectory.open(folder / "run").note(id="that of another run")
+        assert again.find_checkpoint() is None
+        RunDirectory.open(folder / "run").note(**note)
 
     def test_rloo_too(self, tmp_path):
         trainers = []
@@ -594,8 +561,8 @@ class TestGoingOn:
                 trainers[-1].train(resume_from_checkpoint=count == 6 and name == "parts")
         assert_equal_trainings(trainers[2], trainers[0])
         assert list_results(tmp_path / "parts" / "run") == list_results(tmp_path / "whole" / "run")
-        for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
-            (checkpoint / "trainer_state.json").write_text("{")
+        for file in (tmp_path / "whole").glob("checkpoint-*/whence.safetensors"):
+            file.unlink()
         with pytest.raises(RunDirectoryError, match="holds no whole checkpoint"):
             trainers[0].train(resume_from_checkpoint=True)
 
@@ -603,7 +570,7 @@ class TestGoingOn:
         settings = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "run": tmp_path / "run"}
         make_trainer("grpo", tmp_path, None, max_steps=3, **settings).train()
         assert "checkpoint-3 lies within a round" in caplog.text
-        assert read_run(tmp_path / "run")[0].rounds() == [1, 2]  # the last one of a single step
+        assert read_run(tmp_path / "run")[0].rounds() == [1]  # the second has taken a single step
         again = make_trainer("grpo", tmp_path, None, max_steps=4, **settings)
         assert again.find_checkpoint() == tmp_path / "checkpoint-2"
         with pytest.raises(RunDirectoryError, match="checkpoint-3 lies within a round"):
@@ -654,7 +621,7 @@ class TestRefusals:
         [
             ({"loss_type": "bnpo"}, "bnpo.*divided by its own tokens"),
             ({"steps_per_generation": 4}, "several optimiser steps on a generation batch"),
-            ({"entropy_coef": 0.01}, "an entropy bonus"),
+            ({"entropy_coef": 0.01}, "entropy_coef=0.01. Set it to 0.0"),
             ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
             ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
             ({"delta": 0.5}, "delta below 1"),
@@ -669,7 +636,7 @@ class TestRefusals:
         ("settings", "message"),
         [
             ({"loss_type": "new"}, "loss_type='new'"),
-            ({"use_adaptive_entropy": True}, "an entropy bonus"),
+            ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
             ({"use_vllm": True, "vllm_importance_sampling_correction": True}, "vLLM's importance sampling ratio"),
             ({"use_liger_kernel": True}, "use_liger_kernel"),
         ],

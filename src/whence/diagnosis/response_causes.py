@@ -16,7 +16,7 @@ from whence.errors import RunDirectoryError, Unsupported, WhenceError, suggest
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.guards import eval_mode
-from whence.llm.base import embed_rows, unscored_view
+from whence.llm.base import embed_rows, language_view
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages
 from whence.records import RecordBatch
@@ -171,7 +171,7 @@ def _read_advantages(table: pl.DataFrame) -> NDArray[np.float64]:
 
 def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: float) -> float:
     """Return the log-probability of the whole response of a `make_response_target` under a model, in eval mode."""
-    view = unscored_view(model, temperature=temperature)
+    view = language_view(model, temperature=temperature)
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
     rows = target.rows
     assert rows is not None

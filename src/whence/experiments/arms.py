@@ -133,7 +133,6 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
         "sequence": "log-probs of whole responses, by the advantage of the last token",
         "token": "log-probs of tokens, each by its own advantage",
         "validation": "likelihood of trusted demonstrations",
-        "held-out": "as sequence, over responses to prompts that do not train, drawn in every round",
     }
 )
 

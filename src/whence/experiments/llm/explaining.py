@@ -59,7 +59,7 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
     row, rebuilt = table.row(position, named=True), rebuild_round(run, number)
     alone = rebuilt.rows.take(slice(position, position + 1))
     scoring = rebuilt.scoring
-    settings: Any = {name: getattr(scoring, name) for name in ("objective", "temperature", "memory", "chunk_size")}
+    settings: Any = {name: getattr(scoring, name) for name in ("objective", "temperature", "chunk_size")}
     parts = score_tokens(rebuilt.model, alone, target=scoring.target, **settings)[0].tolist()
     products = score_target_rows(rebuilt.model, alone, 0, target=scoring.target, **settings)
     pulls = _describe_target_rows(rebuilt).with_columns(part=pl.Series(products.tolist())).sort("part", descending=True)

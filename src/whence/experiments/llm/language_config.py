@@ -62,7 +62,7 @@ class LanguageConfig:
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
         test_dataset: directory or id of a data set whose prompts measure the trained model; None: no measurement.
         test_reward: a function, as `reward`, that measures the model; None: the reward.
-        size: size of the task's laboratory: small, tiny for a look, large for a GPU.
+        size: size of the task's laboratory: small, or tiny for a look.
         dtype: type of the model's parameters: float32 or bfloat16.
         lora: rank of an adapter that trains instead of the model; 0: the model trains.
         held_out: number of prompts for the target's responses, which do not train; 0: the target is over the scored
@@ -111,7 +111,7 @@ class LanguageConfig:
         missing = [name for name in ("model", "dataset") if name not in sources]
         missing += [] if {"reward", "reward_model"} & set(sources) else ["reward"]
         taken = sorted(self.settings.keys() & {"output_dir", "seed", "max_steps"})
-        scores, held_out = LANGUAGE_ARMS[selection].target, self.held_out or self.target == "held-out"
+        scores = LANGUAGE_ARMS[selection].target
         refusals = [
             (target and not scores, f"The target {target!r} has no effect: {selection} scores nothing."),
             (
@@ -137,11 +137,11 @@ class LanguageConfig:
             ),
             (self.layers is not None and not scores, f"layers have no effect: {selection} scores nothing."),
             (
-                self.held_out and self.target not in ("sequence", "token", "held-out"),
+                self.held_out and self.target not in ("sequence", "token"),
                 f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "
                 "prompts. Leave it out, or use an arm with the target sequence or token.",
             ),
-            (held_out and self.algorithm != "ppo", "held_out is an option of PPO; TRL's targets are over its batch."),
+            (self.held_out and self.algorithm != "ppo", "held_out is an option of PPO; leave it out with TRL."),
             (taken, f"A run's settings have no setting {', '.join(taken)}: the run itself says it."),
         ]
         if reason := next((reason for is_wrong, reason in refusals if is_wrong), None):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import torch
@@ -47,6 +47,8 @@ class RebuiltRound:
     scoring: Scoring
 
 
+@hide_progress_bars()
+@preserve_rng_state()
 def rebuild_round(
     run: RunDirectory, number: int, *, make_target: Callable[[Task], Target] | None = None
 ) -> RebuiltRound:
@@ -63,7 +65,7 @@ def rebuild_round(
         Unsupported: the target's rows were drawn in the round and not kept.
     """
     config, table = _read_config(run), run.round("records", number)
-    if make_target is None and (config.held_out or config.target == "held-out"):
+    if make_target is None and config.held_out:
         raise Unsupported(
             "The target of this run is over responses that were drawn in each round and not kept, so its scores cannot "
             "be taken apart."
@@ -75,24 +77,23 @@ def rebuild_round(
             f"The policy that drew the responses of round {number} was not kept: {policy} is not there. Round 1 needs "
             f"no checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'."
         )
-    with preserve_rng_state(), hide_progress_bars():
-        torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
-        task = load_task(config, rewards=False)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        task.model.to(device)
-        responses = _read_responses(table, task.tokenizer, device)
-        if config.algorithm == "ppo":
-            size = settings.mini_batch_size
-            model, rows, objective = _rebuild_ppo(run, number, task, settings, responses, table, policy)
-        else:
-            size = settings.per_device_train_batch_size
-            model, rows, objective = _rebuild_trl(run, task, settings, responses, table, policy)
-        if make_target is None and config.target == "validation":
-            make_target = make_validation_target
-        if make_target is not None:
-            target = make_target(task)
-        else:
-            target = (TokenReturn if config.target == "token" else SequenceReturn)(rows, batch_size=size)
+    torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
+    task = load_task(config, rewards=False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task.model.to(device)
+    responses = _read_responses(table, task.tokenizer, device)
+    if config.algorithm == "ppo":
+        size = settings.mini_batch_size
+        model, rows, objective = _rebuild_ppo(run, number, task, settings, responses, table, policy)
+    else:
+        size = settings.per_device_train_batch_size
+        model, rows, objective = _rebuild_trl(run, task, settings, responses, table, policy)
+    if make_target is None and config.target == "validation":
+        make_target = make_validation_target
+    if make_target is not None:
+        target = make_target(task)
+    else:
+        target = (TokenReturn if config.target == "token" else SequenceReturn)(rows, batch_size=size)
     scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
     return RebuiltRound(model, task.tokenizer, table, rows, scoring)
 
@@ -121,15 +122,8 @@ def _tell_how_to_keep(config: LanguageConfig) -> str:
     return '{"save_strategy": "steps", "save_steps": 1}'
 
 
-@dataclass(frozen=True)
-class StoredPolicies:
-    """Which rounds' policies are there.
-
-    Attributes:
-        rounds: the rounds whose policy is there.
-        missing: the rounds whose policy was not kept.
-        settings: the settings with which all policies are kept, as JSON.
-    """
+class StoredPolicies(NamedTuple):
+    """The rounds whose policy is there, those whose policy was not kept, and the settings that keep all, as JSON."""
 
     rounds: list[int]
     missing: list[int]
@@ -143,12 +137,15 @@ def list_policies(run: RunDirectory) -> StoredPolicies:
         WhenceError: the run was not made by `whence llm train`.
     """
     config = _read_config(run)
-    settings = make_trainer_config(config, str(run.path))
-    paths = {number: _locate_policy(run, config, settings, number) for number in run.rounds()}
-    missing = [number for number, path in paths.items() if path is not None and not path.exists()]
-    return StoredPolicies([number for number in paths if number not in missing], missing, _tell_how_to_keep(config))
+    settings, rounds, missing = make_trainer_config(config, str(run.path)), list[int](), list[int]()
+    for number in run.rounds():
+        path = _locate_policy(run, config, settings, number)
+        (rounds if path is None or path.exists() else missing).append(number)
+    return StoredPolicies(rounds, missing, _tell_how_to_keep(config))
 
 
+@hide_progress_bars()
+@preserve_rng_state()
 def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
     """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there.
 
@@ -158,9 +155,8 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
     config, folder = _read_config(run), run.path / "model"
     if not folder.is_dir():
         return None
-    with preserve_rng_state(), hide_progress_bars():
-        task = load_task(config, rewards=False)
-        task = replace(task, model=_load_trained_model(task.model, folder))
+    task = load_task(config, rewards=False)
+    task = replace(task, model=_load_trained_model(task.model, folder))
     return task, float(make_trainer_config(config, str(run.path)).temperature)
 
 
@@ -206,7 +202,6 @@ def _rebuild_trl(
         input_ids=pad(responses.input_ids, (missing, 0)),
         attention_mask=pad(responses.attention_mask, (missing, 0)),
         response_mask=mask,
-        log_probs=torch.zeros(mask.shape, device=mask.device),
         advantages=torch.where(mask, advantages[:, None], 0.0),
         record_ids=torch.tensor(table["record_id"].to_list()),
     )

@@ -44,16 +44,13 @@ OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 
 def prepare(config: LanguageConfig) -> None:
-    """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it.
-
-    Raises:
-        WhenceError, Unsupported: see `make_trainer_config`.
-    """
+    """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it."""
     make_trainer_config(config)
     if config.task == "arithmetic":
         arithmetic(size=config.size)
 
 
+@hide_progress_bars()
 def run(
     config: LanguageConfig, path: Path, on_round: OnRound = lambda number, metrics: None, *, overwrite: bool = False
 ) -> None:
@@ -74,31 +71,15 @@ def run(
     if not overwrite and is_finished(config, path):
         on_round(config.rounds, {})
         return
-    make_trainer_config(config, str(path))
+    settings = make_trainer_config(config, str(path))
     torch.manual_seed(config.seed)  # for the weights of an adapter
+    task = load_task(config)
     if config.algorithm != "ppo":
-        _run_trl(config, path, on_round, overwrite=overwrite)
+        _run_trl(config, task, path, on_round, overwrite=overwrite)
         return
-    with hide_progress_bars():
-        trainer = make_trainer(config, load_task(config), path, on_round)
-    on_round(0, {})
-    trainer.train(overwrite=overwrite)
-    with hide_progress_bars():
-        # The model is saved last, since a run with its model counts as finished.
-        save_atomically(path / "model", trainer.save_model)
-
-
-def make_trainer(
-    config: LanguageConfig, task: Task, path: Path, on_round: OnRound = lambda number, metrics: None
-) -> PPOTrainer:
-    """Return the trainer of a run, before its first round."""
     prompts, held_out = split_held_out(config, task)
-    return PPOTrainer(
-        make_trainer_config(config, str(path)),
-        task.model,
-        task.tokenizer,
-        task.reward,
-        prompts,
+    trainer = PPOTrainer(
+        *(settings, task.model, task.tokenizer, task.reward, prompts),
         rule=config.make_rule(),
         target=_make_target(config, task),
         held_out=held_out,
@@ -110,6 +91,9 @@ def make_trainer(
         about=describe(config),
         on_rollout=lambda rollout, influence, selection, row: on_round(row["round"], row),
     )
+    on_round(0, {})
+    trainer.train(overwrite=overwrite)
+    _save_atomically(path / "model", trainer.save_model)
 
 
 def _make_target(config: LanguageConfig, task: Task) -> Any:
@@ -118,15 +102,13 @@ def _make_target(config: LanguageConfig, task: Task) -> Any:
     return TokenReturn() if config.target == "token" else SequenceReturn()
 
 
-def _run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite: bool = False) -> None:
+def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, *, overwrite: bool) -> None:
     """Train by GRPO or RLOO, with TRL's trainers; an unfinished run goes on, to the same bits."""
     from whence.llm.trl.trainers import InfluenceGRPOTrainer, InfluenceRLOOTrainer  # TRL takes seconds to import
 
-    with hide_progress_bars():
-        task = load_task(config)
     sampling = make_sampling_config(config)  # before the trainer: TRL's configuration resets Accelerate's state
     context = context_length(task.model)
-    read_prompts(task.prompts, task.tokenizer, sampling, context, [task.reward])  # refuses those that are too long
+    read_prompts(task.prompts, task.tokenizer, sampling, context, task.reward)  # refuses those that are too long
     args = make_trainer_config(config, str(path / "trl"))
     trainer = (InfluenceGRPOTrainer if config.algorithm == "grpo" else InfluenceRLOOTrainer)(
         model=task.model,
@@ -152,8 +134,7 @@ def _run_trl(config: LanguageConfig, path: Path, on_round: OnRound, *, overwrite
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
         task.tokenizer.save_pretrained(folder)
 
-    with hide_progress_bars():
-        save_atomically(path / "model", save)
+    _save_atomically(path / "model", save)
 
 
 def _has_no_checkpoint_yet(path: Path, args: Any) -> bool:
@@ -194,7 +175,7 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._config, self._task, self._trainer, self._path, self._on_round = config, task, trainer, path, on_round
         self._sampling, context = sampling, context_length(task.model)
-        self._prompts = read_prompts(choose_sample_prompts(task), task.tokenizer, sampling, context, [task.reward])
+        self._prompts = read_prompts(choose_sample_prompts(task), task.tokenizer, sampling, context, task.reward)
         # With settings of Transformers' for checkpoints, those hold.
         own_clock = not {"save_strategy", "save_steps"} & config.settings.keys()
         self._clock, self._saving = CheckpointClock(None if own_clock else 0), ExitStack()
@@ -238,13 +219,8 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
         )
 
 
-def save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
-    """Save a model under a temporary name, then rename it: the folder is complete or does not exist.
-
-    Args:
-        folder: the model's folder; an older one is replaced.
-        save: writes the model to the folder that it is called with.
-    """
+def _save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
+    """Save a model under a temporary name, then rename it: a run with its model counts as finished."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     for leftover in (temporary, folder):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -181,7 +181,7 @@ def _load_reward_model(config: LanguageConfig) -> Reward:
 def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> dict[str, float]:
     """Return the mean reward of responses, one to each prompt of the test."""
     torch.manual_seed(settings.seed)
-    prompts = read_prompts(test, tokenizer, settings, context_length(model), [reward])
+    prompts = read_prompts(test, tokenizer, settings, context_length(model), reward)
     responses = generate(model, tokenizer, prompts.ids, settings)
     rewards = compute_rewards(reward, responses.prompts, responses.texts, prompts.columns)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
@@ -235,23 +235,18 @@ def make_response_target(task: Task, prompt: Prompt, response: str) -> Validatio
     return target
 
 
-_HELD_OUT = 512
-"""Default number of prompts of the target held-out."""
-
-
 def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
     """Return the prompts that train, and those of the target's responses; None: the target needs none.
 
     Raises:
         WhenceError: no prompt would be left to train.
     """
-    count = config.held_out or (_HELD_OUT if config.target == "held-out" else 0)
-    if not count:
+    if not config.held_out:
         return task.prompts, None
-    cut = len(task.prompts) - count
+    cut = len(task.prompts) - config.held_out
     if cut < 1:
         raise WhenceError(
-            f"held_out is {count}, and there are {len(task.prompts)} prompts in all; at least one has to train."
+            f"held_out is {config.held_out}, and there are {len(task.prompts)} prompts; at least one has to train."
         )
     return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
 
@@ -272,4 +267,4 @@ def choose_sample_prompts(task: Task) -> Any:
 
 def scoring_memory(config: LanguageConfig) -> int | None:
     """Return the bytes that scoring may hold: ample for small laboratories; None, those of a pass, for other models."""
-    return None if config.task is None or config.size == "large" else 2**31
+    return None if config.task is None else 2**31

@@ -48,15 +48,6 @@ def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
     """
     _check_attention(model)
     register_rules(model)
-    return unscored_view(model, temperature=temperature)
-
-
-def unscored_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
-    """Return the same view without registering layer rules, which scoring needs and which read the weights.
-
-    Raises:
-        WhenceError: the temperature is not above 0.
-    """
     if not temperature > 0:
         raise WhenceError(f"temperature is {temperature}; a number above 0 is needed.")
     return ModuleView(model, _Reader(float(temperature)), _prepare_rows)
@@ -177,7 +168,7 @@ def embed_rows(model: Any, rows: RecordBatch, *, batch_size: int = 16) -> Float[
     Returns:
         (n, d) in single precision, on the CPU.
     """
-    view = unscored_view(model)
+    view = language_view(model)
     language_model = model.language_model if isinstance(model, WithValueHead) else model
     parts = []
     with torch.no_grad(), eval_mode(model.modules()):

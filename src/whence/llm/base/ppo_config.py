@@ -6,9 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from whence.errors import WhenceError
-from whence.validation import Count, Natural, NotNegative, Positive, Unit, one_of, settings
-
-KL_ESTIMATES = ("kl", "abs", "mse")
+from whence.validation import Count, Natural, NotNegative, Positive, Unit, settings
 
 MOST_CORRECTION = 0.2
 """The largest relative error of a divergence that its weight is corrected for."""
@@ -33,12 +31,10 @@ class PPOConfig:
         vf_coef: weight of the value loss.
         gamma: discount factor per token.
         lam: lambda of the advantage estimator.
-        whiten_rewards: scale token rewards to a standard deviation of 1; their mean stays.
         init_kl_coef: weight of each token's divergence from the start model.
         adap_kl_ctrl: whether this weight is steered towards `target`.
         target: the intended divergence of a response, in nats.
         horizon: rows over which the weight is steered.
-        kl_penalty: how a token's divergence is estimated: "kl", "abs" or "mse".
         max_new_tokens: the most tokens of a response.
         max_prompt_length: the most tokens of a prompt; longer ones are refused. None: what the model's context leaves.
         temperature: sampling temperature; the policy that trains is the one at this temperature.
@@ -70,12 +66,10 @@ class PPOConfig:
     vf_coef: NotNegative = 0.1
     gamma: Unit = 1.0
     lam: Unit = 0.95
-    whiten_rewards: bool = False
     init_kl_coef: NotNegative = 0.04
     adap_kl_ctrl: bool = True
     target: Positive = 6.0
     horizon: Count = 10_000
-    kl_penalty: Annotated[str, one_of(KL_ESTIMATES)] = "kl"
     max_new_tokens: Count = 32
     max_prompt_length: int | None = None
     temperature: Positive = 1.0

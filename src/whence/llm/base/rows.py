@@ -38,8 +38,8 @@ def make_rows(
     input_ids: Int[Tensor, "n L"],
     attention_mask: Int[Tensor, "n L"],
     response_mask: Bool[Tensor, "n R"],
-    log_probs: Float[Tensor, "n R"],
-    advantages: Float[Tensor, "n R"],
+    log_probs: Float[Tensor, "n R"] | None = None,
+    advantages: Float[Tensor, "n R"] | None = None,
     values: Float[Tensor, "n R"] | None = None,
     returns: Float[Tensor, "n R"] | None = None,
     record_ids: Int[Tensor, " n"] | None = None,
@@ -54,8 +54,10 @@ def make_rows(
         input_ids: prompt, padded on the left or on the right, then response, padded on the right.
         attention_mask: 1 at tokens, 0 at padding. It gives the positions, so padding does not matter.
         response_mask: True at the tokens of the response that are scored, including its end-of-text token.
-        log_probs: log-probs of the response tokens under the policy that drew them, at the sampling temperature.
-        advantages: advantages of the response tokens, normalised as for training: objectives do not do it again.
+        log_probs: log-probs of the response tokens under the policy that drew them, at the sampling temperature; None:
+            0, for rows whose log-probs are not read.
+        advantages: advantages of the response tokens, normalised as for training: objectives do not do it again. None:
+            0.
         values: values of the states before the response tokens.
         returns: the regression targets of the values.
         record_ids: see `RecordBatch`.
@@ -67,7 +69,13 @@ def make_rows(
     mask = torch.as_tensor(response_mask).bool()
     ids, attended = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
     _check_rows(ids, attended, mask)
-    columns = {"log_probs": log_probs, "advantages": advantages, "values": values, "returns": returns}
+    zeros = torch.zeros(mask.shape, device=mask.device)
+    columns = {
+        "log_probs": zeros if log_probs is None else log_probs,
+        "advantages": zeros if advantages is None else advantages,
+        "values": values,
+        "returns": returns,
+    }
     tokens = {name: _mask_column(name, column, mask) for name, column in columns.items() if column is not None}
     observations: dict[str, Tree] = {"input_ids": ids, "attention_mask": attended, "response_mask": mask, **tokens}
     return RecordBatch(

@@ -91,7 +91,6 @@ def describe_run(
     *,
     about: Mapping[str, Any],
     rewards: Sequence[Any],
-    reward_weights: Sequence[float] | None,
     data: Mapping[str, Any],
     rounds: int,
     seed: int,
@@ -104,13 +103,12 @@ def describe_run(
         model: the model that trains.
         about: the user's further description.
         rewards: the reward functions.
-        reward_weights: a weight of each, which is stored unless all are 1; None: 1.
         data: data sets by name; see `describe_rows`.
         rounds: the rounds of the training.
         seed: the seed of its draws.
         settings: what else the trainer has set, by name.
     """
-    network, weights = getattr(model, "language_model", model), [float(weight) for weight in reward_weights or []]
+    network = getattr(model, "language_model", model)
     return {
         "kind": "language",
         **about,
@@ -120,7 +118,6 @@ def describe_run(
         "rule": strip_addresses(repr(trainer.rule)),
         "target": strip_addresses(target_name(trainer.scoring.target)),
         "rewards": [name_object(reward) for reward in rewards],
-        **({"reward_weights": to_json(weights)} if any(weight != 1.0 for weight in weights) else {}),
         "data": {name: describe_rows(rows) for name, rows in data.items()},
         "objective": strip_addresses(repr(trainer.scoring.objective)),
         "engine": trainer.scoring.engine,

@@ -13,36 +13,15 @@ def masked_mean(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Floa
     return torch.where(mask, values, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"], *, shift_mean: bool = True) -> Float[Tensor, "n R"]:
+def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
     """Return values minus their mean over all response tokens, divided by their standard deviation; 0 elsewhere.
 
     The variance has Bessel's correction, as in TRL.
-
-    Args:
-        values: values of the tokens.
-        mask: mask of the response tokens.
-        shift_mean: False adds the mean again, as for rewards.
     """
     chosen = values[mask]
     if len(chosen) < 2:
         return torch.where(mask, values, 0.0)
-    mean = chosen.mean()
-    scaled = (values - mean) * torch.rsqrt(chosen.var() + 1e-8)
-    return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
-
-
-def divergence(
-    log_probs: Float[Tensor, "n R"], ref_log_probs: Float[Tensor, "n R"], kind: str = "kl"
-) -> Float[Tensor, "n R"]:
-    """Return each token's estimate of the divergence from the start model.
-
-    "kl": `log pi - log pi_ref`, whose mean over tokens drawn from pi is the divergence; "abs": its absolute value;
-    "mse": half its square.
-    """
-    difference = log_probs - ref_log_probs
-    if kind == "abs":
-        return difference.abs()
-    return 0.5 * difference.square() if kind == "mse" else difference
+    return torch.where(mask, (values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), 0.0)
 
 
 def token_rewards(

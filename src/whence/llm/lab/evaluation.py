@@ -3,13 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from whence.guards import eval_mode, preserve_rng_state
+from whence.guards import preserve_rng_state
+from whence.llm.base import PPOConfig
 from whence.llm.lab.problems import answer, check, solution
+from whence.llm.text import generate
 
 
 def evaluate(
@@ -22,7 +24,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 64,
 ) -> dict[str, float]:
-    """Answer each problem once greedily and several times by sampling, and judge the answers.
+    """Answer each problem once by the likeliest tokens and several times by sampling, and judge the answers.
 
     The global generators and the model's mode are unchanged.
 
@@ -36,34 +38,17 @@ def evaluate(
         batch_size: answers generated at a time.
 
     Returns:
-        "exact_match": share of the greedy answers with the right result; and the measures of `summarise`.
+        "exact_match": share of the likeliest answers with the right result; and the measures of `summarise`.
     """
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    with preserve_rng_state(), eval_mode(model.modules()):
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    config = PPOConfig("runs/evaluated", max_new_tokens=max_new_tokens, generation_batch_size=batch_size)
+    with preserve_rng_state():
+        likeliest = generate(model, tokenizer, ids, replace(config, top_k=1)).texts
         torch.manual_seed(seed)
-        greedy = _generate_answers(model, tokenizer, prompts, batch_size, max_new_tokens, {"do_sample": False})
-        repeated = [prompt for prompt in prompts for _ in range(samples)]
-        sampled = _generate_answers(model, tokenizer, repeated, batch_size, max_new_tokens, sampling)
-    right = [check(prompt, response).right for prompt, response in zip(prompts, greedy, strict=True)]
+        sampled = generate(model, tokenizer, [one for one in ids for _ in range(samples)], config).texts
+    right = [check(prompt, response).right for prompt, response in zip(prompts, likeliest, strict=True)]
     responses = [sampled[first : first + samples] for first in range(0, len(sampled), samples)]
     return {"exact_match": sum(right) / len(right)} | summarise(prompts, responses)
-
-
-def _generate_answers(
-    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int, max_new_tokens: int, sampling: dict[str, Any]
-) -> list[str]:
-    texts: list[str] = []
-    for first in range(0, len(prompts), batch_size):
-        batch = list(prompts[first : first + batch_size])
-        inputs = tokenizer(batch, padding=True, padding_side="left", return_tensors="pt").to(model.device)
-        # Only these two: some tokenizers also return token types, which causal models refuse.
-        columns = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        with torch.no_grad():
-            tokens: Tensor = model.generate(
-                **columns, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
-            )
-        texts += tokenizer.batch_decode(tokens[:, columns["input_ids"].shape[1] :], skip_special_tokens=True)
-    return texts
 
 
 def summarise(prompts: Sequence[str], responses: Sequence[Sequence[str]]) -> dict[str, float]:

@@ -75,21 +75,8 @@ SIZES = {
         batch_size=32,
         learning_rate=1e-2,
     ),
-    "large": Settings(
-        difficulty=Difficulty(steps=(3, 6), operand=20, largest=200),
-        train=65_536,
-        demonstrations=2048,
-        test=2048,
-        hidden=1024,
-        layers=12,
-        heads=16,
-        intermediate=2816,
-        steps=3000,
-        batch_size=256,
-        learning_rate=3e-4,
-    ),
 }
-"""The sizes of `arithmetic`: "small" is for experiments on a CPU, "tiny" for tests, "large" for a GPU."""
+"""The sizes of `arithmetic`: "small" is for experiments on a CPU, "tiny" for tests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +110,7 @@ def arithmetic(
     Args:
         cache: directory of laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
         seed: seed of the problems, the weights and the training.
-        size: "small" (a minute or two on one core), "tiny" (seconds; for tests) or "large" (needs a GPU).
+        size: "small" (a minute or two on one core) or "tiny" (seconds; for tests).
         progress: show a progress bar while it is made.
         **changes: fields of `Settings` that replace the size's.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.base import Processes
 from whence.llm.base.run_description import describe_run, read_versions
-from whence.runs import Checkpoint, RunDirectory, RunWriter, Seconds, load_tree, read_latest
+from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_latest
 
 log = logging.getLogger("whence")
 
@@ -53,17 +53,17 @@ class TrainingRun:
                 "Build model and trainer anew."
             )
         self._processes.wait()  # until all have read what the first one may change
-        self._writer = RunWriter(self._folder, save_every=settings.save_every, keep=settings.keep_checkpoints)
+        self.writer = RunWriter(self._folder, save_every=settings.save_every, keep=settings.keep_checkpoints)
         if self._processes.rank == 0:
             versions = read_versions(_LIBRARIES)
-            self._writer.begin(description, versions=versions, overwrite=overwrite, may_change=_MAY_CHANGE)
-            self.directory = self._writer.directory
+            self.writer.begin(description, versions=versions, overwrite=overwrite, may_change=_MAY_CHANGE)
+            self.directory = self.writer.directory
             if checkpoint is not None:
                 done, rounds = checkpoint.round, settings.rounds
                 state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"
                 log.warning("%s: %s.", self._folder, state)
-                self._writer.go_on(checkpoint)
-                self._writer.note_resumption([], versions)
+                self.writer.go_on(checkpoint)
+                self.writer.note_resumption([], versions)
         return checkpoint
 
     def _read_checkpoint(self, description: Mapping[str, Any]) -> Checkpoint | None:
@@ -83,11 +83,6 @@ class TrainingRun:
         table = RunDirectory.open(self._folder).table("metrics")
         return [] if table.is_empty() else table.filter(pl.col("round") <= rounds).to_dicts()
 
-    def write_round(self, table: pl.DataFrame, row: Mapping[str, Any], seconds: Seconds) -> None:
-        """Write a round: its records, its row of metrics, and its seconds by stage and clock."""
-        self._writer.directory.write_round("records", row["round"], table)
-        self._writer.write_rows(row, seconds)
-
     def save_if_due(self, number: int, read: Callable[[], Mapping[str, Any]], *, last: bool) -> None:
         """Write the checkpoint after a round if one is due; call it in every process.
 
@@ -97,13 +92,8 @@ class TrainingRun:
             last: whether it is the last round, whose checkpoint is written in any case.
         """
         # The first process's clock decides: others' clocks may differ, and all have to take part.
-        if self._processes.agree(self._writer.is_due(number, last=last)):
-            self._writer.save_checkpoint(number, read, writes=self._processes.rank == 0)
-
-    def end(self) -> None:
-        """Let others write the directory."""
-        if self.directory is not None:
-            self.directory.release()
+        if self._processes.agree(self.writer.is_due(number, last=last)):
+            self.writer.save_checkpoint(number, read, writes=self._processes.rank == 0)
 
     def _describe(self) -> dict[str, Any]:
         """Return the run directory's description of the training, in JSON types."""
@@ -113,8 +103,7 @@ class TrainingRun:
             trainer,
             trainer.model,
             about=trainer.about,
-            rewards=trainer.rewards,
-            reward_weights=trainer.reward_weights,
+            rewards=[trainer.reward],
             data={"prompts": trainer.prompts, "held_out": trainer.held_out},
             rounds=trainer.config.rounds,
             seed=trainer.config.seed,

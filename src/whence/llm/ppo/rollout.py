@@ -52,7 +52,7 @@ def make_rollout(
     processes: Processes = ONE,
     columns: Columns = NO_COLUMNS,
 ) -> Rollout:
-    """Return responses with rewards, advantages and returns; the model is left in its mode.
+    """Return responses with rewards, advantages and returns, which every process gets; the model is left in its mode.
 
     A token's reward is minus `kl_coef` times its divergence from the start model; the last token also gets the
     response's reward. Advantages are by GAE, whitened over all response tokens of the rollout, before any selection.
@@ -85,21 +85,19 @@ def make_rollout(
     scores = rewards.clone()
     if config.missing_eos_penalty is not None:
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
-    outputs = evaluate_responses(model, responses, config, processes)
+    tokens = {name: getattr(responses, name) for name in ("input_ids", "attention_mask", "response_mask")}
+    draft = make_rows(**tokens)
+    outputs = evaluate_rows(model, draft, config, processes)
     with reference.activate(model) as start_model:
-        ref_log_probs = evaluate_responses(start_model, responses, config, processes).log_prob
+        ref_log_probs = evaluate_rows(start_model, draft, config, processes).log_prob
     assert outputs.value is not None
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
     _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
-    penalty = losses.divergence(outputs.log_prob, ref_log_probs, config.kl_penalty)
+    penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
     token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
-    if config.whiten_rewards:
-        token_rewards = losses.whiten(token_rewards, mask, shift_mean=False)
     advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
     rows = make_rows(
-        input_ids=responses.input_ids,
-        attention_mask=responses.attention_mask,
-        response_mask=mask,
+        **tokens,
         log_probs=outputs.log_prob,
         values=torch.where(mask, outputs.value, 0.0),
         advantages=losses.whiten(advantages, mask),
@@ -128,19 +126,6 @@ def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor
                 "load it in bfloat16 or float32.",
                 record_ids=ids,
             )
-
-
-def evaluate_responses(model: Any, responses: Responses, config: PPOConfig, processes: Processes = ONE) -> Outputs:
-    """Return log-probs and values of the responses' tokens, as `evaluate_rows` does of rows."""
-    zeros = torch.zeros(responses.response_mask.shape, device=responses.input_ids.device)
-    rows = make_rows(
-        input_ids=responses.input_ids,
-        attention_mask=responses.attention_mask,
-        response_mask=responses.response_mask,
-        log_probs=zeros,
-        advantages=zeros,
-    )
-    return evaluate_rows(model, rows, config, processes)
 
 
 def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE) -> Outputs:

@@ -29,7 +29,6 @@ from whence.llm.text import (
     Responses,
     Reward,
     check_tokenizer,
-    combine_rewards,
     context_length,
     generate,
     read_prompts,
@@ -64,8 +63,8 @@ class PPOTrainer:
         config: the settings.
         model: a causal language model of Transformers, whole or with a PEFT adapter, or a `WithValueHead`.
         tokenizer: its tokenizer.
-        reward: `reward(prompts, responses) -> numbers`, or several. A reward with further arguments gets the data set's
-            columns of these names: `reward(prompts, responses, answer)`.
+        reward: `reward(prompts, responses) -> numbers`. A reward with further arguments gets the data set's columns of
+            these names: `reward(prompts, responses, answer)`.
         prompts: texts or chats; or a data set with a column "prompt".
         rule: the selection rule; None: all rows train, and none is scored.
         target: the target of the scores; None: `SequenceReturn()`.
@@ -78,7 +77,6 @@ class PPOTrainer:
         layers: score by some layers alone, see `whence.attribute`; None: by all.
         autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
             False: in the model's own precision.
-        reward_weights: weights of several rewards; None: 1 each.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         sample_prompts: prompts that are answered at each of these moments, by the likeliest tokens; `whence report`
             shows the answers of the start model and of the trained one. None: none.
@@ -95,7 +93,7 @@ class PPOTrainer:
         config: PPOConfig,
         model: Any,
         tokenizer: Any,
-        reward: Reward | Sequence[Reward],
+        reward: Reward,
         prompts: Sequence[Prompt] | Any,
         *,
         rule: SelectionRule | None = None,
@@ -106,7 +104,6 @@ class PPOTrainer:
         memory: int | None = None,
         layers: Layers | None = None,
         autocast: bool = False,
-        reward_weights: Sequence[float] | None = None,
         evaluate: Evaluate | None = None,
         sample_prompts: Sequence[Prompt] | Any | None = None,
         about: Mapping[str, Any] | None = None,
@@ -116,10 +113,7 @@ class PPOTrainer:
         check_rule(self.rule)
         check_tokenizer(tokenizer)
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
-        self.rewards = rewards = [reward] if callable(reward) else list(reward)
-        self.reward_weights = None if reward_weights is None else list(reward_weights)
-        self.reward = combine_rewards(rewards, reward_weights)
-        self.about = dict(about or {})
+        self.reward, self.about = reward, dict(about or {})
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.accelerator.gradient_accumulation_steps = 1  # the trainer itself splits steps into passes
         check_copies(self.accelerator)
@@ -131,11 +125,11 @@ class PPOTrainer:
         if config.disable_dropout:
             disable_dropout(self.model)
         context = context_length(self.model.language_model)
-        self.prompts = read_prompts(prompts, tokenizer, config, context, rewards)
+        self.prompts = read_prompts(prompts, tokenizer, config, context, reward)
         if not len(self.prompts):
             raise WhenceError("There are no prompts to draw responses to.")
         self.held_out, self.sample_prompts = (
-            None if dataset is None else read_prompts(dataset, tokenizer, config, context, rewards)
+            None if dataset is None else read_prompts(dataset, tokenizer, config, context, reward)
             for dataset in (held_out, sample_prompts)
         )
         self.scoring = Scoring(
@@ -149,8 +143,8 @@ class PPOTrainer:
             layers=layers,
             autocast=autocast,
         )
-        held_out_ids = None if self.held_out is None else self.held_out.ids
-        check_held_out(self.scoring.target, held_out_ids, self.prompts.ids, self.processes)
+        if self.held_out is not None:
+            check_held_out(self.scoring.target, len(self.held_out), self.processes)
         self.scoring.check(self.model)
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
@@ -195,7 +189,7 @@ class PPOTrainer:
             if len(self.metrics) < self.config.rounds:
                 self._train_rounds()
         finally:
-            self._run.end()
+            self._run.writer.end()
         return self.metrics
 
     def _train_rounds(self) -> None:
@@ -290,11 +284,11 @@ class PPOTrainer:
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Write a round to the run directory, log it to trackers, and call `on_rollout`."""
-        if self._run.directory is None:
+        if (directory := self._run.directory) is None:
             return
         number = row["round"]
-        table = make_response_table(rollout, selection, influence)
-        self._run.write_round(table, row, seconds)
+        directory.write_round("records", number, make_response_table(rollout, selection, influence))
+        self._run.writer.write_rows(row, seconds)
         log_new_advice(self.metrics, {}, self._kinds_of_advice)
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
         walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
@@ -343,8 +337,8 @@ class PPOTrainer:
             part.load_state_dict(stored)
 
     def _stateful_parts(self) -> list[Any]:
-        """Return what has a state of its own to keep, among the rule and the rewards too."""
-        return [part for part in (self.rule, *self.rewards) if hasattr(part, "load_state_dict")]
+        """Return what has a state of its own to keep, of rule and reward."""
+        return [part for part in (self.rule, self.reward) if hasattr(part, "load_state_dict")]
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, in Transformers' format."""

@@ -1,9 +1,8 @@
 """Targets for language models: the rows' own return, that of held-out rows, or trusted demonstrations."""
 
 import hashlib
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -14,14 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.errors import InvalidRecords, WhenceError
-from whence.llm.base import Processes, list_tokens, make_rows
+from whence.llm.base import Processes, make_rows
 from whence.llm.text import encode_demonstrations
 from whence.objectives import Objective
 from whence.policies import Outputs, Params, PolicyView, compute_outputs
 from whence.records import RecordBatch
 from whence.targets import Target, target_name
-
-log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -235,9 +232,8 @@ class ValidationLoss(_MeanTarget):
                 "measured. It has to be True at the tokens of a response: check how prompts and responses are "
                 "separated, and whether prompts are cut before their responses."
             )
-        zeros = torch.zeros(mask.shape)
-        columns = {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": mask}
-        super().__init__(make_rows(**columns, log_probs=zeros, advantages=zeros), batch_size)
+        rows = make_rows(input_ids=input_ids, attention_mask=attention_mask, response_mask=mask)
+        super().__init__(rows, batch_size)
 
     @classmethod
     def of(cls, dataset: Any, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 16) -> Self:
@@ -259,34 +255,12 @@ class ValidationLoss(_MeanTarget):
         return _mask_log_probs(outputs, rows).sum(dim=1)
 
 
-def check_held_out(
-    target: Target, held_out: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]], processes: Processes
-) -> None:
-    """Refuse held-out prompts that the target cannot use, and warn of prompts that train as well.
-
-    Args:
-        target: the trainer's target.
-        held_out: token ids of the held-out prompts; None: there are none.
-        prompts: token ids of the prompts that train.
-        processes: the processes, each of which answers a part; the first logs the warning.
-
-    Raises:
-        WhenceError: the target reads no drawn responses, or has rows already; or held-out prompts are
-            fewer than the processes.
-    """
-    if held_out is not None:
-        if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
-            raise WhenceError(
-                f"held_out gives prompts for a target over drawn responses, and {target_name(target)} reads none of "
-                "them: use SequenceReturn() or TokenReturn(), without rows."
-            )
-        if len(held_out) < processes.number:
-            raise WhenceError(f"There are {len(held_out)} held-out prompts; give one for each process at least.")
-    kind, validation = "held-out prompts", held_out
-    if isinstance(target, ValidationLoss):
-        kind, validation = "prompts of the demonstrations", list_tokens(target.rows)[0].to_list()  # type: ignore[arg-type]
-    trained = {tuple(ids) for ids in prompts}
-    if processes.rank == 0 and validation and (shared := sum(tuple(ids) in trained for ids in validation)):
-        log.warning(
-            "%d of %d %s also train, so the target is not one of unseen prompts.", shared, len(validation), kind
+def check_held_out(target: Target, count: int, processes: Processes) -> None:
+    """Raise WhenceError for `count` held-out prompts that a target cannot use, or too few for the processes."""
+    if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
+        raise WhenceError(
+            f"held_out gives prompts for a target over drawn responses, and {target_name(target)} reads none of "
+            "them: use SequenceReturn() or TokenReturn(), without rows."
         )
+    if count < processes.number:
+        raise WhenceError(f"There are {count} held-out prompts; give one for each process at least.")

@@ -20,7 +20,6 @@ from whence.engines import (
     Gradient,
     Problem,
     compute_seeds,
-    fit_chunk_size,
     outputs_along,
     record_gradient,
     target_gradients,
@@ -95,6 +94,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     """
     processes, accelerator = scoring.processes, scoring.processes.accelerator
     local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
+    limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
     with accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext():
         influence = score_targets(
             restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers),
@@ -103,7 +103,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
             objective=scoring.objective,
             engine=scoring.engine,
             summed=reduce,
-            **_make_limits(scoring.memory, scoring.chunk_size),
+            **limits,
         )[""]
     if processes.number == 1:
         return influence
@@ -113,10 +113,6 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
         rows.ids.cpu().clone(),
         replace(influence.provenance, target=target_name(scoring.target), records=rows.fingerprint),
     )
-
-
-def _make_limits(memory: int | None, chunk_size: int) -> dict[str, Any]:
-    return {"chunk_size": chunk_size} if memory is None else {"memory": memory}
 
 
 def split_work(rows: RecordBatch, target: Target, processes: Processes) -> tuple[RecordBatch, Target, Summed | None]:
@@ -134,7 +130,6 @@ def score_tokens(
     target: Target,
     objective: Objective | None = None,
     temperature: float = 1.0,
-    memory: int | None = None,
     chunk_size: int = 16,
     layers: Layers | None = None,
 ) -> Float[Tensor, "n R"]:
@@ -151,8 +146,7 @@ def score_tokens(
         objective: the objective of a row's training; None: `TokenPPO()`. Its value has to depend on a token through
             the outputs at that token's position.
         temperature: the sampling temperature of the responses.
-        memory: bytes that scoring may hold at a time; None: those that `chunk_size` rows take.
-        chunk_size: rows of a pass if no memory is given.
+        chunk_size: rows of a pass.
         layers: the layers that the scores are of; see `whence.attribute`.
 
     Returns:
@@ -171,9 +165,8 @@ def score_tokens(
         )
     objective = TokenPPO() if objective is None else as_objective(objective)
     with open_problem(view, rows, targets=[target], objective=objective) as problem:
-        size = min(chunk_size, len(rows))
-        problem = replace(problem, chunk_size=size) if memory is None else fit_chunk_size(problem, _score_parts, memory)
-        parts = _score_parts(problem)
+        (gradient,) = target_gradients(problem := replace(problem, chunk_size=min(chunk_size, len(rows))))
+        parts = torch.cat([_parts_along(part, gradient) for part in problem.parts()])
     if not torch.isfinite(parts).all():
         row = int((~torch.isfinite(parts)).any(dim=1).nonzero()[0])
         raise NonFinite(
@@ -181,11 +174,6 @@ def score_tokens(
             "and advantages; a ratio that overflows means that another policy drew the response."
         )
     return parts.cpu()
-
-
-def _score_parts(problem: Problem) -> Float[Tensor, "n R"]:
-    (gradient,) = target_gradients(problem)
-    return torch.cat([_parts_along(part, gradient) for part in problem.parts()])
 
 
 def _parts_along(problem: Problem, gradient: Gradient) -> Float[Tensor, "n R"]:
@@ -208,8 +196,6 @@ def score_target_rows(
     target: Target,
     objective: Objective | None = None,
     temperature: float = 1.0,
-    engine: str = "auto",
-    memory: int | None = None,
     chunk_size: int = 16,
 ) -> Float[Tensor, " m"]:
     """Return the part of one response's score that each row of the target contributes; they sum to the score.
@@ -222,7 +208,6 @@ def score_target_rows(
         rows: the scored rows.
         position: the position of the response in them.
         target: a `SequenceReturn`, `TokenReturn` or `ValidationLoss`.
-        engine: see `whence.attribute`.
 
     Returns:
         (m,) on the CPU, in the order of the target's rows.
@@ -240,6 +225,4 @@ def score_target_rows(
     if not gradient:  # an empty response
         return torch.zeros(len(mean_rows))
     # A product is the same with its sides exchanged: the target's rows are scored by the response's gradient.
-    along = {"": Along(gradient)}
-    limits = _make_limits(memory, chunk_size)
-    return score_targets(view, mean_rows, along, objective=terms, engine=engine, **limits)[""].scores
+    return score_targets(view, mean_rows, {"": Along(gradient)}, objective=terms, chunk_size=chunk_size)[""].scores

@@ -13,6 +13,17 @@ from whence.policies import Outputs
 from whence.records import RecordBatch
 
 
+def _check_columns(records: RecordBatch, *names: str) -> RecordBatch:
+    """Return the rows if they have these columns of response tokens."""
+    columns = records.observations if isinstance(records.observations, dict) else {}
+    if missing := [name for name in ("response_mask", *names) if name not in columns]:
+        raise InvalidRecords(
+            f"The objective reads `{missing[0]}` of each response token, and these records lack it. Pass it to "
+            "whence.llm.make_rows" + (", or set vf_coef=0." if missing[0] in ("values", "returns") else ".")
+        )
+    return records
+
+
 @dataclass(frozen=True)
 class TokenPPO:
     """PPO's clipped objective of each row, to be raised: the mean over its response tokens; 0 for a row without any.
@@ -47,14 +58,7 @@ class TokenPPO:
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""
-        needed = ["response_mask", "log_probs", "advantages", *(["values", "returns"] if self.vf_coef else [])]
-        columns = records.observations if isinstance(records.observations, dict) else {}
-        if missing := [name for name in needed if name not in columns]:
-            raise InvalidRecords(
-                f"TokenPPO reads `{missing[0]}` of each response token, and these records lack it. Pass it to "
-                "whence.llm.make_rows" + (", or set vf_coef=0." if missing[0] in ("values", "returns") else ".")
-            )
-        return records
+        return _check_columns(records, "log_probs", "advantages", *(["values", "returns"] if self.vf_coef else []))
 
     def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each row, (n,)."""
@@ -98,11 +102,7 @@ class GroupObjective:
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""
-        needed = ["response_mask", "advantages", *(["ref_log_probs"] if self.beta else [])]
-        columns = records.observations if isinstance(records.observations, dict) else {}
-        if missing := [name for name in needed if name not in columns]:
-            raise InvalidRecords(f"GroupObjective reads `{missing[0]}` of each token, and these records lack it.")
-        return records
+        return _check_columns(records, "advantages", *(["ref_log_probs"] if self.beta else []))
 
     def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each row, (n,)."""

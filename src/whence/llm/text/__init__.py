@@ -18,6 +18,5 @@ from whence.llm.text.rewards import NO_COLUMNS as NO_COLUMNS
 from whence.llm.text.rewards import Columns as Columns
 from whence.llm.text.rewards import Reward as Reward
 from whence.llm.text.rewards import classifier as classifier
-from whence.llm.text.rewards import combine_rewards as combine_rewards
 from whence.llm.text.rewards import compute_rewards as compute_rewards
 from whence.llm.text.rewards import find_columns as find_columns

@@ -189,10 +189,7 @@ def write_evaluation(
         prompts: the sample prompts; None: none are answered.
         reward: rewards the answers.
         config: the settings of generation, but for sampling.
-        evaluate: measures the model; None: it is not measured.
-
-    Returns:
-        The measures.
+        evaluate: returns the measures, which are returned; None: the model is not measured.
     """
     if prompts:
         directory.write_round("answers", number, answer_prompts(model, tokenizer, prompts, reward, config))

@@ -18,18 +18,10 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Refuse a tokenizer that cannot pad or end a response.
-
-    Raises:
-        WhenceError: the message names the token to set.
-    """
-    if tokenizer.pad_token_id is None:
-        raise WhenceError(
-            "The tokenizer has no pad token, so rows of different lengths cannot form a batch. Set one: "
-            "tokenizer.pad_token = tokenizer.eos_token."
-        )
-    if tokenizer.eos_token_id is None:
-        raise WhenceError("The tokenizer has no end-of-text token, so no response could end. Set tokenizer.eos_token.")
+    """Raise WhenceError for a tokenizer that cannot pad rows of different lengths, or end a response."""
+    for name in ("pad_token", "eos_token"):
+        if getattr(tokenizer, name) is None:
+            raise WhenceError(f"The tokenizer has no {name}. Set tokenizer.{name}; for padding the eos_token serves.")
 
 
 def tokenize_prompts(
@@ -100,7 +92,7 @@ def read_prompts(
     tokenizer: Any,
     config: PPOConfig,
     context: int | None,
-    rewards: Sequence[Reward] = (),
+    reward: Reward | None = None,
 ) -> Prompts:
     """Return texts, chats, or a data set with a column "prompt", as prompts.
 
@@ -109,13 +101,13 @@ def read_prompts(
         tokenizer: the model's tokenizer.
         config: the settings that limit the lengths of prompts and responses.
         context: tokens that the model can read; None: no limit.
-        rewards: the rewards; only the columns that their arguments name are read.
+        reward: the reward; only the columns that its arguments name are read.
 
     Raises:
-        WhenceError: a prompt does not fit, or there is no column "prompt", or none that a reward asks for.
+        WhenceError: a prompt does not fit, or there is no column "prompt", or none that the reward asks for.
     """
     names = list_columns(dataset)
-    needed = {name for reward in rewards for name in find_columns(reward, names)}
+    needed = [] if reward is None else find_columns(reward, names)
     source: Any = dataset
     texts = list(dataset if getattr(dataset, "column_names", None) is None else source["prompt"])
     ids = tokenize_prompts(tokenizer, texts, config, context)
@@ -194,18 +186,15 @@ def join_messages(text: Any) -> str:
 
     A part of a message that is no text, such as an image, is named in angle brackets.
     """
-    return text if isinstance(text, str) else "".join(map(_read_message, text))
+    if isinstance(text, str):
+        return text
+    texts: list[str] = []
+    for message in text:
+        content = message.get("content") or []
+        texts += map(_read_part, [content] if isinstance(content, str) else content)
+        texts += [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
+    return "".join(texts)
 
 
-def _read_message(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
-    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
-    return "".join([*map(_read_part, parts), *calls])
-
-
-def _read_part(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return str(part)
-    text = part.get("text")
-    return f"<{part.get('type', 'part')}>" if text is None else str(text)
+def _read_part(part: str | Mapping[str, Any]) -> str:
+    return part if isinstance(part, str) else part.get("text") or f"<{part.get('type', 'part')}>"

@@ -27,33 +27,6 @@ Columns: TypeAlias = Mapping[str, Sequence[Any]]
 NO_COLUMNS: Columns = MappingProxyType({})
 
 
-def combine_rewards(rewards: Sequence[Reward], weights: Sequence[float] | None) -> Reward:
-    """Return the weighted sum of several rewards; the numbers of each are checked.
-
-    Args:
-        rewards: one or more reward functions.
-        weights: a weight for each; None: 1.
-
-    Raises:
-        WhenceError: there is no reward, one is no function, or there is another number of weights.
-    """
-    if not rewards or not all(map(callable, rewards)):
-        raise WhenceError(f"The rewards are {list(rewards)!r}; give functions of (prompts, responses).")
-    factors = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
-    if len(factors) != len(rewards):
-        raise WhenceError(
-            f"{len(factors)} reward weights were given for {len(rewards)} rewards; one for each is needed."
-        )
-
-    def sum_rewards(prompts: Sequence[str], responses: Sequence[str], /, **columns: Sequence[Any]) -> Sequence[float]:
-        total = torch.zeros(len(responses), dtype=torch.float64)
-        for reward, factor in zip(rewards, factors, strict=True):
-            total += factor * compute_rewards(reward, prompts, responses, columns)
-        return total.tolist()
-
-    return sum_rewards
-
-
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NO_COLUMNS
 ) -> Float[Tensor, " n"]:

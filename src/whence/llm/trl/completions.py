@@ -1,4 +1,4 @@
-"""The completions of a TRL generation batch: as records, in TRL's own table, and as kept rows of a minibatch."""
+"""The completions of a TRL generation batch: as records, and as kept rows of a minibatch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,23 +6,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whence.errors import NonFinite, Unsupported
-from whence.influence import Influence
 from whence.llm.base import EXTRA_PADDING, Processes, make_rows
 from whence.records import RecordBatch
-from whence.selection import Selection
-
-_NOT_TOKENS = frozenset(["pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"])
-"""Of TRL's batches: what scores of tokens do not account for."""
 
 
-def has_tokens_alone(output: Mapping[str, Any]) -> bool:
-    """Return whether a generation batch holds tokens, and no images."""
-    return not output.keys() & _NOT_TOKENS
+def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
+    """Return what a generation batch holds of images, which scores of tokens do not account for."""
+    return sorted(output.keys() & {"pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"})
 
 
 def make_completion_rows(
@@ -39,7 +33,7 @@ def make_completion_rows(
     Raises:
         Unsupported: there are images, which scores do not account for.
     """
-    if others := sorted(output.keys() & _NOT_TOKENS):
+    if others := find_other_inputs(output):
         raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
 
     def gather_tokens(tokens: Tensor, *, pad_first: bool = False) -> Tensor:
@@ -59,12 +53,11 @@ def make_completion_rows(
     columns = {EXTRA_PADDING: processes.gather(extra, len(mask))}
     if "ref_per_token_logps" in output:
         columns["ref_log_probs"] = torch.where(mask, gather_tokens(output["ref_per_token_logps"]), 0.0)
+    # Objectives assume ratios of 1, as at the policy that drew the tokens, so log-probs are not read.
     rows = make_rows(
         input_ids=torch.cat([prompts, completions], dim=1),
         attention_mask=torch.cat([prompt_mask, attended], dim=1),
         response_mask=mask,
-        # Objectives assume ratios of 1, as at the policy that drew the tokens, so these are not read.
-        log_probs=torch.zeros(mask.shape, device=mask.device),
         advantages=torch.where(mask, advantages[:, None], 0.0),
         record_ids=torch.arange(batches_done * len(mask), (batches_done + 1) * len(mask)),
     )
@@ -92,43 +85,6 @@ def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int) ->
             "taken. Return a finite number, or None where the function does not apply.",
             record_ids=list(dict.fromkeys(first_id + row for row, _ in places)),
         )
-
-
-_COLUMNS = ("kept", "influence")
-
-
-def log_selection(
-    columns: Mapping[str, Any], metrics: Mapping[str, Any], selection: Selection, influence: Influence | None
-) -> None:
-    """Add a generation batch's scores and selection.
-
-    Args:
-        columns: further columns of TRL's table; a new one is made when it is read, as by a defaultdict.
-        metrics: TRL's metrics of the training, likewise.
-        selection: the selection.
-        influence: the scores; None: there are none, and a column that holds earlier ones gets None.
-    """
-    columns["kept"].extend(selection.keep.tolist())
-    metrics["influence/kept_share"].append(float(selection.keep.double().mean()))
-    if influence is not None:
-        columns["influence"].extend(influence.scores.tolist())
-        metrics["influence/mean"].append(float(influence.scores.mean()))
-        metrics["influence/negative_share"].append(float((influence.scores < 0).double().mean()))
-    elif "influence" in columns:
-        columns["influence"].extend([None] * len(selection.keep))
-
-
-def log_without_scores(columns: Mapping[str, Any], count: int) -> None:
-    """Add None for completions that were not scored, as in an evaluation: the table holds the last of all completions.
-
-    Args:
-        columns: see `log_selection`.
-        count: the completions of this process.
-    """
-    present = [columns[name] for name in _COLUMNS if name in columns]
-    missing = gather_object([None] * count) if present else []
-    for column in present:
-        column.extend(missing)
 
 
 SCALE = "loss_scale"
@@ -183,28 +139,17 @@ def forget_passes(engine: Any) -> None:
         add_hooks(engine)
 
 
-def discard_gradients(
-    params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, *, scaled: bool
-) -> RemovableHandle | None:
-    """Remove gradients, so that the next step moves no parameter and leaves the optimiser's state as it is.
+def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Let the optimiser's next step move no parameter and leave its state as it is: remove the hook after the step.
 
-    Args:
-        params: the parameters.
-        optimizer: torch's optimiser.
-        scaled: whether a gradient scaler steps: it fails without gradients to check, so they are 0 until then.
-
-    Returns:
-        With a scaler the hook that removes them at the step; remove it after the step.
+    Gradients are 0 until the step, since a gradient scaler fails without gradients to check.
     """
     params = [param for param in params if param.grad is not None]
+    for param in params:
+        param.grad.zero_()  # type: ignore[union-attr]
 
     def remove(*_: Any) -> None:
         for param in params:
             param.grad = None
 
-    if not scaled:
-        remove()
-        return None
-    for param in params:
-        param.grad.zero_()  # type: ignore[union-attr]
     return optimizer.register_step_pre_hook(remove)

@@ -10,6 +10,16 @@ from whence.llm.scores import GroupObjective
 ROW_LOSSES = {"grpo": "mean", "sapo": "mean", "dr_grpo": "sum", "luspo": "sum"}
 TOKEN_LOSSES = ("dapo", "cispo", "vespo", "bnpo")
 
+# Under these settings dropped completions affect a step, or scores do not account for what a step does: an entropy
+# bonus and a threshold are over the tokens of each pass, and Liger's layers have no rules.
+_OFF = {
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "use_liger_kernel": False,
+}
+
 
 def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
     """Refuse settings under which dropped completions would still affect a step.
@@ -22,51 +32,30 @@ def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
         Unsupported: the message names the setting.
     """
     loss_type = getattr(args, "loss_type", "grpo")
-    steps = args.steps_per_generation // args.gradient_accumulation_steps
-    unaccounted = "scores do not account for it; "
-    refusals = [
-        (
-            loss_type not in (*ROW_LOSSES, *TOKEN_LOSSES),
-            f"loss_type={loss_type!r}: whence does not know how it reduces tokens",
+    passes, delta = args.gradient_accumulation_steps, getattr(args, "delta", None)
+    refusals = {
+        f"loss_type={loss_type!r}: how it reduces tokens is unknown": loss_type not in (*ROW_LOSSES, *TOKEN_LOSSES),
+        "loss_type='bnpo' with several passes a step: each pass, and each process, is divided by its own tokens. Use "
+        "loss_type='dapo', or gradient_accumulation_steps=1 in one process": (
+            loss_type == "bnpo" and passes * args.world_size > 1
         ),
-        (
-            loss_type == "bnpo" and args.gradient_accumulation_steps * args.world_size > 1,
-            "loss_type='bnpo' with several passes a step: each pass, and each process, is divided by its own tokens; "
-            "use loss_type='dapo', or gradient_accumulation_steps=1 in one process",
+        "several optimiser steps on a generation batch, each with another share of kept completions. Set "
+        "steps_per_generation to gradient_accumulation_steps (num_iterations may be more than 1)": (
+            args.steps_per_generation != passes
         ),
-        (
-            steps > 1 or args.steps_per_generation % args.gradient_accumulation_steps != 0,
-            "several optimiser steps on a generation batch: each would have another share of kept completions; set "
-            "steps_per_generation to gradient_accumulation_steps (num_iterations may be more than 1)",
+        "a router's auxiliary loss. Set router_aux_loss_coef=0": has_router_loss,
+        "delta below 1, which clips already at the first step. Set it above 1 + epsilon": delta is not None
+        and delta < 1,
+        "vLLM's importance sampling ratio. Set vllm_importance_sampling_correction=False": (
+            getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False)
         ),
-        (
-            getattr(args, "entropy_coef", 0.0) != 0.0 or getattr(args, "use_adaptive_entropy", False),
-            "an entropy bonus: it is a mean over the tokens of each pass; set entropy_coef=0, and "
-            "use_adaptive_entropy=False",
-        ),
-        (
-            getattr(args, "top_entropy_quantile", 1.0) < 1.0,
-            "top_entropy_quantile: its threshold is computed in each pass; set it to 1",
-        ),
-        (
-            has_router_loss,
-            "a router's auxiliary loss: dropped completions would affect it; set router_aux_loss_coef=0",
-        ),
-        (
-            getattr(args, "off_policy_mask_threshold", None) is not None,
-            f"off_policy_mask_threshold: {unaccounted}leave it unset",
-        ),
-        (
-            getattr(args, "delta", None) is not None and args.delta < 1,
-            f"delta below 1, which clips already at the first step: {unaccounted}set it above 1 + epsilon",
-        ),
-        (
-            getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False),
-            f"vLLM's importance sampling ratio: {unaccounted}set vllm_importance_sampling_correction=False",
-        ),
-        (getattr(args, "use_liger_kernel", False), "use_liger_kernel: its layers have no rules; leave it off"),
-    ]
-    if reason := next((reason for is_set, reason in refusals if is_set), None):
+        **{
+            f"{name}={getattr(args, name)!r}. Set it to {off!r}": getattr(args, name) != off
+            for name, off in _OFF.items()
+            if hasattr(args, name)
+        },
+    }
+    if reason := next((reason for reason, is_set in refusals.items() if is_set), None):
         raise Unsupported(f"Completions cannot be selected with {reason}.")
 
 

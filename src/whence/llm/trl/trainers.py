@@ -31,16 +31,13 @@ from whence.llm.trl.completions import (
     check_group_rewards,
     disable_autocast,
     discard_gradients,
+    find_other_inputs,
     forget_passes,
-    has_tokens_alone,
-    log_selection,
-    log_without_scores,
     make_completion_rows,
     take_kept,
 )
 from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, make_group_objective
-from whence.llm.trl.trl_checkpoints import read_progress
-from whence.llm.trl.trl_run import RunCallback
+from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.objectives import Objective, as_objective
 from whence.records import RecordBatch
@@ -130,17 +127,15 @@ class _SelectingTrainer:
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Return TRL's generation batch, edited to the completions that the rule keeps; in evaluation unchanged."""
         if not self.model.training:  # type: ignore[attr-defined]
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-            log_without_scores(self._logs["extra"], len(inputs))  # type: ignore[attr-defined]
-            return output
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
         with time_stage(self.seconds, "generation"):
-            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
         if type(self.rule) is not KeepAll:
             with time_stage(self.seconds, "scoring"):
                 output = self._score_and_select(output)
         elif self._run is not None:
-            self.rows = self._make_rows(output) if has_tokens_alone(output) else None
+            self.rows = None if find_other_inputs(output) else self._make_rows(output)
         if self._run is not None:
             self._run.note_batch()
         return output
@@ -161,8 +156,11 @@ class _SelectingTrainer:
         steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
         progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
         self.selection = self.rule.select(rows, self.influence, progress)
-        columns, metrics = self._logs["extra"], self._metrics["train"]  # type: ignore[attr-defined]
-        log_selection(columns, metrics, self.selection, self.influence)
+        metrics = self._metrics["train"]  # type: ignore[attr-defined]
+        metrics["influence/kept_share"].append(float(self.selection.keep.double().mean()))
+        if self.influence is not None:
+            metrics["influence/mean"].append(float(self.influence.scores.mean()))
+            metrics["influence/negative_share"].append(float((self.influence.scores < 0).double().mean()))
         return self._apply_selection(output, self.selection)
 
     @property
@@ -236,8 +234,8 @@ class _SelectingTrainer:
             if not self._steps_in_backward:
                 self._check_gradient(model, loss)
         if self.selection is not None and not self.selection.keep.any():
-            scaled = self.accelerator.scaler is not None  # type: ignore[attr-defined]
-            self._removal = discard_gradients(model.parameters(), self._torch_optimizer, scaled=scaled)
+            optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+            self._removal = discard_gradients(model.parameters(), getattr(optimizer, "optimizer", optimizer))
         return loss
 
     @property
@@ -263,11 +261,6 @@ class _SelectingTrainer:
         norms = measure_gradients(accelerator.unwrap_model(model).named_parameters())
         with name_round(self._batches_done + 1):
             check_gradients(norms, f"a minibatch of {self._minibatch_size} completions", loss=loss)
-
-    @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
-        return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
 
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]

@@ -1,7 +1,14 @@
-"""The run directory of a training by TRL's trainers."""
+"""The run directory of a training by TRL's trainers, and what it adds to Transformers' checkpoints.
 
+Some of their files are pickles (optimizer.pt, rng_state.pth), which Transformers itself loads as plain tensors and
+arrays (`weights_only=True`); whence loads none of them. Its own file comes last, so a checkpoint without it was being
+written when the process was killed, and is passed over.
+"""
+
+import json
 import logging
 import math
+import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -17,11 +24,13 @@ from whence.errors import RunDirectoryError, WhenceError
 from whence.llm.base import list_tokens
 from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
 from whence.llm.text import join_messages
-from whence.llm.trl.trl_checkpoints import delete_later, find_checkpoint, read_progress, read_state, seal_checkpoint
-from whence.runs import Checkpoint, RunDirectory, RunWriter
+from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, save_tree
 from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")
+
+_FILE = "whence.safetensors"
+"""What whence adds to a checkpoint: the run's id, and what Transformers does not keep."""
 
 _RUN_ID = "id"
 """The note that tells a run's checkpoints from those of another run that was in the same directory before."""
@@ -32,7 +41,7 @@ _NOT_OF_THE_STEPS = (
     *("logging_strategy", "logging_steps", "report_to", "disable_tqdm"),
 )
 _MAY_CHANGE = ("rounds", *(f"trl.{name}" for name in _NOT_OF_THE_STEPS))
-_ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed", "reward_weights")
+_ELSEWHERE = ("output_dir", "logging_dir", "run_name", "max_steps", "seed")
 # They say nothing of the training, and hub_token is a secret.
 _OF_THE_HUB = ("hub_", "push_to_hub")
 
@@ -73,11 +82,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._checkpoint: Path | None = None
 
     def find_checkpoint(self) -> Path | None:
-        """Return the run's last whole checkpoint."""
+        """Return the last whole checkpoint of this run, not of one that was in the directory before."""
         if not (self._folder / "config.json").exists():
             return None
         run_id = RunDirectory.open(self._folder).notes.get(_RUN_ID, "")
-        return find_checkpoint(self._trainer.args.output_dir, run_id)
+        folders = reversed(_list_checkpoints(self._trainer.args.output_dir).values())
+        whole = (folder for folder in folders if (folder / _FILE).exists())
+        return next((folder for folder in whole if load_tree(folder / _FILE)["run"] == run_id), None)
 
     def choose_checkpoint(self, resume: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to go on from, or None; nothing is changed. Call it in every process.
@@ -132,7 +143,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Open the directory, and put back what Transformers' checkpoint does not hold."""
         if self._checkpoint is not None:
-            self._load_state(read_state(self._checkpoint), state.global_step)
+            self._load_state(self._checkpoint, state.global_step)
         self._trainer._processes.wait()  # until all have read what the first one may change
         if not state.is_world_process_zero:
             return
@@ -142,7 +153,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if done and (self._folder / "config.json").exists():
             self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
             log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
-            delete_later(args.output_dir, state.global_step)
+            _delete_later(args.output_dir, state.global_step)
             self._writer = RunWriter(self._directory, save_every=0)
             self._writer.go_on(Checkpoint(done, {}, self._folder))
             self._writer.note_resumption([], versions)
@@ -152,7 +163,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             )
             self._writer = RunWriter(self._directory, save_every=0)
             if shared and not done:
-                delete_later(args.output_dir, 0)  # those of the run that was here before
+                _delete_later(args.output_dir, 0)  # those of the run that was here before
         if _RUN_ID not in self._directory.notes:
             self._directory.note(**{_RUN_ID: uuid.uuid4().hex})
 
@@ -167,8 +178,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if args.world_size > 1:
             states = gather_object(states)  # all processes have written their files now
         if self._directory is not None:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            seal_checkpoint(folder, self._directory.notes[_RUN_ID], {"processes": states})
+            file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FILE
+            save_tree(file, {"run": self._directory.notes[_RUN_ID], "processes": states})
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state that Transformers does not keep: of rule and rewards, and of a reference that changes."""
@@ -179,13 +190,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "reference": None if reference is None else dict(reference.state_dict()),
         }
 
-    def _load_state(self, content: Mapping[str, Any], step: int) -> None:
+    def _load_state(self, checkpoint: Path, step: int) -> None:
         trainer = self._trainer
         # TRL draws a new generation batch at multiples of a round's passes, which it counts anew in each process.
         trainer._step, trainer._buffered_inputs = step * trainer.args.gradient_accumulation_steps, None
-        if not content:
+        if not (checkpoint / _FILE).exists():
             return
-        state = content["processes"][trainer.args.process_index]
+        state = load_tree(checkpoint / _FILE)["processes"][trainer.args.process_index]
         for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
             part.load_state_dict(stored)
         if state["reference"] is not None and self._moves_reference():
@@ -232,21 +243,12 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Write the generation batch after the last of its steps."""
-        if state.global_step % self._steps == 0:
-            self._write_batch(state.global_step // self._steps)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Write the last generation batch if training ends before the last of its steps."""
-        self._write_batch(-(-state.global_step // self._steps))
-
-    def _write_batch(self, number: int) -> None:
-        if self._directory is None or self._batch is None:
+        number, rest_of_round = divmod(state.global_step, self._steps)
+        if rest_of_round or self._directory is None or self._batch is None:
             return
-        table, metrics = self._batch
-        first, self._batch = (number - 1) * len(table), None
-        ids = pl.Series("record_id", range(first, first + len(table)), dtype=pl.Int64)
+        (table, metrics), seconds = self._batch, self._trainer.seconds
+        ids = pl.Series("record_id", range((number - 1) * len(table), number * len(table)), dtype=pl.Int64)
         self._directory.write_round("records", number, table.select(ids, pl.all()))
-        seconds = self._trainer.seconds
         self._writer.write_rows({"round": number, **metrics}, seconds)
         seconds.clear()
 
@@ -257,12 +259,30 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             trainer.accelerator.unwrap_model(trainer.model),
             about={"algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo", **self._about},
             rewards=trainer.reward_funcs,
-            reward_weights=trainer.reward_weights.tolist(),
             data={"prompts": trainer.train_dataset},
             rounds=rounds,
             seed=trainer.args.seed,
             settings={**trainer.scoring.describe(), "trl": _list_settings(trainer.args)},
         )
+
+
+def read_progress(checkpoint: Path) -> Mapping[str, Any]:
+    """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more."""
+    progress: Mapping[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return progress
+
+
+def _list_checkpoints(output_dir: str | Path) -> dict[int, Path]:
+    """Return the folders of Transformers' checkpoints, whole or not, by the optimiser's steps before each."""
+    folders = (folder for folder in Path(output_dir).glob("checkpoint-*") if folder.name[11:].isdecimal())
+    return dict(sorted((int(folder.name[11:]), folder) for folder in folders))
+
+
+def _delete_later(output_dir: str | Path, step: int) -> None:
+    """Delete the checkpoints after a step, whole or not: training comes there again, and Transformers counts them."""
+    for later, folder in _list_checkpoints(output_dir).items():
+        if later > step:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _list_settings(args: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whence import (
@@ -129,6 +129,7 @@ def test_other_types_are_refused() -> None:
                 rule(seed=seed)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=40), st.floats(0.01, 1))
 def test_iif_drops_only_negative_and_nothing_kept_is_lower(scores: list[float], drop: float) -> None:
     records, influence = scored(scores)

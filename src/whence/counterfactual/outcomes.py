@@ -195,5 +195,5 @@ def compute_scores(
         on_stage("scores: crossfit")
         fold, targets = split_target(target, without.records, FOLDS)
         by_target = torch.stack([snapshot_scores(without, part) for part in targets])
-        scores["crossfit"] = by_target.gather(0, fold[None])[0].double().cpu().numpy()
+        scores["crossfit"] = by_target.cpu().gather(0, fold[None])[0].double().numpy()
     return scores | by_method | baselines

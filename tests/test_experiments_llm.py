@@ -22,9 +22,9 @@ from whence.engines import memory
 from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.arms import split_arm
+from whence.experiments.llm.language_config import digest_source, is_finished, read_curve
 from whence.experiments.llm.language_training import prepare, run
 from whence.experiments.llm.loading import load_function
-from whence.experiments.llm.outputs import digest_source, is_finished, read_curve
 from whence.experiments.llm.tasks import make_trainer_config, scoring_memory
 from whence.llm.lab import SIZES, check
 from whence.llm.lab.laboratory import make_character_tokenizer

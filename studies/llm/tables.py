@@ -17,7 +17,7 @@ from scipy import stats
 
 from whence import experiments
 from whence.experiments import STANDARD, LanguageConfig, put_row, read_rows
-from whence.experiments.llm.outputs import read_curve
+from whence.experiments.llm.language_config import read_curve
 from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.metrics import Curve, summarise

@@ -15,8 +15,7 @@ from whence.cli.progress import RoundBar
 from whence.cli.runs import find_round
 from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
 from whence.errors import WhenceError
-from whence.experiments.llm.explaining import Explanation, explain_response
-from whence.experiments.llm.language_rebuilding import list_policies
+from whence.experiments.llm.language_rebuilding import Explanation, explain_response, list_policies
 from whence.moments import find_moments
 from whence.page import CauseView, Decision, describe_causes
 from whence.runs import RunDirectory

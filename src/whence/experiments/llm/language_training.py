@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
-from whence.experiments.llm.language_config import LanguageConfig
+from whence.experiments.llm.language_config import LanguageConfig, describe, is_finished
+from whence.experiments.llm.language_config import read_curve as read_curve
 from whence.experiments.llm.loading import hide_progress_bars, ignore_old_names
-from whence.experiments.llm.outputs import describe, is_finished
-from whence.experiments.llm.outputs import read_curve as read_curve
 from whence.experiments.llm.tasks import (
     Task,
     choose_sample_prompts,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from whence.errors import WhenceError, first_line, suggest
-from whence.experiments.llm.outputs import search_first
+from whence.experiments.llm.language_config import search_first
 from whence.llm.text import list_columns
 
 

@@ -16,11 +16,17 @@ from whence.errors import WhenceError
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, disable_dropout
-from whence.llm.base.processes import check_copies
-from whence.llm.ppo.optimisation import make_optimizer, optimise
+from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
+from whence.llm.ppo.ppo_round import (
+    Rollout,
+    make_metrics_row,
+    make_optimizer,
+    make_response_table,
+    make_rollout,
+    optimise,
+    steer_kl_coef,
+)
 from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
-from whence.llm.ppo.rollout import Rollout, make_metrics_row, make_response_table, make_rollout, steer_kl_coef
 from whence.llm.scores import Scoring, SequenceReturn, TokenPPO, check_held_out, score
 from whence.llm.text import (
     Evaluate,

@@ -262,7 +262,7 @@ class TestCommand:
         assert f"Numbers: {run / 'interventions'}" in result.output
         assert sorted(stamps(run)) == ["round_00001.json", "round_00003.json"]
         content = json.loads((run / "interventions" / "round_00003.json").read_text())
-        assert (content["round"], content["target"]) == (3, "Return()")
+        assert content["round"] == 3
         assert len(content["rows"]) == 6
         rows = pl.DataFrame(content["rows"])
         printed = json.loads(whence("intervene", run, "--test-episodes", 3, "--orders", 2, "--json").stdout)
@@ -322,7 +322,6 @@ class TestCommand:
         [
             (["--rounds", "2"], "Round 2 of .* was not recorded. Recorded rounds: 1, 3"),
             (["--rounds", "b"], "--rounds is 'b'; whole numbers or ranges"),
-            (["--target", "action", "--record", "-1"], "Record -1 is not in this round"),
             (["--where", "action"], "--where is 'action'"),
             (["--where", "action = 7"], "holds for none of the round's 64 records"),
         ],

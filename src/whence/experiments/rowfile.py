@@ -18,8 +18,6 @@ Row = Mapping[str, Any]
 
 _REST = "rest"
 
-_SCALARS: dict[type, type[pl.DataType]] = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
-
 
 def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return a file's rows by the values of some of their names, in their order; none if there is no such file.
@@ -44,15 +42,10 @@ def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str
 
 
 def put_row(path: Path, row: Row, keys: Sequence[str]) -> None:
-    """Put a row into a file, in place of the one with the same keys.
+    """Put a row, whose values are as JSON has them, into a file, in place of the one with the same keys.
 
     The file is replaced whole, so that a reader sees all of the old one or all of the new one. Whoever writes holds
     the lock of the directory, since the last of two writers would undo what the first has put.
-
-    Args:
-        path: the file, which need not be there.
-        row: its values as JSON has them.
-        keys: see `read_rows`.
 
     Raises:
         RunDirectoryError: see `read_rows`.
@@ -69,8 +62,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
         types = {type(value) for value in values}
-        if len(types) == 1 and (scalar := _SCALARS.get(types.pop())) is not None:
-            columns[name] = pl.Series(name, values, scalar)
+        if len(types) == 1 and types <= {str, int, float, bool}:
+            columns[name] = pl.Series(name, values)
         elif all(map(_is_table, values)):
             columns |= _pack_tables(name, values)
         else:
@@ -84,13 +77,9 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _is_table(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value != {}
-        and all(
-            isinstance(column, list) and all(type(entry) in (int, float, type(None)) for entry in column)
-            for column in value.values()
-        )
+    columns = value.values() if isinstance(value, dict) and value else [None]
+    return all(
+        isinstance(column, list) and {type(entry) for entry in column} <= {int, float, type(None)} for column in columns
     )
 
 

@@ -10,14 +10,13 @@ import numpy as np
 import polars as pl
 import torch
 import typer
-from stable_baselines3 import PPO
 
 from whence import experiments
 from whence.attribution import attribute
 from whence.cli import options
 from whence.cli.console import console, errors, make_table, print_json, print_line, resumable
 from whence.cli.options import parse_rounds
-from whence.cli.runs import make_target, open_agent_run
+from whence.cli.runs import open_agent_run
 from whence.counterfactual import VARIANTS, summarise_changes
 from whence.counterfactual import intervene as intervene_round
 from whence.errors import RunDirectoryError, WhenceError, first_line
@@ -25,10 +24,9 @@ from whence.guards import write_json
 from whence.influence import Influence
 from whence.metrics import t_interval
 from whence.moments import read_axes
-from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, check_links
 from whence.sb3 import model_objective
-from whence.targets import Target
+from whence.targets import Return
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
 _DIFFERENCES = ("filtered - full", "filtered - random")
@@ -52,10 +50,6 @@ def intervene(
             show_default=False,
         ),
     ] = None,
-    target: options.Target = "return",
-    record: options.Record = None,
-    observation: options.Observation = None,
-    action: options.Action = None,
     orders: Annotated[int, typer.Option(help="Orders in which each is trained.", min=1)] = 1,
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Of orders, random drops and tests.", min=0)] = 0,
@@ -81,24 +75,20 @@ def intervene(
         )
     settings = {"where": where, "orders": orders, "test_episodes": test_episodes, "seed": seed}
 
-    def make(model: PPO, recording: RoundRecording) -> Target:
-        return make_target(target, model, recording.records, record, observation, action)
-
     def show(number: int, stage: str) -> None:
         status.update(f"round {number}: {stage}")
 
     torch.set_num_threads(1)
     with resumable(), errors.status("reading") as status:
         contents = [
-            _intervene(directory, number, make, settings, int(memory * 2**30), partial(show, number), env)
+            _intervene(directory, number, settings, int(memory * 2**30), partial(show, number), env)
             for number in numbers
         ]
     rows = [row for content in contents for row in _summarise_round(content)]
     tested = [row for row in rows if row["outcome"] == "evaluated" and row["filtered"] is not None]
     means = {difference: t_interval([row[difference]["mean"] for row in tested]) for difference in _DIFFERENCES}
     if json:
-        about = {"run": str(run), "target": contents[0]["target"], **settings}
-        print_json({**about, "rounds": rows, "mean_change": means})
+        print_json({"run": str(run), **settings, "rounds": rows, "mean_change": means})
         return
     title = f"{run}: without the records that score below 0" if where is None else f"{run}: without {where}"
     headings = ("round", "kept", "outcome", *VARIANTS, *(name.replace("-", "−") for name in _DIFFERENCES))
@@ -112,7 +102,6 @@ def intervene(
 def _intervene(
     directory: RunDirectory,
     number: int,
-    make: Callable[[PPO, RoundRecording], Target],
     settings: Mapping[str, Any],
     memory: int,
     on_stage: Callable[[str], None],
@@ -120,8 +109,8 @@ def _intervene(
 ) -> Mapping[str, Any]:
     """Return the content of a round's file; write the file unless one with the same settings is there."""
     model, recording = experiments.load_recording(directory, number, env=env)
-    target, where = make(model, recording), settings["where"]
-    content = {"round": number, "records": recording.records.fingerprint, "target": repr(target), **settings}
+    where = settings["where"]
+    content = {"round": number, "records": recording.records.fingerprint, **settings}
     file = directory.path / "interventions" / f"round_{number:05d}{'_where' if where else ''}.json"
     try:
         before = json_module.loads(file.read_text(encoding="utf-8"))
@@ -133,7 +122,7 @@ def _intervene(
     orders_seed, tests_seed = map(int, np.random.SeedSequence([settings["seed"], number]).generate_state(2))
     on_stage("scoring")
     objective = model_objective(model)
-    scores = attribute(model.policy, recording.records, target=target, objective=objective, memory=memory)
+    scores = attribute(model.policy, recording.records, target=Return(), objective=objective, memory=memory)
     left_out = scores if where is None else _find_group(directory, number, scores, where)
     tests = experiments.measure_returns(directory, model, episodes=settings["test_episodes"], seed=tests_seed, env=env)
     with tests as evaluate:

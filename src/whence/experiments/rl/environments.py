@@ -156,12 +156,12 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
 
 
 def measure_return(
-    config: RunConfig, model: BaseAlgorithm, env: VecEnv | None, *, episodes: int, seed: int
+    config: RunConfig | None, model: BaseAlgorithm, env: VecEnv | None, *, episodes: int, seed: int
 ) -> tuple[float, float]:
     """Return a model's mean test return and its standard error, with the library that the run evaluates with.
 
     Args:
-        config: the run.
+        config: the run, if `env` is None.
         model: holds the policy to test.
         env: from `make_evaluation_env`; None: EnvPool's environments are used.
         episodes: at least 2.
@@ -169,6 +169,7 @@ def measure_return(
     """
     if env is not None:
         return evaluate(model, env, episodes=episodes, seed=seed)
+    assert config is not None
     # EnvPool's seeds have 31 bits.
     returns = evaluate_pool(
         model, config.env, config.pool_kwargs, episodes=episodes, seed=seed >> 1, key=config.observe

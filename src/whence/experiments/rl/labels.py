@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-_VERSION = re.compile(r"-v\d+$")
-
 
 def action_labels(env_id: str | None) -> list[str] | None:
     """Return the names of an environment's discrete actions, in their order; None if they are not known.
@@ -35,16 +33,13 @@ def _find_names(env_id: object, kind: str) -> list[str] | None:
     if not isinstance(env_id, str):
         return None
     # "gymnasium.envs.box2d:LunarLander-v3", "ALE/Pong-v5" and "LunarLander-v3" all name an environment by their end.
-    name = _VERSION.sub("", env_id.rpartition(":")[2])
-    table = _read_labels()
-    family = name.partition("-")[0]  # MiniGrid-DoorKey-8x8
+    name = re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
+    table, family = _read_labels(), name.partition("-")[0]  # of MiniGrid-DoorKey-8x8
     entry = table.get(name) or (table.get(family) if family in ("MiniGrid", "BabyAI") else None) or {}
-    names = entry.get(kind)
-    return list(names) if names else None
+    return list(entry[kind]) if entry.get(kind) else None
 
 
 @cache
 def _read_labels() -> Mapping[str, Mapping[str, list[str]]]:
-    text = (files("whence.experiments.rl") / "labels.toml").read_text(encoding="utf-8")
-    table = tomllib.loads(text)
+    table = tomllib.loads((files("whence.experiments.rl") / "labels.toml").read_text(encoding="utf-8"))
     return {name: table[entry["like"]] if "like" in entry else entry for name, entry in table.items()}

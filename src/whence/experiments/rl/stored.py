@@ -24,7 +24,7 @@ from whence.attribution import attribute
 from whence.counterfactual import Evaluate
 from whence.errors import InvalidRecords, ReplayError, RunDirectoryError
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import evaluate, measure_return, observe_part, renew_world
+from whence.experiments.rl.environments import measure_return, observe_part, renew_world
 from whence.folds import usable_folds
 from whence.guards import preserve_rng_state
 from whence.influence import Influence
@@ -171,11 +171,7 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
 def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: AnyEnv = None) -> RecordBatch:
     """Return the records of a round's table, observed again if their observations were too large to store.
 
-    Args:
-        run: the run.
-        table: the round's records, as the run stores them.
-        model: the run's model; which round's policy it holds does not matter.
-        env: see `load_round`.
+    The model is the run's; which round's policy it holds does not matter.
 
     Raises:
         ReplayError: observations are not stored, and cannot be observed again.
@@ -190,17 +186,7 @@ def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: Any
 
 
 def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influence:
-    """Score a round's records for the return, by the policy that collected them; with errors if they can be had.
-
-    Args:
-        run: see `load_round`.
-        number: the round's number, from 1.
-        env: see `load_round`.
-
-    Raises:
-        RunDirectoryError: see `load_round`.
-        ReplayError: see `load_round`.
-    """
+    """Score a round's records for the return, as `load_round` returns them; with errors if they can be had."""
     target = Return()
     model, records = load_round(run, number, env=env)
     folds = usable_folds(target, records)
@@ -269,21 +255,14 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
 
 
 def load_policy(run: RunDirectory, number: int, model: Any) -> None:
-    """Load the policy that collected a round into the run's model.
-
-    Args:
-        run: the run.
-        number: the round's number, from 1; the one after the last round holds the trained policy.
-        model: from `load_model`.
+    """Load the policy that collected a round into the run's model; the one after the last round is the trained one.
 
     Raises:
         RunDirectoryError: there is no such policy, it is not finite, or the model has other tensors.
     """
     stored_tensors, tensors = run.policy(number), named_tensors(model.policy)
-    shapes, stored_shapes = ({name: each.shape for name, each in of.items()} for of in (tensors, stored_tensors))
-    if differing := sorted(
-        name for name in shapes.keys() | stored_shapes.keys() if shapes.get(name) != stored_shapes.get(name)
-    ):
+    shapes, stored_shapes = ({(name, each.shape) for name, each in of.items()} for of in (tensors, stored_tensors))
+    if differing := sorted({name for name, _ in shapes ^ stored_shapes}):
         raise RunDirectoryError(
             f"The policy of round {number} in {run.path} does not fit the one its configuration builds: "
             f"{', '.join(differing[:3])}. Has the policy's code changed since?"
@@ -328,10 +307,7 @@ def measure_returns(
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
         load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
         test_seed = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
-        if tests is None:
-            assert config is not None
-            return measure_return(config, model, None, episodes=episodes, seed=test_seed)[0]
-        return evaluate(model, tests, episodes=episodes, seed=test_seed)[0]
+        return measure_return(config, model, tests, episodes=episodes, seed=test_seed)[0]
 
     try:
         yield measure

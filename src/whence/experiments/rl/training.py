@@ -236,11 +236,11 @@ class _Evaluation(BaseCallback):
         stored, before = self._directory.table("evaluations"), copy_tensors(named_tensors(self.model.policy))
         done = [] if stored.is_empty() else stored["round"].to_list()
         due = list_evaluated_rounds(self._config) if self._config.eval_episodes else []
-        if missing := [number for number in due if number not in done and number < self._rounds_done]:
-            for number in (each for each in due if missing[0] <= each < self._rounds_done):
+        for number in due:
+            if number not in done and number < self._rounds_done:
                 load_tensors(named_tensors(self.model.policy), self._directory.policy(number + 1))
                 self._measure(number)
-            load_tensors(named_tensors(self.model.policy), before)
+        load_tensors(named_tensors(self.model.policy), before)
 
     def evaluate(self) -> None:
         """Evaluate the policy as it is, and write the figures."""

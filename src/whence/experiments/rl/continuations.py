@@ -73,8 +73,8 @@ def estimate_advantages(
         the continuations that follow the policy, `mc_value` with `mc_value_error`.
 
     Raises:
-        ReplayError: an episode cannot be played again up to a record, observations were normalised, or the policy reads
-            action masks that the environment does not have.
+        ReplayError: an episode cannot be played again up to a record, observations were normalised, or the environment
+            fails, as one without the action masks that the policy reads.
         RunDirectoryError: the policy cannot be built again.
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
@@ -110,12 +110,12 @@ def _group_by_episode(run: RunDirectory, number: int, records: Sequence[int]) ->
         ReplayError: the round does not hold a record, or its place in an episode is not known.
     """
     table = run.round("records", number)
-    rows = {row["record_id"]: row for row in table.select("record_id", "episode_id", "step").iter_rows(named=True)}
+    places = {record: place for record, *place in table.select("record_id", "episode_id", "step").iter_rows()}
     grouped: dict[int, dict[int, int]] = {}
     for record in records:
-        if record not in rows:
+        if record not in places:
             raise ReplayError(f"Record {record} is not in round {number} of {run.path}.")
-        episode, step = rows[record]["episode_id"], rows[record]["step"]
+        episode, step = places[record]
         if episode is None or step is None:
             raise ReplayError(
                 f"Record {record} of {run.path} has no known place in an episode, so its state cannot be rebuilt. Take "
@@ -151,15 +151,9 @@ def _continue(
     seeds: np.random.SeedSequence,
     on_step: OnStep | None,
 ) -> NDArray[np.float64]:
-    """Return the discounted returns of continuations, one in each environment; the first half begins with an action.
+    """Return the discounted returns of continuations from a record's state, one in each of 2n environments.
 
-    Args:
-        model: holds the policy.
-        envs: 2n environments in the record's state.
-        observations: what the agent sees in each.
-        first_action: the first action of the first n.
-        seeds: of the environments, two of which share each, and of the actions.
-        on_step: see `estimate_advantages`.
+    The first n begin with an action; the seed of each is also that of one of the others.
     """
     half = len(envs) // 2
     *env_seeds, action_seed = seeds.spawn(half + 1)
@@ -199,23 +193,11 @@ def _stack(observations: list[Any]) -> Any:
 
 
 def _act(model: Any, envs: list[gym.Env[Any, Any]], observations: list[Any]) -> NDArray[Any]:
-    masks = {"action_masks": _read_masks(envs)} if isinstance(model.policy, MaskableActorCriticPolicy) else {}
+    masks = {}
+    if isinstance(model.policy, MaskableActorCriticPolicy):
+        masks["action_masks"] = np.stack([env.get_wrapper_attr("action_masks")() for env in envs])
     actions: NDArray[Any] = model.predict(_stack(observations), deterministic=False, **masks)[0]
     return actions
-
-
-def _read_masks(envs: list[gym.Env[Any, Any]]) -> NDArray[np.bool_]:
-    """Return which actions each environment allows.
-
-    Raises:
-        ReplayError: an environment does not tell.
-    """
-    if not all(env.has_wrapper_attr("action_masks") for env in envs):
-        raise ReplayError(
-            "The policy reads action masks, and the environment has no method action_masks. Pass env= a function that "
-            "makes it with the wrapper that it was trained in, such as ActionMasker."
-        )
-    return np.stack([env.get_wrapper_attr("action_masks")() for env in envs])
 
 
 def _value(model: Any, observation: Any) -> float:

@@ -1,6 +1,6 @@
 """The arms of a comparison, as data: ways to train an agent, and to select a language model's responses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 STANDARD = "ppo"
 """The arm that the others are measured against."""
 
-RULE_FIELDS = ("drop", "warmup", "seed")
-"""Fields of a run that a rule may read."""
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -24,46 +21,42 @@ class Arm:
     Attributes:
         rule: name of a selection rule in `whence.selection` or `whence.heuristics`.
         about: one line for people.
-        reads: the fields of a run that the rule takes, from `RULE_FIELDS`.
-        rule_settings: further arguments of the rule.
+        rule_settings: arguments of the rule that a run does not set.
         learning_rate_scale: factor of the run's learning rate.
         target: what a language model's responses are scored by, unless a run names another; None: nothing is scored.
     """
 
     rule: str
     about: str
-    reads: Sequence[str] = ()
     rule_settings: Mapping[str, Any] = field(default_factory=dict)
     learning_rate_scale: float = 1.0
     target: str | None = None
 
     def make_rule(self, **run_fields: float) -> "SelectionRule":
-        """Return the selection rule of a run with these fields, at least those that the rule reads."""
+        """Return the selection rule of a run, with those of the run's fields that the rule has."""
         from whence import heuristics, selection  # they import torch, which a list of arms does not need
 
         rule_class = getattr(selection, self.rule, None) or getattr(heuristics, self.rule)
-        rule: SelectionRule = rule_class(**self.rule_settings, **{name: run_fields[name] for name in self.reads})
+        of_run = {name: value for name, value in run_fields.items() if name in rule_class.__dataclass_fields__}
+        rule: SelectionRule = rule_class(**{**of_run, **self.rule_settings})
         return rule
 
-
-_SHARE = ("drop", "warmup")
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         STANDARD: Arm("KeepAll", "PPO as it is: every record trains"),
-        "iif": Arm("IIF", "drop the share `drop` of the records below 0", _SHARE),
-        "mean": Arm("BelowMean", "drop the share `drop` of those below the mean", _SHARE),
-        "nonpositive": Arm("NonPositive", "drop every record that scores 0 or less", ("warmup",)),
-        "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0", RULE_FIELDS),
-        "random": Arm("RandomDrop", "as many as iif, at random among all", RULE_FIELDS),
+        "iif": Arm("IIF", "drop the share `drop` of the records below 0"),
+        "mean": Arm("BelowMean", "drop the share `drop` of those below the mean"),
+        "nonpositive": Arm("NonPositive", "drop every record that scores 0 or less"),
+        "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0"),
+        "random": Arm("RandomDrop", "as many as iif, at random among all"),
         "advantage-1": Arm(
             "AdvantageMismatch",
             "drop the share `drop` of those whose advantage has another sign than the return, furthest first",
-            _SHARE,
             {"order": "distance"},
         ),
         "advantage-2": Arm(
-            "AdvantageMismatch", "the same, lowest product with the return's first", _SHARE, {"order": "product"}
+            "AdvantageMismatch", "the same, lowest product with the return's first", {"order": "product"}
         ),
         "td-error": Arm("TDErrorPriority", "draw records of large TD errors more often"),
         **{
@@ -108,7 +101,6 @@ LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
         "random": Arm(
             "RandomDrop",
             "drop as many responses as iif, at random",
-            ("seed",),
             {"drop": 1.0, "zeros": True},
             target="sequence",
         ),

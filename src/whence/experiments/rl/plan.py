@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.errors import WhenceError, suggest
-from whence.experiments.arms import ARMS, RULE_FIELDS, STANDARD, find_arm
+from whence.experiments.arms import ARMS, STANDARD, find_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
 from whence.experiments.rl.presets import presets
@@ -128,7 +128,7 @@ def reads(config: RunConfig, name: str) -> bool:
     """Return whether a run's arm reads a field: drop, warmup, or one that says how records are scored."""
     if config.arm not in ARMS:  # a study's
         return True
-    return name in ARMS[config.arm].reads if name in RULE_FIELDS else config.rule().needs_influence
+    return hasattr(config.rule(), name) if name in ("drop", "warmup") else config.rule().needs_influence
 
 
 def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[RunConfig]:

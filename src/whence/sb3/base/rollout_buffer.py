@@ -21,7 +21,7 @@ from whence.errors import InvalidRecords, Unsupported, WhenceError
 from whence.records import UNKNOWN, RecordBatch
 from whence.sb3.base.sampling import original_class
 from whence.sb3.policy import check_policy
-from whence.trees import Tree
+from whence.trees import Tree, map_tree
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
@@ -148,14 +148,11 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
     steps, envs = buffer.buffer_size, buffer.n_envs
     first = model.num_timesteps - steps * envs
     actions = _flatten(buffer.actions)
+    observations: Tree = map_tree(_flatten, buffer.observations)
     if isinstance(model.action_space, spaces.Discrete):
         actions = actions.reshape(-1)
-    if isinstance(buffer.observations, dict):
-        observations: Tree = {key: _flatten(array) for key, array in buffer.observations.items()}
-    else:
-        observations = _flatten(buffer.observations)
-        if isinstance(model.observation_space, spaces.Discrete):
-            observations = observations.reshape(-1)
+    if isinstance(model.observation_space, spaces.Discrete):
+        observations = observations.reshape(-1)
     masks = getattr(buffer, "action_masks", None)
     episode_ids, positions, ongoing = number_episodes(buffer.episode_starts.astype(bool), ongoing)
     records = RecordBatch(
@@ -193,8 +190,8 @@ def number_episodes(
         before: the episodes that were ongoing when the rollout began; None: unknown.
 
     Returns:
-        Episode ids (steps, envs); each record's step in its episode (steps, envs), -1 if the episode's beginning was
-        not seen; and the episodes that are ongoing at the end.
+        Episode ids (steps, envs); each record's step in its episode (steps, envs), -1 if its beginning was not seen;
+        and the episodes that are ongoing at the end.
     """
     length, envs = starts.shape
     before = before or Ongoing.unknown(envs)

@@ -87,12 +87,8 @@ def cut_minibatches(
 ) -> list[NDArray[np.int64]]:
     """Cut an order of records into minibatches.
 
-    Args:
-        order: positions of records.
-        batch_size: records in a minibatch.
-        last: "drop" leaves out a last minibatch shorter than the others, unless it is the only one.
-        join: let a last minibatch of one record join the one before, since one advantage cannot be normalised. False
-            cuts as SB3 does.
+    `last="drop"` leaves out a last minibatch shorter than the others, unless it is the only one. With `join`, a last
+    one of one record joins the one before, since one advantage cannot be normalised; SB3 cuts without.
     """
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     if len(batches) > 1 and len(batches[-1]) < batch_size:
@@ -110,11 +106,7 @@ _MARK = "_whence_wraps_train"
 
 
 def claim_learn(model: Any) -> None:
-    """Claim the trainings of the `learn()` that begins.
-
-    Raises:
-        WhenceError: another callback of this `learn()` has claimed them.
-    """
+    """Claim the trainings of the `learn()` that begins; refuse if another callback of it has claimed them."""
     if _LEARNS.get(model) == model.start_time:
         raise WhenceError(
             "Two InfluenceCallbacks in one learn() select from the same round, and only one can. Pass one; a rule of "
@@ -124,12 +116,7 @@ def claim_learn(model: Any) -> None:
 
 
 def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
-    """Let the next `model.train()` on the present rollout run as `around(train)`, with SB3's own `train`.
-
-    Args:
-        model: a model whose rollout is collected.
-        around: called in place of `train()`; its argument trains.
-    """
+    """Let the next `model.train()` on the present rollout run as `around(train)`, with SB3's own `train`."""
     cancel_hook(model)
     model_class, rollout = type(model), model.rollout_buffer.rewards
 

@@ -70,10 +70,7 @@ class EpisodeReplay:
 def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) -> StoredEpisode:
     """Read an episode of a run from all rounds that hold a part of it.
 
-    Args:
-        run: the run.
-        episode: the episode's id.
-        near: a round that holds a part of it, from which its beginning is looked for; None: it is looked for in all.
+    Its beginning is looked for from `near` on backwards, a round that holds a part of it, or in all.
 
     Raises:
         ReplayError: no round holds its beginning.
@@ -170,8 +167,7 @@ def play_again(
 def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
     """Yield an environment that notes its resets; global generators are as before on exit.
 
-    Raises:
-        ReplayError: the environment fails in what is done with it; the message names the failure.
+    What fails in it, or in what is done with it, is raised as a `ReplayError`.
     """
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames are arrays, and no window is to open
     with preserve_rng_state(), warnings.catch_warnings():

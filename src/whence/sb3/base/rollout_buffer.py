@@ -175,7 +175,7 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
     return records, ongoing
 
 
-def _flatten(array: NDArray[Any]) -> Tensor:
+def _flatten(array: Any) -> Tensor:
     """Reshape (steps, envs, ...) to (envs * steps, ...), environment by environment, as SB3 flattens."""
     return torch.from_numpy(array.swapaxes(0, 1).reshape(-1, *array.shape[2:]))
 

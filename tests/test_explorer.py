@@ -56,7 +56,7 @@ def plain(value):
 
 class TestPageObject:
     def test_a_run(self, lake):
-        page = plain(describe_runs([lake], mode="served"))
+        page = plain(describe_runs([lake]))
         (run,) = page["runs"]
         assert (page["mode"], page["kind"]) == ("served", "steps")
         assert (run["label"], run["planned"], run["finished"], run["rounds"]) == ("iif, seed 3", 2, False, [1])
@@ -76,7 +76,7 @@ class TestPageObject:
             {"record_id": [0, 1], "prompt": ["2+2=", HOSTILE], "response": ["4", "5"], "score": [1.0, -1]}
         )
         run = run_of(tmp_path / "sums", table, {"kind": "language"})
-        page = describe_runs([run], mode="served")
+        page = describe_runs([run])
         assert page["kind"] == "responses"
         assert [column["key"] for column in page["runs"][0]["columns"]] == ["record_id", "score", "prompt", "response"]
         shown = plain(build_round(run, 1))
@@ -365,4 +365,4 @@ def test_a_damaged_round_has_a_note(tmp_path):
     file.write_bytes(file.read_bytes()[:-200])
     assert build_round(run, 1)["notes"] != build_round(run, 2, rows=True)["notes"]
     assert "cannot be read as Parquet" in build_round(run, 2)["notes"][0]
-    assert describe_runs([run], mode="served")["runs"][0]["columns"][0]["key"] == "record_id"
+    assert describe_runs([run])["runs"][0]["columns"][0]["key"] == "record_id"

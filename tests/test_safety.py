@@ -216,7 +216,7 @@ class TestLanguageModels:
         (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}), encoding="utf-8")
         (folder / "evil.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
         for kind in (AutoModelForCausalLM, AutoTokenizer):
-            with pytest.raises(WhenceError, match="Python code of its own, and whence runs none"):
+            with pytest.raises(WhenceError, match="whence runs no code that comes with a model"):
                 load_pretrained(kind, str(folder))
         assert not marker.exists()
 

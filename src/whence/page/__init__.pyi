@@ -1,4 +1,3 @@
-from .cause_view import BY as BY
 from .cause_view import CauseView as CauseView
 from .cause_view import Decision as Decision
 from .cause_view import describe_causes as describe_causes

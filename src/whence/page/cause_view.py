@@ -25,9 +25,6 @@ SCORED: Mapping[str, str] = {
 }
 """Ways to score records, in words, by the name that commands and pages have for them."""
 
-BY: Mapping[str, str] = {"influence": "raw", "similar": "similar", "similar-hidden": "similar-hidden"}
-"""The method of `find_causes` by the name that commands and pages have for it."""
-
 MOMENTS = 6
 """Moments at either end that the page shows."""
 
@@ -152,7 +149,7 @@ def gather_causes(
         run: the run of an agent.
         target: what is asked about.
         decision: the same in words.
-        by: a key of `BY`.
+        by: a key of `SCORED`.
         most: the most moments at either end.
         framed: how many of them at either end have their faces drawn.
         on_round: called after each round with the number of rounds that are scored, and of all; what it raises ends the
@@ -164,7 +161,9 @@ def gather_causes(
     """
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
     with LOCK:
-        scores = find_causes(run.directory, **pair, method=BY[by], env=run.env, on_round=on_round)
+        scores = find_causes(
+            run.directory, **pair, method="raw" if by == "influence" else by, env=run.env, on_round=on_round
+        )
     raised, lowered = (rank_moments(scores, lowest=lowest, most=most) for lowest in (False, True))
     faces = [entry.moment for entry in (*raised[:framed], *lowered[:framed])]
     replays = replay_moments(run, [(moment, [moment.step or 0]) for moment in faces])
@@ -200,7 +199,7 @@ def build_causes(
         run: the run of an agent.
         number: the round.
         record: the record's id.
-        by: a key of `BY`.
+        by: a key of `SCORED`.
         on_round: see `gather_causes`.
 
     Raises:

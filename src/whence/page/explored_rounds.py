@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import polars as pl
 
@@ -36,23 +36,18 @@ from whence.runs import RunDirectory
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")
 """Curves over rounds that a page shows below the slider, where they exist."""
 
-Mode = Literal["file", "served"]
 
-
-def describe_runs(
-    runs: Sequence[ExploredRun], *, mode: Mode, rounds: Sequence[Sequence[int]] | None = None
-) -> dict[str, Any]:
+def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
     """Return the page's object in JSON types.
 
     Args:
         runs: the runs, in the order of their numbers on the page.
-        mode: "file": the rounds are embedded; "served": a server is asked for them.
-        rounds: the rounds of each run that are embedded; None: all.
+        rounds: the rounds of each run that are embedded; None: a server is asked for them.
     """
     kind = "responses" if runs and runs[0].is_language else "steps"
     numbers = [run.directory.rounds() for run in runs] if rounds is None else rounds
     shown = [_describe_run(run, chosen) for run, chosen in zip(runs, numbers, strict=True)]
-    return {"mode": mode, "kind": kind, "runs": shown}
+    return {"mode": "served" if rounds is None else "file", "kind": kind, "runs": shown}
 
 
 def _describe_run(run: ExploredRun, rounds: Sequence[int]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from whence.errors import RunDirectoryError, first_line
 from whence.experiments import (
     AnyEnv,
     action_labels,
-    box_action_labels,
     compare_policies,
     estimate_advantages,
     replay_episode,
@@ -69,6 +68,10 @@ class Estimate(NamedTuple):
     error: float | None
     text: str
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it in JSON types, as the page's details hold it."""
+        return {"mc_advantage": self.mean, "mc_error": self.error, "mc_text": self.text}
+
 
 def remember(read: Callable[["ExploredRun", int], T]) -> Callable[["ExploredRun", int], T]:
     """Let a method that reads a round do so once, until the round's files change; heavy work is done one at a time."""
@@ -119,11 +122,6 @@ class ExploredRun:
     def labels(self) -> list[str] | None:
         """The names of the environment's discrete actions; None: unknown."""
         return action_labels(self.env_name)
-
-    @property
-    def axis_labels(self) -> list[str] | None:
-        """The names of the axes of the environment's continuous actions; None: unknown."""
-        return box_action_labels(self.env_name)
 
     @property
     def state_names(self) -> list[str] | None:

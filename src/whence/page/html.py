@@ -67,7 +67,7 @@ def write_report(
         html = _render_comparison(shown, env, rounds, on_round)
     else:
         run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
-        html = render_runs([run], mode="file", rounds=[_choose_rounds(run, rounds)], on_round=on_round)
+        html = render_runs([run], [_choose_rounds(run, rounds)], on_round)
     with write_atomically(path) as temporary:
         # Half of a pair of surrogates, which JSON may hold, is no character.
         temporary.write_text(html, encoding="utf-8", errors="replace")
@@ -106,20 +106,21 @@ def _render_comparison(
         summary=summary,
         headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
-        mode="file",
         rounds=chosen,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
         on_round=on_round,
     )
 
 
-def render_runs(runs: Sequence[ExploredRun], *, mode: str, **embedding: Any) -> str:
+def render_runs(
+    runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] | None = None, on_round: OnRound | None = None
+) -> str:
     """Return the page of one run, or of several next to each other.
 
     Args:
         runs: at least one.
-        mode: "file": the rounds are embedded; "served": a server is asked for them.
-        embedding: `rounds` and `on_round`, if the rounds are embedded; see `write_report`.
+        rounds: those of each run to embed; None: a server is asked for them.
+        on_round: see `write_report`.
     """
     notes: list[str] = []
     directories = _name_runs(runs)
@@ -141,9 +142,9 @@ def render_runs(runs: Sequence[ExploredRun], *, mode: str, **embedding: Any) -> 
         latest=list_latest(first) if is_alone else [],
         histories=read_histories(first, notes) if is_traceable else None,
         run_path=str(first.path),
-        mode=mode,
+        rounds=rounds,
+        on_round=on_round,
         facts=list_facts(first.config, directories.values()),
-        **embedding,
     )
 
 
@@ -183,16 +184,14 @@ def _render(
     arms: Sequence[str],
     notes: list[str],
     *,
-    mode: str,
-    rounds: Sequence[Sequence[int]] = (),
+    rounds: Sequence[Sequence[int]] | None,
     on_round: OnRound | None = None,
     histories: Sequence[Mapping[str, Any]] | None = None,
     **content: Any,
 ) -> str:
     """Return the page of some runs, of which some can be explored."""
-    is_file = mode == "file"
-    page = describe_runs(explored, mode="file" if is_file else "served", rounds=rounds if is_file else None)
-    embedded = embed_rounds(explored, rounds, on_round) if is_file else ()
+    page = describe_runs(explored, rounds)
+    embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     places = count(len(figures))  # of the histories' figures, after the page's
@@ -206,11 +205,11 @@ def _render(
         "advice": attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
         "answers": read_answers(language, notes),
         "notes": notes,
-        "mode": mode,
+        "mode": page["mode"],
         "figures": [(title, about) for title, about, _ in figures],
         "figures_json": embed([_plot_as_json(figure) for _, _, figure in drawings]),
         "histories": None if histories is None else sections,
-        "explored": not is_file or any(rounds),
+        "explored": rounds is None or any(rounds),
         "page_json": embed(page),
         "round_scripts": list(embedded),
     }

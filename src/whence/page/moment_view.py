@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from whence.experiments import box_action_labels
 from whence.influence import is_significant
 from whence.moments import Moment, name_action, sort_by_time
 from whence.page.explored_run import Estimate, ExploredRun, Frames
@@ -127,14 +128,14 @@ def gather_moment(
     if run.is_language:
         return MomentView(*place)
     changes = run.changes(number)
-    is_known = not isinstance(changes, str)
-    rows = changes.filter(pl.col("record_id") == moment.record_id).to_dicts() if not isinstance(changes, str) else []
+    rows = [] if isinstance(changes, str) else changes.filter(pl.col("record_id") == moment.record_id).to_dicts()
+    policy_note = f"The policy before and after the round is not known. {changes}" if isinstance(changes, str) else None
     frames, frames_note = replay or replay_moments(run, [(moment, steps)])[moment.record_id]
     return MomentView(
         *place,
         state=list_state(row, run.state_names),
         policy=read_change(run, rows[0]) if rows else None,
-        policy_note=None if is_known else f"The policy before and after the round is not known. {changes}",
+        policy_note=policy_note,
         estimate=run.measure(number, moment.record_id, rollouts) if rollouts else None,
         frames=frames,
         frames_note=frames_note,
@@ -183,7 +184,7 @@ def read_change(run: ExploredRun, row: Mapping[str, Any]) -> PolicyChange | None
     is_discrete = row.get("before") is not None
     if not is_discrete and row.get("mean_before") is None:
         return None
-    names = run.labels if is_discrete else run.axis_labels
+    names = run.labels if is_discrete else box_action_labels(run.env_name)
     columns = ("before", "after") if is_discrete else ("mean_before", "mean_after", "std_before", "std_after")
     before, after, *spreads = (np.atleast_1d(np.asarray(row[name], float)).tolist() for name in columns)
     names = names if names and len(names) == len(before) else [f"action {at}" for at in range(len(before))]
@@ -234,18 +235,9 @@ def describe_view(view: MomentView) -> dict[str, Any]:
         "policy": None if change is None else _describe_policy(change),
         "value_before": round_number(value_before),
         "value_after": round_number(value_after),
-        **describe_estimate(view.estimate or Estimate(None, None, hint)),
+        **(view.estimate or Estimate(None, None, hint)).to_json(),
         "frames": encode_frames(view.frames, moment.step or 0),
         "frames_note": view.frames_note,
-    }
-
-
-def describe_estimate(estimate: Estimate) -> dict[str, Any]:
-    """Return in JSON types the advantage that fresh rollouts measured, or why they did not."""
-    return {
-        "mc_advantage": round_number(estimate.mean),
-        "mc_error": round_number(estimate.error),
-        "mc_text": estimate.text,
     }
 
 

@@ -14,7 +14,6 @@ from whence.errors import WhenceError
 from whence.experiments import AnyEnv
 from whence.page.cause_view import build_causes
 from whence.page.explored_run import ExploredRun, stamp_file
-from whence.page.moment_view import describe_estimate
 
 ENDED = "the process that computes it ended. Open this record again."
 
@@ -81,7 +80,7 @@ class Questions:
 
 def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
     """Return a record's advantage by fresh rollouts; see `ExploredRun.measure`."""
-    return describe_estimate(run.measure(number, record, rollouts, check))
+    return run.measure(number, record, rollouts, check).to_json()
 
 
 def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:

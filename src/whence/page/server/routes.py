@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whence.errors import RunDirectoryError, WhenceError, first_line
-from whence.page.cause_view import BY
+from whence.page.cause_view import SCORED
 from whence.page.explored_rounds import build_detail, build_round, describe_runs
 from whence.page.explored_run import ExploredRun
 from whence.page.grid import query_records
@@ -106,18 +106,18 @@ def make_app(
 
     def answer_causes(request: Request) -> Any:
         by = request.query_params.get("by", "influence")
-        if by not in BY:
-            raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(BY)} is needed.")
+        if by not in SCORED:
+            raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(SCORED)} is needed.")
         run, number, record = find(request)
         return causes.ask(explain, run, number, record, by)
 
     async def show_page(request: Request) -> Response:
-        return HTMLResponse((await run_in_threadpool(render_runs, runs, mode="served")).encode("utf-8", "replace"))
+        return HTMLResponse((await run_in_threadpool(render_runs, runs)).encode("utf-8", "replace"))
 
     of_round = "/api/runs/{run:int}/rounds/{round:int}"
     routes = [
         Route("/", show_page),
-        Route("/api/page", _in_thread(lambda request: describe_runs(runs, mode="served"))),
+        Route("/api/page", _in_thread(lambda request: describe_runs(runs))),
         Route("/api/figures", _in_thread(lambda request: list_figures(runs))),
         Route(of_round, _in_thread(lambda request: build_round(*find(request)))),
         Route(f"{of_round}/records", _in_thread(answer_records)),

@@ -40,7 +40,12 @@ def serve(
     Raises:
         WhenceError: the port is taken.
     """
-    listener = _listen(port)
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as refusal:
+        raise WhenceError(
+            f"{HOST}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
+        ) from None
     torch.set_num_threads(THREADS)
     measurements, causes = Questions(), Questions()
     config = uvicorn.Config(
@@ -90,17 +95,3 @@ def _warm_up(runs: Sequence[ExploredRun]) -> None:
     for run in runs[:1]:
         with suppress(Exception):  # whoever opens the round is told
             build_round(run, run.directory.rounds()[-1])
-
-
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-    except OSError as refusal:
-        listener.close()
-        raise WhenceError(
-            f"{HOST}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
-        ) from None
-    listener.listen(128)
-    return listener

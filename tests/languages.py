@@ -87,7 +87,7 @@ def rows_for(model: nn.Module, given: dict[str, Tensor] | None = None, *, spread
     zeros = torch.zeros(given["response_mask"].shape)
     draft = make_rows(**given, log_probs=zeros, advantages=zeros)
     view = language_view(model)
-    with torch.no_grad(), whence.guards.eval_mode(model.modules()):
+    with torch.no_grad(), whence.core.eval_mode(model.modules()):
         log_probs = view(view.parameters(), view.prepare(draft)).log_prob
     drawn = {name: torch.randn_like(zeros) for name in ("values", "returns", "advantages")}
     return make_rows(**given, log_probs=log_probs + spread * torch.randn_like(zeros), **drawn)

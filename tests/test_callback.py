@@ -36,13 +36,13 @@ class Guarded(EvalCallback):
     """SB3's evaluation samples actions from torch's global generator; here it must not disturb the training's."""
 
     def _on_step(self) -> bool:
-        with whence.guards.preserve_rng_state():
+        with whence.core.preserve_rng_state():
             return super()._on_step()
 
 
 class GuardedMaskable(MaskableEvalCallback):
     def _on_step(self) -> bool:
-        with whence.guards.preserve_rng_state():
+        with whence.core.preserve_rng_state():
             return super()._on_step()
 
 
@@ -518,7 +518,7 @@ def test_a_seed_that_waits_for_cuda_is_the_users_again(seeded, monkeypatch):
     seeds = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     torch.manual_seed(123)
-    with whence.guards.preserve_rng_state():
+    with whence.core.preserve_rng_state():
         if seeded:
             torch.manual_seed(4)
     assert seeds == ([123, 4, 123] if seeded else [123])

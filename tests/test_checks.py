@@ -86,7 +86,7 @@ def test_the_target_is_the_users() -> None:
     records = records_for(view)
     seen = []
 
-    def target(view: whence.PolicyView, params: whence.policies.Params, records: whence.RecordBatch) -> Tensor:
+    def target(view: whence.PolicyView, params: whence.core.Params, records: whence.RecordBatch) -> Tensor:
         seen.append(None)
         return Action(records.observations[0], records.actions[0])(view, params, records)
 

@@ -18,13 +18,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from whence import cli
-from whence.cli import progress
-from whence.cli.progress import SweepBars
+from whence.cli.terminal import SweepBars, progress
+from whence.core import preserve_rng_state
 from whence.experiments import RunConfig, run
 from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 from whence.experiments.sweepfile import Planned
-from whence.guards import preserve_rng_state
 from whence.page.metric_tables import METRICS, READING, cell
 from whence.runs import RunDirectory
 

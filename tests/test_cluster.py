@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from whence.errors import RunDirectoryError, Unsupported, WhenceError
+from whence.core import RunDirectoryError, Unsupported, WhenceError, preserve_rng_state
 from whence.experiments import LanguageConfig, cluster, comparison, configure, read_sweep, run, run_sweep, runner_of
 from whence.experiments.cluster import (
     RETRIES,
@@ -22,7 +22,6 @@ from whence.experiments.cluster import (
     read_files,
     train_on_node,
 )
-from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 
-from whence import cli, policies
+from whence import cli
 from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command
+from whence.core import policies
 from whence.engines import auto, rules
 from whence.experiments import read_sweep, runner_of
 from whence.experiments.arms import ARMS
@@ -189,7 +190,7 @@ def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch
         settings = "seeds = 1\nrounds = 1\neval_episodes = 2\nhyperparameters = { n_steps = 64, n_epochs = 1 }"
         small = re.sub(r"^seeds = .*", settings, small, flags=re.MULTILINE)
         (elsewhere / name).write_text(small, encoding="utf-8")
-    monkeypatch.setattr("whence.cli.console.console.width", 100)
+    monkeypatch.setattr("whence.cli.terminal.console.width", 100)
     printed = []
     for name, *arguments in command_lines(page):
         if any(model in argument for model in LARGE for argument in arguments):

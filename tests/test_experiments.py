@@ -17,7 +17,7 @@ from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
 from whence import Action
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.experiments import (
     Comparison,
     RunConfig,
@@ -38,7 +38,6 @@ from whence.experiments.rl.environments import (
 from whence.experiments.rl.plan import check_action, reads
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import is_finished, read_curve, run
-from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3.base.networks import default_policy, default_policy_kwargs
 

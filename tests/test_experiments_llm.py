@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from test_llm_trainer import make_model, make_tokenizer
 from whence import cli, experiments
+from whence.core import RunDirectoryError, WhenceError
 from whence.engines import memory
-from whence.errors import RunDirectoryError, WhenceError
 from whence.experiments import LanguageConfig
 from whence.experiments.arms import split_arm
 from whence.experiments.llm.language_config import digest_source, is_finished, read_curve

@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.influence import is_significant
 from whence.moments import find_moment
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Influence, Return, RunDirectory, WhenceError, attribute_round, cli
-from whence.cli.console import console
-from whence.cli.options import parse_rounds
+from whence.cli.terminal import console, parse_rounds
 from whence.counterfactual import VARIANTS, intervene, interventions, summarise_changes
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.experiments import load_recording

@@ -18,14 +18,13 @@ from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
 from test_llm_why import RUNS
 from whence import NonPositive
-from whence.cli.console import console
+from whence.cli.terminal import console
+from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
 from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained, rank_bm25
-from whence.errors import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.language_rebuilding import _list_prompt_widths, list_policies, rebuild_round
 from whence.experiments.llm.language_training import run
 from whence.experiments.llm.tasks import make_response_target
-from whence.guards import eval_mode
 from whence.llm import language_view
 from whence.runs import RunDirectory
 from whence.selection import read_weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from test_llm_trainer import make_model, make_tokenizer
-from whence.errors import InvalidRecords, WhenceError
+from whence.core import InvalidRecords, WhenceError
 from whence.llm import ValidationLoss, language_view
 from whence.llm.text import encode_demonstrations
 

@@ -16,11 +16,10 @@ from languages import STYLES, language_model, rows_for, shaken, tokens
 from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
 from whence.attribution import score_targets
+from whence.core import BatchTarget, notes_on
 from whence.engines import Refused, ghost, memory, problem, rules
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
 from whence.llm.base import EXTRA_PADDING, WithValueHead
-from whence.policies import notes_on
-from whence.targets import BatchTarget
 
 EXACT = 1e-4
 

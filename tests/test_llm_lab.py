@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.llm.lab import SIZES, Difficulty, Habit, arithmetic, check, evaluate, reward, solution
 from whence.llm.lab.evaluation import summarise
 from whence.llm.lab.laboratory import (

@@ -12,7 +12,7 @@ from launching import run_script
 from processes import TARGETS, train
 from test_llm_trainer import copy_state, make_trainer
 from trl_processes import KEPT
-from whence.errors import Unsupported, WhenceError
+from whence.core import Unsupported, WhenceError
 from whence.llm.base.processes import Processes, check_copies
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from languages import language_model, rows_for, shaken, tokens
 from test_llm_engines import alone
 from whence import RecordBatch, WhenceError, attribute
-from whence.errors import NonFinite
+from whence.core import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base import WithValueHead
 from whence.llm.scores import GroupObjective, score_target_rows

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from whence import KeepAll, NonPositive, Selection, WhenceError
+from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
-from whence.errors import RunDirectoryError
 from whence.llm.base import PPOConfig, Reference, WithValueHead, make_rows
 from whence.llm.base import token_losses as losses
 from whence.llm.base.run_description import describe_rows, name_object, to_json

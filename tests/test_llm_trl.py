@@ -36,7 +36,7 @@ from test_llm_trainer import (
     vowels,
 )
 from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
-from whence.errors import RunDirectoryError
+from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
 from whence.llm.text import join_messages
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run

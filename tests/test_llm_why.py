@@ -9,7 +9,7 @@ import pytest
 from test_experiments_llm import cache, invoke, tiny  # noqa: F401
 from whence import NonPositive
 from whence.cli.commands.llm_why_command import colour_tokens
-from whence.errors import RunDirectoryError, Unsupported, WhenceError
+from whence.core import RunDirectoryError, Unsupported, WhenceError
 from whence.experiments.llm.language_rebuilding import explain_response
 from whence.experiments.llm.language_training import run
 from whence.runs import RunDirectory

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import whence
 from toys import categorical_view, difference, mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute
+from whence.core import as_view, notes_on
 from whence.engines import ENGINES, memory
-from whence.policies import as_view, notes_on
 from whence.sb3 import collect
 
 MIB = 2**20
@@ -98,7 +98,7 @@ def test_a_target_of_ones_own_is_not_run_on_a_few_records() -> None:
     records = records_for(view, 60)
     weights = torch.randn(60)
 
-    def target(view: whence.PolicyView, params: whence.policies.Params, records: whence.RecordBatch) -> torch.Tensor:
+    def target(view: whence.PolicyView, params: whence.core.Params, records: whence.RecordBatch) -> torch.Tensor:
         return (view(params, view.prepare(records)).log_prob * weights).mean()
 
     assert attribute(view, records, target=target).engine == "ghost"
@@ -150,14 +150,14 @@ def test_views_and_objectives_have_costs_of_their_own(heavy: str, engine: str) -
 
 def test_notes_go_with_the_view() -> None:
     gc.collect()
-    before = len(whence.policies._NOTES)
+    before = len(whence.core.policies._NOTES)
     toy, view = model(), repeating(mlp_view().module, 2)
     for policy, records in ((view, records_for(view)), (toy.policy, collect(toy))):
         attribute(policy, records, target=Return())
-    assert len(whence.policies._NOTES) == before + 2
+    assert len(whence.core.policies._NOTES) == before + 2
     del toy, view, policy, records
     gc.collect()
-    assert len(whence.policies._NOTES) == before
+    assert len(whence.core.policies._NOTES) == before
 
 
 RISE = """

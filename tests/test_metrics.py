@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.metrics import (
     PAIR_METRICS,
     Curve,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from whence import A2C, InvalidRecords, Outputs, PPOClip, RecordBatch, WhenceError
-from whence.objectives import as_objective
+from whence.core import as_objective
 
 
 def batch(advantages: list[float], **more: object) -> RecordBatch:

@@ -15,10 +15,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecTran
 import whence.sb3
 from whence import IIF
 from whence.cli import app
+from whence.core import preserve_rng_state
 from whence.experiments import RunConfig, run
 from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.stored import load_round
-from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from toys import model
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
-from whence.errors import RunDirectoryError
+from whence.core import RunDirectoryError
 from whence.experiments import LanguageConfig, RunConfig, load_policy, read_config
 from whence.moments import find_moments
 from whence.sb3 import InfluenceCallback, collect

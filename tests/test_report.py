@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 
+from whence.core import preserve_rng_state
 from whence.experiments import Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.training import run
-from whence.guards import preserve_rng_state
 from whence.metrics import Curve, summarise
 from whence.page import write_report
 from whence.page.embedding import spread

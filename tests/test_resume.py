@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 import toys
 import whence.sb3.training_run
 from whence import IIF, Action, KeepAll, RunDirectory
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
 from whence.runs.files import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume

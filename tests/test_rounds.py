@@ -17,9 +17,8 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 
 import whence
 from whence import IIF, KeepAll, Return, RoundRecording, WhenceError, attribute, attribute_round
+from whence.core import NonFinite, Unsupported, as_view
 from whence.counterfactual import retrain
-from whence.errors import NonFinite, Unsupported
-from whence.policies import as_view
 from whence.rounds import METHODS, OptimizerState, optimizers, replay, round_scores
 from whence.rounds.identity import compare_outputs
 from whence.rounds.replay import (

@@ -24,8 +24,7 @@ from safetensors.torch import save_file
 
 import whence.influence
 import whence.runs.directory
-from whence.errors import InvalidInfluence, RunDirectoryError
-from whence.guards import preserve_rng_state, write_atomically
+from whence.core import InvalidInfluence, RunDirectoryError, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint

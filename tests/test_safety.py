@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import run_audit
 from run_audit import judge
 from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
-from whence.errors import RunDirectoryError
+from whence.core import RunDirectoryError, write_atomically
 from whence.experiments import configure, load_comparison, make_replay_env, run
 from whence.experiments.llm.language_rebuilding import rebuild_round
 from whence.experiments.llm.loading import load_model, load_pretrained
 from whence.experiments.rl.stored import load_model as load_agent
-from whence.guards import write_atomically
 from whence.page import ExploredRun, write_report
 from whence.page.server import make_app
 from whence.page.server.questions import Questions

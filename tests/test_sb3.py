@@ -22,13 +22,12 @@ from torch import Tensor, nn
 import whence
 from toys import Toy, model
 from whence import InvalidRecords, NonFinite, Return, Selection, Unsupported, attribute
-from whence.policies import as_view
+from whence.core import as_view, named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.base.model_description import HYPERPARAMETERS
 from whence.sb3.base.rollout_buffer import Ongoing, number_episodes
 from whence.sb3.base.sampling import cut_minibatches, select_from
 from whence.sb3.episodes.resets import STATE
-from whence.trees import named_leaves
 
 
 @pytest.mark.parametrize("observation", ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"])
@@ -94,7 +93,7 @@ class Sampled(InfluenceCallback):
         assert self.round is not None
         self.records = self.round.records
         buffer = copy.deepcopy(self.model.rollout_buffer)
-        with whence.guards.preserve_rng_state():
+        with whence.core.preserve_rng_state():
             list(buffer.get(2))  # flattens the arrays
         self.samples = buffer._get_samples(np.arange(len(self.records)))
 

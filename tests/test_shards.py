@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from whence.core import is_in_shards, release_whole, whole_shape
 from whence.engines.rules import rule_for
 from whence.llm.base.layer_rules import register_rules
-from whence.policies import is_in_shards, release_whole, whole_shape
 
 
 class TinyRMSNorm(nn.Module):

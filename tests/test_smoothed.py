@@ -7,10 +7,10 @@ from scipy import stats
 
 from test_rounds import model_of, recorded
 from whence import Return, attribute_round
+from whence.core import Outputs
 from whence.counterfactual import draw_subsets, reshuffle, retrain
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.engines.memory import measure_bytes
-from whence.policies import Outputs
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, open_round, step
 from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, smoothed_scores

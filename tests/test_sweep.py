@@ -22,7 +22,7 @@ import torch
 from typer.testing import CliRunner
 
 from whence.cli import app
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, preserve_rng_state, write_atomically
 from whence.experiments import (
     cluster,
     comparison,
@@ -42,7 +42,6 @@ from whence.experiments.rl.training import make_curve, make_model
 from whence.experiments.rowfile import put_row, read_rows, write_rows
 from whence.experiments.sweep import KEYS
 from whence.experiments.workers import run_all
-from whence.guards import preserve_rng_state, write_atomically
 from whence.metrics import rounds_to
 from whence.runs import RunDirectory, lock_directory
 

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.experiments import KeptRun, RunConfig, load_sweep, summarise_sweep
 from whence.experiments.rl.training import make_curve
 from whence.page import write_tables

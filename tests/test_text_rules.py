@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from test_llm_trainer import make_model
+from whence.core import Unsupported
 from whence.diagnosis.response_causes import K1, B, rank_bm25, split_terms
-from whence.errors import Unsupported
 from whence.llm import WithValueHead, make_rows
 from whence.llm.base import embed_rows
 

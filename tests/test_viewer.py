@@ -9,7 +9,7 @@ import time
 import pytest
 
 from test_explorer import HOSTILE, run_of, table_of
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.page import ExploredRun
 from whence.page.server import serve
 from whence.page.server.questions import Questions

@@ -5,23 +5,25 @@ from . import sb3 as sb3
 from .attribution import attribute as attribute
 from .attribution import attribute_crossfit as attribute_crossfit
 from .checks import check_engines as check_engines
-from .errors import InvalidInfluence as InvalidInfluence
-from .errors import InvalidRecords as InvalidRecords
-from .errors import NonFinite as NonFinite
-from .errors import ReplayError as ReplayError
-from .errors import RunDirectoryError as RunDirectoryError
-from .errors import Unsupported as Unsupported
-from .errors import WhenceError as WhenceError
+from .core.errors import InvalidInfluence as InvalidInfluence
+from .core.errors import InvalidRecords as InvalidRecords
+from .core.errors import NonFinite as NonFinite
+from .core.errors import ReplayError as ReplayError
+from .core.errors import RunDirectoryError as RunDirectoryError
+from .core.errors import Unsupported as Unsupported
+from .core.errors import WhenceError as WhenceError
+from .core.objectives import A2C as A2C
+from .core.objectives import PPOClip as PPOClip
+from .core.policies import ModuleView as ModuleView
+from .core.policies import Outputs as Outputs
+from .core.policies import PolicyView as PolicyView
+from .core.records import RecordBatch as RecordBatch
+from .core.targets import Action as Action
+from .core.targets import Return as Return
 from .experiments.rl.stored import replay_episode as replay_episode
 from .heuristics import AdvantageMismatch as AdvantageMismatch
 from .heuristics import TDErrorPriority as TDErrorPriority
 from .influence import Influence as Influence
-from .objectives import A2C as A2C
-from .objectives import PPOClip as PPOClip
-from .policies import ModuleView as ModuleView
-from .policies import Outputs as Outputs
-from .policies import PolicyView as PolicyView
-from .records import RecordBatch as RecordBatch
 from .rollouts import flatten_rollout as flatten_rollout
 from .rounds import RoundRecording as RoundRecording
 from .rounds import attribute_round as attribute_round
@@ -36,7 +38,5 @@ from .selection import Progress as Progress
 from .selection import RandomDrop as RandomDrop
 from .selection import Selection as Selection
 from .selection import SelectionRule as SelectionRule
-from .targets import Action as Action
-from .targets import Return as Return
 
 __version__: str

@@ -13,8 +13,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core import (
+    NonFinite,
+    Objective,
+    RecordBatch,
+    Return,
+    Target,
+    WhenceError,
+    as_objective,
+    as_target,
+    as_view,
+    check_batch_norm,
+    check_records,
+    eval_mode,
+    preserve_attributes,
+    preserve_rng_state,
+    release_whole,
+    target_name,
+)
 from whence.engines import Gradient, Problem, check_memory, record_gradient, solve, target_gradients
-from whence.errors import NonFinite, WhenceError
 from whence.folds import (
     PartialTarget,
     balance_folds,
@@ -25,13 +42,8 @@ from whence.folds import (
     split_target,
     standard_errors,
 )
-from whence.guards import eval_mode, preserve_attributes, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.layers import Layers, restrict_view
-from whence.objectives import Objective, as_objective
-from whence.policies import as_view, check_batch_norm, release_whole
-from whence.records import RecordBatch, check_records
-from whence.targets import Return, Target, as_target, target_name
 
 Summed: TypeAlias = Callable[[Gradient], Gradient]
 """Sums a gradient over processes."""

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 from whence.attribution import attribute
+from whence.core import Objective, Outputs, Params, PolicyView, RecordBatch, Return, Target, WhenceError, suggest
 from whence.engines import ENGINES, Refused
-from whence.errors import WhenceError, suggest
-from whence.objectives import Objective
-from whence.policies import Outputs, Params, PolicyView
-from whence.records import RecordBatch
-from whence.targets import Return, Target
 
 
 def check_engines(

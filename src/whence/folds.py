@@ -8,13 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whence.errors import WhenceError
-from whence.policies import Outputs
-from whence.records import RecordBatch
-from whence.targets import BatchTarget, Target, target_name
+from whence.core import BatchTarget, Outputs, RecordBatch, Target, WhenceError, target_name
 
 if TYPE_CHECKING:
-    from whence.policies import Params, PolicyView
+    from whence.core import Params, PolicyView
 
 FOLDS = 8
 """Folds of episodes that errors are computed over where nobody says otherwise."""

@@ -15,9 +15,8 @@ from whence.advantages import (
     returns_to_go,
     td_errors,
 )
-from whence.errors import InvalidRecords, WhenceError
+from whence.core import InvalidRecords, RecordBatch, WhenceError, named_leaves, to_numpy
 from whence.influence import Influence
-from whence.records import RecordBatch, to_numpy
 from whence.selection import (
     DEFAULT_SHARE,
     START,
@@ -28,7 +27,6 @@ from whence.selection import (
     count_to_drop,
     share_at,
 )
-from whence.trees import named_leaves
 
 Order: TypeAlias = Literal["distance", "product"]
 

@@ -13,9 +13,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import InvalidInfluence
-from whence.guards import write_atomically
-from whence.records import to_numpy
+from whence.core import InvalidInfluence, to_numpy, write_atomically
 from whence.runs import parse_document, read_tensor_file
 
 SIGNIFICANT = 2.0

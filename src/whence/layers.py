@@ -6,8 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from whence.errors import WhenceError
-from whence.policies import PartialView, PolicyView
+from whence.core import PartialView, PolicyView, WhenceError
 
 Layers: TypeAlias = int | str | Sequence[str]
 """Which layers: the number of last blocks; or patterns of parameters' names, such as "*.lora_*"."""

@@ -13,7 +13,7 @@ import polars as pl
 from jaxtyping import Bool, Float64, Int
 from scipy import stats
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 
 PAIR_METRICS = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "se_ave_literal", "se_peak_literal", "unreached")
 """The keys of `pair_metrics`, in order: each compares one run of an arm with one standard run."""

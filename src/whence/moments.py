@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 
 By: TypeAlias = Literal["action", "episode", "region", "reward"]
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from whence.errors import NonFinite, WhenceError, first_line
+from whence.core import NonFinite, WhenceError, first_line
 
 
 @contextmanager

@@ -7,9 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from whence.errors import InvalidRecords
-from whence.records import RecordBatch
-from whence.trees import Tree, map_tree
+from whence.core import InvalidRecords, RecordBatch, Tree, map_tree
 
 _SINGLE = ("log_probs", "advantages", "values", "returns", "rewards", "episode_starts")
 """Columns of one number per record, which some libraries store with a last axis of length 1."""

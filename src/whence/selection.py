@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.errors import InvalidInfluence, WhenceError
+from whence.core import InvalidInfluence, RecordBatch, WhenceError, to_numpy
 from whence.influence import Influence, argsort_ascending
-from whence.records import RecordBatch, to_numpy
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import AfterValidator, Field
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from whence.errors import WhenceError, suggest
+from whence.core import WhenceError, suggest
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from whence.errors import WhenceError, suggest
+from whence.core import WhenceError, suggest
 from whence.experiments import put_row, read_rows
 
 KEYS = ("device", "cell")

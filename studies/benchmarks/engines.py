@@ -20,8 +20,8 @@ from studies.benchmarks.timing import (
     take_turns,
 )
 from whence.attribution import score_targets
+from whence.core import WhenceError, first_line
 from whence.engines import measure_bytes
-from whence.errors import WhenceError, first_line
 
 SIZES = (512, 2048, 16_384, 131_072, 1_000_000)
 ROWS = (16, 64, 256)

@@ -20,7 +20,7 @@ from studies.benchmarks.libraries import PEERS, Peer, batch_size, is_installed, 
 from studies.benchmarks.policies import RL, make_subject
 from studies.benchmarks.subjects import Subject
 from studies.benchmarks.timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
-from whence.errors import first_line
+from whence.core import first_line
 
 POLICIES: Mapping[str, int] = {**RL, "gpt-1M": 64}
 """Policies, and how many records of each are scored."""

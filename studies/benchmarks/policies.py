@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import whence
 from studies.benchmarks.subjects import MIB, Question, Subject, compute_log_probs
-from whence.policies import as_view
+from whence.core import as_view, map_tree
 from whence.sb3 import MiniGridCNN, collect
-from whence.trees import map_tree
 
 WIDTHS = (64, 128, 256, 512, 1024)
 """Of both layers of the MLPs that tell how the time grows with the parameters."""

@@ -28,7 +28,7 @@ from studies.benchmarks import peers as suite_peers
 from studies.benchmarks import rounds as suite_rounds
 from studies.benchmarks.cells import Cell, Setting, choose, read_results, write_result
 from studies.benchmarks.timing import check_device
-from whence.errors import WhenceError
+from whence.core import WhenceError
 
 
 def list_cells() -> list[Cell]:

@@ -19,7 +19,7 @@ from studies.benchmarks.peers import POLICIES
 from studies.benchmarks.policies import LANGUAGE, WIDTHS
 from studies.benchmarks.timing import fit_exponent
 from studies.markdown import table
-from whence.guards import write_atomically
+from whence.core import write_atomically
 
 FLAT = 0.05
 """The change of the peak, at most, for which memory counts as flat."""

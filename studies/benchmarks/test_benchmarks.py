@@ -11,7 +11,7 @@ import whence
 from studies.benchmarks import engines, libraries, peers, policies, run, timing
 from studies.benchmarks.cells import Cell, Setting, choose, read_results
 from studies.benchmarks.subjects import Subject
-from whence.errors import WhenceError
+from whence.core import WhenceError
 
 TINY = "width-8"
 """A policy with 64 records, which the suite does not measure."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from whence.core import WhenceError
 from whence.engines import measure_bytes
-from whence.errors import WhenceError
 
 LIMIT = 60.0
 """Seconds of one run, at most; what would take longer is estimated."""

@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 import typer
 
-from whence.cli.progress import SweepBars
+from whence.cli.terminal import SweepBars
+from whence.core import preserve_rng_state, write_atomically
 from whence.experiments import Planned, cluster, read_rows, read_sweep, run, run_sweep
 from whence.experiments.sweep import KEYS
 from whence.experiments.workers import Job, OnJobRound
-from whence.guards import preserve_rng_state, write_atomically
 
 SWEEP = """
 [[experiment]]

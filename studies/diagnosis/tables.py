@@ -13,9 +13,9 @@ import typer
 
 from studies.diagnosis.run import KEYS, SETUPS, results_file
 from studies.markdown import cell, nested, table
+from whence.core import write_atomically
 from whence.diagnosis import BANDS
 from whence.experiments import read_rows
-from whence.guards import write_atomically
 from whence.metrics import t_interval
 
 ENTRIES = ("difference", "spearman", "partial")

@@ -10,10 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from studies.selection.matched import find_acting_parameters
+from whence.core import Outputs, Params, RecordBatch, compute_outputs, eval_mode, preserve_rng_state
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
-from whence.guards import eval_mode, preserve_rng_state
-from whence.policies import Outputs, Params, compute_outputs
-from whence.records import RecordBatch
 from whence.rounds import RoundRecording, SteppedRound, open_round
 
 ALL = "all"

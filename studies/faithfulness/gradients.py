@@ -14,12 +14,10 @@ from stable_baselines3 import PPO
 from torch import Tensor
 
 from whence.advantages import returns_to_go
+from whence.core import RecordBatch, as_view, eval_mode, preserve_rng_state
 from whence.experiments import RunConfig
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
-from whence.guards import eval_mode, preserve_rng_state
-from whence.policies import as_view
-from whence.records import RecordBatch
 from whence.sb3 import collect, load_tensors, named_tensors
 
 Vector = NDArray[np.float64]

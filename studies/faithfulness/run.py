@@ -35,9 +35,9 @@ from rich.console import Console
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.stored import read_round, round_numbers, write_round
 from whence import IIF, Return, attribute, attribute_round, experiments
+from whence.core import write_atomically
 from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig, measure_returns
-from whence.guards import write_atomically
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 

@@ -37,8 +37,8 @@ from studies.faithfulness.gradients import large_rollout, monte_carlo
 from studies.faithfulness.run import RUNS, Job, Only, Out, Runs, Workers, at_once, trained
 from studies.stored import read_round, write_round
 from whence import IIF, BelowMean, NegativeRandom, PPOClip, RandomDrop, Return, attribute, attribute_crossfit
+from whence.core import RecordBatch
 from whence.experiments import RunConfig, load_recording, load_round
-from whence.records import RecordBatch
 from whence.rounds import RoundRecording, open_round
 from whence.rounds.optimizers import preconditioner
 from whence.rounds.replay import target_gradient

@@ -21,7 +21,7 @@ from studies.faithfulness.run import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
 from studies.faithfulness.selection_tables import compared, gain_means, gain_sections
 from studies.markdown import cell, nested, table
 from studies.stored import ROUND, read_datamodels, read_rounds
-from whence.guards import write_atomically
+from whence.core import write_atomically
 from whence.page.figures import COLOURS, make_figure
 
 PHASES = ("early", "middle", "late")

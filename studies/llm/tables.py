@@ -16,9 +16,9 @@ import typer
 from scipy import stats
 
 from whence import experiments
+from whence.core import write_atomically
 from whence.experiments import STANDARD, LanguageConfig, put_row, read_rows
 from whence.experiments.llm.language_config import read_curve
-from whence.guards import write_atomically
 from whence.llm.lab import check
 from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, lock_directory

@@ -43,9 +43,9 @@ from studies.planted.scores import (
     write_line,
 )
 from studies.planted.tables import write_tables
+from whence.core import preserve_rng_state
 from whence.diagnosis import find_causes
 from whence.experiments import RunConfig, configure, load_model, load_policy, make_replay_env, read_rows, run
-from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 
 

@@ -16,8 +16,8 @@ from studies.planted.scores import (
     SLOW,
     is_taught,
 )
+from whence.core import write_atomically
 from whence.experiments import read_rows
-from whence.guards import write_atomically
 
 
 def write_tables(out: Path) -> None:

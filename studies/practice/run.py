@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.progress import SweepBars
+from whence.cli.terminal import SweepBars
 from whence.experiments import Planned, RunConfig, configure, make_label, run_sweep
 
 DROP = 0.125

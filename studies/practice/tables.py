@@ -40,7 +40,7 @@ from studies.practice.runs import (
     read_runs,
     scale_results,
 )
-from whence.guards import write_atomically
+from whence.core import write_atomically
 
 LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""

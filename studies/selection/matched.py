@@ -17,10 +17,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from whence import IIF, SelectionRule, experiments
-from whence.errors import NonFinite
-from whence.guards import eval_mode, preserve_rng_state
-from whence.policies import PolicyView, as_view
-from whence.records import RecordBatch
+from whence.core import NonFinite, PolicyView, RecordBatch, as_view, eval_mode, preserve_rng_state
 from whence.sb3 import InfluenceCallback, preserve_model
 from whence.selection import Selection
 

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from whence.errors import Unsupported
+from whence.core import Unsupported
 
 if find_spec("rich") is None or find_spec("typer") is None:
     raise Unsupported("The command `whence` needs its extra: in its source tree, pip install '.[cli]'.")

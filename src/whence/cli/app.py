@@ -14,8 +14,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from whence.cli.console import errors, make_printable, print_line
-from whence.errors import WhenceError
+from whence.cli.terminal import errors, make_printable, print_line
+from whence.core import WhenceError
 
 COMMANDS: Mapping[str, str] = {
     "train": "train_command:train",

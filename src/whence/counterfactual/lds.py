@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
+from whence.core import Target, WhenceError
 from whence.counterfactual.outcomes import Evaluate, check_scores, compute_scores, measure_outcomes
 from whence.counterfactual.retrain import draw_subsets, read_batch_size, reshuffle, retrain
-from whence.errors import WhenceError
 from whence.rounds import DRAWS, METHODS, RoundRecording, check_target, open_round
-from whence.targets import Target
 
 SCHEMA = {
     "score": pl.String,

@@ -11,11 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.errors import NonFinite, WhenceError
+from whence.core import BatchTarget, NonFinite, Target, WhenceError, compute_outputs, eval_mode, preserve_rng_state
 from whence.folds import split_target
-from whence.guards import eval_mode, preserve_rng_state
 from whence.heuristics import compute_td_errors
-from whence.policies import compute_outputs
 from whence.rounds import (
     DRAWS,
     METHODS,
@@ -26,7 +24,6 @@ from whence.rounds import (
     open_round,
     snapshot_scores,
 )
-from whence.targets import BatchTarget, Target
 
 Evaluate = Callable[[Mapping[str, Tensor], int], float]
 """`evaluate(params, repetition)` measures trained parameters, a mapping by name: for instance their test return.

@@ -10,11 +10,10 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.core import Target, WhenceError
 from whence.counterfactual.outcomes import Evaluate, Outcomes, check_scores, measure_outcomes
 from whence.counterfactual.retrain import Orders, read_batch_size, reshuffle, retrain
-from whence.errors import WhenceError
 from whence.rounds import RoundRecording, check_target, open_round
-from whence.targets import Target
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
 """The shares of the records that are left out, by default."""

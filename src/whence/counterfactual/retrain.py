@@ -9,9 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from whence.core import WhenceError, eval_mode, preserve_rng_state
 from whence.engines import measure_bytes
-from whence.errors import WhenceError
-from whence.guards import eval_mode, preserve_rng_state
 from whence.rounds import (
     MARGIN,
     Point,

@@ -12,17 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.attribution import attribute
+from whence.core import Action, RecordBatch, RunDirectoryError, WhenceError, eval_mode, named_leaves, suggest
 from whence.diagnosis.ranking import OnRound, Score, score_rounds
-from whence.errors import RunDirectoryError, WhenceError, suggest
 from whence.experiments import AnyEnv, load_model, load_policy, read_records
-from whence.guards import eval_mode
-from whence.records import RecordBatch
 from whence.rounds import RoundRecording, attribute_round
 from whence.runs import RunDirectory
 from whence.sb3 import actor_critic_view, embed, model_objective
 from whence.selection import read_weights
-from whence.targets import Action
-from whence.trees import named_leaves
 
 OBSERVED, HIDDEN = "similar", "similar-hidden"
 SIMILAR = (OBSERVED, HIDDEN)

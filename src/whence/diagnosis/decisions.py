@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
-from whence.errors import ReplayError, WhenceError
+from whence.core import Action, RecordBatch, ReplayError, Tree, WhenceError, eval_mode, named_leaves, to_numpy
 from whence.experiments import (
     AnyEnv,
     action_labels,
@@ -26,10 +26,8 @@ from whence.experiments import (
     read_records,
     reads_raw_observations,
 )
-from whence.guards import eval_mode
 from whence.heuristics import number_states
 from whence.moments import name_action
-from whence.records import RecordBatch, to_numpy
 from whence.runs import RunDirectory
 from whence.sb3 import (
     actor_critic_view,
@@ -41,8 +39,6 @@ from whence.sb3 import (
     to_env_actions,
     use_fresh_noise,
 )
-from whence.targets import Action
-from whence.trees import Tree, named_leaves
 
 CANDIDATES = 512
 """States of the last round among which a behaviour is looked for, evenly spread."""

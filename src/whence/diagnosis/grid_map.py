@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import polars as pl
 
+from whence.core import ReplayError
 from whence.diagnosis.judgement import REPEATS, compare_signs, measure_visits
-from whence.errors import ReplayError
 from whence.experiments import AnyEnv, action_labels, make_replay_env
 from whence.moments import name_action
 from whence.runs import RunDirectory

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import polars as pl
 
-from whence.errors import ReplayError, WhenceError, suggest
+from whence.core import ReplayError, WhenceError, suggest
 from whence.experiments import AnyEnv, OnRecord, estimate_advantages, load_round, score_round
 from whence.heuristics import has_single_actions, measure_by_visits, number_states
 from whence.influence import SIGNIFICANT

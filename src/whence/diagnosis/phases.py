@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 
 from whence.attribution import attribute
+from whence.core import Action, RecordBatch, eval_mode, write_atomically
 from whence.diagnosis.decisions import Behaviour, embed_records, is_density
 from whence.diagnosis.roughness import (
     LARGEST,
@@ -27,12 +28,9 @@ from whence.diagnosis.roughness import (
     spread_evenly,
 )
 from whence.experiments import AnyEnv, load_model, load_policy, read_records
-from whence.guards import eval_mode, write_atomically
 from whence.moments import Moment, find_moments, name_action
-from whence.records import RecordBatch
 from whence.runs import RunDirectory, check_links
 from whence.sb3 import actor_critic_view, model_objective
-from whence.targets import Action
 
 FORMAT, VERSION = "whence-phases", 1
 

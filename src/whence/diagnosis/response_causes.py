@@ -11,15 +11,13 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
+from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, suggest
 from whence.diagnosis.ranking import OnRound, Score, score_rounds
-from whence.errors import RunDirectoryError, Unsupported, WhenceError, suggest
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
-from whence.guards import eval_mode
 from whence.llm.base import embed_rows, language_view
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages
-from whence.records import RecordBatch
 from whence.runs import RunDirectory
 from whence.selection import read_weights
 

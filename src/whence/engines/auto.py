@@ -7,14 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core import WhenceError, first_line, is_in_shards, suggest
 from whence.engines.forward import forward
 from whence.engines.ghost import ghost
 from whence.engines.memory import fit_chunk_size
 from whence.engines.per_record import loop, vmap
 from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.sharded import sharded
-from whence.errors import WhenceError, first_line, suggest
-from whence.policies import is_in_shards
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 

@@ -9,8 +9,8 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core import Outputs, Params
 from whence.engines.problem import Gradient, Problem, map_outputs, target_gradients
-from whence.policies import Outputs, Params
 
 
 def forward(problem: Problem) -> Float[Tensor, "targets n"]:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from whence.core import BatchTarget, Outputs, first_line, named_leaves, notes_on
 from whence.engines.forward import derive_along
 from whence.engines.problem import (
     Gradient,
@@ -26,10 +27,6 @@ from whence.engines.problem import (
 )
 from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Layer, Tape, count_uses, covered_layers, record_pass
-from whence.errors import first_line
-from whence.policies import Outputs, notes_on
-from whence.targets import BatchTarget
-from whence.trees import named_leaves
 
 T = TypeVar("T")
 

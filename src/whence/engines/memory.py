@@ -15,12 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from whence.core import COLUMNS, BatchTarget, Outputs, RecordBatch, Target, WhenceError, named_leaves, notes_on
 from whence.engines.problem import Problem
-from whence.errors import WhenceError
-from whence.policies import COLUMNS, Outputs, notes_on
-from whence.records import RecordBatch
-from whence.targets import BatchTarget, Target
-from whence.trees import named_leaves
 
 _PROBES = (8, 16)
 # The allocator keeps freed blocks that fit nothing later, and kernels take working memory: the process grew by up to

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.func import grad
 from torch.func import vmap as over_records
 
+from whence.core import Params, Tree, map_tree
 from whence.engines.problem import Gradient, Problem, plain_target_gradient, target_gradients
-from whence.policies import Params
-from whence.trees import Tree, map_tree
 
 
 def loop(problem: Problem) -> Float[Tensor, "targets n"]:

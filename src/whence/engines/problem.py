@@ -10,12 +10,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from whence.errors import WhenceError
-from whence.objectives import Objective
-from whence.policies import COLUMNS, Outputs, Params, PolicyView, compute_outputs
-from whence.records import RecordBatch
-from whence.targets import BatchTarget, SummedTarget, Target, target_name
-from whence.trees import Tree, map_tree, take
+from whence.core import (
+    COLUMNS,
+    BatchTarget,
+    Objective,
+    Outputs,
+    Params,
+    PolicyView,
+    RecordBatch,
+    SummedTarget,
+    Target,
+    Tree,
+    WhenceError,
+    compute_outputs,
+    map_tree,
+    take,
+    target_name,
+)
 
 Gradient = dict[str, Tensor]
 """One tensor for each parameter that a quantity depends on, shaped like the parameter."""

@@ -16,12 +16,10 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core import BatchTarget, SummedTarget, Target, WhenceError, release_whole, target_name, whole_shape
 from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_like, compute_seeds, pullback
 from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
-from whence.errors import WhenceError
-from whence.policies import release_whole, whole_shape
-from whence.targets import BatchTarget, SummedTarget, Target, target_name
 
 Shards = dict[str, Float[Tensor, " part"]]
 """This process's part of a gradient by parameter: a stretch of the flattened tensor, padded to equal parts."""

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from whence.core import Outputs
 from whence.engines.problem import Problem, Refused
 from whence.engines.rules import LayerRule, rule_for, ruled_types
-from whence.policies import Outputs
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from whence.errors import WhenceError, suggest
+from whence.core import WhenceError, suggest
 
 if TYPE_CHECKING:
     from whence.selection import SelectionRule

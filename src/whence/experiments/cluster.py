@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from whence.errors import Unsupported, WhenceError, first_line
+from whence.core import Unsupported, WhenceError, explain_write_errors, first_line
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.workers import (
     Job,
@@ -28,7 +28,6 @@ from whence.experiments.workers import (
     traceback_file,
     write_traceback,
 )
-from whence.guards import explain_write_errors
 from whence.runs import LOCK, list_checkpoints
 
 PLACES = "local", "ray"

@@ -8,11 +8,10 @@ from typing import Any
 
 import polars as pl
 
-from whence.errors import WhenceError
+from whence.core import WhenceError, explain_write_errors, write_json
 from whence.experiments.arms import STANDARD
 from whence.experiments.cluster import check_start, start_jobs
 from whence.experiments.workers import AnyConfig, read_config, runner_of
-from whence.guards import explain_write_errors, write_json
 from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, Table, check_content, lock_directory
 

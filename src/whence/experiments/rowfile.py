@@ -11,8 +11,7 @@ from typing import Any
 
 import polars as pl
 
-from whence.errors import RunDirectoryError
-from whence.guards import write_atomically
+from whence.core import RunDirectoryError, write_atomically
 
 Row = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError
 from whence.experiments.arms import STANDARD, place_arm
 from whence.experiments.cluster import check_start, start_jobs
 from whence.experiments.rl.config import RunConfig

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from whence.errors import WhenceError, suggest
+from whence.core import WhenceError, suggest
 from whence.experiments.arms import STANDARD
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.plan import configure_arms, reads

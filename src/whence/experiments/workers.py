@@ -18,10 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from whence.errors import WhenceError
+from whence.core import WhenceError, write_atomically
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.rl.config import RunConfig
-from whence.guards import write_atomically
 
 AnyConfig: TypeAlias = RunConfig | LanguageConfig
 """One run of either kind."""

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import lazy_loader
 
-from whence.errors import Unsupported
+from whence.core import Unsupported
 
 if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
     raise Unsupported(

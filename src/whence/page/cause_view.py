@@ -9,14 +9,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from whence.core import Action, WhenceError
 from whence.diagnosis import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
-from whence.errors import WhenceError
 from whence.moments import find_moment, name_action
 from whence.page.explored_run import LOCK, ExploredRun
 from whence.page.frames import make_thumb, replay_moments
 from whence.page.grid import round_number, round_numbers
 from whence.page.moment_view import describe_moment
-from whence.targets import Action
 
 SCORED: Mapping[str, str] = {
     "influence": "influence at the policy that collected the round",

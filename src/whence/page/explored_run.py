@@ -11,8 +11,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from whence.core import RunDirectoryError, first_line
 from whence.diagnosis import has_map, map_extremes
-from whence.errors import RunDirectoryError, first_line
 from whence.experiments import (
     AnyEnv,
     action_labels,

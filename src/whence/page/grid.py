@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.page.explored_run import ExploredRun
 
 LONGEST = 240

@@ -16,9 +16,9 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.advice import give_advice
+from whence.core import write_atomically
 from whence.diagnosis.phases import FORMAT, VERSION
 from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
-from whence.guards import write_atomically
 from whence.page.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
 from whence.page.explored_rounds import describe_runs
 from whence.page.explored_run import ExploredRun, attempt, identify_run

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
+from whence.core import write_atomically
 from whence.experiments import STANDARD, Comparison, KeptRun, LanguageConfig, Results, RunConfig, reads
-from whence.guards import write_atomically
 from whence.metrics import CURVE_METRICS, PAIR_METRICS, t_interval
 from whence.page.figures import has, stages_of
 

@@ -5,10 +5,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from whence.errors import Unsupported, WhenceError
-from whence.guards import eval_mode, preserve_buffers, preserve_rng_state, train_mode
-from whence.policies import Params, PolicyView, compute_outputs
-from whence.records import RecordBatch, check_one_per_record
+from whence.core import (
+    Params,
+    PolicyView,
+    RecordBatch,
+    Unsupported,
+    WhenceError,
+    check_one_per_record,
+    compute_outputs,
+    eval_mode,
+    preserve_buffers,
+    preserve_rng_state,
+    train_mode,
+)
 from whence.rounds.recording import RoundRecording
 
 SAME = 1e-3

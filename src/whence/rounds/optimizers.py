@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.errors import Unsupported, suggest
+from whence.core import Unsupported, suggest
 from whence.rounds.recording import OptimizerState
 
 State = Mapping[str, Tensor]

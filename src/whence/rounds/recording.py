@@ -11,12 +11,8 @@ from jaxtyping import Int
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, first_line
-from whence.guards import write_atomically
-from whence.objectives import A2C, Objective, PPOClip
-from whence.records import RecordBatch
+from whence.core import A2C, Objective, PPOClip, RecordBatch, RunDirectoryError, Tree, first_line, write_atomically
 from whence.runs import CHANGED, parse_document, read_tensor_file
-from whence.trees import Tree
 
 FORMAT, VERSION = "whence-round", "3"
 

@@ -10,18 +10,33 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.errors import NonFinite, Unsupported, WhenceError
-from whence.guards import eval_mode, preserve_rng_state
+from whence.core import (
+    COLUMNS,
+    ModuleView,
+    NonFinite,
+    Objective,
+    Params,
+    PolicyView,
+    RecordBatch,
+    Target,
+    Tree,
+    Unsupported,
+    WhenceError,
+    as_target,
+    as_view,
+    check_batch_norm,
+    compute_outputs,
+    eval_mode,
+    map_tree,
+    preserve_rng_state,
+    take,
+    target_name,
+)
 from whence.nonfinite import raise_if_refused
-from whence.objectives import Objective
-from whence.policies import COLUMNS, ModuleView, Params, PolicyView, as_view, check_batch_norm, compute_outputs
-from whence.records import RecordBatch
 from whence.rounds import optimizers
 from whence.rounds.identity import check_collected, check_modes, check_policy
 from whence.rounds.optimizers import State, safe_sqrt
 from whence.rounds.recording import RoundRecording
-from whence.targets import Target, as_target, target_name
-from whence.trees import Tree, map_tree, take
 
 MARGIN = 3
 """The factor by which the process may grow beyond the tensors of a step, which are all that is measured.

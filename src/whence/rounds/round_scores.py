@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core import NonFinite, Target, WhenceError, eval_mode, preserve_rng_state, suggest, target_name
 from whence.engines import along_direction
-from whence.errors import NonFinite, WhenceError, suggest
-from whence.guards import eval_mode, preserve_rng_state
 from whence.influence import Influence, Provenance
 from whence.rounds import optimizers
 from whence.rounds.recording import RoundRecording
@@ -31,7 +30,6 @@ from whence.rounds.replay import (
     target_gradient,
 )
 from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED, smoothed_scores
-from whence.targets import Target, target_name
 
 Vector = Float[Tensor, " p"]
 """One number for each parameter, flattened as in a `Point`."""

@@ -23,13 +23,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, WhenceError
 from whence.engines import measure_bytes
-from whence.errors import WhenceError
-from whence.objectives import Objective, PPOClip
-from whence.policies import Outputs
-from whence.records import RecordBatch
 from whence.rounds.replay import MARGIN, Point, SteppedRound, step, target_gradient
-from whence.targets import Target
 
 SMOOTHED = "smoothed"
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, WhenceError, first_line
-from whence.guards import write_atomically
+from whence.core import RunDirectoryError, WhenceError, first_line, write_atomically
 from whence.runs.files import CHANGED, parse_document, read_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "1"

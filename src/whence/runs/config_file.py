@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from whence.errors import RunDirectoryError, suggest
+from whence.core import RunDirectoryError, suggest
 
 FORMAT = "whence-run"
 """The mark of a run's config.json."""

@@ -15,8 +15,7 @@ from filelock import BaseFileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.errors import RunDirectoryError
-from whence.guards import explain_write_errors, write_atomically
+from whence.core import RunDirectoryError, explain_write_errors, write_atomically
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
     FORMAT,

@@ -10,8 +10,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, WhenceError, first_line
-from whence.guards import explain_write_errors
+from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line
 
 LOCK = ".lock"
 """The name of the file that the writer of a directory locks."""

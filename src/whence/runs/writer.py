@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
 from whence.runs.config_file import list_changes
 from whence.runs.directory import RunDirectory

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import lazy_loader
 
-from whence.errors import Unsupported
+from whence.core import Unsupported
 
 if find_spec("stable_baselines3") is None:
     raise Unsupported(

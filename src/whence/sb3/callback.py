@@ -10,13 +10,21 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
+from whence.core import (
+    Objective,
+    RecordBatch,
+    Return,
+    Target,
+    WhenceError,
+    as_objective,
+    as_target,
+    suggest,
+    target_name,
+)
 from whence.engines import ENGINES, check_engine, check_memory
-from whence.errors import WhenceError, suggest
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence
 from whence.nonfinite import name_round
-from whence.objectives import Objective, as_objective
-from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses, time_stage
 from whence.sb3.base import (
@@ -47,7 +55,6 @@ from whence.sb3.round_result import (
 )
 from whence.sb3.training_run import TrainingRun, holds_policy
 from whence.selection import Progress, Selection, SelectionRule, add_selection, check_rule
-from whence.targets import Return, Target, as_target, target_name
 
 log = logging.getLogger("whence")
 

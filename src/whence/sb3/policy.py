@@ -16,10 +16,17 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.errors import InvalidRecords, NonFinite, Unsupported, first_line
-from whence.policies import LazyOutputs, ModuleView
-from whence.records import RecordBatch
-from whence.trees import Tree, map_tree
+from whence.core import (
+    InvalidRecords,
+    LazyOutputs,
+    ModuleView,
+    NonFinite,
+    RecordBatch,
+    Tree,
+    Unsupported,
+    first_line,
+    map_tree,
+)
 
 # The methods that `_outputs` replaces; a subclass that overrides one of them computes something else.
 _REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")

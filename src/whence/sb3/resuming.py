@@ -17,15 +17,13 @@ from stable_baselines3.common import policies
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence import heuristics, selection
-from whence.errors import RunDirectoryError, WhenceError
-from whence.objectives import Objective
+from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, target_name
 from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.training_run import load_model
 from whence.selection import SelectionRule
-from whence.targets import Return, Target, target_name
 
 _REMEDY = "Build the model and the callback as the script did; learn() goes on by itself."
 

@@ -9,9 +9,8 @@ import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
 
-from whence.errors import WhenceError
+from whence.core import RecordBatch, WhenceError
 from whence.influence import Influence
-from whence.records import RecordBatch
 from whence.selection import Selection, summarise_selection
 
 

@@ -12,8 +12,7 @@ import polars as pl
 from sb3_contrib import MaskablePPO
 from torch import Tensor
 
-from whence.errors import RunDirectoryError, WhenceError
-from whence.guards import load_rng_state, read_rng_state
+from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
 from whence.rounds import RoundRecording
 from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds
 from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors

@@ -10,10 +10,17 @@ import typer
 
 from whence import experiments
 from whence.attribution import attribute as attribute_records
-from whence.cli import options
-from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.runs import find_round, make_target, open_agent_run
-from whence.errors import WhenceError
+from whence.cli.terminal import (
+    console,
+    find_round,
+    make_table,
+    make_target,
+    open_agent_run,
+    options,
+    print_json,
+    print_line,
+)
+from whence.core import WhenceError
 from whence.folds import usable_folds
 from whence.influence import is_significant
 from whence.sb3 import model_objective

@@ -10,11 +10,18 @@ import typer
 from rich.table import Table
 
 from whence import experiments
-from whence.cli import options
-from whence.cli.console import console, errors, make_table, print_json, print_line
-from whence.cli.runs import make_target, open_agent_run
+from whence.cli.terminal import (
+    console,
+    errors,
+    make_table,
+    make_target,
+    open_agent_run,
+    options,
+    print_json,
+    print_line,
+)
+from whence.core import write_json
 from whence.counterfactual import SHARES, leave_out, study
-from whence.guards import write_json
 from whence.rounds import DRAWS
 from whence.runs import check_links
 

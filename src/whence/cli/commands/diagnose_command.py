@@ -7,10 +7,17 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.options import AsJson, ReplayEnv, parse_rounds
-from whence.cli.progress import RoundBar
-from whence.cli.runs import open_agent_run
+from whence.cli.terminal import (
+    AsJson,
+    ReplayEnv,
+    RoundBar,
+    console,
+    make_table,
+    open_agent_run,
+    parse_rounds,
+    print_json,
+    print_line,
+)
 from whence.diagnosis import (
     REPEATS,
     SAMPLE,

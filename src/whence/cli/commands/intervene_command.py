@@ -13,20 +13,25 @@ import typer
 
 from whence import experiments
 from whence.attribution import attribute
-from whence.cli import options
-from whence.cli.console import console, errors, make_table, print_json, print_line, resumable
-from whence.cli.options import parse_rounds
-from whence.cli.runs import open_agent_run
+from whence.cli.terminal import (
+    console,
+    errors,
+    make_table,
+    open_agent_run,
+    options,
+    parse_rounds,
+    print_json,
+    print_line,
+    resumable,
+)
+from whence.core import Return, RunDirectoryError, WhenceError, first_line, write_json
 from whence.counterfactual import VARIANTS, summarise_changes
 from whence.counterfactual import intervene as intervene_round
-from whence.errors import RunDirectoryError, WhenceError, first_line
-from whence.guards import write_json
 from whence.influence import Influence
 from whence.metrics import t_interval
 from whence.moments import read_axes
 from whence.runs import RunDirectory, check_links
 from whence.sb3 import model_objective
-from whence.targets import Return
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
 _DIFFERENCES = ("filtered - full", "filtered - random")

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from whence.cli.console import console, make_table, print_json, print_line
-from whence.cli.options import AsJson
+from whence.cli.terminal import AsJson, console, make_table, print_json, print_line
 from whence.experiments import ARMS, presets
 
 ENGINES = {

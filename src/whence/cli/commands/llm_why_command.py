@@ -8,13 +8,23 @@ import polars as pl
 import typer
 from rich.text import Text
 
-from whence.cli.console import console, errors, make_printable, make_table, print_json, print_line
-from whence.cli.moment_tables import print_causes, print_response, shorten, show_text
-from whence.cli.options import AsJson
-from whence.cli.progress import RoundBar
-from whence.cli.runs import find_round
+from whence.cli.terminal import (
+    AsJson,
+    RoundBar,
+    console,
+    errors,
+    find_round,
+    make_printable,
+    make_table,
+    print_causes,
+    print_json,
+    print_line,
+    print_response,
+    shorten,
+    show_text,
+)
+from whence.core import WhenceError
 from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
-from whence.errors import WhenceError
 from whence.experiments.llm.language_rebuilding import Explanation, explain_response, list_policies
 from whence.moments import find_moments
 from whence.page import CauseView, Decision, describe_causes

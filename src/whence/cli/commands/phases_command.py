@@ -6,10 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli import options
-from whence.cli.console import console, make_printable, make_table, print_json, print_line, print_paths
-from whence.cli.progress import RoundBar
-from whence.cli.runs import open_agent_run
+from whence.cli.terminal import (
+    RoundBar,
+    console,
+    make_printable,
+    make_table,
+    open_agent_run,
+    options,
+    print_json,
+    print_line,
+    print_paths,
+)
+from whence.core import WhenceError
 from whence.diagnosis import (
     Behaviour,
     behaviour_by_hand,
@@ -19,7 +27,6 @@ from whence.diagnosis import (
     trace_phases,
     write_history,
 )
-from whence.errors import WhenceError
 from whence.page import ExploredRun, format_number
 from whence.runs import RunDirectory
 

@@ -7,10 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from whence import experiments
-from whence.cli.console import print_json, print_line
-from whence.cli.options import AsJson, ReplayEnv, parse_rounds
-from whence.cli.progress import RoundBar
-from whence.errors import WhenceError
+from whence.cli.terminal import AsJson, ReplayEnv, RoundBar, parse_rounds, print_json, print_line
+from whence.core import WhenceError
 from whence.page import CONTINUATIONS, ExploredRun, server, write_report
 from whence.runs import find_content
 

@@ -5,11 +5,20 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.console import console, errors, make_table, print_json, print_line
-from whence.cli.moment_tables import list_cells, print_response, print_view
-from whence.cli.options import AsJson, ReplayEnv
-from whence.cli.runs import find_round
-from whence.errors import WhenceError
+from whence.cli.terminal import (
+    AsJson,
+    ReplayEnv,
+    console,
+    errors,
+    find_round,
+    list_cells,
+    make_table,
+    print_json,
+    print_line,
+    print_response,
+    print_view,
+)
+from whence.core import WhenceError
 from whence.moments import Moment, find_moment, find_moments, name_action
 from whence.page import (
     ExploredRun,

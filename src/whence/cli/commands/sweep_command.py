@@ -7,10 +7,18 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.cli.console import console, errors, make_printable, print_json, print_line, resumable
-from whence.cli.options import AsJson, On
-from whence.cli.progress import SweepBars
-from whence.errors import WhenceError, suggest
+from whence.cli.terminal import (
+    AsJson,
+    On,
+    SweepBars,
+    console,
+    errors,
+    make_printable,
+    print_json,
+    print_line,
+    resumable,
+)
+from whence.core import WhenceError, suggest
 from whence.experiments import Planned
 from whence.page import write_tables
 

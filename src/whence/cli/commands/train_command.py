@@ -11,11 +11,27 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from whence import experiments
-from whence.cli import options
-from whence.cli.console import console, log_to_terminal, make_table, print_json, print_line, print_paths, resumable
-from whence.cli.options import FieldOption, make_field_options, parse_fields, parse_json, parse_rounds, with_options
-from whence.cli.progress import ComparisonBars, RoundBar, RunBar, describe_round
-from whence.errors import WhenceError, suggest
+from whence.cli.terminal import (
+    ComparisonBars,
+    FieldOption,
+    RoundBar,
+    RunBar,
+    console,
+    describe_round,
+    log_to_terminal,
+    make_field_options,
+    make_table,
+    options,
+    parse_fields,
+    parse_json,
+    parse_rounds,
+    print_json,
+    print_line,
+    print_paths,
+    resumable,
+    with_options,
+)
+from whence.core import WhenceError, suggest
 from whence.experiments import (
     HYPERPARAMETERS,
     LANGUAGE_ARMS,

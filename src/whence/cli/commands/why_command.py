@@ -6,13 +6,20 @@ from typing import Annotated, Literal
 
 import typer
 
-from whence.cli.console import errors, print_json, print_line
-from whence.cli.moment_tables import print_causes
-from whence.cli.options import AsJson, ReplayEnv
-from whence.cli.progress import RoundBar
-from whence.cli.runs import find_round, open_agent_run, parse_decision
+from whence.cli.terminal import (
+    AsJson,
+    ReplayEnv,
+    RoundBar,
+    errors,
+    find_round,
+    open_agent_run,
+    parse_decision,
+    print_causes,
+    print_json,
+    print_line,
+)
+from whence.core import Action, WhenceError
 from whence.diagnosis import play_episode
-from whence.errors import WhenceError
 from whence.experiments import load_model
 from whence.page import (
     Decision,
@@ -23,7 +30,6 @@ from whence.page import (
     pictures,
     read_decision,
 )
-from whence.targets import Action
 
 
 def why(

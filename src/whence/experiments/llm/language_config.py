@@ -12,8 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+from whence.core import RunDirectoryError, WhenceError, suggest
 from whence.engines import ENGINES
-from whence.errors import RunDirectoryError, WhenceError, suggest
 from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
 from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory

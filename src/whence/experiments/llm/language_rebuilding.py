@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
-from whence.errors import RunDirectoryError, Unsupported, WhenceError
+from whence.core import Objective, RecordBatch, RunDirectoryError, Target, Unsupported, WhenceError, preserve_rng_state
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import hide_progress_bars, load_pretrained
 from whence.experiments.llm.tasks import Task, load_task, make_trainer_config, make_validation_target, scoring_memory
-from whence.guards import preserve_rng_state
 from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, WithValueHead, list_tokens, make_rows, pad_rows
 from whence.llm.ppo import evaluate_rows, load_parameters, make_rollout
 from whence.llm.scores import (
@@ -30,10 +29,7 @@ from whence.llm.scores import (
 )
 from whence.llm.text import Responses, split_text
 from whence.llm.trl.supported_settings import make_group_objective
-from whence.objectives import Objective
-from whence.records import RecordBatch
 from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
-from whence.targets import Target
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from whence.errors import WhenceError, first_line, suggest
+from whence.core import WhenceError, first_line, suggest
 from whence.experiments.llm.language_config import search_first
 from whence.llm.text import list_columns
 

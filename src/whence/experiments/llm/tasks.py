@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
 from whence.llm.base import PPOConfig

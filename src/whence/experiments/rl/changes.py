@@ -9,9 +9,8 @@ from stable_baselines3.common.distributions import BernoulliDistribution, Distri
 from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 
+from whence.core import eval_mode, to_numpy
 from whence.experiments.rl.stored import AnyEnv, load_policy, load_round
-from whence.guards import eval_mode
-from whence.records import to_numpy
 from whence.runs import RunDirectory
 from whence.sb3 import actor_critic_view, predict
 

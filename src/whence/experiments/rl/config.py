@@ -7,13 +7,12 @@ from typing import Annotated, Any, Self
 
 from stable_baselines3 import PPO
 
+from whence.core import Action, Return, Target, WhenceError, suggest
 from whence.engines import ENGINES
-from whence.errors import WhenceError, suggest
 from whence.experiments.arms import find_arm
 from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.sb3 import to_json_types
 from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
-from whence.targets import Action, Return, Target
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 
-from whence.errors import ReplayError
+from whence.core import ReplayError, preserve_rng_state
 from whence.experiments.rl.stored import AnyEnv, is_squashed, load_model, make_replay_env, reads_raw_observations
-from whence.guards import preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3 import (
     RecordResets,

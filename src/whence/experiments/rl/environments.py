@@ -14,9 +14,8 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.errors import WhenceError, suggest
+from whence.core import WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.experiments.rl.config import RunConfig
-from whence.guards import eval_mode, preserve_rng_state
 from whence.sb3 import (
     EnvPoolVecEnv,
     RecordResets,

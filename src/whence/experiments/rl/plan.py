@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from whence.errors import WhenceError, suggest
+from whence.core import Action, WhenceError, preserve_rng_state, suggest
 from whence.experiments.arms import ARMS, STANDARD, find_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
-from whence.guards import preserve_rng_state
 from whence.sb3 import default_policy, default_policy_kwargs
-from whence.targets import Action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")
 

@@ -21,14 +21,12 @@ from stable_baselines3.common.vec_env.stacked_observations import StackedObserva
 from torch import Tensor
 
 from whence.attribution import attribute
+from whence.core import InvalidRecords, RecordBatch, ReplayError, Return, RunDirectoryError, preserve_rng_state
 from whence.counterfactual import Evaluate
-from whence.errors import InvalidRecords, ReplayError, RunDirectoryError
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import measure_return, observe_part, renew_world
 from whence.folds import usable_folds
-from whence.guards import preserve_rng_state
 from whence.influence import Influence
-from whence.records import RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import (
@@ -43,7 +41,6 @@ from whence.sb3 import (
     play_again,
     read_episode,
 )
-from whence.targets import Return
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
 """An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""

@@ -13,7 +13,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence import metrics
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS, counts_scoring, find_arm
 from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
 from whence.experiments.rl.environments import make_evaluation_env, make_training_env, measure_return

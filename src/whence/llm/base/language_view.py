@@ -12,12 +12,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whence.errors import Unsupported, WhenceError
-from whence.guards import eval_mode
+from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError, eval_mode
 from whence.llm.base.layer_rules import register_rules
 from whence.llm.base.value_head import WithValueHead, accepts_argument
-from whence.policies import LazyOutputs, ModuleView
-from whence.records import RecordBatch
 
 EXTRA_PADDING = "extra_padding"
 """The column of rows, (n,), of those that a trainer trains on without telling the model its positions.

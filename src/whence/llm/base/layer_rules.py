@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whence.core import Unsupported, whole_shape
 from whence.engines import LayerRule, LayerTensors, linear_gradient, linear_product, register_rule, rule_for
-from whence.errors import Unsupported
-from whence.policies import whole_shape
 
 
 def register_rules(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.validation import Count, Natural, NotNegative, Positive, Unit, settings
 
 MOST_CORRECTION = 0.2

@@ -10,9 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
+from whence.core import Unsupported, WhenceError, load_rng_state, read_rng_state
 from whence.engines import Gradient, agree_on_most
-from whence.errors import Unsupported, WhenceError
-from whence.guards import load_rng_state, read_rng_state
 
 _KINDS_WITH_COPIES = (
     DistributedType.NO,

@@ -8,10 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whence.errors import InvalidRecords
+from whence.core import Array, InvalidRecords, RecordBatch, Tree
 from whence.llm.base.token_losses import last_token
-from whence.records import Array, RecordBatch
-from whence.trees import Tree
 
 
 class TokenRows(NamedTuple):

@@ -11,8 +11,8 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from whence.core import target_name
 from whence.runs import strip_addresses
-from whence.targets import target_name
 
 _SECRET = re.compile(r"(^|_)(token|password|secret|credentials?)$|(api|access|private)_?key|auth_token", re.IGNORECASE)
 _NO_SECRETS = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from whence.errors import WhenceError
-from whence.guards import write_atomically
+from whence.core import WhenceError, write_atomically
 from whence.runs import read_tensor_file
 
 VALUE_HEAD = "value_head.safetensors"

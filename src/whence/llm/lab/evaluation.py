@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from whence.guards import preserve_rng_state
+from whence.core import preserve_rng_state
 from whence.llm.base import PPOConfig
 from whence.llm.lab.problems import answer, check, solution
 from whence.llm.text import generate

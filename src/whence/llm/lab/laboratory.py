@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import tqdm
 
-from whence.errors import WhenceError, suggest
-from whence.guards import preserve_rng_state
+from whence.core import WhenceError, preserve_rng_state, suggest
 from whence.llm.lab import problems
 from whence.llm.lab.problems import Difficulty, Habit
 from whence.validation import settings

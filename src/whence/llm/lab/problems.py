@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 
 SYMBOLS = "0123456789+-*/=;?"
 """Every character of a problem or of a well-formed answer."""

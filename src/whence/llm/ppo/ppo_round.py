@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.advantages import gae
-from whence.errors import NonFinite
-from whence.guards import eval_mode
+from whence.core import ModuleView, NonFinite, Outputs, RecordBatch, eval_mode
 from whence.influence import Influence
 from whence.llm.base import (
     MOST_CORRECTION,
@@ -28,8 +27,6 @@ from whence.llm.base import (
 from whence.llm.base import token_losses as losses
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.nonfinite import check_gradients, measure_gradients
-from whence.policies import ModuleView, Outputs
-from whence.records import RecordBatch
 from whence.selection import Selection, add_selection, summarise_selection
 
 

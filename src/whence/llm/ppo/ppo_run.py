@@ -9,7 +9,7 @@ import polars as pl
 import torch
 from torch import Tensor, nn
 
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError
 from whence.llm.base import Processes
 from whence.llm.base.run_description import describe_run, read_versions
 from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_latest

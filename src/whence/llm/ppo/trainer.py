@@ -12,8 +12,7 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
-from whence.errors import WhenceError
-from whence.guards import preserve_rng_state
+from whence.core import Objective, RecordBatch, Target, WhenceError, as_objective, as_target, preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
@@ -41,11 +40,8 @@ from whence.llm.text import (
     write_evaluation,
 )
 from whence.nonfinite import check_parameters, name_round
-from whence.objectives import Objective, as_objective
-from whence.records import RecordBatch
 from whence.runs import Checkpoint, time_stage
 from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
-from whence.targets import Target, as_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""

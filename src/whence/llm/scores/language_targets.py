@@ -12,13 +12,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError
+from whence.core import (
+    InvalidRecords,
+    Objective,
+    Outputs,
+    Params,
+    PolicyView,
+    RecordBatch,
+    Target,
+    WhenceError,
+    compute_outputs,
+    target_name,
+)
 from whence.llm.base import Processes, make_rows
 from whence.llm.text import encode_demonstrations
-from whence.objectives import Objective
-from whence.policies import Outputs, Params, PolicyView, compute_outputs
-from whence.records import RecordBatch
-from whence.targets import Target, target_name
 
 
 @dataclass(frozen=True, eq=False, repr=False)

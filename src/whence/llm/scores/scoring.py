@@ -16,6 +16,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.attribution import Summed, open_problem, score_targets
+from whence.core import (
+    NonFinite,
+    Objective,
+    RecordBatch,
+    Target,
+    Unsupported,
+    WhenceError,
+    as_objective,
+    is_in_shards,
+    target_name,
+)
 from whence.engines import (
     Gradient,
     Problem,
@@ -24,16 +35,11 @@ from whence.engines import (
     record_gradient,
     target_gradients,
 )
-from whence.errors import NonFinite, Unsupported, WhenceError
 from whence.influence import Influence
 from whence.layers import Layers, choose_parameters, restrict_view
 from whence.llm.base import ONE, Processes, language_view
 from whence.llm.scores.language_targets import Along, split_mean, target_share
 from whence.llm.scores.token_objectives import TokenPPO
-from whence.objectives import Objective, as_objective
-from whence.policies import is_in_shards
-from whence.records import RecordBatch
-from whence.targets import Target, target_name
 
 
 @dataclass(frozen=True, eq=False)

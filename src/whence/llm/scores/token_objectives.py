@@ -7,10 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError
+from whence.core import InvalidRecords, Outputs, RecordBatch, WhenceError
 from whence.llm.base.token_losses import masked_mean, surrogate, value_loss
-from whence.policies import Outputs
-from whence.records import RecordBatch
 
 
 def _check_columns(records: RecordBatch, *names: str) -> RecordBatch:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationConfig
 
-from whence.guards import eval_mode, preserve_rng_state
+from whence.core import eval_mode, preserve_rng_state
 from whence.llm.base import ONE, PPOConfig, Processes
 from whence.llm.text.prompts import Prompts
 from whence.llm.text.rewards import Reward, compute_rewards

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.llm.base import PPOConfig, TokenRows, pad_rows
 from whence.llm.text.rewards import Columns, Reward, find_columns
 

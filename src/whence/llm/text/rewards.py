@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from whence.errors import NonFinite, WhenceError, first_line
-from whence.guards import eval_mode
+from whence.core import NonFinite, WhenceError, eval_mode, first_line
 
 Reward: TypeAlias = Callable[..., Sequence[float]]
 """`reward(prompts, responses)` returns a number for each response.

@@ -9,9 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from whence.errors import NonFinite, Unsupported
+from whence.core import NonFinite, RecordBatch, Unsupported
 from whence.llm.base import EXTRA_PADDING, Processes, make_rows
-from whence.records import RecordBatch
 
 
 def find_other_inputs(output: Mapping[str, Any]) -> list[str]:

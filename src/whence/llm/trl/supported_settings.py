@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from whence.errors import Unsupported
+from whence.core import Unsupported
 from whence.llm.scores import GroupObjective
 
 # Loss types that average rows (and have to be rescaled), with how each reduces the tokens of a row; and loss types

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from whence.guards import preserve_rng_state
+from whence.core import Objective, RecordBatch, Target, as_objective, as_target, preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
 from whence.llm.base import ONE, Processes
@@ -39,11 +39,8 @@ from whence.llm.trl.completions import (
 from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
-from whence.objectives import Objective, as_objective
-from whence.records import RecordBatch
 from whence.runs import time_stage
 from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
-from whence.targets import Target, as_target
 
 
 class _SelectingTrainer:

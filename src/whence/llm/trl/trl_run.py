@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from whence.errors import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError
 from whence.llm.base import list_tokens
 from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
 from whence.llm.text import join_messages

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.errors import Unsupported, WhenceError
-from whence.guards import write_atomically
+from whence.core import Unsupported, WhenceError, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import Any
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.experiments import AnyEnv
 from whence.page.cause_view import build_causes
 from whence.page.explored_run import ExploredRun, stamp_file

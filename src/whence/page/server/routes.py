@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from whence.errors import RunDirectoryError, WhenceError, first_line
+from whence.core import RunDirectoryError, WhenceError, first_line
 from whence.page.cause_view import SCORED
 from whence.page.explored_rounds import build_detail, build_round, describe_runs
 from whence.page.explored_run import ExploredRun

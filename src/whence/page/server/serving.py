@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 import uvicorn
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.page.explored_rounds import build_round
 from whence.page.explored_run import ExploredRun
 from whence.page.moment_view import CONTINUATIONS

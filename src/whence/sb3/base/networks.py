@@ -8,7 +8,7 @@ from stable_baselines3.common import torch_layers
 from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
 from torch import Tensor, nn, optim
 
-from whence.errors import WhenceError, suggest
+from whence.core import WhenceError, suggest
 
 
 class MiniGridCNN(torch_layers.BaseFeaturesExtractor):

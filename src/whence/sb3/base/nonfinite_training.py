@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whence.errors import NonFinite
+from whence.core import NonFinite, RecordBatch, named_leaves
 from whence.nonfinite import check_gradients, check_parameters, raise_if_refused
-from whence.records import RecordBatch
 from whence.sb3.base.sampling import replace_samples
-from whence.trees import named_leaves
 
 
 def check_observation(model: Any, observation: Any) -> None:

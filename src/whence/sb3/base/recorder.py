@@ -12,10 +12,7 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
-from whence import objectives
-from whence.errors import Unsupported, WhenceError
-from whence.objectives import Objective
-from whence.records import RecordBatch
+from whence.core import Objective, RecordBatch, Unsupported, WhenceError, objectives
 from whence.rounds import OptimizerState, RoundRecording, Update
 from whence.sb3.base.model_tensors import copy_tensors, named_tensors
 

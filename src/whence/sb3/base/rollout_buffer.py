@@ -17,11 +17,9 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from torch import Tensor
 
-from whence.errors import InvalidRecords, Unsupported, WhenceError
-from whence.records import UNKNOWN, RecordBatch
+from whence.core import UNKNOWN, InvalidRecords, RecordBatch, Tree, Unsupported, WhenceError, map_tree
 from whence.sb3.base.sampling import original_class
 from whence.sb3.policy import check_policy
-from whence.trees import Tree, map_tree
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)

@@ -11,13 +11,10 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
-from whence.errors import WhenceError
-from whence.guards import preserve_rng_state
-from whence.policies import as_view
+from whence.core import Tree, WhenceError, as_view, preserve_rng_state
 from whence.rounds import RoundRecording, check_collected
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
 from whence.sb3.base.recorder import training_versions
-from whence.trees import Tree
 
 log = logging.getLogger("whence")
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.sb3.base.recorder import Recorder
 from whence.selection import Selection
 

@@ -17,10 +17,8 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from whence.errors import Unsupported, WhenceError, suggest
-from whence.guards import eval_mode, preserve_rng_state
+from whence.core import Tree, Unsupported, WhenceError, eval_mode, map_tree, named_leaves, preserve_rng_state, suggest
 from whence.sb3.base.gsde import use_fresh_noise
-from whence.trees import Tree, map_tree, named_leaves
 
 
 def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> Any:

@@ -13,8 +13,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.errors import ReplayError, WhenceError
-from whence.guards import preserve_rng_state
+from whence.core import ReplayError, WhenceError, preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3.episodes.resets import DIGEST, RecordResets, set_generator
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.errors import ReplayError
+from whence.core import ReplayError
 
 STATE = "whence_generator_state"
 """The key of a reset's info under which `RecordResets` puts the generator's state."""

@@ -1,20 +1,13 @@
-"""Context managers that restore generators, module modes and buffers on exit, and write files whole or not at all."""
+"""Context managers that restore generators, module modes and buffers on exit."""
 
-import json
-import os
 import random
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import nn
-
-from whence.errors import RunDirectoryError
 
 
 @contextmanager
@@ -106,46 +99,3 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, copy in copies:
                 buffer.copy_(copy)
-
-
-@contextmanager
-def write_atomically(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it to `path` on a clean exit, remove it if something raises.
-
-    A reader sees the old file or the whole new one, whenever the process is killed. The new file has the mode that the
-    process's umask gives, whichever mode its writer chose.
-
-    Raises:
-        RunDirectoryError: the system refuses to write; the message says why and what to do.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.unlink(missing_ok=True)
-            temporary.touch(exist_ok=False)  # a link of this name, which someone put there, is not followed
-            mode = stat.S_IMODE(temporary.stat().st_mode)
-            yield temporary
-            temporary.chmod(mode)  # safetensors makes its files readable by their owner only
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a file of JSON as `write_atomically` does."""
-    with write_atomically(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise what the system refuses while something is written to `path` as a `RunDirectoryError`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as refusal:
-        reason = getattr(refusal, "strerror", None) or str(refusal)
-        raise RunDirectoryError(
-            f"{path} cannot be written: {reason}. Free space on that disk, or choose a directory that you may write to."
-        ) from refusal

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.errors import InvalidRecords, NonFinite
-from whence.trees import Tree, map_tree, named_leaves, take
+from whence.core.errors import InvalidRecords, NonFinite
+from whence.core.trees import Tree, map_tree, named_leaves, take
 
 Array: TypeAlias = Any  # anything torch.as_tensor takes
 

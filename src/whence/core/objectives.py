@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import InvalidRecords, WhenceError, suggest
-from whence.records import RecordBatch, check_one_per_record
+from whence.core.errors import InvalidRecords, WhenceError, suggest
+from whence.core.records import RecordBatch, check_one_per_record
 
 if TYPE_CHECKING:
-    from whence.policies import Outputs
+    from whence.core.policies import Outputs
 
 AdvantageNorm: TypeAlias = Literal["none", "buffer", "chunk"]
 

@@ -9,7 +9,7 @@ import polars as pl
 from rich.table import Table
 from rich.text import Text
 
-from whence.cli.console import console, make_printable, make_table, print_line
+from whence.cli.terminal.console import console, make_printable, make_table, print_line
 from whence.influence import is_significant
 from whence.moments import Moment, name_action
 from whence.page import CauseView, MomentView, format_number

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from whence.cli.console import errors, print_line
+from whence.cli.terminal.console import errors, print_line
 from whence.experiments import AnyConfig, Planned
 
 LINE_SECONDS = 10.0

@@ -5,12 +5,10 @@ from pathlib import Path
 import polars as pl
 from stable_baselines3 import PPO
 
-from whence.cli.options import parse_action
-from whence.errors import WhenceError
+from whence.cli.terminal.options import parse_action
+from whence.core import Action, RecordBatch, Return, Target, WhenceError
 from whence.experiments import check_action
-from whence.records import RecordBatch
 from whence.runs import RunDirectory
-from whence.targets import Action, Return, Target
 
 
 def open_agent_run(path: Path) -> RunDirectory:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 
 import typer
 
-from whence.errors import WhenceError
+from whence.core import WhenceError
 from whence.experiments import ARMS, presets
 
 Env: TypeAlias = Annotated[

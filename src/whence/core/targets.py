@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.errors import WhenceError
-from whence.records import RecordBatch, check_one_per_record
-from whence.trees import Tree, named_leaves
+from whence.core.errors import WhenceError
+from whence.core.records import RecordBatch, check_one_per_record
+from whence.core.trees import Tree, named_leaves
 
 if TYPE_CHECKING:
-    from whence.policies import Outputs, Params, PolicyView
+    from whence.core.policies import Outputs, Params, PolicyView
 
 Target: TypeAlias = Callable[["PolicyView", "Params", RecordBatch], Tensor]
 """`target(view, params, records)` returns a scalar tensor, to be raised, differentiable in `params`.

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.errors import Unsupported
-from whence.records import RecordBatch
-from whence.trees import Tree, map_tree
+from whence.core.errors import Unsupported
+from whence.core.records import RecordBatch
+from whence.core.trees import Tree, map_tree
 
 Params: TypeAlias = Mapping[str, Tensor]
 

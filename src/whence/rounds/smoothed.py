@@ -86,13 +86,7 @@ class Draws:
 def draw_trainings(round: SteppedRound, count: int, share: float, generator: torch.Generator) -> Draws:
     """Draw subsets and orders, in minibatches that hold as many of a subset's records as the round's own did.
 
-    A trailing minibatch of less than a quarter of that joins its predecessor.
-
-    Args:
-        round: from `open_round`, with at least one step.
-        count: the number of trainings.
-        share: the share of the trained records that each training keeps.
-        generator: draws subsets and orders.
+    A trailing minibatch of less than a quarter of that joins its predecessor. The round has at least one step.
     """
     trained = round.recording.trained
     n, like, update = len(trained), round.records.log_probs, round.recording.update
@@ -183,12 +177,10 @@ def average_derivatives(
 def _average_sides(
     counts: Float[Tensor, "2 n"], totals: Float[Tensor, "2 epochs n"], squares: Float[Tensor, "2 n"]
 ) -> Float[Tensor, "epochs n"]:
-    """Return the mean over both sides, each weighed by the inverse of its standard error.
+    """Return the mean over both sides, the trainings with the record and those without, by their inverse errors.
 
-    Args:
-        counts: the number of trainings that contained the record, and of those that did not.
-        totals: the sum of its derivatives in these, by epoch.
-        squares: the sum of the squares of its derivatives in these, over all epochs together.
+    Given are, for each side, the number of trainings, the sum of the record's derivatives by epoch, and the sum of the
+    squares of its derivatives over all epochs together.
     """
     means = totals / counts.clamp(min=1)[:, None]
     several = counts > 1

@@ -37,7 +37,6 @@ from whence.sb3.base import (
     check_observation,
     check_recordings,
     check_step,
-    check_value_loss,
     claim_learn,
     model_objective,
     read_buffer,
@@ -305,7 +304,6 @@ class InfluenceCallback(BaseCallback):
         seconds = {"collection": self._collection_clock.seconds()}
         with time_stage(seconds, "scoring"), name_round(self.next_round):
             records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
-            check_value_loss(records)
             self._last_timestep = self.model.num_timesteps
             choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)

@@ -8,7 +8,6 @@ from whence.sb3.base.model_tensors import named_tensors as named_tensors
 from whence.sb3.base.networks import resolve_classes as resolve_classes
 from whence.sb3.base.nonfinite_training import check_observation as check_observation
 from whence.sb3.base.nonfinite_training import check_step as check_step
-from whence.sb3.base.nonfinite_training import check_value_loss as check_value_loss
 from whence.sb3.base.nonfinite_training import watch_training as watch_training
 from whence.sb3.base.recorder import Recorder as Recorder
 from whence.sb3.base.recorder import check_groups as check_groups

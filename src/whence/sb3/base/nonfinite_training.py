@@ -61,21 +61,6 @@ def _is_finite(numbers: Any) -> bool:
     return math.isfinite(np.vdot(numbers, numbers)) or bool(np.isfinite(numbers).all())
 
 
-def check_value_loss(records: RecordBatch) -> None:
-    """Refuse a rollout on which the value loss overflows; `NonFinite` names the first such record."""
-    assert records.returns is not None
-    assert records.values is not None
-    finite = torch.isfinite((records.returns - records.values).square())
-    if not finite.all():
-        first = int((~finite).nonzero()[0])
-        raise NonFinite(
-            f"the value loss of record {int(records.ids[first])} overflows: its return is "
-            f"{float(records.returns[first]):.3g}, its value {float(records.values[first]):.3g}. Nothing was trained "
-            "in this round. Scale the rewards down, as VecNormalize does, or lower the learning rate.",
-            record_ids=[int(records.ids[first])],
-        )
-
-
 @contextmanager
 def watch_training(model: Any, records: RecordBatch) -> Iterator[None]:
     """Check the gradients of each step while `train()` runs inside, before the step, and the parameters afterwards.

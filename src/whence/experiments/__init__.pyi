@@ -24,7 +24,6 @@ from .arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from .arms import STANDARD as STANDARD
 from .arms import is_control as is_control
 from .arms import split_arm as split_arm
-from .comparison import check_comparison as check_comparison
 from .llm.language_config import SOURCE as SOURCE
 from .rl.changes import compare_policies as compare_policies
 from .rl.config import HYPERPARAMETERS as HYPERPARAMETERS

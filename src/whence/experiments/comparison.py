@@ -83,7 +83,12 @@ def compare(
         RunDirectoryError: the directory holds runs of another configuration, or is that of a run or a sweep, and
             nothing was run; or another process is writing to it.
     """
-    check_comparison(configs, path, workers=workers, on=on)
+    check_start(workers, on)
+    if STANDARD not in (arms := list(dict.fromkeys(config.arm for config in configs))):
+        raise WhenceError(
+            f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
+        )
+    check_content(path, "comparison")
     todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
     for number, config in enumerate(todo):
         if replace(config, seed=0) not in [replace(other, seed=0) for other in todo[:number]]:
@@ -115,23 +120,6 @@ def compare(
         write_json(path / "summary.json", finished.summary)
         write_json(path / "comparison.json", [config.to_json() for config in configs])
         return finished
-
-
-def check_comparison(configs: Sequence[AnyConfig], path: Path, *, workers: int | None, on: str) -> None:
-    """Refuse a comparison that cannot be, before anything is made for it.
-
-    Raises:
-        WhenceError: the standard arm is missing, there are fewer than one worker, or `on` is no place.
-        RunDirectoryError: the directory holds a run or a sweep.
-        Unsupported: Ray is not installed.
-    """
-    check_start(workers, on)
-    arms = list(dict.fromkeys(config.arm for config in configs))
-    if STANDARD not in arms:
-        raise WhenceError(
-            f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
-        )
-    check_content(path, "comparison")
 
 
 def load_comparison(path: Path) -> Comparison:

@@ -42,7 +42,6 @@ from whence.experiments import (
     Comparison,
     LanguageConfig,
     RunConfig,
-    check_comparison,
     runner_of,
     split_arm,
 )
@@ -262,7 +261,6 @@ def compare_language(
         raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
     first_seed = [config if config.target is None else replace(config, **scoring) for config in plain]
     configs = [replace(config, seed=seed) for seed in range(seeds) for config in first_seed]
-    check_comparison(configs, out, workers=workers, on=on)
     runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 

@@ -1,5 +1,6 @@
 """Environments by name, for training and for evaluation."""
 
+from dataclasses import replace
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,8 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
 
 def _read_space(config: RunConfig, library: str) -> gym.Space[Any]:
     """Return the space of the observed part in one library's environment."""
-    env = make_pool(config.env, config.pool_kwargs, 1, 0) if library == "envpool" else _make_gymnasium(config)
+    whole = replace(config, observe=None)
+    env = make_pool(config.env, config.pool_kwargs, 1, 0) if library == "envpool" else make_env(whole)
     space: gym.Space[Any] = env.observation_space
     env.close()
     parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {}
@@ -68,14 +70,15 @@ def _read_space(config: RunConfig, library: str) -> gym.Space[Any]:
     return space
 
 
-def _make_gymnasium(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
-    """Return Gymnasium's environment of a run.
+def make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
+    """Return Gymnasium's environment of a run, which shows the part to observe.
 
     Raises:
         WhenceError: Gymnasium does not know it, or its constructor or a wrapper's fails; the message names it.
     """
     try:
-        return gym.make(config.env, **{**config.env_kwargs, **options})
+        env = gym.make(config.env, **{**config.env_kwargs, **options})
+        return env if config.observe is None else observe_part(env, config.observe)
     except gym.error.UnregisteredEnv:
         known = {name for name in gym.registry if ":" not in name and "/" not in name}
         raise WhenceError(
@@ -118,12 +121,6 @@ def make_model_env(config: RunConfig) -> VecEnv:
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, 1, config.seed, config.observe)
     return make_evaluation_env(config, 1)
-
-
-def make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
-    """Return Gymnasium's environment of a run, which shows the part to observe."""
-    env = _make_gymnasium(config, **options)
-    return env if config.observe is None else observe_part(env, config.observe)
 
 
 def observe_part(env: gym.Env[Any, Any], part: str) -> gym.Env[Any, Any]:

@@ -305,6 +305,7 @@ class TestRun:
 
 class TestCommand:
     def test_train_and_again(self, tmp_path):
+        settings = json.dumps({name: value for name, value in QUICK.items() if name != "rounds"})
         arguments = [
             "llm",
             "train",
@@ -316,15 +317,10 @@ class TestCommand:
             "iif",
             "--target",
             "token",
-        ]
-        arguments += [
             "--rounds",
-            2,
-            "--settings",
-            json.dumps(QUICK | {}).replace('"rounds": 2, ', ""),
-            "--run",
-            tmp_path / "r",
+            "2",
         ]
+        arguments += ["--settings", settings, "--run", tmp_path / "r"]
         done = invoke(*arguments)
         assert done.exit_code == 0, done.output
         assert "arithmetic, iif-token, seed 0: 2 rounds done. Last round: test return" in done.output
@@ -336,14 +332,8 @@ class TestCommand:
 
     def test_a_model_and_data_of_ones_own(self, own, tmp_path):
         arguments = ["llm", "train", "--model", own / "model", "--dataset", own / "prompts", "--selection", "ippo"]
-        arguments += [
-            "--reward-model",
-            own / "judge",
-            "--reward-label",
-            "polite",
-            "--demonstrations",
-            own / "demonstrations",
-        ]
+        arguments += ["--reward-model", own / "judge", "--reward-label", "polite"]
+        arguments += ["--demonstrations", own / "demonstrations"]
         arguments += ["--test-dataset", own / "test.jsonl", "--settings", json.dumps(QUICK | {"max_new_tokens": 4})]
         done = invoke(*arguments, "--run", tmp_path / "run")
         assert done.exit_code == 0, done.output
@@ -356,16 +346,8 @@ class TestCommand:
     def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
         settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
         settings |= {"beta": 0.0, "num_generations": 4} if algorithm != "ppo" else {}
-        arguments = [
-            "--model",
-            own / "model",
-            "--dataset",
-            own / "prompts",
-            "--selection",
-            "iif",
-            "--algorithm",
-            algorithm,
-        ]
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "iif"]
+        arguments += ["--algorithm", algorithm]
         arguments += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
         arguments += ["--test-dataset", own / "test.jsonl", "--test-reward", f"{own / 'rewards.py'}:length"]
         done = invoke("llm", "train", *arguments, "--run", tmp_path / "run")
@@ -527,20 +509,8 @@ class TestCommand:
 
     def test_a_comparison_is_reported_without_the_extra(self, comparison, tmp_path):
         """Reading a finished comparison imports no trainer, and nothing else of the extra `llm`."""
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                WITHOUT_THE_EXTRA,
-                "report",
-                str(comparison[0]),
-                "--out",
-                str(tmp_path / "page.html"),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "report", comparison[0], "--out", tmp_path / "page.html"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "up to 512 prompts of the test." in (tmp_path / "page.html").read_text()
 

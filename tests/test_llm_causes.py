@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 import shutil
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -13,10 +13,10 @@ import polars as pl
 import pytest
 import torch
 
-from test_experiments_llm import cache, invoke, tiny  # noqa: F401
+from test_experiments_llm import cache, invoke, tiny
 from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
-from test_llm_why import RUNS
+from test_llm_why import RUNS, copy_run, runs
 from whence import NonPositive
 from whence.cli.terminal import console
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
@@ -29,23 +29,8 @@ from whence.llm import language_view
 from whence.runs import RunDirectory
 from whence.selection import read_weights
 
+FIXTURES = cache, runs
 QUESTION = "5-1?", "5-1=5;5"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache):  # noqa: F811
-    @lru_cache
-    def make(name):
-        path = tmp_path_factory.mktemp("run")
-        run(tiny(**RUNS[name]), path)
-        return RunDirectory.open(path)
-
-    return make
-
-
-def copy_run(directory, path):
-    shutil.copytree(directory.path, path)
-    return RunDirectory.open(path)
 
 
 def rebuild(directory, number, question=QUESTION):

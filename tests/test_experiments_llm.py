@@ -152,7 +152,7 @@ class TestConfig:
             ({"arm": "iif", "engine": "gost"}, "engine 'gost' is unknown"),
             ({"arm": "iif", "lora": -1}, "lora is -1"),
             ({"arm": "ippo", "held_out": 3}, "reads no responses to held-out"),
-            ({"arm": "iif", "model": "x"}, "model and the task arithmetic were both given"),
+            ({"arm": "iif", "model": "x"}, "model and a task were both given"),
             ({"arm": "iif", "task": None, "model": "x"}, "Neither a task nor dataset, reward was given"),
             (
                 {"arm": "ippo", "task": None, "model": "x", "dataset": "y", "reward_model": "z"},

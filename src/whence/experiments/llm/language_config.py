@@ -121,17 +121,12 @@ class LanguageConfig:
             (target and not scores, f"The target {target!r} has no effect: {selection} scores nothing."),
             (
                 self.dtype == "bfloat16" and not self.lora,
-                "bfloat16 parameters are too coarse for the steps of training. Train an adapter (--lora 16), or keep "
-                "them in float32 and set ACCELERATE_MIXED_PRECISION=bf16.",
+                "bfloat16 is too coarse to train in: train an adapter (--lora).",
             ),
-            (
-                self.task and sources,
-                f"{', '.join(sources)} and the task {self.task} were both given. Set task=None (leave --task out).",
-            ),
+            (self.task and sources, f"{', '.join(sources)} and a task were both given: set task=None, or drop --task."),
             (
                 not self.task and missing,
-                f"Neither a task nor {', '.join(missing)} was given. Give --task {' or '.join(TASKS)}, or --model, "
-                "--dataset and --reward or --reward-model.",
+                f"Neither a task nor {', '.join(missing)} was given. Give --task, or all of them.",
             ),
             (self.reward and self.reward_model, "reward and reward_model are given: a function can call the model."),
             (self.reward_label and not self.reward_model, "reward_label is given, and no reward_model with labels."),
@@ -143,8 +138,7 @@ class LanguageConfig:
             (self.layers is not None and not scores, f"layers have no effect: {selection} scores nothing."),
             (
                 self.held_out and self.target not in ("sequence", "token"),
-                f"held_out is {self.held_out}, and the target of the arm {self.arm} reads no responses to held-out "
-                "prompts. Leave it out, or use an arm with the target sequence or token.",
+                f"held_out has no effect: the target of the arm {self.arm} reads no responses to held-out prompts.",
             ),
             (self.held_out and self.algorithm != "ppo", "held_out is an option of PPO; leave it out with TRL."),
             (taken, f"A run's settings have no setting {', '.join(taken)}: the run itself says it."),

@@ -73,9 +73,8 @@ def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str
         raise WhenceError(f"TRL refuses these settings: {error}") from error
     if trainer_config.steps_per_generation != trainer_config.gradient_accumulation_steps:
         raise WhenceError(
-            f"steps_per_generation is {trainer_config.steps_per_generation} and gradient_accumulation_steps "
-            f"{trainer_config.gradient_accumulation_steps}; a round is one step on a generation batch, so both have to "
-            "be equal (num_iterations may be more than 1)."
+            "A round is one step on a generation batch: steps_per_generation has to equal gradient_accumulation_steps "
+            "(num_iterations may be more than 1)."
         )
     if config.selects:
         check_selectable(trainer_config)
@@ -224,14 +223,12 @@ def make_response_target(task: Task, prompt: Prompt, response: str) -> Validatio
     ids = target.rows.observations["input_ids"][0].tolist()
     unknown, context = task.tokenizer.unk_token_id, context_length(task.model)
     if unknown in ids and unknown != task.tokenizer.eos_token_id:
+        text = task.tokenizer.decode(ids)
         raise WhenceError(
-            "The run's tokenizer does not know all characters: it reads prompt and response as "
-            f"{task.tokenizer.decode(ids)!r}. Ask with the characters of the run's prompts and responses."
+            f"The run's tokenizer does not know all characters: it reads prompt and response as {text!r}."
         )
     if context is not None and len(ids) > context:
-        raise WhenceError(
-            f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}. Ask with shorter ones."
-        )
+        raise WhenceError(f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}.")
     return target
 
 

@@ -22,9 +22,8 @@ from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.moments import find_moment, find_moments
 from whence.page import MomentView, choose_frames, read_window
-from whence.page.moment_view import PolicyChange
+from whence.page.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
-from whence.page.pictures.moment_picture import describe_score
 from whence.sb3 import InfluenceCallback, model_objective
 
 
@@ -288,13 +287,11 @@ def test_the_face_stands_out_and_the_cursor_moves(tmp_path):
 @pytest.mark.parametrize(
     ("score", "error", "words"),
     [
-        (-9.0, 2.0, "training on it lowers the target, score -9 ± 2"),
-        (9.0, None, "training on it raises the target, score 9 (error not known)"),
-        (-9.0, 8.0, "score -9 ± 8, cannot be told from 0"),
-        (float("nan"), None, "was not scored"),
+        (-9.0, 2.0, "-9 ± 2, training on it lowers the target"),
+        (9.0, None, "9 (error not known), training on it raises the target"),
+        (-9.0, 8.0, "-9 ± 8, cannot be told from 0"),
+        (float("nan"), None, "not computed"),
     ],
 )
 def test_a_headline_claims_no_more_than_can_be_told(score, error, words):
-    moment = replace(find_moment(TestWindows.TABLE, 7), score=score, error=error)
-    text, _ = describe_score(moment)
-    assert text.removeprefix("Record 7").removeprefix(":").strip() == words
+    assert describe_score(score, error) == words

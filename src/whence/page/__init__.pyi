@@ -22,6 +22,7 @@ from .moment_view import CONTINUATIONS as CONTINUATIONS
 from .moment_view import MomentView as MomentView
 from .moment_view import choose_frames as choose_frames
 from .moment_view import describe_moment as describe_moment
+from .moment_view import describe_score as describe_score
 from .moment_view import describe_view as describe_view
 from .moment_view import format_number as format_number
 from .moment_view import gather_moment as gather_moment

@@ -89,7 +89,12 @@ class CauseView:
         top = self.raised[0]
         step = top.get("step")
         face = f"record is {top['record']}" if step is None else f"moment is step {step} of episode {top['episode']}"
-        return f"{tell_rounds(self.rounds)} The strongest {face} in round {top['round']}."
+        best = self.rounds.sort("raised", "round", descending=[True, False]).row(0, named=True)
+        share = best["raised"] / self.rounds["raised"].sum()
+        return (
+            f"Round {best['round']} raised it most: it holds {share:.0%} of the sum of all rounds' scores above 0. The "
+            f"strongest {face} in round {top['round']}."
+        )
 
 
 def read_decision(run: ExploredRun, number: int, record: int, *, with_frame: bool = False) -> tuple[Action, Decision]:
@@ -104,7 +109,10 @@ def read_decision(run: ExploredRun, number: int, record: int, *, with_frame: boo
     Raises:
         RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
     """
-    place = place_record(number, run.record(number, record))
+    row = run.record(number, record)
+    step, episode = row.get("step"), row.get("episode_id")
+    where = "" if step is None or episode is None else f"step {step} of episode {episode}, "
+    place = f"in record {record:,} ({where}round {number})"
     with LOCK:
         target = read_record(run.directory, number, record, env=run.env)
         decision = describe_target(run, target, place)
@@ -231,49 +239,6 @@ def describe_causes(view: CauseView) -> dict[str, Any]:
         **{name: list(getattr(view, name)) for name in ends},
         "notes": list(view.notes),
     }
-
-
-def place_record(number: int, row: Mapping[str, Any]) -> str:
-    """Return where a record is, in words.
-
-    Args:
-        number: its round.
-        row: its row of the round's table.
-    """
-    step, episode = row.get("step"), row.get("episode_id")
-    where = "" if step is None or episode is None else f"step {step} of episode {episode}, "
-    return f"in record {row['record_id']:,} ({where}round {number})"
-
-
-def tell_rounds(rounds: pl.DataFrame) -> str:
-    """Return which round raised something most, and in which rounds half of what raised it lies, in sentences.
-
-    Args:
-        rounds: from `sum_rounds`, with a score above 0.
-    """
-    if len(rounds) == 1:
-        return f"Only round {rounds['round'][0]} was scored."
-    top = rounds.sort("raised", "round", descending=[True, False]).row(0, named=True)
-    total = float(rounds["raised"].sum())
-    first, last = find_core(rounds)
-    span = f"round {first}" if first == last else f"rounds {first} to {last}"
-    return (
-        f"Round {top['round']} raised it most: it holds {top['raised'] / total:.0%} of the sum of all rounds' scores "
-        f"above 0. Half of that sum lies in {span}."
-    )
-
-
-def find_core(rounds: pl.DataFrame) -> tuple[int, int]:
-    """Return the first and the last of the fewest consecutive rounds that hold half of all that raised a decision."""
-    numbers = rounds["round"].to_list()
-    cumulated = np.concatenate([[0.0], np.cumsum(rounds["raised"].to_numpy())])
-    half = cumulated[-1] / 2
-    best = (0, len(numbers) - 1)
-    for first in range(len(numbers)):
-        last = int(np.searchsorted(cumulated, cumulated[first] + half)) - 1
-        if last < len(numbers) and last - first < best[1] - best[0]:
-            best = (first, max(first, last))
-    return numbers[best[0]], numbers[best[1]]
 
 
 def format_probability(log_probability: float) -> str:

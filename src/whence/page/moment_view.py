@@ -273,3 +273,13 @@ def name_target(target: Any) -> str:
 def format_number(number: float | None) -> str:
     """Return a number at three digits; a dash if there is none."""
     return "–" if number is None or not isfinite(number) else f"{number:.3g}"
+
+
+def describe_score(score: float, error: float | None) -> str:
+    """Return a score with its error and whether it can be told from 0, in words."""
+    if not isfinite(score):
+        return "not computed"
+    effect = "training on it lowers the target" if score < 0 else "training on it raises the target"
+    if error is None:
+        return f"{score:.3g} (error not known), {effect}"
+    return f"{score:.3g} ± {error:.2g}, {effect if is_significant(score, error) else 'cannot be told from 0'}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from math import ceil, isfinite
+from math import ceil
 from typing import Any
 
 import polars as pl
@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.cli.terminal.console import console, make_printable, make_table, print_line
-from whence.influence import is_significant
 from whence.moments import Moment, name_action
-from whence.page import CauseView, MomentView, format_number
+from whence.page import CauseView, MomentView, describe_score, format_number
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""
@@ -79,16 +78,6 @@ def _describe_training(row: Mapping[str, Any]) -> dict[str, str]:
         return {}
     reason = f": {row['reason']}" if row.get("reason") else ""
     return {"trained": "yes" if row["keep"] else f"no, dropped{reason}"}
-
-
-def describe_score(score: float, error: float | None) -> str:
-    """Return a score with its error and whether it can be told from 0, in words."""
-    if not isfinite(score):
-        return "not scored"
-    effect = "training on it lowers the target" if score < 0 else "training on it raises the target"
-    if error is None:
-        return f"{score:.3g}: {effect} (its error was not computed)"
-    return f"{score:.3g} ± {error:.2g}: {effect if is_significant(score, error) else 'cannot be told from 0'}"
 
 
 def _make_strip(view: MomentView) -> Table:

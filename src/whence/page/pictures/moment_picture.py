@@ -1,6 +1,5 @@
 """Pictures of a moment: frames above strips of reward, value, advantage and score, as PNG or GIF."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from whence.influence import is_significant
 from whence.moments import Moment, name_action
-from whence.page.moment_view import MomentView, PolicyChange, format_number
+from whence.page.moment_view import MomentView, PolicyChange, describe_score, format_number
 from whence.page.pictures.canvas import (
     GREY,
     HARM,
@@ -82,7 +81,8 @@ def draw_moment(view: MomentView, path: Path) -> None:
 def _write_heading(figure: "Figure", view: MomentView) -> float:
     """Write the lines on top and return where they end."""
     moment, estimate = view.moment, view.estimate
-    headline, colour = describe_score(moment)
+    headline = f"Record {moment.record_id}: score {describe_score(moment.score, moment.error)}"
+    colour = GREY if is_significant(moment.score, moment.error) is False else _choose_colour(moment)
     fate = "" if view.row.get("keep") is None else "; trained" if view.row["keep"] else "; dropped"
     is_measured = estimate is not None and estimate.mean is not None
     fresh = f" (by fresh rollouts {estimate.mean:.3g} ± {estimate.error:.2g})" if is_measured and estimate else ""
@@ -95,18 +95,6 @@ def _write_heading(figure: "Figure", view: MomentView) -> float:
     ]
     lines = [(headline, 17.0, colour), (f"{view.place}{fate}", 12.0, GREY), ("   ·   ".join(numbers), 12.0, INK)]
     return write_lines(figure, [*lines, *([(view.frames_note, 10.5, GREY)] if view.frames_note else [])])
-
-
-def describe_score(moment: Moment) -> tuple[str, str]:
-    """Return what can be said of a moment's score, and the colour that says it."""
-    if not math.isfinite(moment.score):
-        return f"Record {moment.record_id} was not scored", INK
-    error = " (error not known)" if moment.error is None else f" ± {moment.error:.2g}"
-    if is_significant(moment.score, moment.error) is False:
-        return f"Record {moment.record_id}: score {moment.score:.3g}{error}, cannot be told from 0", GREY
-    verb = "lowers" if moment.score < 0 else "raises"
-    text = f"Record {moment.record_id}: training on it {verb} the target, score {moment.score:.3g}{error}"
-    return text, _choose_colour(moment)
 
 
 def _draw_strips(figure: "Figure", view: MomentView, top: float, bottom: float) -> list["Axes"]:

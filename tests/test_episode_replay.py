@@ -220,7 +220,7 @@ def test_frames_of_the_steps_asked_for(tmp_path):
 def test_envpools_episodes_are_not_played_again(tmp_path):
     pytest.importorskip("envpool")
     directory = train(tmp_path / "run", env="CartPole-v1", collect_with="envpool", n_steps=64)
-    with pytest.raises(ReplayError, match=r"EnvPool tells none: .*collect_with=gymnasium"):
+    with pytest.raises(ReplayError, match=r"EnvPool tells none: .*--collect-with gymnasium"):
         replay_episode(directory, 0, frames=[0])
 
 

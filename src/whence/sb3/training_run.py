@@ -18,6 +18,7 @@ from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Sec
 from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors
 from whence.sb3.episodes import (
     ResetTracker,
+    accept_resets,
     explain_inexact,
     is_plain,
     read_environments,
@@ -241,6 +242,7 @@ def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) 
         restore_vec_wrappers(env, content["environments"])
         # Seeds that the training has not used.
         env.seed(int(np.random.SeedSequence([model.seed or 0, checkpoint.round]).generate_state(1)[0] % 2**31))
+        accept_resets(env)
         begin_episodes(model)
         tracker.start(model._last_episode_starts)
     return reason

@@ -4,11 +4,13 @@ import json
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.runs import TAG
@@ -84,6 +86,7 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
     Returns:
         None; or why an episode did not come out the same, and the environments are to be reset.
     """
+    accept_resets(env)
     for index, noted in enumerate(content["episodes"]):
         if failure := _play_ongoing_episode(env.unwrapped, index, noted, masked=masked):
             return f"environment {index}: {failure}"
@@ -106,6 +109,13 @@ def restore_vec_wrappers(env: VecEnv, content: Mapping[str, Any]) -> None:
     """Set what the wrappers around vectorised environments had gathered, such as statistics of normalisation."""
     for vec_wrapper, attributes in zip(_iterate_vec_wrappers(env), content["vec_wrappers"], strict=True):
         load_attributes(vec_wrapper, attributes)
+
+
+def accept_resets(env: VecEnv) -> None:
+    """Let monitors that refuse to be reset inside of an episode (`allow_early_resets=False`) accept the next reset."""
+    with suppress(Exception):  # an environment vector of another library
+        if all(env.env_is_wrapped(Monitor)):
+            env.env_method("set_wrapper_attr", "needs_reset", value=True)
 
 
 def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any], *, masked: bool) -> str | None:

@@ -22,7 +22,6 @@ from .arms import ARMS as ARMS
 from .arms import LANGUAGE_ARMS as LANGUAGE_ARMS
 from .arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from .arms import STANDARD as STANDARD
-from .arms import is_control as is_control
 from .arms import split_arm as split_arm
 from .llm.language_config import SOURCE as SOURCE
 from .rl.changes import compare_policies as compare_policies

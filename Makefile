@@ -86,15 +86,15 @@ peers: .venv/dev.stamp
 	$(INSTALL) --editable '.[peers]'
 	$(INSTALL) --no-deps kronfluence
 
-## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the large laboratory, and a GRPO run.
+## All that needs a GPU, on a machine with one: the suite, the CUDA tests, the laboratory, and a GRPO run.
 gpu: .venv/dev.stamp
 	$(BIN)/python -m studies.benchmarks.run --device cuda --list > /dev/null
 	$(MAKE) peers
 	$(BIN)/python -m studies.benchmarks.run results/benchmarks --device cuda
 	$(BIN)/python -m studies.benchmarks.tables results/benchmarks
 	$(BIN)/python -m pytest -m cuda
-	$(BIN)/whence llm compare --task arithmetic --size large --seeds 3 --out out/arithmetic-large
-	$(BIN)/whence llm train --task arithmetic --size large --algorithm grpo --selection iif --run out/grpo-large
+	$(BIN)/whence llm compare --task arithmetic --seeds 3 --out out/arithmetic
+	$(BIN)/whence llm train --task arithmetic --algorithm grpo --selection iif --run out/grpo
 
 clean:
 	rm -rf .venv .venv-oldest out .pytest_cache .mypy_cache .ruff_cache .hypothesis

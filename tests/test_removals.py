@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from test_rounds import assert_untouched, mean_of, model_of, recorded, state_of
+from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Return, RoundRecording, WhenceError, attribute_round, cli
 from whence.counterfactual import leave_out, removals
 from whence.counterfactual.retrain import retrain
@@ -152,7 +152,6 @@ def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None
         ({"shares": (0.5, 0.01)}, "A share of 0.01 of 64 records .* at least one record .* 1/64 to 62/64"),
         ({"scores": {"short": np.zeros(63)}}, r"The scores 'short' have shape \(63,\).* for each of the 64"),
         ({"scores": {"odd": np.where(np.arange(64) == 5, np.nan, 0.0)}}, "'odd' .* 63 of them finite"),
-        ({"target": mean_of("action_masks")}, "The recording lacks action_masks"),
     ],
 )
 def test_what_is_refused(case: Any, changed: dict[str, Any], message: str) -> None:

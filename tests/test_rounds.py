@@ -471,13 +471,6 @@ def round():
     return model, recorded(model)
 
 
-def mean_of(column):
-    def target(view, params, records):
-        return (view(params, view.prepare(records)).log_prob * getattr(records, column)).mean()
-
-    return target
-
-
 class TestRefusals:
     def test_another_policy(self, round):
         _, recording = round

@@ -153,8 +153,7 @@ def study(
     Raises:
         NonFinite: a training diverged, or an outcome is not finite.
         WhenceError: `orders` is below 2, `count` below 3 or `share` not below 1, scores have another shape or are not
-            finite, the round was not trained on, or the target reads a column that the recording lacks; or see
-            `retrain` and `compute_scores`.
+            finite, or the round was not trained on; or see `retrain` and `compute_scores`.
     """
     if orders < 2 or count < 3 or not share < 1:
         raise WhenceError(

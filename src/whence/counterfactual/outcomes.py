@@ -158,7 +158,7 @@ def compute_scores(
 
     Raises:
         InvalidRecords: the records lack a column that TD errors need.
-        WhenceError: the target reads a column that the recording lacks; or see `attribute_round`.
+        WhenceError: see `attribute_round`.
     """
     records = recording.records
     baselines = {

@@ -22,7 +22,7 @@ from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base import Processes
 from whence.llm.scores import Scoring, score
-from whence.llm.scores.scoring import split_work
+from whence.llm.scores.row_scores import split_work
 
 ROWS = 7  # no multiple of the processes
 AT_ONCE = {2: 3, 4: 1}

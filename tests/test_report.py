@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 from whence.core import preserve_rng_state
+from whence.efficiency import Curve, summarise
 from whence.experiments import Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.training import run
-from whence.metrics import Curve, summarise
 from whence.page import write_report
 from whence.page.embedding import spread
 from whence.page.figures import (

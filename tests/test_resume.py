@@ -30,7 +30,7 @@ import whence.sb3.training_run
 from whence import IIF, Action, KeepAll, RunDirectory
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
-from whence.runs.files import lock_run
+from whence.runs.locks import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.episodes.environment_state import explain_inexact
 from whence.sb3.episodes.resets import ResetTracker
@@ -643,7 +643,7 @@ class TestLock:
     HOLDER = """
 import sys, time
 from pathlib import Path
-from whence.runs.files import lock_run
+from whence.runs.locks import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

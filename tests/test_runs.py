@@ -28,7 +28,7 @@ from whence.core import InvalidInfluence, RunDirectoryError, preserve_rng_state,
 from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint
-from whence.runs.files import lock_run
+from whence.runs.locks import lock_run
 from whence.runs.stopwatch import flatten_seconds
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}

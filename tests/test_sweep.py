@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state, write_atomically
+from whence.efficiency import rounds_to
 from whence.experiments import (
     cluster,
     comparison,
@@ -42,7 +43,6 @@ from whence.experiments.rl.training import make_curve, make_model
 from whence.experiments.rowfile import put_row, read_rows, write_rows
 from whence.experiments.sweep import KEYS
 from whence.experiments.workers import run_all
-from whence.metrics import rounds_to
 from whence.runs import RunDirectory, lock_directory
 
 LAKE = """

@@ -2,6 +2,8 @@ from . import diagnosis as diagnosis
 from . import experiments as experiments
 from . import llm as llm
 from . import sb3 as sb3
+from .advantage_rules import AdvantageMismatch as AdvantageMismatch
+from .advantage_rules import TDErrorPriority as TDErrorPriority
 from .attribution import attribute as attribute
 from .attribution import attribute_crossfit as attribute_crossfit
 from .checks import check_engines as check_engines
@@ -21,8 +23,6 @@ from .core.records import RecordBatch as RecordBatch
 from .core.targets import Action as Action
 from .core.targets import Return as Return
 from .experiments.rl.stored import replay_episode as replay_episode
-from .heuristics import AdvantageMismatch as AdvantageMismatch
-from .heuristics import TDErrorPriority as TDErrorPriority
 from .influence import Influence as Influence
 from .rollouts import flatten_rollout as flatten_rollout
 from .rounds import RoundRecording as RoundRecording

@@ -15,8 +15,8 @@ from studies.diagnosis.run import KEYS, SETUPS, results_file
 from studies.markdown import cell, nested, table
 from whence.core import write_atomically
 from whence.diagnosis import BANDS
+from whence.efficiency import t_interval
 from whence.experiments import read_rows
-from whence.metrics import t_interval
 
 ENTRIES = ("difference", "spearman", "partial")
 """Figures of a round that have a bootstrap interval."""

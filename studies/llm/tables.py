@@ -17,10 +17,10 @@ from scipy import stats
 
 from whence import experiments
 from whence.core import write_atomically
+from whence.efficiency import Curve, summarise
 from whence.experiments import STANDARD, LanguageConfig, put_row, read_rows
 from whence.experiments.llm.language_config import read_curve
 from whence.llm.lab import check
-from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, lock_directory
 
 FINAL = {

@@ -8,7 +8,7 @@ from studies.markdown import cell, table
 from studies.practice.interquartile import LEAST_FOR_INTERVAL
 from studies.practice.run import CAN_BE_FLAT, SETTINGS, TARGETS, USUAL, USUAL_TARGET, WORLDS
 from studies.practice.runs import ARMS, RATE_STEPS, REWARDED, TARGET_STEPS, pick
-from whence.metrics import t_interval
+from whence.efficiency import t_interval
 
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from whence.core import WhenceError, compute_outputs, eval_mode
 from whence.counterfactual.outcomes import Evaluate, check_scores, seed_outcomes
 from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
+from whence.efficiency import t_interval
 from whence.influence import Influence
-from whence.metrics import t_interval
 from whence.rounds import RoundRecording, open_round
 from whence.selection import read_scores
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.advantage_rules import compute_td_errors
 from whence.core import BatchTarget, NonFinite, Target, WhenceError, compute_outputs, eval_mode, preserve_rng_state
 from whence.folds import split_target
-from whence.heuristics import compute_td_errors
 from whence.rounds import (
     DRAWS,
     METHODS,

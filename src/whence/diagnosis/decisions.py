@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
+from whence.advantage_rules import number_states
 from whence.core import Action, RecordBatch, ReplayError, Tree, WhenceError, eval_mode, named_leaves, to_numpy
 from whence.experiments import (
     AnyEnv,
@@ -26,7 +27,6 @@ from whence.experiments import (
     read_records,
     reads_raw_observations,
 )
-from whence.heuristics import number_states
 from whence.moments import name_action
 from whence.runs import RunDirectory
 from whence.sb3 import (

@@ -9,10 +9,10 @@ from typing import Any
 import polars as pl
 
 from whence.core import WhenceError, explain_write_errors, write_json
+from whence.efficiency import Curve, summarise
 from whence.experiments.arms import STANDARD
 from whence.experiments.cluster import check_start, start_jobs
 from whence.experiments.workers import AnyConfig, read_config, runner_of
-from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, Table, check_content, lock_directory
 
 Progress = Callable[[AnyConfig, int], None]

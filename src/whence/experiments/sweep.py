@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from whence.core import RunDirectoryError, WhenceError
+from whence.efficiency import Curve, summarise
 from whence.experiments.arms import STANDARD, place_arm
 from whence.experiments.cluster import check_start, start_jobs
 from whence.experiments.rl.config import RunConfig
@@ -24,7 +25,6 @@ from whence.experiments.rl.training import make_curve
 from whence.experiments.rowfile import put_row, read_rows
 from whence.experiments.sweepfile import Planned, find_differences
 from whence.experiments.workers import describe_failure
-from whence.metrics import Curve, summarise
 from whence.runs import RunDirectory, check_content, lock_directory
 
 KEYS = ("experiment", "label", "seed")

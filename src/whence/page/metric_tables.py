@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 
 from whence.core import write_atomically
+from whence.efficiency import CURVE_METRICS, PAIR_METRICS, t_interval
 from whence.experiments import STANDARD, Comparison, KeptRun, LanguageConfig, Results, RunConfig, reads
-from whence.metrics import CURVE_METRICS, PAIR_METRICS, t_interval
 from whence.page.figures import has, stages_of
 
 LEAST_SEEDS = 3

@@ -16,11 +16,11 @@ from whence.runs.directory import PerRound as PerRound
 from whence.runs.directory import RunDirectory as RunDirectory
 from whence.runs.directory import Table as Table
 from whence.runs.files import CHANGED as CHANGED
-from whence.runs.files import LOCK as LOCK
 from whence.runs.files import check_links as check_links
-from whence.runs.files import lock_directory as lock_directory
 from whence.runs.files import parse_document as parse_document
 from whence.runs.files import read_tensor_file as read_tensor_file
+from whence.runs.locks import LOCK as LOCK
+from whence.runs.locks import lock_directory as lock_directory
 from whence.runs.stopwatch import Stopwatch as Stopwatch
 from whence.runs.stopwatch import time_stage as time_stage
 from whence.runs.writer import RunWriter as RunWriter

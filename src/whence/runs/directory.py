@@ -26,7 +26,8 @@ from whence.runs.config_file import (
     read_config_file,
     to_plain_json,
 )
-from whence.runs.files import check_links, is_empty, lock_run, read_tensor_file, remove_leftovers
+from whence.runs.files import check_links, is_empty, read_tensor_file, remove_leftovers
+from whence.runs.locks import lock_run
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""

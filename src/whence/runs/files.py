@@ -1,65 +1,14 @@
-"""The files of run directories: one writer at a time, nothing written through links, and tensors read."""
+"""The files of run directories: nothing written through links, no leftovers, and tensors read."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line
-
-LOCK = ".lock"
-"""The name of the file that the writer of a directory locks."""
-
-_WRITERS: dict[Path, BaseFileLock] = {}
-"""The latest lock that this process took of each run directory."""
-
-
-@contextmanager
-def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory, which is made if it is missing; a process that is killed loses it.
-
-    Raises:
-        RunDirectoryError: the lock is held already, unless it is to be waited for; or the directory cannot be written.
-    """
-    lock = _acquire(directory, wait=wait)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _acquire(directory: Path, *, wait: bool = False) -> BaseFileLock:
-    with explain_write_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        # The lock is not the thread's: a training may go on in another one.
-        lock = FileLock(directory / LOCK, thread_local=False)
-        try:
-            lock.acquire(blocking=wait)
-        except Timeout:
-            raise RunDirectoryError(
-                f"Another process is writing to {directory}. Wait until it has ended, or choose another directory."
-            ) from None
-    return lock
-
-
-def lock_run(directory: Path) -> BaseFileLock:
-    """Lock a run directory for its writer, which takes it over from an earlier writer of this process.
-
-    A cell of a notebook that was broken off does not stand in the way of its next execution.
-
-    Raises:
-        RunDirectoryError: see `lock_directory`.
-    """
-    key = directory.resolve()
-    if (older := _WRITERS.get(key)) is not None:
-        older.release()
-    _WRITERS[key] = _acquire(directory)
-    return _WRITERS[key]
+from whence.runs.locks import LOCK
 
 
 def check_links(path: Path) -> None:

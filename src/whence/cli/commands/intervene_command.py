@@ -27,8 +27,8 @@ from whence.cli.terminal import (
 from whence.core import Return, RunDirectoryError, WhenceError, first_line, write_json
 from whence.counterfactual import VARIANTS, summarise_changes
 from whence.counterfactual import intervene as intervene_round
+from whence.efficiency import t_interval
 from whence.influence import Influence
-from whence.metrics import t_interval
 from whence.moments import read_axes
 from whence.runs import RunDirectory, check_links
 from whence.sb3 import model_objective

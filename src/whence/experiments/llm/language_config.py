@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from whence.core import RunDirectoryError, WhenceError, suggest
+from whence.efficiency import Curve, make_curve
 from whence.engines import ENGINES
 from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
-from whence.metrics import Curve, make_curve
 from whence.runs import RunDirectory
 from whence.selection import SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings

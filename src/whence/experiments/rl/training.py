@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from whence import metrics
+from whence import efficiency
 from whence.core import RunDirectoryError, WhenceError
 from whence.experiments.arms import ARMS, counts_scoring, find_arm
 from whence.experiments.rl.config import HYPERPARAMETERS, RunConfig, list_evaluated_rounds
@@ -198,7 +198,7 @@ def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFra
     seconds = timings["collection_cpu"] + timings["optimisation_cpu"]
     if counts_scoring(config.arm):
         seconds = seconds + timings["scoring_cpu"]
-    return metrics.make_curve(config.rounds, evaluations, seconds.to_numpy())
+    return efficiency.make_curve(config.rounds, evaluations, seconds.to_numpy())
 
 
 def read_curve(config: RunConfig, path: Path) -> metrics.Curve:

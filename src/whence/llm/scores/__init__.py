@@ -6,9 +6,9 @@ from whence.llm.scores.language_targets import ValidationLoss as ValidationLoss
 from whence.llm.scores.language_targets import check_held_out as check_held_out
 from whence.llm.scores.language_targets import compute_log_probs as compute_log_probs
 from whence.llm.scores.language_targets import split_mean as split_mean
-from whence.llm.scores.scoring import Scoring as Scoring
-from whence.llm.scores.scoring import score as score
-from whence.llm.scores.scoring import score_target_rows as score_target_rows
-from whence.llm.scores.scoring import score_tokens as score_tokens
+from whence.llm.scores.row_scores import Scoring as Scoring
+from whence.llm.scores.row_scores import score as score
 from whence.llm.scores.token_objectives import GroupObjective as GroupObjective
 from whence.llm.scores.token_objectives import TokenPPO as TokenPPO
+from whence.llm.scores.token_scores import score_target_rows as score_target_rows
+from whence.llm.scores.token_scores import score_tokens as score_tokens

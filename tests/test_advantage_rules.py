@@ -9,8 +9,8 @@ import torch
 import whence
 from toys import model
 from whence import AdvantageMismatch, InvalidRecords, RecordBatch, TDErrorPriority, WhenceError
+from whence.advantage_rules import measure_by_visits, number_states
 from whence.advantages import monte_carlo_advantages, monte_carlo_errors, returns_to_go, td_errors
-from whence.heuristics import measure_by_visits, number_states
 from whence.sb3 import collect
 
 # Two environments of three steps; the first begins a second episode at its last step.

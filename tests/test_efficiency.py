@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from whence.core import WhenceError
-from whence.metrics import (
+from whence.efficiency import (
     PAIR_METRICS,
     Curve,
     curve_metrics,

@@ -1,0 +1,105 @@
+"""Scores of a rollout's rows, in one process or several."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whence.attribution import Summed, score_targets
+from whence.core import (
+    Objective,
+    RecordBatch,
+    Target,
+    WhenceError,
+    target_name,
+)
+from whence.influence import Influence
+from whence.layers import Layers, choose_parameters, restrict_view
+from whence.llm.base import ONE, Processes, language_view
+from whence.llm.scores.language_targets import target_share
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How the rows of a rollout are scored.
+
+    Attributes:
+        target: the target.
+        objective: the objective of a row's training.
+        temperature: the sampling temperature of the responses.
+        engine: see `whence.attribute`.
+        memory: bytes that scoring may hold at a time, in each process; None: those that `chunk_size` rows take.
+        chunk_size: rows that are scored at a time if no memory is given.
+        processes: the processes; each scores a part of the rows.
+        layers: the layers to score by; see `whence.attribute`.
+        autocast: score in the precision of training by Accelerate, instead of the model's own.
+    """
+
+    target: Target
+    objective: Objective
+    temperature: float
+    engine: str
+    memory: int | None
+    chunk_size: int
+    processes: Processes = ONE
+    layers: Layers | None = None
+    autocast: bool = False
+
+    def check(self, model: Any) -> None:
+        """Refuse layers that a model does not have, and scores in float16.
+
+        Raises:
+            WhenceError: see above.
+        """
+        if self.autocast and getattr(self.processes.accelerator, "mixed_precision", "no") == "fp16":
+            raise WhenceError(
+                "autocast scores in the precision of training, which is float16: small gradients would be 0 there. "
+                "Train in bfloat16 (mixed_precision='bf16'), or leave autocast off."
+            )
+        if self.layers is not None:
+            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            choose_parameters(model, trained, self.layers)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that make scores cheaper, by their names in JSON types, where they are set."""
+        layers = self.layers if isinstance(self.layers, int | str | None) else list(self.layers)
+        settings = {"layers": layers, "autocast": self.autocast or None}
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
+    """Return the influence of every row on a target, in every process.
+
+    Args:
+        model: the model; its parameters that train are scored.
+        rows: all rows of the rollout, in every process.
+        scoring: how they are scored.
+    """
+    processes, accelerator = scoring.processes, scoring.processes.accelerator
+    local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
+    limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
+    with accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext():
+        influence = score_targets(
+            restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers),
+            local_rows,
+            {"": local_target},
+            objective=scoring.objective,
+            engine=scoring.engine,
+            summed=reduce,
+            **limits,
+        )[""]
+    if processes.number == 1:
+        return influence
+    device = next(iter(model.parameters())).device
+    return Influence(
+        processes.gather(influence.scores.to(device), len(rows)).cpu(),
+        rows.ids.cpu().clone(),
+        replace(influence.provenance, target=target_name(scoring.target), records=rows.fingerprint),
+    )
+
+
+def split_work(rows: RecordBatch, target: Target, processes: Processes) -> tuple[RecordBatch, Target, Summed | None]:
+    """Return a process's rows, its share of the target, and what sums gradients; None: there is one process."""
+    if processes.number == 1:
+        return rows, target, None
+    share = target_share(target, rows, processes.rank, processes.number)
+    return rows.take(processes.part(len(rows))), share, processes.sum_tensors

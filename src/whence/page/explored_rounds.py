@@ -10,7 +10,7 @@ import polars as pl
 
 from whence.influence import SIGNIFICANT
 from whence.moments import By, Moment, find_moment, find_moments, group_scores, name_action, read_axes
-from whence.page.explored_run import ExploredRun, Round, attempt
+from whence.page.explored_run import ExploredRun, attempt
 from whence.page.frames import choose_steps
 from whence.page.grid import (
     RESPONSES,
@@ -31,6 +31,7 @@ from whence.page.moment_view import (
     read_change,
 )
 from whence.page.responses import list_group
+from whence.page.scored_round import Round
 from whence.runs import RunDirectory
 
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")

@@ -19,9 +19,9 @@ from whence.experiments import (
     compare_policies,
     estimate_advantages,
     replay_episode,
-    score_round,
     state_names,
 )
+from whence.page.scored_round import Round, read_round
 from whence.runs import RunDirectory
 
 MEMORIES = 24
@@ -37,22 +37,6 @@ Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
 """Pictures (height, width, 3) by step."""
 
 T = TypeVar("T")
-
-
-class Round(NamedTuple):
-    """The records of a round as the page shows them.
-
-    Attributes:
-        number: the round.
-        table: its records, with scores if they were stored or could be computed.
-        scored: whether there is a score.
-        notes: what is missing, and what was computed on demand.
-    """
-
-    number: int
-    table: pl.DataFrame
-    scored: bool
-    notes: list[str]
 
 
 class Estimate(NamedTuple):
@@ -153,38 +137,13 @@ class ExploredRun:
 
     @remember
     def round(self, number: int) -> Round:
-        """Return a round's records, scored on demand if they were not.
-
-        A round whose file is damaged has no records, and a note.
+        """Return a round's records; see `read_round`.
 
         Raises:
             RunDirectoryError: the round is not there.
         """
         self.check_round(number)
-        notes: list[str] = []
-        try:
-            table = self.directory.round("records", number)
-        except RunDirectoryError as broken:
-            return Round(number, pl.DataFrame(schema={"record_id": pl.Int64}), False, [str(broken)])
-        if "score" not in table.columns and not self.is_language and len(table):
-            table = self._score(number, table, notes)
-        elif "score" not in table.columns:
-            notes.append("No record of this round was scored.")
-        if "score" in table.columns:  # JSON has no NaN
-            table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
-        return Round(number, table, "score" in table.columns, notes)
-
-    def _score(self, number: int, table: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-        try:
-            scores = score_round(self.directory, number, env=self.env).to_polars()
-        except Exception as refusal:
-            notes.append(f"Nothing was scored in this round, and scoring it now failed: {first_line(refusal)}")
-            return table
-        notes.append(
-            "Nothing was scored while this round trained. These scores were computed now, for the return, by the "
-            "policy that collected the round."
-        )
-        return table.join(scores, on="record_id", how="left", maintain_order="left")
+        return read_round(self.directory, number, env=self.env, can_score=not self.is_language)
 
     def record(self, number: int, record: int) -> dict[str, Any]:
         """Return a record's row of its round's table.

@@ -6,8 +6,9 @@ from typing import Any
 
 import polars as pl
 
-from whence.page.explored_run import Round, attempt
+from whence.page.explored_run import attempt
 from whence.page.grid import cut_text, round_number
+from whence.page.scored_round import Round
 from whence.runs import RunDirectory
 
 LONGEST_TEXT = 20_000

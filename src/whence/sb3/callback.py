@@ -33,7 +33,6 @@ from whence.sb3.base import (
     Recorder,
     cancel_hook,
     check_groups,
-    check_model,
     check_observation,
     check_recordings,
     check_step,
@@ -52,6 +51,7 @@ from whence.sb3.round_result import (
     measure_choice,
     read_train_metrics,
 )
+from whence.sb3.supported_models import check_model
 from whence.sb3.training_run import TrainingRun, holds_policy
 from whence.selection import Progress, Selection, SelectionRule, add_selection, check_rule
 

@@ -11,10 +11,8 @@ from stable_baselines3.common.distributions import (
     Distribution,
     StateDependentNoiseDistribution,
 )
-from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.core import (
     InvalidRecords,
@@ -23,13 +21,10 @@ from whence.core import (
     NonFinite,
     RecordBatch,
     Tree,
-    Unsupported,
     first_line,
     map_tree,
 )
-
-# The methods that `_outputs` replaces; a subclass that overrides one of them computes something else.
-_REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
+from whence.sb3.supported_models import check_policy
 
 
 def actor_critic_view(policy: Any) -> ModuleView:
@@ -117,31 +112,3 @@ def _make_distribution(policy: Any, latent: Tensor, masks: Tensor | None) -> Dis
             "large, or an observation has; find where, or take an earlier round."
         ) from refusal
     return distribution  # type: ignore[no-any-return]
-
-
-def check_policy(policy: Any) -> None:
-    """Refuse, by name and with the reason, a policy whose log-probs `actor_critic_view` would not compute.
-
-    Raises:
-        Unsupported: see the message.
-    """
-    name = type(policy).__name__
-    base = next((known for known in (ActorCriticPolicy, MaskableActorCriticPolicy) if isinstance(policy, known)), None)
-    if base is None:
-        raise Unsupported(
-            f"{name} is no actor-critic policy, and whence scores on-policy records by their log-probs. Use PPO, A2C "
-            "or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
-        )
-    overridden = [method for method in _REPLACED if getattr(type(policy), method) is not getattr(base, method)]
-    if overridden:
-        raise Unsupported(
-            f"{name} overrides {', '.join(overridden)}, so whence cannot know its log-probs from SB3's own code. Wrap "
-            "it: whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
-        )
-    for path, module in policy.named_modules():
-        if isinstance(module, _BatchNorm):
-            raise Unsupported(
-                f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: its "
-                "output for a record then depends on the other records of the minibatch, so no record has an "
-                "objective of its own. Use LayerNorm or GroupNorm in the features extractor."
-            )

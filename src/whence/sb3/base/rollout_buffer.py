@@ -9,20 +9,13 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from sb3_contrib import MaskablePPO, RecurrentPPO
-from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.utils import is_masking_supported
-from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
-from whence.core import UNKNOWN, InvalidRecords, RecordBatch, Tree, Unsupported, WhenceError, map_tree
-from whence.sb3.base.sampling import original_class
-from whence.sb3.policy import check_policy
-
-_ALGORITHMS = (PPO, A2C, MaskablePPO)
-_BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
+from whence.core import UNKNOWN, InvalidRecords, RecordBatch, Tree, WhenceError, map_tree
+from whence.sb3.supported_models import check_model
 
 
 @dataclass(frozen=True)
@@ -43,39 +36,6 @@ class Ongoing:
     def unknown(cls, envs: int, next_id: int = 0) -> "Ongoing":
         """Return ongoing episodes of which nothing is known."""
         return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN), next_id)
-
-
-def check_model(model: Any) -> None:
-    """Refuse, by name and with the reason, a model whose rounds whence does not know how to score and filter.
-
-    Raises:
-        Unsupported: see the message.
-    """
-    name = type(model).__name__
-    if isinstance(model, RecurrentPPO):
-        raise Unsupported(
-            f"{name} is not supported: a record's log-prob runs through the hidden states of the records before it, "
-            "and train() cuts its minibatches out of whole sequences, so one record cannot be left out while the "
-            "others stay as they are. Use PPO with stacked frames (VecFrameStack), whose records stand alone."
-        )
-    base = next((algorithm for algorithm in _ALGORITHMS if isinstance(model, algorithm)), None)
-    if base is None:
-        why = "its loss is not known to whence" if isinstance(model, OnPolicyAlgorithm) else "it is not on-policy"
-        raise Unsupported(
-            f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
-        )
-    if original_class(model).train is not base.train or "train" in vars(model):
-        raise Unsupported(
-            f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
-        )
-    check_policy(model.policy)
-    buffer = type(model.rollout_buffer)
-    is_known = any(buffer.get is known.get for known in _BUFFERS)
-    if not is_known or "get" in vars(model.rollout_buffer):
-        raise Unsupported(
-            f"The rollout buffer {buffer.__name__} overrides get(), so whence cannot know what it yields. Use SB3's "
-            "own (rollout_buffer_class=None)."
-        )
 
 
 def snapshot(model: Any) -> RecordBatch:

@@ -11,6 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 
 from whence.core import WhenceError
 from whence.sb3.base.recorder import Recorder
+from whence.sb3.supported_models import STAND_IN, original_class
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]
@@ -102,8 +103,6 @@ def cut_minibatches(
 _LEARNS: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 """For each model that a callback selects for, when the `learn()` of that callback began."""
 
-_MARK = "_whence_wraps_train"
-
 
 def claim_learn(model: Any) -> None:
     """Claim the trainings of the `learn()` that begins; refuse if another callback of it has claimed them."""
@@ -131,13 +130,8 @@ def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None]) ->
 
     # SB3 calls no callback around train(), and an attribute `model.train` would be stored by model.save(), which stores
     # all attributes. So the model gets a subclass of its class, and its own class back as soon as train() is called.
-    namespace = {"train": train, "__module__": model_class.__module__, "__doc__": model_class.__doc__, _MARK: True}
+    namespace = {"train": train, "__module__": model_class.__module__, "__doc__": model_class.__doc__, STAND_IN: True}
     model.__class__ = type(model_class.__name__, (model_class,), namespace)
-
-
-def original_class(model: Any) -> Any:
-    """Return the model's class, even while a subclass stands in for it."""
-    return type(model).__base__ if _MARK in vars(type(model)) else type(model)
 
 
 def cancel_hook(model: Any) -> None:

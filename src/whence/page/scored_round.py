@@ -1,0 +1,63 @@
+"""One round's records with their scores, which are computed when the round is looked at if training computed none."""
+
+from typing import NamedTuple
+
+import polars as pl
+
+from whence.core import RunDirectoryError, first_line
+from whence.experiments import AnyEnv, score_round
+from whence.runs import RunDirectory
+
+
+class Round(NamedTuple):
+    """The records of a round as the page shows them.
+
+    Attributes:
+        number: the round.
+        table: its records, with scores if they were stored or could be computed.
+        scored: whether there is a score.
+        notes: what is missing, and what was computed on demand.
+    """
+
+    number: int
+    table: pl.DataFrame
+    scored: bool
+    notes: list[str]
+
+
+def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) -> Round:
+    """Return a round's records, scored on demand if they were not.
+
+    A round whose file is damaged has no records, and a note.
+
+    Args:
+        run: the run.
+        number: the round.
+        env: makes the run's environment; see `score_round`.
+        can_score: whether scores can be computed now.
+    """
+    notes: list[str] = []
+    try:
+        table = run.round("records", number)
+    except RunDirectoryError as broken:
+        return Round(number, pl.DataFrame(schema={"record_id": pl.Int64}), False, [str(broken)])
+    if "score" not in table.columns and can_score and len(table):
+        table = _add_scores(run, table, number, env, notes)
+    elif "score" not in table.columns:
+        notes.append("No record of this round was scored.")
+    if "score" in table.columns:  # JSON has no NaN
+        table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
+    return Round(number, table, "score" in table.columns, notes)
+
+
+def _add_scores(run: RunDirectory, table: pl.DataFrame, number: int, env: AnyEnv, notes: list[str]) -> pl.DataFrame:
+    try:
+        scores = score_round(run, number, env=env).to_polars()
+    except Exception as refusal:
+        notes.append(f"Nothing was scored in this round, and scoring it now failed: {first_line(refusal)}")
+        return table
+    notes.append(
+        "Nothing was scored while this round trained. These scores were computed now, for the return, by the policy "
+        "that collected the round."
+    )
+    return table.join(scores, on="record_id", how="left", maintain_order="left")

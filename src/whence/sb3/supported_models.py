@@ -1,0 +1,88 @@
+"""Models and policies that whence can score and filter; all others are refused, by name and with the reason."""
+
+from typing import Any
+
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import ActorCriticPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from whence.core import Unsupported
+
+_ALGORITHMS = (PPO, A2C, MaskablePPO)
+_BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
+# The methods that a view of the policy replaces; a subclass that overrides one of them computes something else.
+_REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
+
+STAND_IN = "_whence_wraps_train"
+"""An attribute of the class that stands in for a model's own until its next `train()`."""
+
+
+def original_class(model: Any) -> Any:
+    """Return the model's class, even while a subclass stands in for it."""
+    return type(model).__base__ if STAND_IN in vars(type(model)) else type(model)
+
+
+def check_model(model: Any) -> None:
+    """Refuse, by name and with the reason, a model whose rounds whence does not know how to score and filter.
+
+    Raises:
+        Unsupported: see the message.
+    """
+    name = type(model).__name__
+    if isinstance(model, RecurrentPPO):
+        raise Unsupported(
+            f"{name} is not supported: a record's log-prob runs through the hidden states of the records before it, "
+            "and train() cuts its minibatches out of whole sequences, so one record cannot be left out while the "
+            "others stay as they are. Use PPO with stacked frames (VecFrameStack), whose records stand alone."
+        )
+    base = next((algorithm for algorithm in _ALGORITHMS if isinstance(model, algorithm)), None)
+    if base is None:
+        why = "its loss is not known to whence" if isinstance(model, OnPolicyAlgorithm) else "it is not on-policy"
+        raise Unsupported(
+            f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
+        )
+    if original_class(model).train is not base.train or "train" in vars(model):
+        raise Unsupported(
+            f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
+        )
+    check_policy(model.policy)
+    buffer = type(model.rollout_buffer)
+    is_known = any(buffer.get is known.get for known in _BUFFERS)
+    if not is_known or "get" in vars(model.rollout_buffer):
+        raise Unsupported(
+            f"The rollout buffer {buffer.__name__} overrides get(), so whence cannot know what it yields. Use SB3's "
+            "own (rollout_buffer_class=None)."
+        )
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse, by name and with the reason, a policy whose log-probs `actor_critic_view` would not compute.
+
+    Raises:
+        Unsupported: see the message.
+    """
+    name = type(policy).__name__
+    base = next((known for known in (ActorCriticPolicy, MaskableActorCriticPolicy) if isinstance(policy, known)), None)
+    if base is None:
+        raise Unsupported(
+            f"{name} is no actor-critic policy, and whence scores on-policy records by their log-probs. Use PPO, A2C "
+            "or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
+        )
+    overridden = [method for method in _REPLACED if getattr(type(policy), method) is not getattr(base, method)]
+    if overridden:
+        raise Unsupported(
+            f"{name} overrides {', '.join(overridden)}, so whence cannot know its log-probs from SB3's own code. Wrap "
+            "it: whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
+        )
+    for path, module in policy.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise Unsupported(
+                f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: its "
+                "output for a record then depends on the other records of the minibatch, so no record has an "
+                "objective of its own. Use LayerNorm or GroupNorm in the features extractor."
+            )

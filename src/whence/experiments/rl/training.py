@@ -190,7 +190,7 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     return directory.table("evaluations").height == len(list_evaluated_rounds(config))
 
 
-def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> metrics.Curve:
+def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> efficiency.Curve:
     """Return a run's learning curve and its seconds (process CPU) a round.
 
     Between evaluations the curve stays at the last one, and reaches nothing.
@@ -201,7 +201,7 @@ def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFra
     return efficiency.make_curve(config.rounds, evaluations, seconds.to_numpy())
 
 
-def read_curve(config: RunConfig, path: Path) -> metrics.Curve:
+def read_curve(config: RunConfig, path: Path) -> efficiency.Curve:
     """Read a finished run's learning curve; see `make_curve`."""
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")

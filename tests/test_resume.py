@@ -26,7 +26,6 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 import toys
-import whence.sb3.training_run
 from whence import IIF, Action, KeepAll, RunDirectory
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
@@ -605,7 +604,7 @@ class TestFiles:
             save_tree(tmp_path / "x", {"value": value})
 
     def test_large_policies_are_kept_every_second_round(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(whence.sb3.training_run, "POLICY_BYTES", 1500)
+        monkeypatch.setattr("whence.runs.checkpoints.POLICY_BYTES", 1500)
         model = train(MODELS["walk"], tmp_path)
         size = sum(parameter.numel() * 4 for parameter in model.policy.parameters())
         run = RunDirectory.open(tmp_path)

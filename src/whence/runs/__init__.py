@@ -4,6 +4,7 @@ from whence.runs.checkpoints import TAG as TAG
 from whence.runs.checkpoints import Checkpoint as Checkpoint
 from whence.runs.checkpoints import CheckpointClock as CheckpointClock
 from whence.runs.checkpoints import checkpoint_path as checkpoint_path
+from whence.runs.checkpoints import choose_policy_interval as choose_policy_interval
 from whence.runs.checkpoints import list_checkpoints as list_checkpoints
 from whence.runs.checkpoints import load_tree as load_tree
 from whence.runs.checkpoints import read_latest as read_latest

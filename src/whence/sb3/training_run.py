@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
 from whence.rounds import RoundRecording
-from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds
+from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds, choose_policy_interval
 from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors
 from whence.sb3.episodes import (
     ResetTracker,
@@ -27,9 +27,6 @@ from whence.sb3.episodes import (
 )
 
 log = logging.getLogger("whence")
-
-POLICY_BYTES = 2**29
-"""Bytes that a run's policies may take; of larger ones, those of every second round are kept, or of fewer."""
 
 
 class TrainingRun(RunWriter):
@@ -67,7 +64,7 @@ class TrainingRun(RunWriter):
             elif POLICIES_EVERY not in run.notes:
                 size = sum(tensor.nbytes for tensor in named_tensors(model.policy).values())
                 rounds = math.ceil(model._total_timesteps / (model.n_steps * model.n_envs))
-                run.note(**{POLICIES_EVERY: max(1, math.ceil(size * rounds / POLICY_BYTES))})
+                run.note(**{POLICIES_EVERY: choose_policy_interval(size, rounds)})
         except WhenceError:
             run.release()
             raise

@@ -14,7 +14,6 @@ from whence.advantages import gae
 from whence.core import ModuleView, NonFinite, Outputs, RecordBatch, eval_mode
 from whence.influence import Influence
 from whence.llm.base import (
-    MOST_CORRECTION,
     ONE,
     PPOConfig,
     Processes,
@@ -158,14 +157,6 @@ def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: P
 
     value = None if parts[0].value is None else join(lambda part: part.value)
     return Outputs(join(lambda part: part.log_prob), value)
-
-
-def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:
-    """Return the divergence's weight after a round with this mean divergence of a response (Ziegler et al., 2019)."""
-    if not config.adap_kl_ctrl:
-        return coefficient
-    error = min(max(divergence / config.target - 1, -MOST_CORRECTION), MOST_CORRECTION)
-    return coefficient * (1 + error * config.batch_size / config.horizon)
 
 
 def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:

@@ -15,7 +15,15 @@ from whence.advice import log_new_advice
 from whence.core import Objective, RecordBatch, Target, WhenceError, as_objective, as_target, preserve_rng_state
 from whence.influence import Influence
 from whence.layers import Layers
-from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
+from whence.llm.base import (
+    MOST_CORRECTION,
+    PPOConfig,
+    Processes,
+    Reference,
+    WithValueHead,
+    check_copies,
+    disable_dropout,
+)
 from whence.llm.ppo.ppo_round import (
     Rollout,
     make_metrics_row,
@@ -23,7 +31,6 @@ from whence.llm.ppo.ppo_round import (
     make_response_table,
     make_rollout,
     optimise,
-    steer_kl_coef,
 )
 from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
 from whence.llm.scores import Scoring, SequenceReturn, TokenPPO, check_held_out, score
@@ -349,3 +356,11 @@ class PPOTrainer:
         folder = Path(self.config.output_dir) / "model" if folder is None else Path(folder)
         self.accelerator.unwrap_model(self.model).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:
+    """Return the divergence's weight after a round with this mean divergence of a response (Ziegler et al., 2019)."""
+    if not config.adap_kl_ctrl:
+        return coefficient
+    error = min(max(divergence / config.target - 1, -MOST_CORRECTION), MOST_CORRECTION)
+    return coefficient * (1 + error * config.batch_size / config.horizon)

@@ -1,8 +1,6 @@
 """A stored run made again, finished or not: its environments, the model that collected a round, the round's records."""
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +22,7 @@ from whence.attribution import attribute
 from whence.core import InvalidRecords, RecordBatch, ReplayError, Return, RunDirectoryError, preserve_rng_state
 from whence.counterfactual import Evaluate
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import measure_return, observe_part, renew_world
+from whence.experiments.rl.environments import check_env_module, measure_return, observe_part, renew_world
 from whence.folds import usable_folds
 from whence.influence import Influence
 from whence.rounds import RoundRecording
@@ -66,7 +64,7 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
             "module:Id, or a function that makes one like those that were trained in."
         )
     if env is None:
-        _check_env_module(run, name)
+        check_env_module(run, name)
     options = {**named.get("env_kwargs", {}), "render_mode": "rgb_array", "disable_env_checker": True}
 
     def make() -> gym.Env[Any, Any]:
@@ -74,36 +72,6 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
         return made if part is None else observe_part(made, part)
 
     return make
-
-
-def _check_env_module(run: RunDirectory, name: str) -> None:
-    """Refuse to import what a run's configuration names as the module of its environment, but is none.
-
-    Gymnasium imports the module of `module:Id`. An installed package is code that its user chose; a file that came
-    with the run is not, and Python finds it there if the run lies below the working directory.
-
-    Raises:
-        RunDirectoryError: the module lies in the run directory or around it, is one of Python's own, or has a name
-            that no module has.
-    """
-    module, colon, _ = name.partition(":")
-    top = module.partition(".")[0]
-    if not colon or module in sys.modules:
-        return
-    if not all(part.isidentifier() for part in module.split(".")) or top in sys.stdlib_module_names:
-        reason = "which holds no environment"
-    elif (spec := importlib.util.find_spec(top)) is None:
-        return  # Gymnasium says that it is not there
-    else:
-        path = run.path.resolve()
-        places = [Path(place).resolve() for place in (*(spec.submodule_search_locations or ()), spec.origin or path)]
-        if not any(place.is_relative_to(path) or path.is_relative_to(place) for place in places):
-            return
-        reason = "which lies in the run's directory, or around it"
-    raise RunDirectoryError(
-        f"{run.path / 'config.json'} names an environment of the module {module!r}, {reason}. whence imports no code "
-        "that came with a run. If you know this module, name the environment yourself: env= or --env."
-    )
 
 
 def reads_raw_observations(run: RunDirectory) -> bool:

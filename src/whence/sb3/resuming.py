@@ -4,6 +4,7 @@ No class is looked up but known ones.
 """
 
 import ast
+import inspect
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -61,7 +62,7 @@ def build_model(
     config = run.config
     algorithm = _look_up(run, "algorithm", config.get("algorithm"), _ALGORITHMS)
     policy = _look_up(run, "policy", config.get("policy"), _POLICIES)
-    parameters = algorithm.__init__.__code__.co_varnames
+    parameters = inspect.signature(algorithm).parameters
     stored = {
         name: value
         for name, value in config.get("hyperparameters", {}).items()

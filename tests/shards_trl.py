@@ -47,7 +47,7 @@ def compare_trainers(
             influence = score_rows(self, rows)
             whole = make_model()
             whole.load_state_dict(copy_whole(self.accelerator.unwrap_model(self.model)), strict=False)
-            how = {"target": self.target, "objective": self.influence_objective, "engine": "loop"}
+            how = {"target": self.scoring.target, "objective": self.scoring.objective, "engine": "loop"}
             truth = attribute(language_view(whole, temperature=self.temperature), rows, **how)
             distances.append(float((influence.scores - truth.scores).abs().max() / truth.scores.abs().max()))
             return influence

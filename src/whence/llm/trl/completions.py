@@ -138,17 +138,21 @@ def forget_passes(engine: Any) -> None:
         add_hooks(engine)
 
 
-def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> RemovableHandle:
+def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> RemovableHandle | None:
     """Let the optimiser's next step move no parameter and leave its state as it is: remove the hook after the step.
 
-    Gradients are 0 until the step, since a gradient scaler fails without gradients to check.
+    Gradients are 0 until the step, since a gradient scaler fails without gradients to check. DeepSpeed's optimisers
+    take no hook, and scale by themselves: their gradients are removed at once.
     """
     params = [param for param in params if param.grad is not None]
-    for param in params:
-        param.grad.zero_()  # type: ignore[union-attr]
 
     def remove(*_: Any) -> None:
         for param in params:
             param.grad = None
 
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        remove()
+        return None
+    for param in params:
+        param.grad.zero_()  # type: ignore[union-attr]
     return optimizer.register_step_pre_hook(remove)

@@ -90,6 +90,7 @@ def test_every_interval_of_the_papers_text_is_one_of_the_runs() -> None:
     assert read_intervals((RESULTS / "paper/README.md").read_text(encoding="utf-8")) <= known
 
 
+@pytest.mark.long
 def test_every_interval_of_faithfulness_is_one_of_the_rows(tmp_path: Path) -> None:
     folder = RESULTS / "faithfulness"
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

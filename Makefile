@@ -26,9 +26,9 @@ demo: .venv/demo.stamp
 	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 \
 		--rounds 30 --eval-episodes 200 --out out/demo
 
-## The test suite, warnings as errors; three files at a time, one thread each: tests also wait for processes.
+## The test suite, warnings as errors; two files at a time, one thread each.
 test: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## The tests that take long: sweeps over nodes that die, models in shards, and further cases of what `make test` has.
 test-long: .venv/dev.stamp

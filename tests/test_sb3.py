@@ -14,7 +14,6 @@ from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor, nn
@@ -222,11 +221,6 @@ class OwnTrain(PPO):
         super().train()
 
 
-class OwnPolicy(ActorCriticPolicy):
-    def evaluate_actions(self, obs: Any, actions: Tensor) -> Any:
-        return super().evaluate_actions(obs, actions)
-
-
 class Normed(FlattenExtractor):
     def __init__(self, observation_space: spaces.Box) -> None:
         super().__init__(observation_space)
@@ -243,7 +237,6 @@ class OwnBuffer(RolloutBuffer):
     [
         (lambda: DQN("MlpPolicy", Toy(), buffer_size=10), "DQN is not supported: it is not on-policy"),
         (lambda: OwnTrain("MlpPolicy", Toy()), r"OwnTrain overrides train\(\).*Use PPO"),
-        (lambda: PPO(OwnPolicy, Toy()), "OwnPolicy overrides evaluate_actions.*ModuleView"),
         (lambda: PPO("MlpPolicy", Toy(), rollout_buffer_class=OwnBuffer), r"OwnBuffer overrides get\(\).*SB3's own"),
         (lambda: RecurrentPPO("MlpLstmPolicy", Toy()), "RecurrentPPO.*hidden states of the records before.*stacked"),
         (lambda: TRPO("MlpPolicy", Toy()), "TRPO is not supported: its loss is not known to whence"),

@@ -90,12 +90,19 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers on exit, such as the running statistics that some layers update in train mode."""
-    copies = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def preserve_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore modules' buffers on exit, such as running statistics, whether a pass fills them or puts others there.
+
+    Submodules count only if listed.
+    """
+    places = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    copies = [(buffer, buffer.clone()) for _, before in places for buffer in before.values() if buffer is not None]
     try:
         yield
     finally:
+        for present, before in places:
+            present.update(before)
         with torch.no_grad():
             for buffer, copy in copies:
-                buffer.copy_(copy)
+                if not torch.equal(buffer, copy):  # a copy in place would invalidate graphs of the user's
+                    buffer.copy_(copy)

@@ -77,6 +77,8 @@ class ModuleView:
             may call the module and its submodules in any way; `attribute` drops what they store on themselves.
         prepare: `prepare(records)` returns the inputs, records first. Default: a dict of `observations`, `actions`
             and, if the records have them, `action_masks`.
+        in_train_mode: whether training puts the module in train mode, whatever mode it has now.
+        optimizer: returns the optimiser, whose parameters alone are trainable; None: all that require a gradient are.
     """
 
     def __init__(
@@ -84,8 +86,12 @@ class ModuleView:
         module: nn.Module,
         outputs: Callable[[Any, Tree], Outputs | LazyOutputs | Tensor],
         prepare: Callable[[RecordBatch], Tree] | None = None,
+        *,
+        in_train_mode: bool = False,
+        optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None,
     ) -> None:
         self.module = module
+        self.in_train_mode, self._optimizer = in_train_mode, optimizer
         self._outputs = outputs
         self._prepare = prepare or _default_inputs
         self._slots: list[_Slot] | None = None
@@ -96,9 +102,16 @@ class ModuleView:
         return getattr(self.module, "action_space", None)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters with `requires_grad`; one with several names goes by the module's first."""
-        self._slots = _list_slots(self.module)  # listed again: modules may have been added or unfrozen
+        """The parameters that train; one with several names goes by the module's first."""
+        self._slots = self._list_slots()  # listed again: modules may have been added or unfrozen
         return {slot.name: slot.parameter for slot in self._slots}
+
+    def _list_slots(self) -> "list[_Slot]":
+        slots, optimizer = _list_slots(self.module), self._optimizer()
+        if optimizer is None:
+            return slots
+        moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [slot for slot in slots if id(slot.parameter) in moved]
 
     def prepare(self, records: RecordBatch) -> Tree:
         """Return the inputs, on the device of the parameters."""
@@ -112,7 +125,7 @@ class ModuleView:
     def only(self, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
         """Evaluate the policy at `params`; lazy columns outside `columns` are None."""
         if self._slots is None:
-            self._slots = _list_slots(self.module)
+            self._slots = self._list_slots()
         # FSDP and ZeRO put a layer's whole parameters in place themselves, as leaves of their own.
         in_shards = is_in_shards([*params.values(), *(slot.parameter for slot in self._slots)])
         with nullcontext() if in_shards else _swap_in(self._slots, params):
@@ -252,6 +265,11 @@ def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
     return _VIEWS.get(package)
 
 
+def unwrap_compiled(policy: object) -> object:
+    """Return the module of which `torch.compile` returned `policy`; they share all parameters."""
+    return getattr(policy, "_orig_mod", policy)
+
+
 def as_view(policy: object) -> PolicyView:
     """Return `policy` if it is a view, else a view by the function registered for its class's package.
 
@@ -265,6 +283,7 @@ def as_view(policy: object) -> PolicyView:
         )
     if not isinstance(policy, nn.Module) and isinstance(policy, PolicyView):
         return policy
+    policy = unwrap_compiled(policy)
     for base in type(policy).__mro__:
         if make := _find_view(base.__module__.partition(".")[0]):
             return make(policy)

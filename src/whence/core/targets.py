@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -170,9 +171,12 @@ def _check_actions(space: Any, actions: Tensor) -> None:
     """Refuse an action outside the space; a box's bounds are ignored, since policies sample beyond them."""
     if not hasattr(space, "contains") or hasattr(space, "low"):
         return
+    # SB3 counts the actions of a Discrete from 0, wherever the space starts.
+    offsets = {0, int(start)} if isinstance(start := getattr(space, "start", 0), Integral) else {0}
     for action in actions.cpu():
         whole = action.long()
-        if not torch.equal(whole.to(action.dtype), action) or not space.contains(whole.reshape(space.shape).numpy()):
+        is_whole = torch.equal(whole.to(action.dtype), action)
+        if not is_whole or not any(space.contains((whole + each).reshape(space.shape).numpy()) for each in offsets):
             raise WhenceError(
                 f"Action() got the action {action.tolist()}, which is not in the policy's action space, {space}: pass "
                 "one that the policy can take."

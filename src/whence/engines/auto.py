@@ -12,10 +12,13 @@ from whence.engines.forward import forward
 from whence.engines.ghost import ghost
 from whence.engines.memory import fit_chunk_size
 from whence.engines.per_record import loop, vmap
+from whence.engines.probing import check_against_loop, check_mixing
 from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.sharded import sharded
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
+
+_OWN = frozenset(_ENGINES)
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(_ENGINES)
 """All engines by name."""
@@ -63,22 +66,25 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
                 "chunk_size."
             )
         return sharded(problem), "ghost", "the parameters are in shards"
+    check_mixing(problem)
     if engine != "auto":
+        if engine in _OWN:  # a user's engine may approximate
+            check_against_loop(problem, ENGINES[engine])
         return _run(problem, engine, memory), engine, "asked for"
-    try:
-        return _run(problem, "ghost", memory), "ghost", "every trainable layer has a ghost rule"
-    except Refused as refusal:
-        reason = str(refusal)
-    try:
-        return _run(problem, "forward", memory), "forward", reason
-    except NotImplementedError as missing:  # torch raises it for a kernel without forward mode
-        reason += f" Forward mode: {first_line(missing)}"
-    try:
-        return _run(problem, "vmap", memory), "vmap", reason
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as missing:  # functorch raises nothing more specific; the loop meets any other cause again
-        return _run(problem, "loop", memory), "loop", f"{reason} vmap: {first_line(missing)}"
+    reasons = []
+    for name in ("ghost", "forward", "vmap"):
+        try:
+            check_against_loop(problem, ENGINES[name])
+            products = _run(problem, name, memory)
+        except Refused as refusal:
+            reasons.append(f"{name}: {refusal}")
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError) as missing:  # what the engine's transform lacks; the loop meets the rest
+            reasons.append(f"{name}: {first_line(missing)}")
+        else:
+            return products, name, " ".join(reasons) or "every trainable layer has a ghost rule"
+    return _run(problem, "loop", memory), "loop", " ".join(reasons)
 
 
 def check_engine(engine: object) -> None:

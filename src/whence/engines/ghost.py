@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from whence.core import BatchTarget, Outputs, first_line, named_leaves, notes_on
+from whence.core import BatchTarget, Outputs, first_line
 from whence.engines.forward import derive_along
 from whence.engines.problem import (
     Gradient,
@@ -26,7 +26,7 @@ from whence.engines.problem import (
     target_gradients,
 )
 from whence.engines.rules import LayerTensors
-from whence.engines.tape import Call, Layer, Tape, count_uses, covered_layers, record_pass
+from whence.engines.tape import Call, Tape, count_uses, covered_layers, record_pass
 
 T = TypeVar("T")
 
@@ -60,7 +60,6 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
             records'.
     """
     layers = covered_layers(problem.modules, problem.parameters)
-    _confirm_axes(problem, layers)
     if len(problem.records) <= problem.chunk_size:
         return _products_from_one_pass(record_pass(problem, layers))
     gradients, columns = target_gradients(problem), []
@@ -70,17 +69,6 @@ def ghost(problem: Problem) -> Float[Tensor, "targets n"]:
         products = _products_during_backward(tape, [partial(_known_direction, each) for each in gradients], seed)
         columns.append(_add_plain(products, tape, gradients))
     return torch.cat(columns, dim=1)
-
-
-def _confirm_axes(problem: Problem, layers: Sequence[Layer]) -> None:
-    """Refuse a layer whose first axis has the records' length by chance: for fewer records its length differs."""
-    total = len(problem.records)
-    shapes = tuple((name, tuple(t.shape[1:])) for name, t in named_leaves(problem.records.columns))
-    trained = tuple(name for layer in layers for name in layer.names.values())
-    confirmed, kind = notes_on(problem.view), (_confirm_axes, shapes, problem.columns, trained)
-    if total > 1 and kind not in confirmed:
-        record_pass(problem.part(slice(0, 1 if total == 2 else 2)), layers)
-        confirmed[kind] = True
 
 
 def _products_from_one_pass(tape: Tape) -> Tensor:

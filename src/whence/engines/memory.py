@@ -70,7 +70,8 @@ def fit_chunk_size(problem: Problem, engine: Callable[[Problem], object], memory
     costs = notes_on(problem.view)
     key = _kind_of(problem, engine)
     if key not in costs:
-        costs[key] = _measure_cost(problem, engine)
+        with problem.restored():
+            costs[key] = _measure_cost(problem, engine)
     cost: _Cost = costs[key]
     size = cost.count_records((memory - cost.lasting * total) / _MARGIN)
     if size < 1:
@@ -88,10 +89,14 @@ def _kind_of(problem: Problem, engine: Callable[[Problem], object]) -> Hashable:
     shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in named_leaves(c))
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
     targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
+    return _Cost, engine, parameters, shapes, targets, problem.columns, code_of(problem.objective)
+
+
+def code_of(objective: object) -> object:
+    """Return what an objective computes by, the same for all objectives that compute alike."""
     # A plain function may be defined anew for each round; its code stays the same.
-    function: Any = getattr(problem.objective, "function", problem.objective)
-    code = getattr(function, "__code__", None) or type(function)
-    return _Cost, engine, parameters, shapes, targets, problem.columns, code
+    function: Any = getattr(objective, "function", objective)
+    return getattr(function, "__code__", None) or type(function)
 
 
 def _measure_cost(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:
@@ -115,12 +120,12 @@ def measure_bytes(run: Callable[[], object]) -> list[int]:
 
 def _measure_on(problem: Problem, engine: Callable[[Problem], object], size: int) -> NDArray[np.float64]:
     """Return the bytes that the engine holds on the first `size` records, after each allocation and release."""
-    targets = [_replace_target(target) for target in problem.targets]
+    targets = [replace_target(target) for target in problem.targets]
     probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size, summed=None)
     return np.array(measure_bytes(lambda: engine(probe)), dtype=np.float64)
 
 
-def _replace_target(target: Target) -> Target:
+def replace_target(target: Target) -> Target:
     """Return a cheap target of the same kind; the user's may hold a tensor of all records, or run the policy."""
     if isinstance(target, BatchTarget):
         return _SumOfOutputs(frozenset(getattr(target, "reads", COLUMNS)))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from whence.core import (
     WhenceError,
     compute_outputs,
     map_tree,
+    preserve_buffers,
+    preserve_rng_state,
     take,
     target_name,
 )
@@ -95,6 +98,12 @@ class Problem:
             return
         for start in range(0, len(self.records), self.chunk_size):
             yield self.part(slice(start, start + self.chunk_size))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore buffers and generators on exit, so that scores are the same with a trial before them and without."""
+        with preserve_rng_state(), preserve_buffers(self.modules.values()):
+            yield
 
     def outputs(self, params: Params | None = None) -> Outputs:
         """Evaluate the policy on the records at `params`, by default the problem's own, with a graph."""

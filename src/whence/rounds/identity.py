@@ -72,7 +72,7 @@ def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
     """
     positions = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
     inputs = view.prepare(records.take(positions))
-    with preserve_rng_state(), preserve_buffers(view.module), torch.no_grad():
+    with preserve_rng_state(), preserve_buffers(view.module.modules()), torch.no_grad():
         with eval_mode(list(view.module.modules())):
             acting = view(params, inputs)
         with train_mode(view.module):

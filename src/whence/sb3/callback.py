@@ -43,6 +43,7 @@ from whence.sb3.base import (
     watch_training,
     wrap_next_train,
 )
+from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
     FlatRoundDetector,
@@ -142,6 +143,7 @@ class InfluenceCallback(BaseCallback):
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
+        self._has_checked_log_probs = False
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -292,6 +294,11 @@ class InfluenceCallback(BaseCallback):
         self._flat = FlatRoundDetector()
 
     def _on_step(self) -> bool:
+        if not hasattr(self, "_collection_clock"):
+            raise WhenceError(
+                "InfluenceCallback is inside of another callback, such as EveryNTimesteps, which knows no rollouts. "
+                "Pass it to learn() itself: callback=[InfluenceCallback(...), the other]."
+            )
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
             self._run.tracker.step(actions, self.locals["dones"], self.locals["infos"])
@@ -305,6 +312,9 @@ class InfluenceCallback(BaseCallback):
         with time_stage(seconds, "scoring"), name_round(self.next_round):
             records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
             self._last_timestep = self.model.num_timesteps
+            if self.rule.needs_influence and not self._has_checked_log_probs:
+                warn_of_log_probs(self.model.policy, records)
+                self._has_checked_log_probs = True
             choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time

@@ -1,9 +1,13 @@
 """SB3's actor-critic policies as views, and the refusal of policies that cannot be read."""
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from gymnasium import spaces
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.distributions import (
@@ -11,7 +15,9 @@ from stable_baselines3.common.distributions import (
     Distribution,
     StateDependentNoiseDistribution,
 )
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.torch_layers import MlpExtractor
 from torch import Tensor
 
 from whence.core import (
@@ -23,15 +29,24 @@ from whence.core import (
     Tree,
     first_line,
     map_tree,
+    preserve_buffers,
+    preserve_rng_state,
 )
 from whence.sb3.supported_models import check_policy
+
+log = logging.getLogger("whence")
+
+# The methods that the parts stand for; a policy that has its own computes something else.
+_REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
 
 
 def actor_critic_view(policy: Any) -> ModuleView:
     """Return a view of an SB3 `ActorCriticPolicy`, or of sb3-contrib's maskable one.
 
     It covers all of SB3's observation and action spaces, features extractors shared or not, gSDE and squashed actions.
-    A maskable policy reads the `action_masks` of records that have them.
+    A maskable policy reads the `action_masks` of records that have them. The view computes what `evaluate_actions` does
+    from its parts, which takes less time; where that is not the same, as of a policy that overrides it or whose
+    features extractor was replaced, it calls `evaluate_actions` itself.
 
     Raises:
         Unsupported: see `check_policy`.
@@ -39,23 +54,91 @@ def actor_critic_view(policy: Any) -> ModuleView:
     check_policy(policy)
 
     def prepare(records: RecordBatch) -> Tree:
-        dtype = next(policy.parameters()).dtype
-        observations = preprocess_obs(records.observations, policy.observation_space, policy.normalize_images)
-        if isinstance(policy.action_space, spaces.Discrete):
-            actions = records.actions.long().flatten()
-        else:
-            # As SB3's buffer stores them; actions (n,) of a Box of one dimension would be broadcast to (n, n).
-            actions = records.actions.to(dtype).reshape(len(records), -1)
-        inputs = {"observations": map_tree(lambda t: t.to(dtype), observations), "actions": actions}
-        if records.action_masks is not None and isinstance(policy, MaskableActorCriticPolicy):
-            inputs["masks"] = records.action_masks
-        return inputs
+        return _prepare_parts(policy, records) if _has_plain_parts(policy, records) else _prepare_raw(policy, records)
 
-    return ModuleView(policy, _outputs, prepare)
+    def optimizer() -> Any:
+        return getattr(policy, "optimizer", None)
+
+    return ModuleView(policy, _outputs, prepare, in_train_mode=True, optimizer=optimizer)
+
+
+def _prepare_parts(policy: Any, records: RecordBatch) -> Tree:
+    """Return the inputs of the policy's parts: observations after one-hot and scaling, in the parameters' type."""
+    dtype = next(policy.parameters()).dtype
+    observations = preprocess_obs(records.observations, policy.observation_space, policy.normalize_images)
+    inputs = {
+        "observations": map_tree(lambda t: t.to(dtype), observations),
+        "actions": _shape_actions(policy, records, dtype),
+    }
+    return inputs | _read_masks(policy, records)
+
+
+def _prepare_raw(policy: Any, records: RecordBatch) -> Tree:
+    """Return the inputs of `evaluate_actions`, as `train()` passes them."""
+    actions = _shape_actions(policy, records, records.actions.dtype)
+    return {"raw": records.observations, "actions": actions} | _read_masks(policy, records)
+
+
+def _shape_actions(policy: Any, records: RecordBatch, dtype: torch.dtype) -> Tensor:
+    if isinstance(policy.action_space, spaces.Discrete):
+        return records.actions.long().flatten()
+    # As SB3's buffer stores them; actions (n,) of a Box of one dimension would be broadcast to (n, n).
+    return records.actions.to(dtype).reshape(len(records), -1)
+
+
+def _read_masks(policy: Any, records: RecordBatch) -> dict[str, Tensor]:
+    has_masks = records.action_masks is not None and isinstance(policy, MaskableActorCriticPolicy)
+    return {"masks": records.action_masks} if has_masks else {}  # type: ignore[dict-item]
+
+
+_PARTS = ("features_extractor", "pi_features_extractor", "vf_features_extractor", "mlp_extractor", "action_net")
+_COMPARED: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
+"""Of each policy, whether it was what its parts are, by the identities of the parts."""
+
+
+def _has_plain_parts(policy: Any, records: RecordBatch) -> bool:
+    """Return whether the parts of a policy compute what its `evaluate_actions` does, for the first few records."""
+    base = MaskableActorCriticPolicy if isinstance(policy, MaskableActorCriticPolicy) else ActorCriticPolicy
+    own = [name for name in _REPLACED if name in vars(policy) or getattr(type(policy), name) is not getattr(base, name)]
+    if own or type(policy.mlp_extractor) is not MlpExtractor:
+        return False
+    parts = tuple(id(getattr(policy, name, None)) for name in _PARTS)
+    key = (parts, records.actions.dtype, next(policy.parameters()).dtype)
+    known = _COMPARED.setdefault(policy, {})
+    if key not in known:
+        known[key] = _compare_parts(policy, records.take(slice(0, 16)))
+        if not known[key]:
+            log.info("The parts of the policy are not what its evaluate_actions computes: scores call the latter.")
+    return known[key]
+
+
+def _compare_parts(policy: Any, records: RecordBatch) -> bool:
+    with torch.no_grad(), preserve_rng_state(), preserve_buffers(policy.modules()):
+        try:
+            whole = _complete(_outputs(policy, _prepare_raw(policy, records)))
+        except Exception:  # also where an action is in no space, of which the parts say more
+            return True
+        try:
+            parts = _complete(_outputs(policy, _prepare_parts(policy, records)))
+        except Exception:  # such as layers of several types
+            return False
+    return all(map(_is_close, whole, parts))
+
+
+def _is_close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-6)
+
+
+def _complete(outputs: LazyOutputs) -> tuple[Tensor | None, ...]:
+    return outputs.log_prob, outputs.value(), outputs.entropy()
 
 
 def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     """Return what `policy.evaluate_actions` returns, for prepared inputs, without changing `policy.action_dist`."""
+    if "raw" in inputs:
+        return _evaluate_actions(policy, inputs)
     distribution, values = _run(policy, inputs)
     try:
         log_prob = distribution.log_prob(inputs["actions"])
@@ -67,14 +150,65 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     return LazyOutputs(log_prob, values, distribution.entropy)
 
 
+def _evaluate_actions(policy: Any, inputs: Tree) -> LazyOutputs:
+    masks = {"action_masks": inputs["masks"]} if "masks" in inputs else {}
+    with _spare_distribution(policy):
+        value, log_prob, entropy = policy.evaluate_actions(inputs["raw"], inputs["actions"], **masks)
+    return LazyOutputs(log_prob, value.flatten, lambda: entropy)
+
+
+@contextmanager
+def _spare_distribution(policy: Any) -> Iterator[None]:
+    """Let a policy fill a copy of its distribution; deepcopy(policy) would raise while it holds tensors of a graph."""
+    distribution = policy.action_dist
+    policy.action_dist = copy.copy(distribution)
+    try:
+        yield
+    finally:
+        policy.action_dist = distribution
+
+
+def warn_of_log_probs(policy: Any, records: RecordBatch) -> None:
+    """Log a warning if log-probs that SB3 stored while it collected are not the policy's, for some of the records.
+
+    Scores stay those of what SB3 trains: its loss has the same ratios.
+    """
+    sample = records.take(torch.linspace(0, len(records) - 1, min(64, len(records))).long())
+    view = actor_critic_view(policy)
+    with torch.no_grad(), preserve_rng_state(), preserve_buffers(policy.modules()):
+        log_probs = view.only({"log_prob"}, {}, view.prepare(sample)).log_prob
+    is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in policy.parameters())
+    apart = (log_probs - sample.log_probs).abs() / sample.log_probs.abs().clamp(min=1.0)
+    if (wrong := apart > (0.1 if is_half else 1e-3)).any():
+        first = int(wrong.nonzero()[0])
+        log.warning(
+            "The policy's log-probs are not those that the rollout holds, in %d of %d records: %.4g is stored and %.4g "
+            "computed for record %d. SB3 trains on such ratios, and scores are of the same loss. Causes: actions of a "
+            "Box of integers, which SB3 rounds when it stores them; a policy that acts otherwise than it is evaluated.",
+            int(wrong.sum()),
+            len(sample),
+            float(sample.log_probs[first]),
+            float(log_probs[first]),
+            int(sample.ids[first]),
+        )
+
+
 def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
     """Return the distribution of actions and the values, (n,), for inputs that the policy's view prepared."""
+    if "raw" in inputs:
+        with _spare_distribution(policy):
+            distribution = policy.get_distribution(inputs["raw"], *([inputs["masks"]] if "masks" in inputs else []))
+            return distribution, policy.predict_values(inputs["raw"]).flatten()
     distribution, values = _run(policy, inputs)
     return distribution, values()
 
 
 def embed(policy: Any, inputs: Tree) -> Tensor:
     """Return the activations of the actor's penultimate layer, (n, d), for inputs that the policy's view prepared."""
+    if "raw" in inputs:
+        features = policy.extract_features(inputs["raw"])
+        of_actor: Tensor = policy.mlp_extractor.forward_actor(features[0] if isinstance(features, tuple) else features)
+        return of_actor
     latent: Tensor = policy.mlp_extractor.forward_actor(policy.pi_features_extractor(inputs["observations"]))
     return latent
 

@@ -11,13 +11,10 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.core import Unsupported
+from whence.core import Unsupported, train_mode, unwrap_compiled
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
-# The methods that a view of the policy replaces; a subclass that overrides one of them computes something else.
-_REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_latent")
-
 STAND_IN = "_whence_wraps_train"
 """An attribute of the class that stands in for a model's own until its next `train()`."""
 
@@ -66,6 +63,7 @@ def check_policy(policy: Any) -> None:
     Raises:
         Unsupported: see the message.
     """
+    policy = unwrap_compiled(policy)
     name = type(policy).__name__
     base = next((known for known in (ActorCriticPolicy, MaskableActorCriticPolicy) if isinstance(policy, known)), None)
     if base is None:
@@ -73,16 +71,13 @@ def check_policy(policy: Any) -> None:
             f"{name} is no actor-critic policy, and whence scores on-policy records by their log-probs. Use PPO, A2C "
             "or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
         )
-    overridden = [method for method in _REPLACED if getattr(type(policy), method) is not getattr(base, method)]
-    if overridden:
+    with train_mode(policy):  # as SB3's train() does
+        mixing = [
+            (path, each) for path, each in policy.named_modules() if isinstance(each, _BatchNorm) and each.training
+        ]
+    for path, module in mixing:
         raise Unsupported(
-            f"{name} overrides {', '.join(overridden)}, so whence cannot know its log-probs from SB3's own code. Wrap "
-            "it: whence.ModuleView(policy, lambda policy, inputs: whence.Outputs(...))."
+            f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: its "
+            "output for a record then depends on the other records of the minibatch, so no record has an objective of "
+            "its own. Use LayerNorm or GroupNorm, or keep the layer in eval mode in the module's own train()."
         )
-    for path, module in policy.named_modules():
-        if isinstance(module, _BatchNorm):
-            raise Unsupported(
-                f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: its "
-                "output for a record then depends on the other records of the minibatch, so no record has an "
-                "objective of its own. Use LayerNorm or GroupNorm in the features extractor."
-            )

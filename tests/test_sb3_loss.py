@@ -1,0 +1,354 @@
+"""Scores against SB3's own loss: the gradient that `train()` itself would take on each record, by autograd."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from sb3_contrib import MaskablePPO
+from sb3_contrib.common.torch_layers import BatchRenorm1d
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import VecFrameStack
+from torch import Tensor, nn
+
+import whence
+from toys import Toy, model
+from whence import Unsupported
+from whence.engines import Refused
+from whence.sb3 import InfluenceCallback, model_objective, snapshot
+
+OBSERVATIONS = ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"]
+ACTIONS = ["discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed"]
+
+
+class FullError(Exception):
+    """The rollout is full, and `train()` has not begun."""
+
+
+class StopBeforeTraining(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        raise FullError
+
+
+def fill_buffer(toy: Any) -> whence.RecordBatch:
+    """Fill the model's rollout buffer, and return its records."""
+    with pytest.raises(FullError):
+        toy.learn(toy.n_steps * toy.n_envs, callback=StopBeforeTraining())
+    return snapshot(toy)
+
+
+class Gradients(torch.optim.Optimizer):
+    """An optimiser that keeps the gradient of each step, and takes none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self.steps: list[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.steps.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
+
+
+def train_gradients(toy: Any, minibatches: list[list[int]]) -> list[Tensor]:
+    """Return the gradients that SB3's `train()` takes on given minibatches at the present policy, flat, to be raised.
+
+    Advantages are used as they stand in the buffer. The policy does not move.
+    """
+    buffer = toy.rollout_buffer
+
+    def get(batch_size: int | None = None) -> Iterator[Any]:
+        for minibatch in minibatches:
+            yield buffer._get_samples(np.array(minibatch))
+
+    toy.policy.optimizer, buffer.get = Gradients(toy.policy.optimizer.param_groups[0]["params"]), get
+    toy.normalize_advantage, toy.max_grad_norm, toy.vf_coef, toy.n_epochs = False, float("inf"), 0.0, 1
+    toy.train()
+    return [-torch.cat([g.flatten() for g in step]) for step in toy.policy.optimizer.steps]
+
+
+def loss_scores(toy: Any, ent_coef: float) -> Tensor:
+    """Return each record's product of its own gradient with that of mean log-probability times advantage."""
+    buffer = toy.rollout_buffer
+    n, normalised = buffer.buffer_size * buffer.n_envs, toy.normalize_advantage
+    next(iter(buffer.get(n)))  # brings the arrays into the order of the records
+    toy.ent_coef = 0.0
+    (target,) = train_gradients(toy, [[*range(n)]])
+    if normalised:
+        buffer.advantages = (buffer.advantages - buffer.advantages.mean()) / (buffer.advantages.std(ddof=1) + 1e-8)
+    toy.ent_coef = ent_coef
+    return torch.stack([gradient @ target for gradient in train_gradients(toy, [[record] for record in range(n)])])
+
+
+def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto") -> None:
+    toy.ent_coef = ent_coef
+    records = fill_buffer(toy)
+    objective = model_objective(toy)
+    scores = whence.attribute(toy.policy, records, target=whence.Return(), objective=objective, engine=engine).scores
+    expected = loss_scores(toy, ent_coef)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_ppo(observation: str, action: str, shared: bool) -> None:
+    check_scores(model(observation=observation, action=action, shared=shared), ent_coef=0.01)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a2c(action: str) -> None:
+    check_scores(model(A2C, action=action), ent_coef=0.01)
+
+
+@pytest.mark.parametrize("observation", ["vector", "dict"])
+@pytest.mark.parametrize("action", ["discrete", "multidiscrete", "multibinary"])
+def test_maskable_ppo(observation: str, action: str) -> None:
+    check_scores(model(MaskablePPO, observation=observation, action=action), ent_coef=0.01)
+
+
+def test_the_ghost_engine() -> None:
+    check_scores(model(), engine="ghost")
+
+
+@pytest.mark.parametrize("engine", ["loop", "forward", "vmap"])
+@pytest.mark.parametrize("algorithm", [PPO, A2C])
+def test_engines(algorithm: Any, engine: str) -> None:
+    check_scores(model(algorithm, action="box"), engine=engine)
+
+
+def test_environments_normalised_and_stacked() -> None:
+    toy = model(normalised=True, n_envs=3, action="box")
+    check_scores(toy)
+    toy = model(n_envs=2)
+    stacked = VecFrameStack(toy.env, 3)
+    check_scores(type(toy)("MlpPolicy", stacked, n_steps=32, batch_size=16, seed=0))
+
+
+class Small(BaseFeaturesExtractor):
+    """A linear layer of its own, around which the cases below do something unusual."""
+
+    def __init__(self, space: Any, around: Any = None) -> None:
+        super().__init__(space, 6)
+        self.layer, self.around = nn.Linear(space.shape[0], 6), around or (lambda layer, x: layer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.layer, x).tanh()
+
+
+def with_extractor(around: Any = None) -> Any:
+    kwargs = {"features_extractor_class": Small, "features_extractor_kwargs": {"around": around}}
+    return model(policy_kwargs=kwargs | {"ortho_init": False})
+
+
+def replace_extractor() -> Any:
+    toy = with_extractor()
+    toy.policy.features_extractor = Small(toy.observation_space)
+    toy.policy.optimizer = torch.optim.Adam(toy.policy.parameters())
+    return toy
+
+
+class Trunk(nn.Module):
+    """`forward` has a layer that `forward_actor` lacks."""
+
+    latent_dim_pi = latent_dim_vf = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(5, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        latent = self.head(self.trunk(x).tanh())
+        return latent, latent
+
+    def forward_actor(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+    forward_critic = forward_actor
+
+
+class WithTrunk(ActorCriticPolicy):
+    def _build_mlp_extractor(self) -> None:
+        self.mlp_extractor = Trunk()  # type: ignore[assignment]
+
+
+class OwnPolicy(ActorCriticPolicy):
+    """The actor does not train the features extractor."""
+
+    def evaluate_actions(self, obs: Any, actions: Tensor) -> Any:
+        features = self.extract_features(obs)
+        latent_pi, latent_vf = (
+            self.mlp_extractor.forward_actor(features.detach()),
+            self.mlp_extractor.forward_critic(features),
+        )
+        distribution = self._get_action_dist_from_latent(latent_pi)
+        return self.value_net(latent_vf), distribution.log_prob(actions), distribution.entropy()
+
+
+def patch_distribution() -> Any:
+    toy = model(policy_kwargs={"ortho_init": False})
+    policy = toy.policy
+    policy._get_action_dist_from_latent = lambda latent: policy.action_dist.proba_distribution(
+        action_logits=5 * policy.action_net(latent)
+    )
+    return toy
+
+
+def halve_backbone() -> Any:
+    def run(layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x.to(torch.bfloat16)).float()
+
+    toy = with_extractor(run)
+    toy.policy.features_extractor.layer.to(torch.bfloat16).requires_grad_(False)
+    return toy
+
+
+def sort_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return layer(x[order])[order.argsort()]
+
+
+def detach_half(layer: nn.Linear, x: Tensor) -> Tensor:
+    output = layer(x)
+    return output / 2 + output.detach() / 2
+
+
+def leave_graph(layer: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = layer(x).sigmoid()
+    return layer(x) * weights
+
+
+def scale_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
+    output = layer(x)
+    if output.requires_grad:
+        output.register_hook(lambda g: 0.1 * g)
+    return output
+
+
+def train_some() -> Any:
+    toy = with_extractor()
+    head = [*toy.policy.mlp_extractor.parameters(), *toy.policy.action_net.parameters()]
+    toy.policy.optimizer = torch.optim.Adam(head)
+    return toy
+
+
+def mask_parameter() -> Any:
+    toy = with_extractor()
+    weight = toy.policy.action_net.weight
+    mask = (torch.arange(weight.numel()) % 2).view_as(weight)
+    weight.register_hook(lambda g: g * mask)
+    toy.policy.action_net.bias.register_hook(lambda g: None)  # as a logger's
+    return toy
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
+def freeze_norm() -> Any:
+    return with_extractor(Normed(Frozen(5)))
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(self.norm(x))
+
+
+UNUSUAL = {
+    "replaced extractor": replace_extractor,
+    "forward is not forward_actor": lambda: PPO(WithTrunk, Toy(), n_steps=32, batch_size=16, seed=0),
+    "own evaluate_actions": lambda: PPO(OwnPolicy, Toy(), n_steps=32, batch_size=16, seed=0),
+    "patched distribution": patch_distribution,
+    "half precision first": halve_backbone,
+    "sorted rows": lambda: with_extractor(sort_rows),
+    "half detached": lambda: with_extractor(detach_half),
+    "weights without a graph": lambda: with_extractor(leave_graph),
+    "scaled gradient": lambda: with_extractor(scale_gradient),
+    "optimiser over some parameters": train_some,
+    "masked parameter": mask_parameter,
+    "frozen normalisation": freeze_norm,
+    "discrete from -1": lambda: PPO("MlpPolicy", Shifted(), n_steps=32, batch_size=16, seed=0),
+}
+
+
+class Shifted(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(3, start=-1)
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_what_sb3_trains_is_scored_as_sb3_trains_it(case: str) -> None:
+    check_scores(UNUSUAL[case]())
+
+
+@pytest.mark.parametrize("case", ["sorted rows", "half detached", "weights without a graph", "scaled gradient"])
+@pytest.mark.parametrize("engine", ["ghost", "forward", "vmap"])
+def test_an_engine_that_would_be_wrong_refuses(case: str, engine: str) -> None:
+    with suppress(Refused, RuntimeError):  # functorch raises nothing more specific
+        check_scores(UNUSUAL[case](), engine=engine)
+
+
+def mean_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x - x.mean(0))
+
+
+@pytest.mark.parametrize("around", [mean_rows, Normed(nn.BatchNorm1d(5)), Normed(BatchRenorm1d(5))])
+def test_records_that_mix_are_refused(around: Any) -> None:
+    toy = with_extractor(around)
+    with pytest.raises(Unsupported, match="BatchNorm"):
+        toy.learn(64, callback=InfluenceCallback(whence.IIF(0.5)))
+
+
+def test_scoring_leaves_buffers_and_schedules_alone() -> None:
+    class Counting:
+        calls = 0
+
+        def __call__(self, progress: float) -> float:
+            self.calls += 1
+            return 3e-4 * 0.9**self.calls
+
+    class Running(Normed):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+            self.register_buffer("mean", torch.zeros(5))
+
+        def forward(self, layer: nn.Linear, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return layer(x - self.mean)
+
+    class Scored(whence.KeepAll):
+        needs_influence = True
+
+    def train(callback: Any) -> tuple[Any, int]:
+        rates, ranges = Counting(), Counting()
+        kwargs = {"features_extractor_class": Small, "features_extractor_kwargs": {"around": Running()}}
+        toy = model(policy_kwargs=kwargs, learning_rate=rates, clip_range=ranges)
+        toy.learn(96, callback=callback)
+        return toy.policy.state_dict(), rates.calls + ranges.calls
+
+    (plain, calls), (scored, calls_scored) = train(None), train(InfluenceCallback(Scored(), recordings=[2]))
+    assert calls == calls_scored
+    assert all(torch.equal(plain[name], scored[name]) for name in plain)
+
+
+def test_a_compiled_policy_is_the_policy() -> None:
+    toy = model()
+    records = fill_buffer(toy)
+    plain = whence.attribute(toy.policy, records, target=whence.Return())
+    compiled = whence.attribute(torch.compile(toy.policy, backend="eager"), records, target=whence.Return())
+    assert torch.equal(plain.scores, compiled.scores)

@@ -1,5 +1,6 @@
 """Descriptions of models for run directories: in JSON types, and equal whenever the same thing is run."""
 
+import hashlib
 import inspect
 import math
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3 import PPO
+from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, unwrap_vec_normalize
+from torch.nn.parameter import is_lazy
 
 from whence.runs import strip_addresses
 
@@ -31,14 +34,12 @@ _NORMALISATION = (
 )
 """VecNormalize's settings."""
 
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
 
 def describe(model: Any) -> dict[str, Any]:
     """Return a model's algorithm, environments, policy, optimiser and hyper-parameters, in JSON types."""
     env, policy = model.get_env(), model.policy
     normalised = unwrap_vec_normalize(env)
-    spec = env.get_attr("spec")[0]
+    spec = _read_spec(env)
     settings = _select(model, (*HYPERPARAMETERS, "seed"))
     return {
         "algorithm": type(model).__name__,
@@ -50,10 +51,17 @@ def describe(model: Any) -> dict[str, Any]:
         **({} if normalised is None else {"VecNormalize": to_json_types(_select(normalised, _NORMALISATION))}),
         "policy": type(policy).__name__,
         "policy_kwargs": to_json_types(model.policy_kwargs),
-        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+        "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in policy.parameters()),
         "optimizer": type(policy.optimizer).__name__,
         "hyperparameters": {name: _describe_setting(value) for name, value in settings.items()},
     }
+
+
+def _read_spec(env: VecEnv) -> Any:
+    """Return how Gymnasium made the first environment; None if it did not, as where a simulator is a `VecEnv`."""
+    with suppress(Exception):
+        return env.get_attr("spec")[0]
+    return None
 
 
 def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -88,17 +96,38 @@ def to_json_types(value: Any) -> Any:
     return strip_addresses(repr(value))
 
 
+def is_own_schedule(schedule: Any) -> bool:
+    """Return whether a schedule is of SB3's own classes, which have no state that a call changes."""
+    inner = schedule.value_schedule if isinstance(schedule, FloatSchedule) else schedule
+    return isinstance(inner, ConstantSchedule | LinearSchedule)
+
+
 def _describe_setting(value: Any) -> Any:
-    """Return a hyper-parameter in JSON types; SB3 makes schedules even of numbers."""
+    """Return a hyper-parameter in JSON types; SB3 makes schedules even of numbers.
+
+    A schedule of the user's is not called: it may count its calls, or refuse a time at which SB3 never asks it. Its
+    code and the numbers that it holds say what it is.
+    """
     if not callable(value):
         return to_json_types(value)
-    start, half, end = (float(value(remaining)) for remaining in (1.0, 0.5, 0.0))
-    # At uneven places, since a schedule may repeat itself.
-    values = [float(value(number * _GOLDEN % 1)) for number in range(1, 101)]
-    if {start, half, end} == set(values):
-        return to_json_types(start)
-    mean = sum(values) / len(values)
-    return f"a schedule: {start} at the start, {half} half-way, {end} at the end, {mean:.3g} on average"
+    if is_own_schedule(value):
+        start, end = float(value(1.0)), float(value(0.0))
+        return to_json_types(start) if start == end else f"a schedule: {value!r}"
+    inner = value.value_schedule if isinstance(value, FloatSchedule) else value
+    call = inner if inspect.isfunction(inner) else type(inner).__call__
+    digest = hashlib.sha256(repr(_list_code(call)).encode()).hexdigest()[:8]
+    return f"a schedule of the code {digest}"
+
+
+def _list_code(function: Any) -> Any:
+    """Return what a function computes by: its code, defaults, and the plain values that it closes over."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return strip_addresses(repr(function))
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    values = [*cells, *(function.__defaults__ or ()), *code.co_consts]
+    plain = [value for value in values if isinstance(value, int | float | str | tuple)]
+    return code.co_code, code.co_names, [strip_addresses(repr(value)) for value in plain]
 
 
 def library_versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whence.core import Objective, RecordBatch, Unsupported, WhenceError, objectives
 from whence.rounds import OptimizerState, RoundRecording, Update
+from whence.sb3.base.model_description import is_own_schedule
 from whence.sb3.base.model_tensors import copy_tensors, named_tensors
 
 
@@ -21,15 +22,22 @@ def model_objective(model: Any) -> Objective:
     """Return the objective of a model's `train()`, without its value term, with the model's settings.
 
     These are the clip range, the entropy coefficient and whether advantages are normalised. At the policy that
-    collected the rollout every ratio is 1, so any clip range gives the same scores. Of a schedule, which may end at 0,
-    the widest is taken: a ratio that rounding moves off 1 must not be clipped.
+    collected the rollout every ratio is 1, so any clip range gives the same scores. Of a schedule of SB3's, which may
+    end at 0, the widest is taken: a ratio that rounding moves off 1 must not be clipped. Another schedule may count its
+    calls, and is not called.
     """
     norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
     if isinstance(model, PPO | MaskablePPO):
-        clip_range = max(float(model.clip_range(left)) for left in (1.0, 0.5, 0.0))  # type: ignore[operator]
+        clip_range = _read_widest(model.clip_range)
         return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
     assert isinstance(model, A2C)  # check_model lets no other pass
     return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)
+
+
+def _read_widest(schedule: Any) -> float:
+    if not is_own_schedule(schedule):
+        return objectives.PPOClip.clip_range
+    return max(float(schedule(left)) for left in (1.0, 0.5, 0.0))
 
 
 class Recorder:
@@ -52,7 +60,6 @@ class Recorder:
         if self._epoch < 0:
             # Not earlier: train() sets the learning rate, and the progress that schedules read, when it begins.
             self._optimizer = read_optimizer(self._model.policy)
-            self._update = read_update(self._model)
             self._generator = torch.get_rng_state()
         self._epoch += 1
 
@@ -78,7 +85,7 @@ class Recorder:
             minibatches=tuple(self._minibatches),
             epochs=tuple(self._epochs),
             stopped=self._steps < len(self._minibatches),
-            update=self._update,
+            update=read_update(self._model),
             generator=self._generator,
             versions={"whence": version("whence"), **training_versions(self._model)},
         )
@@ -122,13 +129,12 @@ def read_optimizer(policy: Any) -> OptimizerState:
 
 
 def read_update(model: Any) -> Update:
-    """Return how `train()` updates the model in this round, with schedules at the round's progress."""
-    progress = model._current_progress_remaining
-    ppo = not isinstance(model, A2C)
-    clip_range_vf = model.clip_range_vf(progress) if ppo and model.clip_range_vf is not None else None
+    """Return how `train()` has updated the model; clip ranges as SB3 logged them, since schedules may have state."""
+    logged, ppo = model.logger.name_to_value, not isinstance(model, A2C)
+    clip_range_vf = logged["train/clip_range_vf"] if ppo and model.clip_range_vf is not None else None
     return Update(
         algorithm="ppo" if ppo else "a2c",
-        clip_range=float(model.clip_range(progress)) if ppo else 0.2,
+        clip_range=float(logged["train/clip_range"]) if ppo else 0.2,
         clip_range_vf=None if clip_range_vf is None else float(clip_range_vf),
         normalize_advantage=bool(model.normalize_advantage),
         ent_coef=float(model.ent_coef),

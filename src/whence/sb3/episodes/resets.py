@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import gymnasium as gym
@@ -41,10 +42,9 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         """Reset; the info holds the generator's state before, or the seed if there is one."""
         if self.renews_world:
             _renew_world(self.env.unwrapped)
-        # An older environment draws from a RandomState, which has none: its episodes cannot be played again.
-        generator = getattr(self.env.unwrapped.np_random, "bit_generator", None)
-        before = {"seed": seed} if seed is not None else generator and dict(generator.state)
-        observation, info = self.env.reset(seed=seed, options=options)
+        before = {"seed": seed} if seed is not None else _read_generator(self.env)
+        # As SB3 calls it: an environment of another library may know no options.
+        observation, info = self.env.reset(seed=seed, **({} if options is None else {"options": options}))
         state = before and json.dumps(before, default=lambda number: number.tolist())
         return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
 
@@ -229,7 +229,15 @@ def _records_resets(env: gym.Env[Any, Any]) -> bool:
     return isinstance(env, RecordResets)
 
 
+def _read_generator(env: gym.Env[Any, Any]) -> dict[str, Any] | None:
+    """Return the state of an environment's generator; None if it has none of NumPy's, and cannot be played again."""
+    with suppress(Exception):  # what is inside of the wrappers may be no environment of Gymnasium's
+        bits = getattr(env.unwrapped.np_random, "bit_generator", None)
+        return dict(bits.state) if isinstance(bits, np.random.BitGenerator) else None
+    return None
+
+
 def _read_seed(env: gym.Env[Any, Any]) -> str | None:
     """Return the seed of an environment's generator as a state; None if it has none."""
-    seed = env.unwrapped.np_random_seed
-    return None if seed is None or seed < 0 else json.dumps({"seed": seed})
+    seed = getattr(env.unwrapped, "np_random_seed", None)
+    return json.dumps({"seed": int(seed)}) if isinstance(seed, int | np.integer) and seed >= 0 else None

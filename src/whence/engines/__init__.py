@@ -6,6 +6,7 @@ from whence.engines.auto import register_engine as register_engine
 from whence.engines.auto import solve as solve
 from whence.engines.forward import along_direction as along_direction
 from whence.engines.forward import outputs_along as outputs_along
+from whence.engines.gradient_masks import add_masks as add_masks
 from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import fit_chunk_size as fit_chunk_size
 from whence.engines.memory import measure_bytes as measure_bytes

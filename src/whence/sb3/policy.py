@@ -99,8 +99,10 @@ _COMPARED: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 def _has_plain_parts(policy: Any, records: RecordBatch) -> bool:
     """Return whether the parts of a policy compute what its `evaluate_actions` does, for the first few records."""
     base = MaskableActorCriticPolicy if isinstance(policy, MaskableActorCriticPolicy) else ActorCriticPolicy
-    own = [name for name in _REPLACED if name in vars(policy) or getattr(type(policy), name) is not getattr(base, name)]
-    if own or type(policy.mlp_extractor) is not MlpExtractor:
+    overridden = [
+        name for name in _REPLACED if name in vars(policy) or getattr(type(policy), name) is not getattr(base, name)
+    ]
+    if overridden or type(policy.mlp_extractor) is not MlpExtractor:
         return False
     parts = tuple(id(getattr(policy, name, None)) for name in _PARTS)
     key = (parts, records.actions.dtype, next(policy.parameters()).dtype)

@@ -76,8 +76,8 @@ def why(
 
     Example: whence llm why runs/chains --prompt '8-1?' --response '8-1=8;8'
     """
-    asked, stored = (prompt, response).count(None) < 2, (round, record).count(None) < 2
-    if asked and (stored or prompt is None or response is None):
+    has_text, has_record = (prompt, response).count(None) < 2, (round, record).count(None) < 2
+    if has_text and (has_record or prompt is None or response is None):
         raise WhenceError(
             "--prompt and --response go together, without --round and --record: they ask what taught an answer, over "
             "all rounds. --round and --record name one stored response."

@@ -143,6 +143,7 @@ def number_episodes(records: RecordBatch) -> Int[Tensor, " n"]:
             "These records have no episode_ids, so episodes cannot be told apart. Pass episode_ids to RecordBatch, or "
             "score without folds."
         )
+    numbers: Tensor
     distinct, numbers = records.episode_ids.cpu().unique(return_inverse=True)
     if records.env_index is not None:
         # Pairs as one number each: `unique` along an axis takes a hundred times as long.

@@ -85,7 +85,7 @@ class Problem:
             return self.known_inputs
         return map_tree(lambda tensor: tensor.detach(), self.view.prepare(self.records))
 
-    def part(self, index: slice) -> "Problem":
+    def part(self, index: slice | Tensor) -> "Problem":
         """Return the problem of the records at `index`, for the same targets."""
         known = take(self.inputs, index) if "inputs" in self.__dict__ else None
         records, prepared = self.records.take(index), self.prepared.take(index)
@@ -192,12 +192,23 @@ def _target_gradient(problem: Problem, target: Target) -> Gradient:
         return plain_target_gradient(problem, target)
     like = compute_like(problem, target, problem.parts())
     (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), like)
+    problem, seed = _take_weighted(problem, seed)
     splits = [itertools.repeat(None) if column is None else column.split(problem.chunk_size) for column in seed]
     total = Gradient()
     for part, *seeds in zip(problem.parts(), *splits, strict=False):
         derivatives = pullback(part.outputs(), Seeds(*seeds), list(problem.params.values()), retain=False)
         _move_into(total, problem, derivatives)
     return complete_gradient(problem, total, target)
+
+
+def _take_weighted(problem: Problem, seed: Seeds) -> tuple[Problem, Seeds]:
+    """Leave out the records that a target does not read: targets on folds of a rollout take one pass together."""
+    columns = [column.flatten(1).any(1) if column.ndim > 1 else column != 0 for column in seed if column is not None]
+    # Processes that share the records have to make the same passes.
+    if problem.summed is not None or not columns or (weighted := torch.stack(columns).any(0)).all():
+        return problem, seed
+    index = weighted.nonzero().flatten() if weighted.any() else slice(0, 1)
+    return problem.part(index), Seeds(*(None if column is None else column[index] for column in seed))
 
 
 def compute_like(problem: Problem, target: BatchTarget, parts: Iterable[Problem]) -> Outputs:

@@ -20,6 +20,7 @@ from whence.core import (
     RecordBatch,
     Return,
     Target,
+    Unsupported,
     WhenceError,
     as_objective,
     as_target,
@@ -327,6 +328,11 @@ def open_problem(
             raise WhenceError(
                 f"The policy ({type(view.module).__name__}) has no trainable parameter: every requires_grad is False, "
                 "so no record can move it. Unfreeze the parameters that training moves."
+            )
+        if complex_names := [name for name, parameter in params.items() if parameter.is_complex()]:
+            raise Unsupported(
+                f"The parameter `{complex_names[0]}` is complex, and scores are products of real gradients. Hold it as "
+                "a real parameter of shape (..., 2), and call torch.view_as_complex on that in the forward pass."
             )
         records = records.to(next(iter(params.values())).device)
         prepared, size = objective.prepare(records), chunk_size or len(records)

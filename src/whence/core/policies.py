@@ -296,7 +296,7 @@ def as_view(policy: object) -> PolicyView:
 
 
 def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse BatchNorm layers that normalise by the statistics of the present records.
+    """Refuse BatchNorm layers that normalise by the present records, and embeddings whose gradients they scale.
 
     Raises:
         Unsupported: there is such a layer; the message names it.
@@ -307,6 +307,11 @@ def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:
                 f"The layer `{path}` ({type(module).__name__}) is in training mode: its output for a record depends "
                 "on the other records of the minibatch, so no record has an objective of its own. Put it in eval "
                 "mode, where its statistics are constants, if it is trained so; or use LayerNorm or GroupNorm."
+            )
+        if getattr(module, "scale_grad_by_freq", False):
+            raise Unsupported(
+                f"The layer `{path}` ({type(module).__name__}) has scale_grad_by_freq=True: its gradient for a record "
+                "depends on the other records of the minibatch, so no record has an objective of its own. Leave it out."
             )
 
 

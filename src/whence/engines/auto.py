@@ -18,8 +18,6 @@ from whence.engines.sharded import sharded
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 
-_OWN = frozenset(_ENGINES)
-
 ENGINES: Mapping[str, Engine] = MappingProxyType(_ENGINES)
 """All engines by name."""
 
@@ -67,21 +65,16 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
             )
         return sharded(problem), "ghost", "the parameters are in shards"
     check_mixing(problem)
-    if engine != "auto":
-        if engine in _OWN:  # a user's engine may approximate
-            check_against_loop(problem, ENGINES[engine])
+    if engine in ("ghost", "forward", "vmap"):
+        return _run_checked(problem, engine, memory), engine, "asked for"
+    if engine != "auto":  # the loop, or a user's, which may approximate
         return _run(problem, engine, memory), engine, "asked for"
     reasons = []
     for name in ("ghost", "forward", "vmap"):
         try:
-            check_against_loop(problem, ENGINES[name])
-            products = _run(problem, name, memory)
+            products = _run_checked(problem, name, memory)
         except Refused as refusal:
             reasons.append(f"{name}: {refusal}")
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, RuntimeError) as missing:  # what the engine's transform lacks; the loop meets the rest
-            reasons.append(f"{name}: {first_line(missing)}")
         else:
             return products, name, " ".join(reasons) or "every trainable layer has a ghost rule"
     return _run(problem, "loop", memory), "loop", " ".join(reasons)
@@ -91,6 +84,16 @@ def check_engine(engine: object) -> None:
     """Refuse what is neither "auto" nor the name of an engine."""
     if engine not in ("auto", *ENGINES):
         raise WhenceError(f"engine is {engine!r}.{suggest(str(engine), ['auto', *ENGINES])}")
+
+
+def _run_checked(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:
+    try:
+        check_against_loop(problem, ENGINES[engine])
+        return _run(problem, engine, memory)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError) as missing:  # what the engine's transform lacks, or all engines fail on
+        raise Refused(f"It fails on this policy: {first_line(missing)} Use engine='auto'.") from missing
 
 
 def _run(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:

@@ -1,13 +1,17 @@
 """Forward-mode differentiation: the objective's derivative along the target's gradient, all records at once."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from whence.core import Outputs, Params
 from whence.engines.problem import Gradient, Problem, map_outputs, target_gradients
@@ -17,9 +21,6 @@ def forward(problem: Problem) -> Float[Tensor, "targets n"]:
     """Return the products as `d/de objective_i(params + e grad target)`, for any architecture.
 
     It takes the memory of a forward pass.
-
-    Raises:
-        NotImplementedError: torch has no forward mode for a kernel.
     """
     gradients = target_gradients(problem)
     return torch.cat(
@@ -52,7 +53,7 @@ def outputs_along(problem: Problem, direction: Gradient) -> tuple[Outputs, Outpu
 @contextmanager
 def _dual_params(params: Params, direction: Params) -> Iterator[dict[str, Tensor]]:
     """Yield parameters that carry `direction`; derivatives have to be read inside."""
-    with torch.no_grad(), fwAD.dual_level(), warnings.catch_warnings():
+    with torch.enable_grad(), fwAD.dual_level(), _AsBackward(), warnings.catch_warnings():
         # torch scripts some decompositions when forward mode is first used.
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         yield {
@@ -63,4 +64,29 @@ def _dual_params(params: Params, direction: Params) -> Iterator[dict[str, Tensor
 
 def _tangent(value: Tensor) -> Tensor:
     primal, tangent = fwAD.unpack_dual(value)
-    return torch.zeros_like(primal) if tangent is None else tangent.clone()
+    return torch.zeros_like(primal) if tangent is None else tangent.detach().clone()
+
+
+class _AsBackward(TorchFunctionMode):
+    """Leaves out of forward mode what a backward pass leaves out: all under `torch.no_grad()`, and padding tokens."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled():
+            return tree_map_only(Tensor, _drop_tangent, output)
+        return _leave_out_padding(output, *args, **(kwargs or {})) if func is F.embedding else output
+
+
+def _leave_out_padding(
+    output: Tensor, input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> Tensor:
+    if padding_idx is None:
+        return output
+    return torch.where((input == padding_idx % len(weight))[..., None], _drop_tangent(output), output)
+
+
+def _drop_tangent(tensor: Tensor) -> Tensor:
+    primal, tangent = fwAD.unpack_dual(tensor)
+    return tensor if tangent is None else primal

@@ -105,8 +105,7 @@ def _measure_cost(problem: Problem, engine: Callable[[Problem], object]) -> _Cos
     if len(few) != len(more):  # the two runs allocated differently, so only their peaks can be compared
         few, more = few.max(keepdims=True), more.max(keepdims=True)
     each = (more - few) / (_PROBES[1] - _PROBES[0])
-    with torch.no_grad():
-        log_prob = problem.part(slice(0, 1)).outputs().log_prob
+    log_prob = problem.part(slice(0, 1)).outputs().log_prob
     return _Cost(few - each * _PROBES[0], each, _BYTES_PER_NUMBER * log_prob.numel())
 
 

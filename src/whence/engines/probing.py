@@ -5,7 +5,6 @@ hook. The plain loop is right for all of these, so each engine is held against i
 outputs for a record depend on the records next to it, so that is looked at first.
 """
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +35,7 @@ def check_mixing(problem: Problem) -> None:
     if len(problem.records) == 1 or key in notes:
         return
     probe = _take_probe(problem)
-    with problem.restored(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as that of checkpointing, that nothing needs gradients here
+    with problem.restored():
         together, again = probe.outputs(), probe.outputs()
         try:
             apart = [probe.part(slice(i, i + 1)).outputs() for i in range(len(probe.records))]
@@ -142,7 +140,7 @@ def _spread(gradient: Gradient) -> Gradient:
 
 def _measure_precision(probe: Problem) -> "_Precision":
     precision = _Precision()
-    with torch.no_grad(), precision:
+    with precision:
         probe.outputs()
     return precision
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import polars as pl
 
-from whence.core import ReplayError
+from whence.core import ReplayError, RunDirectoryError
 from whence.diagnosis.judgement import REPEATS, compare_signs, measure_visits
 from whence.experiments import AnyEnv, action_labels, make_replay_env
 from whence.moments import name_action
@@ -119,7 +119,7 @@ def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | MakeEnv | None:
         with open_env(make_env) as world:
             lake = _read_lake(world)
             return make_env if lake is None and _is_minigrid(world) else lake
-    except ReplayError:
+    except (ReplayError, RunDirectoryError):
         return None
 
 

@@ -28,7 +28,7 @@ from whence.experiments.workers import (
     traceback_file,
     write_traceback,
 )
-from whence.runs import LOCK, list_checkpoints
+from whence.runs import LOCK, RunDirectory, list_checkpoints
 
 PLACES = "local", "ray"
 """Where runs are made: in processes of this machine, or as tasks of a Ray cluster."""
@@ -178,7 +178,9 @@ class _Dispatch:
                     if losses == self._losses[place] and kind == "round":
                         self._on_round(place, *content)
                     elif losses == self._losses[place]:
-                        apply_changes(self._jobs[place][1], *content)
+                        apply_changes(path := self._jobs[place][1], *content)
+                        if "config.json" in content[0]:  # signed by the node, of a configuration from here
+                            RunDirectory.open(path).sign()
                 for task in ended:
                     yield from self._end(task)
         finally:

@@ -26,12 +26,14 @@ class Comparison:
     Attributes:
         path: its directory; `comparison.json` lists the runs, which are in `runs/ARM/seed_S`.
         configs: the runs.
+        trust: see `RunDirectory.open`.
         summary: `{env: {arm: {metric: {"mean", "low", "high", "per_seed", "null", ...}}}}`; see `summarise`.
     """
 
     path: Path
     configs: Sequence[AnyConfig]
     summary: Mapping[str, Any]
+    trust: bool = False
 
     def table(self, name: Table) -> pl.DataFrame:
         """Return one of the runs' tables, all runs below each other, with columns `arm` and `seed`."""
@@ -43,7 +45,7 @@ class Comparison:
 
     def run(self, config: AnyConfig) -> RunDirectory:
         """Return the directory of one of the runs."""
-        return RunDirectory.open(run_path(self.path, config))
+        return RunDirectory.open(run_path(self.path, config), trust=self.trust)
 
 
 def run_path(path: Path, config: AnyConfig) -> Path:
@@ -122,8 +124,8 @@ def compare(
         return finished
 
 
-def load_comparison(path: Path) -> Comparison:
-    """Read a finished comparison: its runs, as `comparison.json` lists them, and `summary.json`.
+def load_comparison(path: Path, *, trust: bool = False) -> Comparison:
+    """Read a finished comparison: its runs, as `comparison.json` lists them, and `summary.json`; with `trust` in them.
 
     Raises:
         WhenceError: there is none, or a file is damaged.
@@ -141,4 +143,4 @@ def load_comparison(path: Path) -> Comparison:
             f"{file} does not list the runs of a comparison ({failure}). Restore it, or give the same whence compare "
             "again: finished runs are not repeated."
         ) from None
-    return Comparison(path, configs, summary)
+    return Comparison(path, configs, summary, trust)

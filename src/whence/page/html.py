@@ -26,7 +26,7 @@ from whence.page.figures import Tables, arm_colours, draw_figures, draw_history,
 from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
 from whence.page.moment_view import format_number
 from whence.page.responses import read_answers
-from whence.runs import RunDirectory, Table
+from whence.runs import RunDirectory, Table, explain_distrust
 
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
@@ -190,6 +190,8 @@ def _render(
     **content: Any,
 ) -> str:
     """Return the page of some runs, of which some can be explored."""
+    strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
+    notes += [explain_distrust(run.directory.path) for run in strangers[:1]]
     page = describe_runs(explored, rounds)
     embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
     seeds = len({seed for _, seed in runs})

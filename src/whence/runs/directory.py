@@ -28,6 +28,7 @@ from whence.runs.config_file import (
 )
 from whence.runs.files import check_links, is_empty, read_tensor_file, remove_leftovers
 from whence.runs.locks import lock_run
+from whence.runs.signatures import explain_distrust, is_signed, sign_config
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
@@ -76,6 +77,8 @@ class RunDirectory:
         config: the run's configuration, JSON types only.
         versions: versions of the libraries it was run with.
         notes: what happened to the run, in JSON types: no part of what it is.
+        signature: of the configuration, by the user who made the run.
+        is_trusted: whether what the configuration names may run, as this user made the run here, or says so.
         checkpoint: the one that `begin` goes on from; None in a run that starts, or is read.
     """
 
@@ -83,6 +86,8 @@ class RunDirectory:
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     notes: Mapping[str, Any] = field(default_factory=dict)
+    signature: str | None = field(default=None, repr=False)
+    is_trusted: bool = False
     checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
     _tables: dict[str, pl.DataFrame] = field(default_factory=dict, repr=False, init=False)
     _lock: BaseFileLock | None = field(default=None, repr=False, init=False)
@@ -156,7 +161,7 @@ class RunDirectory:
                 if not overwrite:
                     cls.open(path)._check_replaceable()
                 run._remove_rounds()
-            run._write_config()
+            run.sign()
         except RunDirectoryError:
             run.release()
             raise
@@ -180,11 +185,12 @@ class RunDirectory:
         *,
         rounds: int | None = None,
         may_change: Collection[str] = (),
+        trust: bool = True,
     ) -> Self:
         """Continue a run after one of its rounds, and delete what later rounds wrote.
 
         The arguments are those of `begin`. So many `rounds` are kept; None: those of the latest checkpoint, which is
-        then in `checkpoint`.
+        then in `checkpoint`. Without `trust`, as of a configuration that a stranger's run holds, it is not signed.
 
         Raises:
             RunDirectoryError: the directory holds no run, one of another configuration, or no checkpoint that can be
@@ -199,7 +205,7 @@ class RunDirectory:
                 run.checkpoint = read_latest(run.path)
                 rounds = 0 if run.checkpoint is None else run.checkpoint.round
             run.config = to_plain_json(config)
-            run._write_config()
+            run.sign(trust)
             run._remove_after(rounds)
         except RunDirectoryError:
             run.release()
@@ -244,20 +250,33 @@ class RunDirectory:
         self.notes = {**self.notes, **entries}
         self._write_config()
 
+    def sign(self, trust: bool = True) -> None:
+        """Write the configuration, signed as this user's; without `trust`, unsigned."""
+        self.is_trusted = trust
+        self.signature = sign_config(self.path, self.config) if trust else None
+        self._write_config()
+
+    def check_trust(self) -> None:
+        """Refuse, with a `RunDirectoryError`, to run what the configuration of a stranger's run names."""
+        if not self.is_trusted:
+            raise RunDirectoryError(explain_distrust(self.path))
+
     def _write_config(self) -> None:
-        document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
+        marks = {"format": FORMAT, "version": VERSION, "signature": self.signature}
+        content = {**marks, "config": self.config, "versions": self.versions, "notes": self.notes}
         with self._write_file(self.path / "config.json") as temporary:
-            text = json.dumps({**document, "notes": self.notes}, indent=2)
-            temporary.write_text(text + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
-        """Open a run, finished or not.
+    def open(cls, path: str | Path, *, trust: bool = False) -> Self:
+        """Open a run, finished or not; `trust` lets what it names run even if this user did not make it.
 
         Raises:
             RunDirectoryError: the directory holds no run, one that may not be read, or one of another format.
         """
-        return cls(Path(path), **read_config_file(Path(path) / "config.json"))
+        run = cls(Path(path), **read_config_file(Path(path) / "config.json"))
+        run.is_trusted = trust or is_signed(run.path, run.config, run.signature)
+        return run
 
     @property
     def experiment(self) -> Mapping[str, Any]:

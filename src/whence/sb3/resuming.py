@@ -22,9 +22,13 @@ from whence.core import Objective, Return, RunDirectoryError, Target, WhenceErro
 from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
+from whence.sb3.base.stored_spaces import make_space
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.training_run import load_model
 from whence.selection import SelectionRule
+
+SPACES = ("observation_space", "action_space")
+"""The spaces in a run's configuration; None or missing if they are none of SB3's, or the run is an older one."""
 
 _REMEDY = "Build the model and the callback as the script did; learn() goes on by itself."
 
@@ -41,7 +45,7 @@ _POLICIES: Mapping[str, Any] = {
 
 def build_model(
     run: RunDirectory,
-    env: VecEnv | Any,
+    env: VecEnv | Any | None = None,
     *,
     changes: Mapping[str, Any] | None = None,
     device: str = "cpu",
@@ -50,7 +54,7 @@ def build_model(
 
     Args:
         run: the run.
-        env: its environments.
+        env: its environments; None: there are none, and the policy is built from the stored spaces.
         changes: hyper-parameters in place of stored ones; a schedule is stored in words only. None: the model is to
             score, not to train, and gets neither schedules nor the optimiser.
         device: where it is trained.
@@ -95,7 +99,12 @@ def build_model(
         with warnings.catch_warnings():
             # The model may have fewer environments than the one that was trained.
             warnings.filterwarnings("ignore", "You have specified a mini-batch size")
-            return algorithm(policy, env, device=device, **arguments)
+            model = algorithm(policy, env, device=device, _init_setup_model=env is not None, **arguments)
+        if env is None:  # as SB3's own load() builds a model
+            model.observation_space, model.action_space = map(make_space, (config[name] for name in SPACES))
+            model.n_envs = 1
+            model._setup_model()
+        return model
     except Exception as refusal:  # SB3 and the policy's classes may raise anything
         kind = "" if isinstance(refusal, WhenceError) else f"{type(refusal).__name__}: "
         raise RunDirectoryError(
@@ -197,7 +206,8 @@ def resume(
     )
     model = build_model(stored, env, changes=hyperparameters, device=device)
     experiment = {"experiment": stored.experiment} if stored.experiment else {}
-    directory = RunDirectory.begin(run, {**describe(model), **make_callback().settings(), **experiment})
+    settings = {**describe(model), **make_callback().settings(), **experiment}
+    directory = RunDirectory.resume(run, settings, trust=stored.is_trusted)
     assert directory.checkpoint is not None
     load_model(model, directory.checkpoint.content["model"])
     directory.release()  # until learn() takes it

@@ -39,6 +39,7 @@ def attribute(
     action: options.Action = None,
     engine: options.Engine = "auto",
     env: options.ReplayEnv = None,
+    trust: options.Trust = False,
     top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
     out: Annotated[
         Path | None, typer.Option(help="Write all scores to this file: .parquet.", show_default=False)
@@ -54,7 +55,7 @@ def attribute(
     """
     if out is not None and out.suffix != ".parquet":
         raise WhenceError(f"--out is {out}; its name has to end in .parquet.")
-    directory = open_agent_run(run)
+    directory = open_agent_run(run, trust=trust)
     number = find_round(directory, round, None)
     model, records = experiments.load_round(directory, number, env=env)
     explained = make_target(target, model, records, record, observation, action)

@@ -46,6 +46,7 @@ def counterfactual(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.", min=0)] = 0,
     env: options.ReplayEnv = None,
+    trust: options.Trust = False,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
@@ -57,7 +58,7 @@ def counterfactual(
 
     Example: whence counterfactual runs/lander --round 20 --test-episodes 200
     """
-    directory = open_agent_run(run)
+    directory = open_agent_run(run, trust=trust)
     check_links(directory.path)
     model, recording = experiments.load_recording(directory, round, env=env)
     explained = make_target(target, model, recording.records, record, observation, action)

@@ -11,6 +11,7 @@ from whence.cli.terminal import (
     AsJson,
     ReplayEnv,
     RoundBar,
+    Trust,
     console,
     make_table,
     open_agent_run,
@@ -50,6 +51,7 @@ def diagnose(
     continuations: Annotated[int, typer.Option(help="Fresh rollouts from each record.", min=2)] = 16,
     out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
     env: ReplayEnv = None,
+    trust: Trust = False,
     json: AsJson = False,
 ) -> None:
     """Tell whether the advantages were wrong in the records that harm.
@@ -61,7 +63,7 @@ def diagnose(
     """
     if out is not None:
         pictures.check_picture_name(out, ".png")
-    directory = open_agent_run(run)
+    directory = open_agent_run(run, trust=trust)
     numbers = parse_rounds("--rounds", rounds)
     stored = directory.require_rounds(numbers)
     summaries: dict[int, dict[str, Any]] = {}

@@ -59,6 +59,7 @@ def intervene(
     test_episodes: Annotated[int, typer.Option(help="Episodes to test each trained policy by.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Of orders, random drops and tests.", min=0)] = 0,
     env: options.ReplayEnv = None,
+    trust: options.Trust = False,
     memory: options.Memory = 2.0,
     json: options.AsJson = False,
 ) -> None:
@@ -70,7 +71,7 @@ def intervene(
 
     Example: whence intervene runs/lander --rounds 10-50
     """
-    directory = open_agent_run(run)
+    directory = open_agent_run(run, trust=trust)
     check_links(directory.path)
     numbers = directory.rounds("recordings") if rounds is None else parse_rounds("--rounds", rounds)
     if not numbers:

@@ -11,6 +11,7 @@ from rich.text import Text
 from whence.cli.terminal import (
     AsJson,
     RoundBar,
+    Trust,
     console,
     errors,
     find_round,
@@ -59,6 +60,7 @@ def why(
     top: Annotated[
         int, typer.Option(help="Tokens and rows of the target, or records, to list at either end.", min=1)
     ] = 5,
+    trust: Trust = False,
     json: AsJson = False,
 ) -> None:
     """Show which tokens of a response its score comes from; or what taught the model an answer.
@@ -82,7 +84,7 @@ def why(
             "--prompt and --response go together, without --round and --record: they ask what taught an answer, over "
             "all rounds. --round and --record name one stored response."
         )
-    directory = RunDirectory.open(run)
+    directory = RunDirectory.open(run, trust=trust)
     if not directory.is_language:
         raise WhenceError(f"{run} is no language model's run: its records have no tokens. See whence show {run}.")
     if prompt is not None and response is not None:

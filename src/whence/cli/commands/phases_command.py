@@ -54,6 +54,7 @@ def phases(
         int, typer.Option(help="Nearest neighbours that a record is compared with; LDA: 20 to 100.", min=1)
     ] = 50,
     env: options.ReplayEnv = None,
+    trust: options.Trust = False,
     json: options.AsJson = False,
 ) -> None:
     """Tell when a behaviour arose and from which records: its probability, its scores' roughness, its phases.
@@ -64,7 +65,7 @@ def phases(
 
     Example: whence phases runs/lander --record 8210
     """
-    directory = open_agent_run(run)
+    directory = open_agent_run(run, trust=trust)
     behaviour = _read_behaviour(directory, record or [], options.parse_action(observation, action), env)
     with RoundBar("rounds", "scoring") as bar:
         history = trace_phases(directory, behaviour, neighbours=neighbours, env=env, on_round=bar.update)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from whence import experiments
-from whence.cli.terminal import AsJson, ReplayEnv, RoundBar, parse_rounds, print_json, print_line
+from whence.cli.terminal import AsJson, ReplayEnv, RoundBar, Trust, parse_rounds, print_json, print_line
 from whence.core import WhenceError
 from whence.page import CONTINUATIONS, ExploredRun, server, write_report
-from whence.runs import find_content
+from whence.runs import RunDirectory, find_content
 
 
 def report(
@@ -19,6 +19,7 @@ def report(
         Path | None, typer.Option(help="The file to write. (default: report.html in PATH)", show_default=False)
     ] = None,
     env: ReplayEnv = None,
+    trust: Trust = False,
     rounds: Annotated[
         str | None,
         typer.Option(
@@ -39,9 +40,9 @@ def report(
     with RoundBar() as bar:
         settings: dict[str, Any] = {"rounds": chosen, "on_round": bar.update}
         if find_content(path) == "comparison":
-            write_report(experiments.load_comparison(path), out, env=env, **settings)
+            write_report(experiments.load_comparison(path, trust=trust), out, env=env, **settings)
         else:
-            run = ExploredRun(path, env=env)
+            run = ExploredRun(RunDirectory.open(path, trust=trust), env=env)
             if chosen:
                 run.directory.require_rounds(chosen)
             write_report(run, out, **settings)
@@ -57,6 +58,7 @@ def view(
         Path | None, typer.Argument(help="Another run, to be shown side by side.", show_default=False)
     ] = None,
     env: ReplayEnv = None,
+    trust: Trust = False,
     port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 0,
     continuations: Annotated[
         int,
@@ -70,7 +72,7 @@ def view(
 
     Example: whence view runs/lander
     """
-    runs = [explored for path in (run, other) if path is not None for explored in _find_runs(path, env)]
+    runs = [explored for path in (run, other) if path is not None for explored in _find_runs(path, env, trust)]
 
     def announce(url: str) -> None:
         print_line(f"{url}  (Ctrl-C ends it)")
@@ -81,11 +83,11 @@ def view(
     print_line("Ended.")
 
 
-def _find_runs(path: Path, env: str | None) -> list[ExploredRun]:
+def _find_runs(path: Path, env: str | None, trust: bool) -> list[ExploredRun]:
     """Return the run in a directory, or the runs of the comparison there, finished or not."""
     if find_content(path) != "comparison":
-        return [ExploredRun(path, env=env)]
+        return [ExploredRun(RunDirectory.open(path, trust=trust), env=env)]
     directories = sorted(config.parent for config in (path / "runs").glob("*/seed_*/config.json"))
     if not directories:
         raise WhenceError(f"{path} holds a comparison whose runs are gone. Run its `whence compare` again.")
-    return [ExploredRun(directory, env=env) for directory in directories]
+    return [ExploredRun(RunDirectory.open(directory, trust=trust), env=env) for directory in directories]

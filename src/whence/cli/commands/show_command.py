@@ -8,6 +8,7 @@ import typer
 from whence.cli.terminal import (
     AsJson,
     ReplayEnv,
+    Trust,
     console,
     errors,
     find_round,
@@ -30,6 +31,7 @@ from whence.page import (
     pictures,
     read_window,
 )
+from whence.runs import RunDirectory
 
 
 def show(
@@ -51,6 +53,7 @@ def show(
         Path | None, typer.Option(help="Draw the moment: .png, or .gif to see it move.", show_default=False)
     ] = None,
     env: ReplayEnv = None,
+    trust: Trust = False,
     json: AsJson = False,
 ) -> None:
     """Show one moment of a run: what the agent saw and did, what it scored, and what the round changed.
@@ -64,7 +67,7 @@ def show(
         raise WhenceError("--record, --top and --bottom exclude each other; give one of them.")
     if out is not None:
         pictures.check_picture_name(out, ".png", ".gif")
-    explored = ExploredRun(run, env=env)
+    explored = ExploredRun(RunDirectory.open(run, trust=trust), env=env)
     number = find_round(explored.directory, round, record)
     with errors.status("Reading the round …"):
         table = explored.round(number).table

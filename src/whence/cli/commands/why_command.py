@@ -10,6 +10,7 @@ from whence.cli.terminal import (
     AsJson,
     ReplayEnv,
     RoundBar,
+    Trust,
     errors,
     find_round,
     open_agent_run,
@@ -63,6 +64,7 @@ def why(
     top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
     out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
     env: ReplayEnv = None,
+    trust: Trust = False,
     json: AsJson = False,
 ) -> None:
     """Tell what taught the present policy a decision: the moments of all rounds that raised its probability.
@@ -81,7 +83,7 @@ def why(
         raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
     if out is not None:
         pictures.check_picture_name(out, ".png")
-    explored = ExploredRun(open_agent_run(run), env=env)
+    explored = ExploredRun(open_agent_run(run, trust=trust), env=env)
     explored.directory.require_rounds()
     with errors.status("Reading the decision …"):
         if record is not None:

@@ -17,6 +17,7 @@ from .options import AsJson as AsJson
 from .options import FieldOption as FieldOption
 from .options import On as On
 from .options import ReplayEnv as ReplayEnv
+from .options import Trust as Trust
 from .options import make_field_options as make_field_options
 from .options import parse_fields as parse_fields
 from .options import parse_json as parse_json

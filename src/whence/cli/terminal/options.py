@@ -58,6 +58,10 @@ ReplayEnv: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+Trust: TypeAlias = Annotated[
+    bool,
+    typer.Option("--trust", help="Run what the run names, such as its environment, even if you did not make it here."),
+]
 Draws: TypeAlias = Annotated[
     int, typer.Option(help="Trainings that the score 'smoothed' averages; under Adam 64 predict better.", min=1)
 ]

@@ -11,14 +11,14 @@ from whence.experiments import check_action
 from whence.runs import RunDirectory
 
 
-def open_agent_run(path: Path) -> RunDirectory:
-    """Open the run of an agent, whose policy can be built again.
+def open_agent_run(path: Path, *, trust: bool) -> RunDirectory:
+    """Open the run of an agent, whose policy can be built again; see `RunDirectory.open`.
 
     Raises:
         RunDirectoryError: there is no run.
         WhenceError: it is a language model's.
     """
-    directory = RunDirectory.open(path)
+    directory = RunDirectory.open(path, trust=trust)
     if directory.is_language:
         raise WhenceError(
             f"{path} is a language-model run, and this command scores the runs of agents. The scores of its responses "

@@ -108,6 +108,7 @@ def _read_config(run: RunDirectory) -> LanguageConfig:
             f"{run.path} is no run of `whence llm train`, so its model and data are not known. Its texts can be "
             "compared nevertheless (--by bm25); in the script, whence.llm.score_tokens takes scores apart."
         )
+    run.check_trust()
     return LanguageConfig.from_json(run.experiment)
 
 

@@ -1,10 +1,7 @@
 """Environments by name, for training and for evaluation."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +15,8 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.core import RunDirectoryError, WhenceError, eval_mode, preserve_rng_state, suggest
+from whence.core import WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.experiments.rl.config import RunConfig
-from whence.runs import RunDirectory
 from whence.sb3 import (
     EnvPoolVecEnv,
     RecordResets,
@@ -175,33 +171,3 @@ def measure_return(
         model, config.env, config.pool_kwargs, episodes=episodes, seed=seed >> 1, key=config.observe
     )
     return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))
-
-
-def check_env_module(run: RunDirectory, name: str) -> None:
-    """Refuse to import what a run's configuration names as the module of its environment, but is none.
-
-    Gymnasium imports the module of `module:Id`. An installed package is code that its user chose; a file that came
-    with the run is not, and Python finds it there if the run lies below the working directory.
-
-    Raises:
-        RunDirectoryError: the module lies in the run directory or around it, is one of Python's own, or has a name
-            that no module has.
-    """
-    module, colon, _ = name.partition(":")
-    top = module.partition(".")[0]
-    if not colon or module in sys.modules:
-        return
-    if not all(part.isidentifier() for part in module.split(".")) or top in sys.stdlib_module_names:
-        reason = "which holds no environment"
-    elif (spec := importlib.util.find_spec(top)) is None:
-        return  # Gymnasium says that it is not there
-    else:
-        path = run.path.resolve()
-        places = [Path(place).resolve() for place in (*(spec.submodule_search_locations or ()), spec.origin or path)]
-        if not any(place.is_relative_to(path) or path.is_relative_to(place) for place in places):
-            return
-        reason = "which lies in the run's directory, or around it"
-    raise RunDirectoryError(
-        f"{run.path / 'config.json'} names an environment of the module {module!r}, {reason}. whence imports no code "
-        "that came with a run. If you know this module, name the environment yourself: env= or --env."
-    )

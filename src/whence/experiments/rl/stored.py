@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,12 +22,13 @@ from whence.attribution import attribute
 from whence.core import InvalidRecords, RecordBatch, ReplayError, Return, RunDirectoryError, preserve_rng_state
 from whence.counterfactual import Evaluate
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import check_env_module, measure_return, observe_part, renew_world
+from whence.experiments.rl.environments import measure_return, observe_part, renew_world
 from whence.folds import usable_folds
 from whence.influence import Influence
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import (
+    SPACES,
     EnvPoolVecEnv,
     EpisodeReplay,
     Frames,
@@ -49,7 +50,7 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
 
     Raises:
         ReplayError: the run's configuration names no environment, and `env` was not given.
-        RunDirectoryError: it names one of a module that came with the run.
+        RunDirectoryError: `env` was not given, and the run is not trusted.
     """
     if env is not None and not isinstance(env, str):
         return env
@@ -64,7 +65,7 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
             "module:Id, or a function that makes one like those that were trained in."
         )
     if env is None:
-        check_env_module(run, name)
+        run.check_trust()
     options = {**named.get("env_kwargs", {}), "render_mode": "rgb_array", "disable_env_checker": True}
 
     def make() -> gym.Env[Any, Any]:
@@ -97,6 +98,7 @@ def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int) -> VecEnv:
         RunDirectoryError: they cannot be made.
     """
     if env is None and (experiment := run.experiment).get("collect_with") == "envpool":
+        run.check_trust()
         settings = experiment["pool_kwargs"], count, experiment["seed"], experiment["observe"]
         return EnvPoolVecEnv(experiment["env"], *settings)
     try:
@@ -209,12 +211,9 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
     Raises:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
-    vec_env = _make_vec_env(run, env, 1)
-    try:
-        with preserve_rng_state():
-            model = build_model(run, vec_env)
-    finally:
-        vec_env.close()
+    has_spaces = all(run.config.get(name) for name in SPACES)
+    with nullcontext() if has_spaces else closing(_make_vec_env(run, env, 1)) as vec_env, preserve_rng_state():
+        model = build_model(run, vec_env)
     load_policy(run, number, model)
     return model
 
@@ -265,7 +264,8 @@ def measure_returns(
             f"The policy of {run.path} reads observations that VecNormalize normalised, by statistics that the run "
             "does not hold of each round, so its test returns cannot be measured. Ask for results without them."
         )
-    on_pool = config is not None and config.evaluate_with == "envpool"
+    if on_pool := config is not None and config.evaluate_with == "envpool":
+        run.check_trust()
     tests = None if on_pool else _make_vec_env(run, env, min(64, episodes))
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
 

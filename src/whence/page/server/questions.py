@@ -14,6 +14,7 @@ from whence.core import WhenceError
 from whence.experiments import AnyEnv
 from whence.page.cause_view import build_causes
 from whence.page.explored_run import ExploredRun, stamp_file
+from whence.runs import RunDirectory
 
 ENDED = "the process that computes it ended. Open this record again."
 
@@ -58,7 +59,7 @@ class Questions:
         with self._newest.get_lock():
             self._newest.value += 1
             mine = self._newest.value
-        question = (answer, mine, str(directory.path), run.env, number, record, setting)
+        question = (answer, mine, str(directory.path), directory.is_trusted, run.env, number, record, setting)
         try:
             content: dict[str, Any] = self._pool.submit(_answer, *question).result()
         except (BrokenProcessPool, CancelledError):
@@ -99,15 +100,15 @@ def _begin(newest: Any) -> None:
     torch.set_num_threads(1)
 
 
-_open_run = cache(lambda path, env: ExploredRun(path, env=env))
+_open_run = cache(lambda path, trust, env: ExploredRun(RunDirectory.open(path, trust=trust), env=env))
 
 
 def _answer(
-    answer: Answer, mine: int, path: str, env: AnyEnv, number: int, record: int, setting: Any
+    answer: Answer, mine: int, path: str, trust: bool, env: AnyEnv, number: int, record: int, setting: Any
 ) -> dict[str, Any]:
     def check(*progress: int) -> None:
         if mine != _newest.value:
             raise WhenceError(SUPERSEDED)
 
     check()
-    return answer(_open_run(path, env), number, record, setting, check)
+    return answer(_open_run(path, trust, env), number, record, setting, check)

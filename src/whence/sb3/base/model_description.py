@@ -16,6 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStac
 from torch.nn.parameter import is_lazy
 
 from whence.runs import strip_addresses
+from whence.sb3.base.stored_spaces import describe_space
 
 # The arguments of PPO's constructor that are no hyper-parameters: what is trained, where, and what is logged.
 _OTHERS = (
@@ -47,6 +48,8 @@ def describe(model: Any) -> dict[str, Any]:
         "env_kwargs": {} if spec is None else to_json_types(spec.kwargs),
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "n_envs": env.num_envs,
+        "observation_space": to_json_types(describe_space(model.observation_space)),
+        "action_space": to_json_types(describe_space(model.action_space)),
         "vec_wrappers": list_vec_wrappers(env),
         **({} if normalised is None else {"VecNormalize": to_json_types(_select(normalised, _NORMALISATION))}),
         "policy": type(policy).__name__,

@@ -1,0 +1,84 @@
+"""Signatures of configurations, by which the runs are known that this user made on this machine."""
+
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from platformdirs import user_state_path
+
+log = logging.getLogger("whence")
+
+_BYTES = 32
+"""The length of the key, and of what HMAC-SHA256 returns."""
+
+
+def sign_config(path: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the signature of a configuration, in JSON types, in a run's directory; None if this user has no key.
+
+    It holds for this directory alone: not for a copy, nor for a run that was moved.
+    """
+    key = _read_key(is_needed=True)
+    return None if key is None else _sign(key, path, config)
+
+
+def is_signed(path: Path, config: Mapping[str, Any], signature: object) -> bool:
+    """Return whether this user signed a configuration in this directory, on this machine."""
+    if not isinstance(signature, str) or (key := _read_key()) is None:
+        return False
+    return hmac.compare_digest(_sign(key, path, config).encode(), signature.encode(errors="replace"))
+
+
+def explain_distrust(path: Path) -> str:
+    """Return why nothing runs that a run's configuration names, and how to let it, in one line."""
+    return (
+        f"{path} is not signed as a run that you made in this place, so nothing runs that it names: no environment, no "
+        "model. Trust it by --trust or RunDirectory.open(path, trust=True), or name the environment by --env or env=."
+    )
+
+
+def _sign(key: bytes, path: Path, config: Mapping[str, Any]) -> str:
+    return hmac.digest(key, json.dumps([str(path.resolve()), config]).encode(), "sha256").hex()
+
+
+def _read_key(*, is_needed: bool = False) -> bytes | None:
+    """Return this user's key; None, which is said once, if it cannot be had. A missing key is made if it is needed."""
+    file = user_state_path("whence") / "key"
+    try:
+        if not file.exists():
+            if not is_needed:
+                return None
+            _make_key(file)
+        status = file.stat()
+        if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o077):
+            raise PermissionError(f"{file} has to be this user's, with mode 0600")
+        key = file.read_bytes()
+        if len(key) != _BYTES:
+            raise PermissionError(f"{file} holds no key: delete it")
+    except OSError as refusal:
+        _warn_once(str(refusal))
+        return None
+    return key
+
+
+def _make_key(file: Path) -> None:
+    """Write a random key that no one else can read, unless another process is first."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=file.parent) as temporary:
+        temporary.write(secrets.token_bytes(_BYTES))
+        temporary.flush()
+        os.fsync(temporary.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary.name, file)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    log.warning("Runs are not signed as yours, so what shows their episodes needs --trust or trust=True: %s.", reason)

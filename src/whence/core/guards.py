@@ -1,5 +1,6 @@
 """Context managers that restore generators, module modes and buffers on exit."""
 
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,23 @@ def preserve_rng_state() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         elif reseeded or torch.cuda.is_initialized():  # torch stores a seed for CUDA until CUDA is initialised
             torch.cuda.manual_seed_all(seed)
+
+
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+@contextmanager
+def hide_working_directory() -> Iterator[None]:
+    """Let processes that start meanwhile import nothing from the working directory, where Python looks first.
+
+    A process of `multiprocessing` gets the search path of this one afterwards, so that it finds what this one finds.
+    """
+    before = os.environ.setdefault(SAFE_PATH, "whence")
+    try:
+        yield
+    finally:
+        if before == "whence":
+            os.environ.pop(SAFE_PATH, None)
 
 
 def read_rng_state() -> dict[str, Any]:

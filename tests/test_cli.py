@@ -41,7 +41,7 @@ def words(text):
 
 
 def stamps(path):
-    files = [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
+    files = [file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", ".signature")]
     return {str(file.relative_to(path)): file.stat().st_mtime_ns for file in files}
 
 
@@ -258,7 +258,7 @@ class TestCompare:
 
 
 def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_path):
-    def interrupt(path):
+    def interrupt(path, **options):
         raise KeyboardInterrupt
 
     (tmp_path / "comparison.json").touch()
@@ -308,7 +308,7 @@ class TestFailures:
         ],
     )
     def test_they_name_what_failed_and_how_to_mend_it(self, whence, monkeypatch, tmp_path, failure, message):
-        def fail(path):
+        def fail(path, **options):
             raise failure
 
         monkeypatch.setattr("whence.runs.RunDirectory.open", fail)
@@ -319,7 +319,7 @@ class TestFailures:
         assert "no error that whence expects" not in err
 
     def test_others_stay_unexpected(self, whence, monkeypatch, tmp_path):
-        def fail(path):
+        def fail(path, **options):
             raise RuntimeError("a fault")
 
         monkeypatch.setattr("whence.runs.RunDirectory.open", fail)

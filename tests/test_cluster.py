@@ -158,7 +158,7 @@ def dispatch(job):
 
 def results(path):
     """What a run holds, without what differs between equal runs; checkpoints are written as time allows."""
-    others = ("timings.parquet", ".lock")
+    others = ("timings.parquet", ".lock", ".signature")
     return {name: text for name, text in read_all(path).items() if name not in others and "checkpoints" not in name}
 
 
@@ -174,6 +174,7 @@ class TestDispatch:
         assert rounds == [0, 1, 0, 1, 2, 3, *range(start, 5)]  # the first loss was before any checkpoint
         assert (start > 0) == (save_seconds == 0)
         assert results(job[1]) == results(tmp_path / "here")
+        assert RunDirectory.open(job[1]).is_trusted
         assert [*dispatch(FakeRay(), on_round=lambda place, count: rounds.append(count))] == [(0, None)]
         assert rounds[-2:] == [4, 4]  # a finished run is not repeated
 

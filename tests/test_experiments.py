@@ -62,7 +62,7 @@ def stamps(path):
 
 
 def _files(path):
-    return [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
+    return [file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", ".signature")]
 
 
 def generators():

@@ -250,7 +250,9 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "cart")
+    path = shutil.copytree(trained, tmp_path / "cart")
+    RunDirectory.open(path).sign()  # as a copy it is a stranger's
+    return path
 
 
 class TestCommand:

@@ -142,7 +142,7 @@ def train(make, path, *, until=None, rule=None, **options):
     return model
 
 
-CLOCKED = {".lock", "timings.parquet"}
+CLOCKED = {".lock", ".signature", "timings.parquet"}
 
 
 def contents(path):

@@ -47,7 +47,8 @@ def records(n=4):
 
 
 def files(path):
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and file.name != ".lock")
+    found = (file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", ".signature"))
+    return sorted(str(file.relative_to(path)) for file in found)
 
 
 @pytest.fixture

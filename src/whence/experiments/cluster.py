@@ -28,7 +28,7 @@ from whence.experiments.workers import (
     traceback_file,
     write_traceback,
 )
-from whence.runs import LOCK, RunDirectory, list_checkpoints
+from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
 
 PLACES = "local", "ray"
 """Where runs are made: in processes of this machine, or as tasks of a Ray cluster."""
@@ -179,7 +179,7 @@ class _Dispatch:
                         self._on_round(place, *content)
                     elif losses == self._losses[place]:
                         apply_changes(path := self._jobs[place][1], *content)
-                        if "config.json" in content[0]:  # signed by the node, of a configuration from here
+                        if "config.json" in content[0]:  # of a configuration that came from here
                             RunDirectory.open(path).sign()
                 for task in ended:
                     yield from self._end(task)
@@ -294,13 +294,13 @@ def train_on_node(
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Return inode, size and time of change of a directory's files, without its lock and what is half written.
+    """Return inode, size and time of change of a directory's files, without what is half written or holds there alone.
 
     A directory that is not there has no files.
     """
     stamps = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp")):
+        if path.is_file() and path.name not in (LOCK, SIGNATURE) and not path.match(".*.tmp"):
             status = path.stat()
             stamps[path.relative_to(folder).as_posix()] = status.st_ino, status.st_size, status.st_mtime_ns
     return stamps

@@ -22,6 +22,7 @@ from whence.runs.files import parse_document as parse_document
 from whence.runs.files import read_tensor_file as read_tensor_file
 from whence.runs.locks import LOCK as LOCK
 from whence.runs.locks import lock_directory as lock_directory
+from whence.runs.signatures import SIGNATURE as SIGNATURE
 from whence.runs.signatures import explain_distrust as explain_distrust
 from whence.runs.stopwatch import Stopwatch as Stopwatch
 from whence.runs.stopwatch import time_stage as time_stage

@@ -40,8 +40,8 @@ def check_config_file(path: Path) -> dict[str, Any]:
     return document  # type: ignore[no-any-return]
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a config.json: its objects `config`, `versions` and `notes`, and its `signature`.
+def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a config.json: its objects `config`, `versions` and `notes`.
 
     Raises:
         RunDirectoryError: see `check_config_file`; or it is of another version.
@@ -53,7 +53,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             f"{path} is marked as version {document.get('version')!r}; this version of whence reads {FORMAT!r}, "
             f"version {VERSION}. Read it with the version that wrote it, or run again into a new directory."
         )
-    return {**parts, "signature": document.get("signature")}
+    return parts
 
 
 def to_plain_json(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class RunDirectory:
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
+    .signature                         of the configuration and the place, by the user who made the run
     .lock                              locked while a process writes the run
     ```
 
@@ -77,7 +78,6 @@ class RunDirectory:
         config: the run's configuration, JSON types only.
         versions: versions of the libraries it was run with.
         notes: what happened to the run, in JSON types: no part of what it is.
-        signature: of the configuration, by the user who made the run.
         is_trusted: whether what the configuration names may run, as this user made the run here, or says so.
         checkpoint: the one that `begin` goes on from; None in a run that starts, or is read.
     """
@@ -86,7 +86,6 @@ class RunDirectory:
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     notes: Mapping[str, Any] = field(default_factory=dict)
-    signature: str | None = field(default=None, repr=False)
     is_trusted: bool = False
     checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
     _tables: dict[str, pl.DataFrame] = field(default_factory=dict, repr=False, init=False)
@@ -161,7 +160,7 @@ class RunDirectory:
                 if not overwrite:
                     cls.open(path)._check_replaceable()
                 run._remove_rounds()
-            run.sign()
+            run._write_config(sign=True)
         except RunDirectoryError:
             run.release()
             raise
@@ -205,7 +204,7 @@ class RunDirectory:
                 run.checkpoint = read_latest(run.path)
                 rounds = 0 if run.checkpoint is None else run.checkpoint.round
             run.config = to_plain_json(config)
-            run.sign(trust)
+            run._write_config(sign=trust)
             run._remove_after(rounds)
         except RunDirectoryError:
             run.release()
@@ -250,22 +249,23 @@ class RunDirectory:
         self.notes = {**self.notes, **entries}
         self._write_config()
 
-    def sign(self, trust: bool = True) -> None:
-        """Write the configuration, signed as this user's; without `trust`, unsigned."""
-        self.is_trusted = trust
-        self.signature = sign_config(self.path, self.config) if trust else None
-        self._write_config()
+    def sign(self) -> None:
+        """Sign the configuration as this user's, if this user can have a key."""
+        self.is_trusted = True
+        sign_config(self.path, self.config)
 
     def check_trust(self) -> None:
         """Refuse, with a `RunDirectoryError`, to run what the configuration of a stranger's run names."""
         if not self.is_trusted:
             raise RunDirectoryError(explain_distrust(self.path))
 
-    def _write_config(self) -> None:
-        marks = {"format": FORMAT, "version": VERSION, "signature": self.signature}
-        content = {**marks, "config": self.config, "versions": self.versions, "notes": self.notes}
+    def _write_config(self, *, sign: bool = False) -> None:
+        document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
         with self._write_file(self.path / "config.json") as temporary:
-            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            text = json.dumps({**document, "notes": self.notes}, indent=2)
+            temporary.write_text(text + "\n", encoding="utf-8")
+        if sign:
+            self.sign()
 
     @classmethod
     def open(cls, path: str | Path, *, trust: bool = False) -> Self:
@@ -274,9 +274,8 @@ class RunDirectory:
         Raises:
             RunDirectoryError: the directory holds no run, one that may not be read, or one of another format.
         """
-        run = cls(Path(path), **read_config_file(Path(path) / "config.json"))
-        run.is_trusted = trust or is_signed(run.path, run.config, run.signature)
-        return run
+        content = read_config_file(Path(path) / "config.json")
+        return cls(Path(path), **content, is_trusted=trust or is_signed(Path(path), content["config"]))
 
     @property
     def experiment(self) -> Mapping[str, Any]:

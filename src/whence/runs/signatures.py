@@ -14,26 +14,35 @@ from typing import Any
 
 from platformdirs import user_state_path
 
+from whence.core import write_atomically
+
+SIGNATURE = ".signature"
+"""The file of a run's signature, which is no part of what the run is."""
+
 log = logging.getLogger("whence")
 
 _BYTES = 32
 """The length of the key, and of what HMAC-SHA256 returns."""
 
 
-def sign_config(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the signature of a configuration, in JSON types, in a run's directory; None if this user has no key.
+def sign_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Sign the configuration, in JSON types, of the run in a directory, if this user can have a key.
 
-    It holds for this directory alone: not for a copy, nor for a run that was moved.
+    The signature holds for this directory alone: not for a copy, nor for a run that was moved.
     """
-    key = _read_key(is_needed=True)
-    return None if key is None else _sign(key, path, config)
+    if (key := _read_key(is_needed=True)) is not None:
+        with write_atomically(path / SIGNATURE) as temporary:
+            temporary.write_text(_sign(key, path, config), encoding="ascii")
 
 
-def is_signed(path: Path, config: Mapping[str, Any], signature: object) -> bool:
+def is_signed(path: Path, config: Mapping[str, Any]) -> bool:
     """Return whether this user signed a configuration in this directory, on this machine."""
-    if not isinstance(signature, str) or (key := _read_key()) is None:
+    try:
+        signature = (path / SIGNATURE).read_bytes()
+    except OSError:
         return False
-    return hmac.compare_digest(_sign(key, path, config).encode(), signature.encode(errors="replace"))
+    key = _read_key()
+    return key is not None and hmac.compare_digest(_sign(key, path, config).encode(), signature)
 
 
 def explain_distrust(path: Path) -> str:

@@ -22,7 +22,7 @@ def kinds(config: dict[str, Any] | None = None, **columns: list[Any]) -> dict[st
     return {advice.kind: advice.round for advice in give_advice(table, config or SGD)}
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "RMSprop", "RMSpropTFLike"])
 def test_scores_under_an_adaptive_optimiser(optimizer: str) -> None:
     config = {"optimizer": optimizer}
     assert kinds(config, mean=[None, 0.1, 0.2]) == {"adaptive optimiser": 2}
@@ -62,6 +62,10 @@ def test_steps_that_are_short_or_long() -> None:
     assert kinds(**{name: [9.0] + [0.11] * 10}) == {"steps are short or long": 11}
     assert kinds(**{name: [9.0] + [0.004] * 4 + [0.06] * 6}) == kinds(**{name: [0.004] * 10}) == {}
     assert kinds(**{name: [0.001] * 20, "length": [7.0] * 20}) == {}
+    # Measured before the only step of a round, it is 0.
+    one_step = SGD | {"hyperparameters": {"n_epochs": 1, "batch_size": 64}}
+    assert kinds(one_step, **{name: [0.0] * 12, "kept": [64] * 12}) == {}
+    assert kinds(one_step, **{name: [0.0] * 12, "kept": [99] * 12}) == {"steps are short or long": 11}
     metrics = pl.DataFrame({"round": range(1, 13), name: [0.00375] * 12})
     (advice,) = give_advice(metrics, SGD)
     assert "0.0037 nats" in advice.text or "0.0038 nats" in advice.text

@@ -1,6 +1,7 @@
 """Trainings that are interrupted and go on: to the same bits, or saying why not."""
 
 import enum
+import errno
 import json
 import logging
 import multiprocessing
@@ -9,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -23,6 +25,7 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.running_mean_std import RunningMeanStd
+from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
 import toys
@@ -118,6 +121,9 @@ MODELS = {
     "frames": lambda: small(VecFrameStack(VecMonitor(DummyVecEnv([Walk] * 2)), 3)),
     "a2c": lambda: small(monitored(Walk, 2), A2C),
     "plain a2c": lambda: small(monitored(Walk, 2), A2C, use_rms_prop=False),
+    "a2c as tensorflow's": lambda: small(
+        monitored(Walk, 2), A2C, policy_kwargs={"net_arch": [8], "optimizer_class": RMSpropTFLike}
+    ),
     "gsde": lambda: small(monitored(Walk), use_sde=True, sde_sample_freq=4),
     "schedule": lambda: small(monitored(Walk), learning_rate=lambda left: 3e-3 * left, clip_range=lambda left: left),
     "masked": lambda: toys.model(MaskablePPO, seed=3, n_envs=2),
@@ -359,7 +365,7 @@ class TestFinished:
 
 
 class TestResume:
-    @pytest.mark.parametrize("name", ["normalised", "plain a2c", "masked"])
+    @pytest.mark.parametrize("name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked"])
     def test_from_the_directory_alone(self, tmp_path, name):
         whole = train(MODELS[name], tmp_path / "whole")
         train(MODELS[name], tmp_path / "parts", until=0.7)
@@ -522,8 +528,8 @@ class TestWhereItCannotBeHad:
                 return env
 
             vec_env = DummyVecEnv([make])
-            ResetTracker(vec_env).wrap()
-            return explain_inexact(vec_env)
+            with ResetTracker(vec_env).wrapped():
+                return explain_inexact(vec_env)
 
         assert "BipedalWalker reuses its Box2D world" in reason()
         assert reason(RecordResets) is None
@@ -661,6 +667,12 @@ time.sleep(60)
             assert contents(tmp_path) == before
             holder.kill()
         train(MODELS["walk"], tmp_path)
+
+    @pytest.mark.parametrize("name", ["ENOLCK", "ENOSYS", "ENOTSUP", "EBADF"])
+    def test_a_file_system_without_locks_is_written_to(self, tmp_path, monkeypatch, caplog, name):
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(getattr(errno, name), "no locks")))
+        self.test_a_later_writer_of_this_process_takes_over(tmp_path)
+        assert f"The file system of {tmp_path} has no locks (no locks)" in caplog.text
 
     def test_a_later_writer_of_this_process_takes_over(self, tmp_path):
         first = RunDirectory.create(tmp_path, {"a": 1})

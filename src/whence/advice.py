@@ -36,7 +36,7 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
-        config: the run's configuration; `optimizer` is read.
+        config: the run's configuration; the optimizer's name, and `n_epochs` and `batch_size`, are read.
     """
     return _apply_rules(metrics.to_dicts(), config)
 
@@ -77,7 +77,7 @@ Finding = tuple[int, str]
 def _adaptive_optimizer(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
     optimizer = str(config.get("optimizer", ""))
     for number, _ in _read(rows, "mean"):
-        if optimizer in ("Adam", "AdamW", "RMSprop"):
+        if optimizer in ("Adam", "AdamW", "RMSprop", "RMSpropTFLike"):
             yield (
                 number,
                 f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by its earlier "
@@ -123,6 +123,10 @@ Source: results/practice, tables.md, "Divergence a round at fixed learning rates
 
 def _steps_are_short_or_long(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Look at the rounds after the first; later ones may be short because the policy has converged."""
+    settings = config.get("hyperparameters", {})
+    if settings.get("n_epochs") == 1:
+        # SB3 measures divergence before each step, so in a round of one step it is 0.
+        rows = [row for row in rows if row.get("kept", 0) > settings["batch_size"]]
     divergences = _read(rows, "train/approx_kl")[1 : 1 + _WINDOW]
     if len(divergences) < _WINDOW or "length" in rows[0]:
         return

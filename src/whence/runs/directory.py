@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
-from filelock import BaseFileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from whence.runs.config_file import (
     to_plain_json,
 )
 from whence.runs.files import check_links, is_empty, read_tensor_file, remove_leftovers
-from whence.runs.locks import lock_run
+from whence.runs.locks import Lock, lock_run
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
 
 POLICIES_EVERY = "policies_every"
@@ -89,7 +88,7 @@ class RunDirectory:
     is_trusted: bool = False
     checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
     _tables: dict[str, pl.DataFrame] = field(default_factory=dict, repr=False, init=False)
-    _lock: BaseFileLock | None = field(default=None, repr=False, init=False)
+    _lock: Lock | None = field(default=None, repr=False, init=False)
 
     @classmethod
     def begin(

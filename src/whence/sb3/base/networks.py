@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 from stable_baselines3.common import torch_layers
 from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
+from stable_baselines3.common.sb2_compat import rmsprop_tf_like
 from torch import Tensor, nn, optim
 
 from whence.core import WhenceError, suggest
@@ -77,7 +78,13 @@ def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_class(argument: str, path: str) -> type:
     name = path.rpartition(".")[2]
-    known = {**vars(nn), **vars(torch_layers), **vars(optim), MiniGridCNN.__name__: MiniGridCNN}
+    known = {
+        **vars(nn),
+        **vars(torch_layers),
+        **vars(optim),
+        **vars(rmsprop_tf_like),
+        MiniGridCNN.__name__: MiniGridCNN,
+    }
     candidate = known.get(name)
     if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
         return candidate

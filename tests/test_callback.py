@@ -12,10 +12,11 @@ import torch
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import FlattenExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNormalize
 
 import whence
 from toys import Toy, model
@@ -69,6 +70,8 @@ VARIANTS = [
     (PPO, {"n_steps": 33, "batch_size": 16}),  # SB3 then trains on a minibatch of one record
     (PPO, {"target_kl": 1e-4, "normalize_advantage": False}),
     (A2C, {"n_envs": 3, "normalize_advantage": True}),
+    (A2C, {"n_steps": 1}),  # a round of one record
+    (PPO, {"n_steps": 1, "batch_size": 1, "normalize_advantage": False}),
 ]
 
 
@@ -130,6 +133,66 @@ def test_an_exception_inside_scoring_leaves_training_as_without_whence(algorithm
         toy.learn(2 * 32)
         trained.append(parameters(toy))
     assert identical(*trained)
+
+
+def add_bonus(buffer: Any, replaces: bool) -> None:
+    bonus = np.sign(np.sin(np.arange(buffer.buffer_size, dtype=np.float32)))[:, None]
+    for name in ("rewards", "advantages", "returns"):
+        if replaces:
+            setattr(buffer, name, getattr(buffer, name) + bonus)
+        else:
+            getattr(buffer, name)[:] += bonus
+
+
+class AddsBonus(BaseCallback):
+    """Add an intrinsic reward to the rollout, in place or in new arrays."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        add_bonus(self.model.rollout_buffer, self.replaces)  # type: ignore[attr-defined]
+
+
+class ShapedPPO(PPO):
+    replaces = False
+
+    def collect_rollouts(self, env: Any, callback: Any, rollout_buffer: Any, n_rollout_steps: int) -> bool:
+        goes_on = super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        add_bonus(rollout_buffer, self.replaces)
+        return goes_on
+
+
+@pytest.mark.parametrize("run", [False, True])
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("where", ["a callback", "the model"])
+def test_a_rollout_is_scored_as_train_gets_it(tmp_path: Path, where: str, replaces: bool, run: bool) -> None:
+    toy = model(ShapedPPO if where == "the model" else PPO)
+    toy.replaces = replaces
+    start, callback = copy.deepcopy(toy.policy), InfluenceCallback(IIF(0.5), run=tmp_path if run else None)
+    changes = [AddsBonus(replaces)] if where == "a callback" else []
+    seen = torch.cat(seen_by_train(toy, CallbackList([callback, *changes])))
+    assert callback.round is not None
+    assert callback.round.influence is not None
+    records, keep = callback.round.records, callback.round.selection.keep
+    assert torch.equal(records.advantages, torch.as_tensor(toy.rollout_buffer.advantages).flatten())
+    assert seen.sort()[0].tolist() == records.advantages[keep].repeat(toy.n_epochs).sort()[0].tolist()
+    assert torch.equal(whence.attribute(start, records, target=Return()).scores, callback.round.influence.scores)
+
+
+class Rescaling(RolloutBuffer):
+    def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
+        samples = super()._get_samples(batch_inds, env)
+        return samples._replace(advantages=2 * samples.advantages)
+
+
+def test_advantages_that_change_while_they_are_read_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    model(rollout_buffer_class=Rescaling).learn(64, callback=InfluenceCallback(KeepAll()))
+    assert caplog.text.count("train() gets other advantages than were scored, for 16 of the 16 records") == 1
 
 
 @pytest.mark.parametrize("rule", [IIF(0.5), RandomDrop(0.5, seed=3)])
@@ -555,13 +618,31 @@ def test_attributes_set_in_environments_reach_them_while_a_run_is_written(tmp_pa
     assert type(env.envs[0]) is Curriculum
     with pytest.raises(KeyboardInterrupt):
         toy.learn(96, callback=[callback, Interrupts()], reset_num_timesteps=False)
-    assert env.envs[0].level == 64  # still wrapped, as if it were not
-    assert copy.deepcopy(env.envs[0]).level == 64
+    assert type(env.envs[0]) is Curriculum
+    assert type(toy) is PPO
 
 
 class Interrupts(BaseCallback):
     def _on_step(self) -> bool:
+        assert copy.deepcopy(self.training_env).get_attr("level") == [64]  # of an environment that is wrapped now
         raise KeyboardInterrupt
+
+
+class Silent(VecEnvWrapper):
+    """Environments whose steps have no infos, and whose episodes do not end."""
+
+    def reset(self) -> Any:
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, _ = self.venv.step_wait()
+        return observations, rewards, np.zeros_like(dones), []
+
+
+def test_environments_without_infos_are_trained_in(tmp_path: Path) -> None:
+    callback = InfluenceCallback(IIF(0.5), run=tmp_path)
+    PPO("MlpPolicy", Silent(DummyVecEnv([Toy])), n_steps=32, batch_size=16, n_epochs=1).learn(64, callback=callback)
+    assert [row["flat"] for row in callback.metrics] == [False, False]
 
 
 def test_a_model_with_a_train_or_get_of_its_own_is_refused() -> None:

@@ -87,14 +87,13 @@ class Sampled(InfluenceCallback):
     def __init__(self) -> None:
         super().__init__(whence.KeepAll())
 
-    def _on_rollout_end(self) -> None:
-        super()._on_rollout_end()
-        assert self.round is not None
-        self.records = self.round.records
+    def choose(self, records: whence.RecordBatch) -> Any:
+        self.records = records
         buffer = copy.deepcopy(self.model.rollout_buffer)
         with whence.core.preserve_rng_state():
             list(buffer.get(2))  # flattens the arrays
         self.samples = buffer._get_samples(np.arange(len(self.records)))
+        return super().choose(records)
 
 
 def check_view(policy: Any, rollout: Any, masks: bool = False) -> None:

@@ -1,7 +1,9 @@
 """Scores against SB3's own loss: the gradient that `train()` itself would take on each record, by autograd."""
 
+import random
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -314,7 +316,8 @@ def test_records_that_mix_are_refused(around: Any) -> None:
         toy.learn(64, callback=InfluenceCallback(whence.IIF(0.5)))
 
 
-def test_scoring_leaves_buffers_and_schedules_alone() -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_training_is_the_same_to_the_last_call_and_bit(tmp_path: Path, recorded: bool) -> None:
     class Counting:
         calls = 0
 
@@ -334,15 +337,18 @@ def test_scoring_leaves_buffers_and_schedules_alone() -> None:
     class Scored(whence.KeepAll):
         needs_influence = True
 
-    def train(callback: Any) -> tuple[Any, int]:
+    def train(callback: Any) -> tuple[Any, ...]:
         rates, ranges = Counting(), Counting()
         kwargs = {"features_extractor_class": Small, "features_extractor_kwargs": {"around": Running()}}
         toy = model(policy_kwargs=kwargs, learning_rate=rates, clip_range=ranges)
         toy.learn(96, callback=callback)
-        return toy.policy.state_dict(), rates.calls + ranges.calls
+        (env,) = toy.env.envs
+        generators = repr((random.getstate(), np.random.get_state(), torch.get_rng_state(), env.np_random.random(3)))
+        return toy.policy.state_dict(), rates.calls, ranges.calls, generators, type(env)
 
-    (plain, calls), (scored, calls_scored) = train(None), train(InfluenceCallback(Scored(), recordings=[2]))
-    assert calls == calls_scored
+    run = {"run": tmp_path / "run", "recordings": [2]} if recorded else {}
+    (plain, *others), (scored, *others_scored) = train(None), train(InfluenceCallback(Scored(), **run))
+    assert others == others_scored
     assert all(torch.equal(plain[name], scored[name]) for name in plain)
 
 

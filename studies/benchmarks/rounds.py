@@ -57,12 +57,12 @@ def measure_world(world: str, setting: Setting) -> Result:
     rounds: dict[str, list[dict[str, float]]] = {"PPO": [], "PPO + IIF": []}
     for _ in range(max(LEAST, setting.repeats) + 1):
         for name, model in (("PPO", plain), ("PPO + IIF", scored)):
-            before, after = Clock(), Clock()
-            callbacks = [before, after] if model is plain else [before, influence, after]
+            clock = Clock()
+            callbacks = [clock] if model is plain else [clock, influence]
             model.learn(model.n_steps, callback=callbacks, reset_num_timesteps=False)
-            stages = {"collection": before.end - before.start, "optimisation": before.over - after.end}
-            stages |= {"scoring": after.end - before.end if model is scored else 0.0}
-            rounds[name].append({**stages, "round": before.over - before.start})
+            scoring = float(model.logger.name_to_value.get("influence/seconds", 0.0))
+            stages = {"collection": clock.end - clock.start, "optimisation": clock.over - clock.end - scoring}
+            rounds[name].append({**stages, "scoring": scoring, "round": clock.over - clock.start})
     counted = {name: each[1:] for name, each in rounds.items()}
     pairs = list(zip(*counted.values(), strict=True))
     return {

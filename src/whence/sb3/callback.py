@@ -41,13 +41,14 @@ from whence.sb3.base import (
     read_buffer,
     select_from,
     watch_training,
-    wrap_next_train,
+    wrap_next,
 )
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
     FlatRoundDetector,
     RoundResult,
+    can_train,
     check_selection,
     measure_choice,
     read_train_metrics,
@@ -62,10 +63,10 @@ log = logging.getLogger("whence")
 class InfluenceCallback(BaseCallback):
     """Score each rollout and let SB3's `train()` see the records that a rule selects (LDA Alg. 1).
 
-    Scoring happens after advantages are computed and before optimisation. It changes nothing of the model, its
-    optimiser, buffer or generators. `train()` is SB3's own. Its buffer's `get` yields the selected records, and is
-    restored when `train()` ends, even if it raises. A round that keeps fewer than two records is not trained on; it is
-    logged and counted in `skipped_rounds`.
+    Scoring happens when `train()` begins, on the rollout as other callbacks leave it. It changes nothing of the model,
+    its optimiser, buffer or generators. `train()` is SB3's own. Its buffer's `get` yields the selected records, and is
+    restored when `train()` ends, even if it raises. A round that keeps fewer than two records is not trained on, unless
+    it has no more; it is logged and counted in `skipped_rounds`.
 
     The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores),
     `influence/seconds` and `influence/skipped_rounds`, so TensorBoard, CSV and W&B show them. Advice is logged once
@@ -137,7 +138,7 @@ class InfluenceCallback(BaseCallback):
         self.recording: RoundRecording | None = None
         self.skipped_rounds = 0
         self.optimisation_clock = Stopwatch()
-        self._kinds_of_advice: set[str] = set()
+        self._logged: set[str] = set()
         self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
         self._rounds_done, self._learns = 0, 0
         self._ongoing: Ongoing | None = None
@@ -158,7 +159,7 @@ class InfluenceCallback(BaseCallback):
     def choose(self, records: RecordBatch) -> Choice:
         """Score a rollout and select the records to train on; override it to score or select in another way.
 
-        Called after advantages are computed and before `train()`. It must leave the model as it is.
+        Called when `train()` begins. It must leave the model as it is.
 
         Args:
             records: the rollout, n records in the order of the flattened buffer.
@@ -228,7 +229,7 @@ class InfluenceCallback(BaseCallback):
     @property
     def progress_remaining(self) -> float:
         """The progress that `train()` will see, from 1 to 0; below 0 if the last rollout exceeds the total of steps."""
-        # The model's own attribute still holds the figure of the round before.
+        # During a rollout, the model's own attribute holds the figure of the round before.
         return 1 - self.model.num_timesteps / self.model._total_timesteps
 
     def _init_callback(self) -> None:
@@ -241,7 +242,12 @@ class InfluenceCallback(BaseCallback):
     def _on_training_start(self) -> None:
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
-            return
+        else:
+            self._continue_episodes()
+        if self._run is not None:
+            self._run.record_next_rollout(self.model)
+
+    def _continue_episodes(self) -> None:
         self._learns += 1
         # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
         # unless steps were taken that no rollout of this callback holds, or the environments are others.
@@ -262,7 +268,7 @@ class InfluenceCallback(BaseCallback):
         state, self._checkpoint = checkpoint.content["callback"], None
         self._rounds_done, self._last_timestep = checkpoint.round, state["last_timestep"]
         self._ongoing = Ongoing(**state["ongoing"])
-        self.skipped_rounds, self._kinds_of_advice = state["skipped_rounds"], set(state["advice"])
+        self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._run.directory.table("metrics").to_dicts()
         ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
         # A model goes on after a learn() that had ended: another begins. Otherwise the interrupted one goes on, or the
@@ -281,7 +287,7 @@ class InfluenceCallback(BaseCallback):
             "last_timestep": self._last_timestep,
             "ongoing": vars(self._ongoing),
             "skipped_rounds": self.skipped_rounds,
-            "advice": sorted(self._kinds_of_advice),
+            "advice": sorted(self._logged),
             "rule": None if read_rule is None else read_rule(),
         }
 
@@ -299,16 +305,23 @@ class InfluenceCallback(BaseCallback):
                 "InfluenceCallback is inside of another callback, such as EveryNTimesteps, which knows no rollouts. "
                 "Pass it to learn() itself: callback=[InfluenceCallback(...), the other]."
             )
+        dones = self.locals["dones"]
+        infos = list(self.locals["infos"]) or [{}] * len(dones)  # a VecEnv may have none
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
-            self._run.tracker.step(actions, self.locals["dones"], self.locals["infos"])
+            self._run.tracker.step(actions, dones, infos)
         with name_round(self.next_round):
             check_step(self.model, self.locals)
-        self._flat.read_step(self.model, self.locals)
+        self._flat.read_step(self.model, self.locals["rewards"], dones, infos)
         return True
 
     def _on_rollout_end(self) -> None:
         seconds = {"collection": self._collection_clock.seconds()}
+        # Not here: callbacks and a collect_rollouts() of the model's own may still change the rollout.
+        wrap_next(self.model, "train", lambda train: self._train_round(train, seconds))
+
+    def _score_round(self, seconds: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Score the rollout, select from it, write it, and return its metrics."""
         with time_stage(seconds, "scoring"), name_round(self.next_round):
             records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
             self._last_timestep = self.model.num_timesteps
@@ -321,7 +334,7 @@ class InfluenceCallback(BaseCallback):
             choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
-        self.skipped_rounds += int(choice.selection.keep.sum()) < 2
+        self.skipped_rounds += not can_train(choice.selection)
         metrics = measure_choice(self.model, self.round.number, choice, is_flat=self._flat.is_flat)
         self.logger.record("influence/seconds", seconds["scoring"]["wall"])
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
@@ -331,7 +344,7 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
             self._run.write_round(self.round.number, table, self.model)
-        wrap_next_train(self.model, lambda train: self._train_round(train, metrics, seconds))
+        return metrics
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
         """Add errors to snapshot scores that a run directory will hold, if they can be had."""
@@ -357,19 +370,17 @@ class InfluenceCallback(BaseCallback):
             self.folds = None
             return influence
 
-    def _train_round(
-        self,
-        train: Callable[[], None],
-        metrics: Mapping[str, Any],
-        seconds: Mapping[str, Mapping[str, float]],
-    ) -> None:
-        """Train on the round's selection, unless it keeps fewer than two records, and write the round's rows."""
+    def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:
+        """Score the rollout, train on the selection, unless that keeps too little, and write the round's rows."""
+        metrics = self._score_round(seconds)
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
-        if int(self.round.selection.keep.sum()) >= 2:
-            with name_round(self.round.number), watch_training(self.model, self.round.records):
+        if not metrics["skipped"]:
+            with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
                 self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
+        if self._run is not None:
+            self._run.record_next_rollout(self.model)
 
     def _on_training_end(self) -> None:
         cancel_hook(self.model)
@@ -381,7 +392,8 @@ class InfluenceCallback(BaseCallback):
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
-        config = {"optimizer": type(self.model.policy.optimizer).__name__, **self.settings()}
-        log_new_advice(self.metrics, config, self._kinds_of_advice)
+        sizes = {name: getattr(self.model, name, None) for name in ("n_epochs", "batch_size")}
+        config = {"optimizer": type(self.model.policy.optimizer).__name__, "hyperparameters": sizes}
+        log_new_advice(self.metrics, config, self._logged)
         if self._run is not None:
             self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())

@@ -1,6 +1,6 @@
 """A round as the callback sees it: what was chosen, what happened, and its row of metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,11 +65,16 @@ def check_selection(selection: object, records: RecordBatch, source: str, *, str
             f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
             "whence.Selection with one entry per record."
         )
-    if strict and (count := int(selection.keep.sum())) < 2:
+    if strict and not can_train(selection):
         raise WhenceError(
-            f"{source} keeps {count} of {len(records)} records, and training needs two. Drop less, or pass "
-            "strict=False to skip such rounds."
+            f"{source} keeps {int(selection.keep.sum())} of {len(records)} records, and training needs two. Drop less, "
+            "or pass strict=False to skip such rounds."
         )
+
+
+def can_train(selection: Selection) -> bool:
+    """Return whether a selection keeps two records, which advantages are normalised over; or all, if there is one."""
+    return int(selection.keep.sum()) >= min(2, len(selection.keep))
 
 
 class FlatRoundDetector:
@@ -84,15 +89,15 @@ class FlatRoundDetector:
         self._reward: float | None = None
         self._differ = self._ended = False
 
-    def read_step(self, model: Any, variables: Mapping[str, Any]) -> None:
-        """Read an environment step, from the local variables of `collect_rollouts`."""
+    def read_step(self, model: Any, rewards: Any, dones: Any, infos: Sequence[Mapping[str, Any]]) -> None:
+        """Read what the environments returned for a step."""
         normalised = model.get_vec_normalize_env()
-        rewards = np.asarray(variables["rewards"] if normalised is None else normalised.get_original_reward())
+        rewards = np.asarray(rewards if normalised is None else normalised.get_original_reward())
         if self._reward is None:
             self._reward = float(rewards[0])
         self._differ |= bool((rewards != self._reward).any())
-        infos = zip(variables["dones"], variables["infos"], strict=True)
-        self._ended |= any(done and not info.get("TimeLimit.truncated", False) for done, info in infos)
+        ends = zip(dones, infos, strict=True)
+        self._ended |= any(done and not info.get("TimeLimit.truncated", False) for done, info in ends)
 
     @property
     def is_flat(self) -> bool:
@@ -108,10 +113,10 @@ def measure_choice(model: BaseAlgorithm, number: int, choice: Choice, *, is_flat
     returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
     metrics = {
         **{"round": number, "timestep": model.num_timesteps},
-        **(summary := summarise_selection(choice.selection, choice.influence)),
+        **summarise_selection(choice.selection, choice.influence),
         # SB3's running mean over the last hundred episodes, unshaped; a Monitor notes them.
         "episode_return": float(np.mean(returns)) if returns else None,
-        **{"skipped": summary["kept"] < 2, "flat": is_flat},
+        **{"skipped": not can_train(choice.selection), "flat": is_flat},
         **choice.metrics,
     }
     for name in (*_LOGGED, *choice.metrics):

@@ -16,7 +16,7 @@ from whence.core import Unsupported, train_mode, unwrap_compiled
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
 STAND_IN = "_whence_wraps_train"
-"""An attribute of the class that stands in for a model's own until its next `train()`."""
+"""An attribute of the class that stands in for a model's own until its next rollout or training."""
 
 
 def original_class(model: Any) -> Any:

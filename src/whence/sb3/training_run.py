@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
 from whence.rounds import RoundRecording
 from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds, choose_policy_interval
-from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors
+from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors, wrap_next
 from whence.sb3.episodes import (
     ResetTracker,
     accept_resets,
@@ -70,8 +70,9 @@ class TrainingRun(RunWriter):
             raise
         if not hasattr(self, "tracker") or self.tracker.vec_env is not model.env:
             self.tracker = ResetTracker(model.env)
-        self.tracker.wrap()
-        if self.saves and (reason := explain_inexact(model.env)) is not None:
+        with self.tracker.wrapped():
+            reason = explain_inexact(model.env) if self.saves else None
+        if reason is not None:
             log.warning(
                 "If this training is interrupted, it can go on, but with new episodes, and not as if nothing had "
                 "happened: %s.",
@@ -82,9 +83,19 @@ class TrainingRun(RunWriter):
     def restore(self, model: Any, checkpoint: Checkpoint) -> bool:
         """Put a model and its environments where they were; return whether the ongoing episodes go on."""
         self.go_on(checkpoint)
-        reason = restore_training(model, self.tracker, checkpoint)
+        with self.tracker.wrapped():
+            reason = restore_training(model, self.tracker, checkpoint)
         self._differences = [] if reason is None else [reason]
         return reason is None
+
+    def record_next_rollout(self, model: Any) -> None:
+        """Let a model's environments note how their episodes begin, during the next rollout and no longer."""
+
+        def record(collect: Callable[[], bool]) -> bool:
+            with self.tracker.wrapped():
+                return collect()
+
+        wrap_next(model, "collect_rollouts", record)
 
     def note_differences(self) -> None:
         """Note, as a round begins, that training goes on otherwise than without the interruption, if it does."""
@@ -136,7 +147,6 @@ class TrainingRun(RunWriter):
         self.directory.write_policy(number + 1, named_tensors(model.policy))
         if callback is not None and self.is_due(number, last=True):
             self._save(number, model, callback)
-        self.tracker.unwrap()
         self.end()
 
 

@@ -20,5 +20,5 @@ from whence.sb3.base.sampling import Last as Last
 from whence.sb3.base.sampling import cancel_hook as cancel_hook
 from whence.sb3.base.sampling import claim_learn as claim_learn
 from whence.sb3.base.sampling import select_from as select_from
-from whence.sb3.base.sampling import wrap_next_train as wrap_next_train
+from whence.sb3.base.sampling import wrap_next as wrap_next
 from whence.sb3.base.stored_spaces import make_space as make_space

@@ -1,5 +1,6 @@
-"""Numbers that are not finite in a training by SB3: observations, rewards, losses, gradients and parameters."""
+"""Checks of a training by SB3: of numbers that are not finite, and of advantages that are not those scored."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,13 @@ from torch import Tensor
 from whence.core import NonFinite, RecordBatch, named_leaves
 from whence.nonfinite import check_gradients, check_parameters, raise_if_refused
 from whence.sb3.base.sampling import replace_samples
+
+log = logging.getLogger("whence")
+
+_OTHER_ADVANTAGES = (
+    "train() gets other advantages than were scored, for %d of the %d records of a minibatch. They change after it has "
+    "begun, as in the buffer's _get_samples(). Change them in collect_rollouts() or in a callback's on_rollout_end."
+)
 
 
 def check_observation(model: Any, observation: Any) -> None:
@@ -62,10 +70,13 @@ def _is_finite(numbers: Any) -> bool:
 
 
 @contextmanager
-def watch_training(model: Any, records: RecordBatch) -> Iterator[None]:
+def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterator[None]:
     """Check the gradients of each step while `train()` runs inside, before the step, and the parameters afterwards.
 
-    `records` are those in the model's rollout buffer, in its order.
+    Args:
+        model: the model.
+        records: those in the model's rollout buffer, in its order.
+        logged: the kinds of warnings that were logged; one if `train()` gets other advantages is added.
 
     Raises:
         NonFinite: see `check_gradients` and `check_parameters`; or the policy has no valid distribution of actions.
@@ -77,8 +88,13 @@ def watch_training(model: Any, records: RecordBatch) -> Iterator[None]:
 
     def note_samples(indices: Any, *rest: Any, **options: Any) -> Any:
         nonlocal positions
-        positions = indices
-        return get_samples(indices, *rest, **options)
+        positions, samples = indices, get_samples(indices, *rest, **options)
+        if "other advantages" not in logged:
+            scored = records.advantages[torch.as_tensor(indices)]
+            if count := int((samples.advantages.cpu() != scored).sum()):
+                logged.add("other advantages")
+                log.warning(_OTHER_ADVANTAGES, count, len(scored))
+        return samples
 
     def note_norm(name: str, param: Tensor) -> None:
         assert param.grad is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -114,26 +115,29 @@ def claim_learn(model: Any) -> None:
     _LEARNS[model] = model.start_time
 
 
-def wrap_next_train(model: Any, around: Callable[[Callable[[], None]], None]) -> None:
-    """Let the next `model.train()` on the present rollout run as `around(train)`, with SB3's own `train`."""
+def wrap_next(model: Any, method: str, around: Callable[[Callable[[], Any]], Any]) -> None:
+    """Let the next call of a model's own method in the present `learn()` run as `around(call)`.
+
+    Args:
+        model: the model.
+        method: "collect_rollouts" or "train".
+        around: called with the call, without arguments; what it returns is returned.
+    """
     cancel_hook(model)
-    model_class, rollout = type(model), model.rollout_buffer.rewards
+    model_class, started = type(model), model.start_time
 
-    def train(self: Any) -> None:
+    def stand_in(self: Any, *args: Any, **options: Any) -> Any:
         cancel_hook(self)
-        # SB3 makes new arrays for each rollout. Others than these mean that the wrapped training was interrupted before
-        # it began, and the model has learned without this callback since.
-        if self.rollout_buffer.rewards is rollout:
-            around(self.train)
-        else:
-            self.train()
+        call = partial(getattr(self, method), *args, **options)
+        # In another learn() the wrapped call was interrupted before it began, and this callback may not take part.
+        return around(call) if self.start_time == started else call()
 
-    # SB3 calls no callback around train(), and an attribute `model.train` would be stored by model.save(), which stores
-    # all attributes. So the model gets a subclass of its class, and its own class back as soon as train() is called.
-    namespace = {"train": train, "__module__": model_class.__module__, "__doc__": model_class.__doc__, STAND_IN: True}
+    # SB3 calls no callback around its methods, and an attribute `model.train` would be stored by model.save(), which
+    # stores all attributes. So the model gets a subclass of its class, and its own class back as soon as it is called.
+    namespace = {method: stand_in, "__module__": model_class.__module__, "__doc__": model_class.__doc__, STAND_IN: True}
     model.__class__ = type(model_class.__name__, (model_class,), namespace)
 
 
 def cancel_hook(model: Any) -> None:
-    """Give the model its own class back if `wrap_next_train` replaced it."""
+    """Give the model its own class back if `wrap_next` replaced it."""
     model.__class__ = original_class(model)

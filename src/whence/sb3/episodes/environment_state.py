@@ -21,7 +21,7 @@ def explain_inexact(env: VecEnv) -> str | None:
     """Return why environments cannot be brought back to where they were; None if nothing speaks against it.
 
     Args:
-        env: a model's environments, after `ResetTracker.wrap`.
+        env: a model's environments, inside of `ResetTracker.wrapped`.
     """
     base = env.unwrapped
     try:
@@ -78,7 +78,7 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
     """Bring environments to where `read_environments` found them: each plays its ongoing episode again.
 
     Args:
-        env: environments made as those were, after `ResetTracker.wrap`.
+        env: environments made as those were, inside of `ResetTracker.wrapped`.
         tracker: their tracker.
         content: what `read_environments` returned.
         masked: whether the policy asks for the masks of actions before each step.

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import gymnasium as gym
@@ -110,8 +110,8 @@ class ResetTracker:
     """What is needed to play each environment's episodes again, and to check that the same was seen.
 
     That is the generator's state before each reset, the actions since the last one, and digests of the observations.
-    Environments of a `DummyVecEnv` are wrapped in `RecordResets` until `unwrap`; others have to be wrapped where they
-    are made. `has_started` says whether `start` or `load_state` was called.
+    Environments of a `DummyVecEnv` are wrapped in `RecordResets` inside of `wrapped()`; others have to be wrapped where
+    they are made. `has_started` says whether `start` or `load_state` was called.
     """
 
     def __init__(self, vec_env: VecEnv) -> None:
@@ -122,16 +122,15 @@ class ResetTracker:
         self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
         self._open: list[tuple[str | None, list[NDArray[Any]]]] = [(None, []) for _ in range(vec_env.num_envs)]
 
-    def wrap(self) -> None:
-        """Wrap the environments that are not yet, if they can be reached."""
-        if isinstance(self._base, DummyVecEnv):
-            envs = self._base.envs
-            envs[:] = [env if _records_resets(env) else _AddedRecordResets(env) for env in envs]
-
-    def unwrap(self) -> None:
-        """Take away the wrappers that `wrap` added."""
-        if isinstance(self._base, DummyVecEnv):
-            self._base.envs[:] = [env.env if isinstance(env, _AddedRecordResets) else env for env in self._base.envs]
+    @contextmanager
+    def wrapped(self) -> Iterator[None]:
+        """Wrap the environments that are not yet, if they can be reached; on exit they are the user's own again."""
+        envs = self._base.envs if isinstance(self._base, DummyVecEnv) else []
+        envs[:] = [env if _records_resets(env) else _AddedRecordResets(env) for env in envs]
+        try:
+            yield
+        finally:
+            envs[:] = [env.env if isinstance(env, _AddedRecordResets) else env for env in envs]
 
     def start(self, starts: NDArray[np.bool_]) -> None:
         """Read the present observations, and the states before resets of environments whose episodes begin.

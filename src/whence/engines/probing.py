@@ -44,7 +44,8 @@ def check_mixing(problem: Problem) -> None:
     for name, column, other, *parts in zip(Outputs._fields, together, again, *apart, strict=True):
         if column is None or not torch.equal(column, other):  # a random output says nothing
             continue
-        difference, largest = float((column - torch.cat(parts)).abs().max()), max(1.0, float(column.abs().max()))
+        column, others = column.detach(), torch.cat(parts).detach()
+        difference, largest = float((column - others).abs().max()), max(1.0, float(column.abs().max()))
         if not (difference <= 1e-4 * largest or difference <= _measure_precision(probe).tolerance(1e-4) * largest):
             raise _refuse_mixing(
                 f"The policy's {name} of a record changes by up to {difference:.2g} with the other records in its pass"

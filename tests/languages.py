@@ -6,12 +6,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    BioGptConfig,
+    BioGptForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -45,6 +49,10 @@ def language_model(style: str = "gpt2", *, attention: str = "sdpa", lora: float 
         common |= {"num_attention_heads": 2, "num_key_value_heads": 1}
         if style == "llama":
             model = LlamaForCausalLM(LlamaConfig(**common))
+        elif style in ("biogpt", "opt"):  # positions by columns and by tokens, where none are told
+            model = BioGptForCausalLM(BioGptConfig(**common))
+            if style == "opt":
+                model = OPTForCausalLM(OPTConfig(ffn_dim=24, word_embed_proj_dim=16, **common))
         elif style == "qwen2":
             model = Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=True, **common))
         else:

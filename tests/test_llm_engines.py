@@ -385,7 +385,7 @@ def test_a_norm_is_looked_at_before_it_is_trusted(
     assert difference(found, truth) <= EXACT
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("style", ["gpt2", "llama", "opt", "biogpt"])
 def test_positions_of_rows_begin_where_their_own_batch_does(style: str) -> None:
     model, batch, extra = language_model(style).eval(), tokens(empty=False), torch.tensor([0, 2, 2, 1, 0, 3])
     batch["attention_mask"][:, :3] = torch.arange(3) >= extra[:, None]  # the extra columns are padding in any case
@@ -404,7 +404,7 @@ def test_positions_of_rows_begin_where_their_own_batch_does(style: str) -> None:
         where = mask[order]
         assert torch.allclose(log_probs[where], torch.stack(expected)[order][where], atol=1e-5)
     truth = attribute(view, rows, target=SequenceReturn(), objective=TokenPPO(), engine="loop")
-    for engine in ("ghost", "forward"):
+    for engine in ("auto", "forward"):
         scores = attribute(view, rows, target=SequenceReturn(), objective=TokenPPO(), engine=engine)
         assert difference(scores, truth) <= EXACT
 

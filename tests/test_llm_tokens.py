@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from languages import language_model, rows_for, shaken, tokens
 from test_llm_engines import alone
-from whence import RecordBatch, WhenceError, attribute
+from whence import RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base import WithValueHead
@@ -93,6 +93,22 @@ def test_an_objective_that_is_no_sum_over_tokens_is_split_by_the_chain_rule() ->
     scores = attribute(language_view(model), rows, target=target, objective=of_whole_responses, engine="loop").scores
     parts = score_tokens(model, rows, target=target, objective=of_whole_responses)
     assert apart(parts.sum(dim=1), scores) <= EXACT
+
+
+def test_parts_are_right_where_padding_is_read() -> None:
+    batch = tokens()
+    batch["input_ids"][0, 2] = 0  # the token of padding, whose embedding is also the output layer's weight
+    model = language_model("qwen2")
+    rows = rows_for(model, batch)
+    scores = attribute(language_view(model), rows, target=SequenceReturn(), objective=TokenPPO(), engine="loop").scores
+    assert apart(score_tokens(model, rows, target=SequenceReturn()).sum(dim=1), scores) <= EXACT
+
+
+def test_models_whose_gradients_hooks_change_have_no_parts() -> None:
+    model = language_model("llama")
+    model.model.norm.register_full_backward_pre_hook(lambda layer, gradients: (gradients[0].clamp(min=0),))
+    with pytest.raises(Unsupported, match="forward mode, which is not exact"):
+        score_tokens(model, rows_for(model), target=SequenceReturn())
 
 
 def test_neither_chunks_nor_order_make_a_difference() -> None:

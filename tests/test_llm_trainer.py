@@ -359,16 +359,19 @@ def test_log_probs_do_not_depend_on_padding(tmp_path):
         assert torch.allclose(found[row][own], alone, atol=1e-5)
 
 
-def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_with_an_adapter_the_reference_is_the_model_at_the_start(tmp_path, trained_before):
     base = make_model()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=not trained_before)
+    adapted = get_peft_model(copy.deepcopy(base), config)
+    ids = torch.tensor([[2, 3, 4, 5]])
+    expected = (adapted if trained_before else base)(ids).logits.detach()
     trainer = make_trainer(tmp_path, NonPositive(), model=adapted)
     trainer.train()
     with trainer.reference.activate(trainer.model) as start:
-        ids = torch.tensor([[2, 3, 4, 5]])
-        assert torch.allclose(start(ids).logits, base(ids).logits, atol=1e-6)
-    assert not torch.allclose(trainer.model.language_model(ids).logits, base(ids).logits, atol=1e-4)
+        assert torch.allclose(start(ids).logits, expected, atol=1e-6)
+    assert not torch.allclose(trainer.model.language_model(ids).logits, expected, atol=1e-4)
     frozen = {n: p for n, p in trainer.model.language_model.named_parameters() if "lora" not in n}
     for name, tensor in frozen.items():
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
@@ -706,7 +709,8 @@ def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
         assert attended[width] == 1
 
 
-def test_rewards_get_the_columns_of_their_prompts(tmp_path):
+@pytest.mark.parametrize("as_rows", [lambda data: data, list])
+def test_rewards_get_the_columns_of_their_prompts(tmp_path, as_rows):
     seen = []
 
     def reward(prompts, responses, number):
@@ -716,7 +720,8 @@ def test_rewards_get_the_columns_of_their_prompts(tmp_path):
     prompts = datasets.Dataset.from_dict({"prompt": PROMPTS, "number": list(range(len(PROMPTS)))})
     held_out = datasets.Dataset.from_dict({"prompt": ["jj", "e"], "number": [70, 71]})
     config = make_config(tmp_path, rounds=2)
-    PPOTrainer(config, make_model(), make_tokenizer(), reward, prompts, rule=NonPositive(), held_out=held_out).train()
+    rest = {"rule": NonPositive(), "held_out": as_rows(held_out)}
+    PPOTrainer(config, make_model(), make_tokenizer(), reward, as_rows(prompts), **rest).train()
     numbers = {**dict(zip(PROMPTS, range(len(PROMPTS)), strict=True)), "jj": 70, "e": 71}
     assert len(seen) == 4  # of two rounds, each with a rollout to train on and one for the target
     assert all([numbers[text.replace(" ", "")] for text in texts] == given for texts, given in seen)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from accelerate import PartialState
 from transformers import (
+    BioGptConfig,
+    BioGptForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -331,7 +333,9 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
         assert torch.allclose(parameter.grad, expected, rtol=0, atol=2e-5 * float(expected.abs().max()) + 1e-8), name
 
 
-@pytest.mark.parametrize(("kind", "style"), [*(("grpo", s) for s in ("gpt2", "gpt_neo", "opt")), ("rloo", "llama")])
+@pytest.mark.parametrize(
+    ("kind", "style"), [*(("grpo", s) for s in ("gpt2", "gpt_neo", "opt", "biogpt")), ("rloo", "llama")]
+)
 def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
     model = make_style(style)
     trainer = make_trainer(kind, tmp_path, ScoreAndKeepAll(), model=model, pad_to_multiple_of=8)
@@ -362,8 +366,27 @@ def make_style(style):
         model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global"], 2]], **sizes, **common))
     else:
         sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 32}
-        model = OPTForCausalLM(OPTConfig(ffn_dim=24, word_embed_proj_dim=16, **sizes, **common))
+        model = BioGptForCausalLM(BioGptConfig(intermediate_size=24, **sizes, **common))
+        if style == "opt":
+            model = OPTForCausalLM(OPTConfig(ffn_dim=24, word_embed_proj_dim=16, **sizes, **common))
     return shaken(model)
+
+
+def test_each_token_may_have_an_advantage_of_its_own(tmp_path, monkeypatch):
+    made = GRPOTrainer._generate_and_score_completions
+
+    def spread(self, inputs):
+        output = made(self, inputs)
+        return output | {"advantages": output["advantages"][:, None].repeat(1, output["completion_ids"].shape[1])}
+
+    trainers = []
+    for method in (made, spread):
+        monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", method)
+        trainers.append(make_trainer("grpo", tmp_path, IPPO()))
+        trainers[-1].train()
+    plain, by_token = trainers
+    assert torch.equal(plain.influence.scores, by_token.influence.scores)
+    assert same(plain.model.state_dict(), by_token.model.state_dict())
 
 
 def test_scores_stand_in_trls_metrics(tmp_path):

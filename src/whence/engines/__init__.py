@@ -11,6 +11,7 @@ from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import fit_chunk_size as fit_chunk_size
 from whence.engines.memory import measure_bytes as measure_bytes
 from whence.engines.per_record import record_gradient as record_gradient
+from whence.engines.probing import check_against_loop as check_against_loop
 from whence.engines.probing import check_mixing as check_mixing
 from whence.engines.problem import Engine as Engine
 from whence.engines.problem import Gradient as Gradient

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -12,19 +13,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError, eval_mode
+from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError, eval_mode, is_in_shards
 from whence.llm.base.layer_rules import register_rules
 from whence.llm.base.value_head import WithValueHead, accepts_argument
 
 EXTRA_PADDING = "extra_padding"
 """The column of rows, (n,), of those that a trainer trains on without telling the model its positions.
 
-The number of columns before a row that the trainer's own batch did not have. Models that count positions by columns,
-such as GPT-2, count padding, too, from the first column of that batch on.
+The number of columns before a row that the trainer's own batch did not have. Where it is 0 for all rows, the model is
+told no positions, either. Models that count positions by columns, such as GPT-2, count padding, too, from the first
+column of that batch on.
 """
 
 _COLUMN_POSITIONS = "column_positions"
 """Of the model's inputs: positions for models that count them by columns."""
+
+_COUNTS_TOKENS: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Of each model that is told no positions, whether it counts them by the attention mask."""
 
 
 def language_view(model: nn.Module, *, temperature: float = 1.0) -> ModuleView:
@@ -80,17 +85,19 @@ def _to_single(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
+
+
 def _call_model(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
     # Logits of prompt tokens, each as wide as the vocabulary, are left out if the model can do so.
     options = {"use_cache": False, "logits_to_keep": width + 1}
-    counts_tokens = _COLUMN_POSITIONS not in inputs or _counts_tokens(module)
+    options = {name: value for name, value in options.items() if accepts_argument(module, name)}
+    names = ["input_ids", "attention_mask", "position_ids"]
+    if _COLUMN_POSITIONS in inputs and not _counts_tokens(module, inputs["input_ids"][:1]):
+        names[-1] = _COLUMN_POSITIONS
+    columns = {name: inputs[column] for name, column in zip(_ARGUMENTS, names, strict=True) if column in inputs}
     with _differentiable_attention():
-        outputs = module(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            position_ids=inputs["position_ids" if counts_tokens else _COLUMN_POSITIONS],
-            **{name: value for name, value in options.items() if accepts_argument(module, name)},
-        )
+        outputs = module(**columns, **options)
     if not isinstance(getattr(outputs, "logits", None), Tensor):
         raise Unsupported(
             f"{type(module).__name__} returned a {type(outputs).__name__} without `logits`; a causal language model is "
@@ -99,12 +106,20 @@ def _call_model(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
     return outputs
 
 
-def _counts_tokens(module: nn.Module) -> bool:
-    """Tell whether a model that is given no positions counts them by the attention mask, as OPT's embedding does."""
-    return any(
-        isinstance(child, nn.Embedding) and "attention_mask" in inspect.signature(child.forward).parameters
-        for child in module.modules()
-    )
+def _counts_tokens(module: Any, ids: Int[Tensor, "1 L"]) -> bool:
+    """Return whether a model that is told no positions counts them by the attention mask, as OPT does."""
+    if is_in_shards(module.parameters()):  # a pass needs all processes
+        embeddings = [child for child in module.modules() if isinstance(child, nn.Embedding)]
+        return any("attention_mask" in inspect.signature(child.forward).parameters for child in embeddings)
+    if module not in _COUNTS_TOKENS:
+        columns = torch.arange(ids.shape[1], device=ids.device)[None]
+        mask = (columns > 0).long()
+        ways = (None, (mask.cumsum(1) - 1).clamp(min=0), columns)
+        with torch.no_grad():
+            untold, *told = (module(input_ids=ids, attention_mask=mask, position_ids=way).logits[0, -1] for way in ways)
+        by_tokens, by_columns = ((untold - logits).abs().max() for logits in told)
+        _COUNTS_TOKENS[module] = bool(by_tokens < by_columns)
+    return _COUNTS_TOKENS[module]
 
 
 @contextmanager
@@ -138,8 +153,12 @@ def _prepare_rows(records: RecordBatch) -> dict[str, Tensor]:
         "response_mask": mask,
     }
     if EXTRA_PADDING in observations:
-        columns = torch.arange(ids.shape[1], device=ids.device) - observations[EXTRA_PADDING][:, None]
-        inputs[_COLUMN_POSITIONS] = columns.clamp(min=0)
+        extra = observations[EXTRA_PADDING]
+        if not extra.any():
+            del inputs["position_ids"]
+        else:
+            columns = torch.arange(ids.shape[1], device=ids.device) - extra[:, None]
+            inputs[_COLUMN_POSITIONS] = columns.clamp(min=0)
     return inputs
 
 
@@ -171,8 +190,7 @@ def embed_rows(model: Any, rows: RecordBatch, *, batch_size: int = 16) -> Float[
     with torch.no_grad(), eval_mode(model.modules()):
         for first in range(0, len(rows), batch_size):
             inputs: Any = view.prepare(rows.take(slice(first, first + batch_size)))
-            names = ("input_ids", "attention_mask", "position_ids")
-            columns = {name: inputs[name] for name in names}
+            columns = {name: inputs[name] for name in _ARGUMENTS if name in inputs}
             hidden = language_model(**columns, output_hidden_states=True, use_cache=False).hidden_states[-1].float()
             mask = inputs["attention_mask"][:, :, None].float()
             parts.append(((hidden * mask).sum(dim=1) / mask.sum(dim=1)).cpu())

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,7 +105,8 @@ def disable_dropout(model: nn.Module) -> None:
 class Reference:
     """The start model: the model before training, from which the policy's divergence is measured.
 
-    With a PEFT adapter it is the model with the adapter off; otherwise it is a frozen copy, which doubles the memory.
+    With a PEFT adapter it is the model with the adapter as it was at the start, which may have been trained before;
+    otherwise it is a frozen copy, which doubles the memory.
 
     Args:
         model: the model, before it is trained.
@@ -113,12 +114,22 @@ class Reference:
 
     def __init__(self, model: WithValueHead) -> None:
         self._copy: Any = None
-        if not model.has_adapter:
+        self._adapter: dict[str, Tensor] = {}
+        if model.has_adapter:
+            trainable = ((name, p) for name, p in model.language_model.named_parameters() if p.requires_grad)
+            self._adapter = {name: parameter.detach().clone() for name, parameter in trainable}
+        else:
             self._copy = copy.deepcopy(model.language_model).eval().requires_grad_(False)
 
     @contextmanager
     def activate(self, model: WithValueHead) -> Iterator[Any]:
-        """Yield the start model as a causal language model, with the adapter of `model` off if it has one."""
-        adapter_off = model.language_model.disable_adapter() if self._copy is None else nullcontext()
-        with adapter_off:
+        """Yield the start model as a causal language model; until the end, `model` has the adapter of the start."""
+        parameters = dict(model.language_model.named_parameters())
+        present = {name: parameters[name].data for name in self._adapter}
+        try:
+            for name, tensor in self._adapter.items():
+                parameters[name].data = tensor
             yield model.language_model if self._copy is None else self._copy
+        finally:
+            for name, tensor in present.items():
+                parameters[name].data = tensor

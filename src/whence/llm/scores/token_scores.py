@@ -26,8 +26,11 @@ from whence.core import (
     is_in_shards,
 )
 from whence.engines import (
+    ENGINES,
     Gradient,
     Problem,
+    Refused,
+    check_against_loop,
     compute_seeds,
     outputs_along,
     record_gradient,
@@ -69,9 +72,8 @@ def score_tokens(
         (n, R) on the CPU, 0 where there is no response token.
 
     Raises:
-        Unsupported: processes hold the parameters in shards.
+        Unsupported: processes hold the parameters in shards, or forward mode differs from a backward pass.
         NonFinite: a part is not finite.
-        NotImplementedError: torch has no forward mode for one of the model's kernels.
     """
     view = restrict_view(language_view(model, temperature=temperature), layers)
     if is_in_shards(view.parameters().values()):
@@ -81,6 +83,12 @@ def score_tokens(
         )
     objective = TokenPPO() if objective is None else as_objective(objective)
     with open_problem(view, rows, targets=[target], objective=objective) as problem:
+        try:
+            check_against_loop(problem, ENGINES["forward"])
+        except (Refused, RuntimeError) as refusal:
+            raise Unsupported(
+                f"Tokens' parts of scores come from forward mode, which is not exact for this model: {refusal}"
+            ) from refusal
         (gradient,) = target_gradients(problem := replace(problem, chunk_size=min(chunk_size, len(rows))))
         parts = torch.cat([_parts_along(part, gradient) for part in problem.parts()])
     if not torch.isfinite(parts).all():

@@ -97,7 +97,7 @@ def read_prompts(
     """Return texts, chats, or a data set with a column "prompt", as prompts.
 
     Args:
-        dataset: the texts, chats or data set.
+        dataset: the texts, chats or data set; or the rows of one, each a dict.
         tokenizer: the model's tokenizer.
         config: the settings that limit the lengths of prompts and responses.
         context: tokens that the model can read; None: no limit.
@@ -106,21 +106,24 @@ def read_prompts(
     Raises:
         WhenceError: a prompt does not fit, or there is no column "prompt", or none that the reward asks for.
     """
-    names = list_columns(dataset)
-    needed = [] if reward is None else find_columns(reward, names)
     source: Any = dataset
-    texts = list(dataset if getattr(dataset, "column_names", None) is None else source["prompt"])
-    ids = tokenize_prompts(tokenizer, texts, config, context)
+    if getattr(source, "column_names", None) is None:
+        source = list(source)  # of a streaming data set, too
+        if source and isinstance(source[0], Mapping):
+            source = {name: [row.get(name) for row in source] for name in source[0]}
+    names = list_columns(source)
+    needed = [] if reward is None else find_columns(reward, names)
+    ids = tokenize_prompts(tokenizer, list(source if isinstance(source, list) else source["prompt"]), config, context)
     return Prompts(ids, {name: list(source[name]) for name in names if name in needed})
 
 
 def list_columns(dataset: Any) -> list[str]:
-    """Return the names of a data set's columns other than "prompt"; a list has none.
+    """Return the names of a data set's columns, or those of a dict, other than "prompt"; a list has none.
 
     Raises:
         WhenceError: there is no column "prompt".
     """
-    names = getattr(dataset, "column_names", None)
+    names = list(dataset) if isinstance(dataset, Mapping) else getattr(dataset, "column_names", None)
     if names is None:
         return []
     if "prompt" not in names:

@@ -46,7 +46,8 @@ def make_completion_rows(
     prompt_mask = gather_tokens(output["prompt_mask"], pad_first=True)
     completions, attended = (gather_tokens(output[name]) for name in ("completion_ids", "completion_mask"))
     mask = gather_tokens(mask).bool()
-    advantages = processes.gather(output["advantages"], len(mask))
+    advantages = output["advantages"]  # a subclass may give each token its own
+    advantages = gather_tokens(advantages) if advantages.ndim == 2 else processes.gather(advantages, len(mask))[:, None]
     # TRL tells the model no positions, and a process's batch is as wide as its own longest prompt.
     extra = torch.full_like(output["prompt_ids"][:, 0], prompts.shape[1] - output["prompt_ids"].shape[1])
     columns = {EXTRA_PADDING: processes.gather(extra, len(mask))}
@@ -57,7 +58,7 @@ def make_completion_rows(
         input_ids=torch.cat([prompts, completions], dim=1),
         attention_mask=torch.cat([prompt_mask, attended], dim=1),
         response_mask=mask,
-        advantages=torch.where(mask, advantages[:, None], 0.0),
+        advantages=torch.where(mask, advantages, 0.0),
         record_ids=torch.arange(batches_done * len(mask), (batches_done + 1) * len(mask)),
     )
     observations: Any = rows.observations

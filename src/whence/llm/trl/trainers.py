@@ -187,6 +187,7 @@ class _SelectingTrainer:
         weights = selection.weights[part].to(output["advantages"]) * (
             count / max(float(selection.weights.sum()), 1e-30)
         )
+        weights = weights.reshape(-1, *[1] * (output["advantages"].ndim - 1))
         output["advantages"] = output["advantages"] * weights if count else torch.zeros_like(output["advantages"])
         if self._drops_by_mask:
             mask = output["completion_mask"] * output.get("tool_mask", 1)

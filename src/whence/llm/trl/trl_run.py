@@ -75,7 +75,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise WhenceError(
                 f"Several reward functions are called {repeated[0]!r}, so that TRL logs the rewards of one of them "
-                "only. Set another __name__ on each."
+                "only. Make each a function of its own (def), or a model in a folder of another name."
             )
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._directory: RunDirectory | None = None

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import scipy
 from jaxtyping import Bool, Float64, Int
-from scipy import stats
 
 from whence.core import WhenceError
 
@@ -307,7 +307,7 @@ def _curve_entry(name: str, arm: str, alone: Mapping[str, Mapping[int, Mapping[s
     return {
         **t_interval(values),
         "per_seed": values,
-        "iqm": float(stats.trim_mean(values, 0.25)),
+        "iqm": float(scipy.stats.trim_mean(values, 0.25)),
         "null": 0.0,
         "differences": {
             other: t_interval([by_seed[s] - theirs[s] for s in by_seed if s in theirs])
@@ -363,5 +363,5 @@ def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: 
         degrees_of_freedom: may be fractional.
     """
     # scipy's own `interval` is NaN if the standard error is 0.
-    half_width = float(stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
+    half_width = float(scipy.stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
     return {"mean": mean, "low": mean - half_width, "high": mean + half_width}

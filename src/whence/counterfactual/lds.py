@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+import scipy
 import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
-from scipy import stats
 from torch import Tensor
 
 from whence.core import Target, WhenceError
@@ -59,12 +59,16 @@ def compute_lds(
     generator = np.random.default_rng(seed)
     resampled = generator.integers(len(outcomes), size=(resamples, len(outcomes)))
     # Every resample is ranked by itself, with ties shared: Pearson's correlation of these ranks is Spearman's.
-    ranks = stats.rankdata(predictions[resampled], axis=1), stats.rankdata(outcomes[resampled], axis=1)
+    ranks = scipy.stats.rankdata(predictions[resampled], axis=1), scipy.stats.rankdata(outcomes[resampled], axis=1)
     centred = [one - one.mean(axis=1, keepdims=True) for one in ranks]
     with np.errstate(invalid="ignore"):
         correlations = (centred[0] * centred[1]).sum(1) / np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
     low, high = np.nanquantile(correlations, [0.025, 0.975])
-    return {"lds": float(stats.spearmanr(predictions, outcomes).statistic), "low": float(low), "high": float(high)}
+    return {
+        "lds": float(scipy.stats.spearmanr(predictions, outcomes).statistic),
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def measure_agreement(values: Float[np.ndarray, "orders m"]) -> float | None:
@@ -82,7 +86,7 @@ def measure_agreement(values: Float[np.ndarray, "orders m"]) -> float | None:
     k = len(values)
     if (np.ptp(values, axis=1) == 0).any():
         return None
-    ranks = stats.rankdata(values, axis=1)
+    ranks = scipy.stats.rankdata(values, axis=1)
     correlations = np.corrcoef(ranks)[np.triu_indices(k, 1)]
     r = max(0.0, float(correlations.mean()))
     return float(np.sqrt(k * r / (1 + (k - 1) * r)))

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 BANDS = ("top", "middle", "bottom")
 """A fifth of a round's records that scores highest, three fifths, and the fifth that scores lowest."""
@@ -98,7 +98,7 @@ def partial_spearman(one: Numbers, other: Numbers, fixed: Numbers) -> float:
 
     The correlation of what is left of the two columns' ranks after a straight line in the third's ranks.
     """
-    ranks = [stats.rankdata(column) for column in (one, other, fixed)]
+    ranks = [scipy.stats.rankdata(column) for column in (one, other, fixed)]
     if len(one) < 2 or min(np.ptp(column) for column in ranks) == 0:
         return float("nan")
     (r12, r13), r23 = np.corrcoef(ranks)[0, 1:], np.corrcoef(ranks)[1, 2]
@@ -165,7 +165,7 @@ def _number_bins(values: NDArray[Any], bins: int) -> NDArray[np.int64]:
 def _spearman(one: Numbers, other: Numbers) -> float:
     if len(one) < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:
         return float("nan")
-    return float(stats.spearmanr(one, other).statistic)
+    return float(scipy.stats.spearmanr(one, other).statistic)
 
 
 def describe_verdict(summary: Mapping[str, Any]) -> str:

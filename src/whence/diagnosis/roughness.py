@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.spatial.distance import cdist, pdist
 
 NEIGHBOURS = 50
 """Nearest neighbours of a record where nobody says otherwise; LDA finds little difference from 20 to 100."""
@@ -40,7 +39,7 @@ def link_similar(embeddings: Float[np.ndarray, "n d"], neighbours: int = NEIGHBO
     count = min(neighbours, len(nodes) - 1)
     if count < 1:
         return Graph(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
-    squared = cdist(nodes, nodes, "sqeuclidean")
+    squared = scipy.spatial.distance.cdist(nodes, nodes, "sqeuclidean")
     np.fill_diagonal(squared, np.inf)  # no node is its own neighbour
     furthest = np.partition(squared, count - 1, axis=1)[:, count - 1]
     near = squared <= furthest[:, None]
@@ -53,7 +52,7 @@ def median_distance(nodes: Float[np.ndarray, "n d"]) -> float:
 
     Of more than 2,048 nodes, as many are taken, evenly spread.
     """
-    distances = pdist(spread_evenly(nodes, 2048))
+    distances = scipy.spatial.distance.pdist(spread_evenly(nodes, 2048))
     median = float(np.median(distances)) if len(distances) else 0.0
     apart = distances[distances > 0]
     return median or (float(np.median(apart)) if len(apart) else 1.0)

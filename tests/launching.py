@@ -1,4 +1,4 @@
-"""Scripts of the tests in several processes."""
+"""Scripts of the tests in several processes, and what runs in one instead."""
 
 import os
 import subprocess
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+
+from whence.core import preserve_rng_state
+from whence.experiments import runner_of
 
 
 def run_script(launcher: Sequence[str], script: str, folder: Path, **environment: str) -> None:
@@ -29,3 +32,11 @@ def end_process() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def run_one_by_one(jobs, workers, on_round):
+    """What `whence.experiments.workers.run_all` does, in this process."""
+    for place, (config, path) in enumerate(jobs):
+        with preserve_rng_state():
+            runner_of(config).run(config, path, lambda rounds, metrics, place=place: on_round(place, rounds))
+        yield place, None

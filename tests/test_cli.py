@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from launching import run_one_by_one
 from whence import cli
 from whence.cli.terminal import SweepBars, progress
-from whence.core import preserve_rng_state
-from whence.experiments import RunConfig, run
+from whence.experiments import RunConfig
 from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 from whence.experiments.sweepfile import Planned
@@ -198,13 +198,6 @@ def interrupted(out):
 @pytest.fixture(scope="module")
 def finished(out, interrupted):
     """Give the same command again, in this process, which makes the run; returns what `wait_for` does."""
-
-    def run_one_by_one(jobs, workers, on_round):
-        for place, (config, path) in enumerate(jobs):
-            with preserve_rng_state():
-                run(config, path, lambda rounds, metrics, place=place: on_round(place, rounds))
-            yield place, None
-
     text, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(err):
         patch.setattr(sys, "argv", ["whence", "compare", *LAKE, "--out", str(out)])
@@ -266,10 +259,8 @@ def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_
     assert whence("report", tmp_path) == (130, "", "Interrupted.")
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"),
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -signal.SIGKILL)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_command_that_is_ended_leaves_no_worker(tmp_path, sent, code):
     exit_code, out, err = stop(tmp_path, "ppo", sent)  # returns when the last worker has gone
     assert (exit_code, out) == (code, "")

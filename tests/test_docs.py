@@ -14,12 +14,13 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 
+from launching import run_one_by_one
 from whence import cli
 from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command
 from whence.core import policies
 from whence.engines import auto, rules
-from whence.experiments import read_sweep, runner_of
+from whence.experiments import read_sweep
 from whence.experiments.arms import ARMS
 from whence.experiments.rl.presets import presets
 
@@ -126,13 +127,6 @@ def shorten(name, arguments):
     return shlex.split(line)
 
 
-def run_one_by_one(jobs, workers, on_round):
-    """What `run_all` does, in this process."""
-    for place, (config, path) in enumerate(jobs):
-        runner_of(config).run(config, path, lambda rounds, metrics, place=place: on_round(place, rounds))
-        yield place, None
-
-
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """An empty directory, and what a page registers is forgotten after it."""
@@ -153,7 +147,8 @@ def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch)
     monkeypatch.setattr(PPO, "__init__", partialmethod(PPO.__init__, n_epochs=1))  # ten show nothing more
     names = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), start=1):
-        exec(compile(block, f"{page}.md, block {number}", "exec"), names)
+        small = re.sub(r"(?<=n_steps=)\d+|(?<=learn\()[\d_]+", lambda number: str(int(number[0]) // 4), block)
+        exec(compile(small, f"{page}.md, block {number}", "exec"), names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"\b(compare|run_sweep)\(", PAGES[page])])

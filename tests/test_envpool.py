@@ -74,7 +74,7 @@ SHORT = {"max_episode_steps": 300}
 @pytest.mark.parametrize(
     ("config", "episodes", "steps"),
     [
-        (RunConfig("Acrobot-v1", "ppo", 0), 256, 12_288),
+        pytest.param(RunConfig("Acrobot-v1", "ppo", 0), 256, 12_288, marks=pytest.mark.long),
         (RunConfig("LunarLander-v3", "ppo", 0), 64, 4_096),
         pytest.param(
             RunConfig("BipedalWalker-v3", "ppo", 0, env_kwargs=SHORT, pool_kwargs=SHORT),

@@ -88,10 +88,13 @@ PRESETS = {
 }
 
 
+SLOW = ("bipedalwalker", "highway")
 HIGHWAY = {"vehicles_count": 10, "observation": {"type": "Kinematics", "vehicles_count": 5}}
 
 
-@pytest.mark.parametrize("name", [*PRESETS, pytest.param("highway", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in (*PRESETS, "highway")]
+)
 def test_every_record_of_the_six_environments_is_observed_again(tmp_path, name):
     is_highway = name == "highway"
     steps = {"highway": 64, "bipedalwalker": 2048}.get(name, 512)  # a walker's first falls would not show its world

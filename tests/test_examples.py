@@ -35,7 +35,7 @@ def ppo() -> Any:
     return script("ppo")
 
 
-@pytest.mark.parametrize("selection", [False, True])
+@pytest.mark.parametrize("selection", [pytest.param(False, marks=pytest.mark.long), True])
 def test_learns(ppo: Any, selection: bool) -> None:
     curve = ppo.train(rounds=12, selection=selection)
     assert len(curve) == 12

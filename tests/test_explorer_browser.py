@@ -179,9 +179,8 @@ class TestMoment:
         )
         expect(moment.locator(".probabilities tbody tr").nth(1)).to_contain_text("20%50%")
 
-    @pytest.mark.parametrize(
-        ("advantage", "truth", "error", "words"),
-        [
+    def test_advantages_are_judged_by_their_errors(self, page):
+        for advantage, truth, error, words in (
             (75, -21, 4, "The advantage had the wrong sign."),
             (-3, 21, 4, "The advantage had the wrong sign."),
             (20, 21, 4, "The advantage was right."),
@@ -191,20 +190,15 @@ class TestMoment:
             (-75, -7, 4, "The advantage was too low."),
             (-9, -7, 4, "It cannot be told whether the advantage was right."),
             (75, None, None, "Not measured here."),
-        ],
-    )
-    def test_advantages_are_judged_by_their_errors(self, page, advantage, truth, error, words):
-        assert page.evaluate("args => Whence.judgeAdvantage(...args)[1]", [advantage, truth, error]) == words
+        ):
+            assert page.evaluate("args => Whence.judgeAdvantage(...args)[1]", [advantage, truth, error]) == words
 
-    @pytest.mark.parametrize(
-        ("value", "error", "text"),
-        [
+    def test_values_are_no_finer_than_their_errors(self, page):
+        for value, error, text in (
             *((-22.3, 13.54, "−22 ± 14"), (-14.87, 9.993, "−15 ± 10"), (0.9792, 0.1746, "+0.98 ± 0.17")),
             *((-0.000968, 0.25, "0 ± 0.25"), (-0.9, 0.05, "−0.9 ± 0.05"), (12.3456, None, "+12.3"), (3, 0, "+3 ± 0")),
-        ],
-    )
-    def test_values_are_no_finer_than_their_errors(self, page, value, error, text):
-        assert page.evaluate("args => Whence.withError(...args)", [value, error]) == text
+        ):
+            assert page.evaluate("args => Whence.withError(...args)", [value, error]) == text
 
     def test_frames_scrub_and_play(self, page):
         moment = open_worst(page)

@@ -85,6 +85,7 @@ def fork(forks: Any, fault: Fault | None, tests: list[str]) -> int:
     return process.exitcode
 
 
+@pytest.mark.long  # the suite says so as well, in another process
 def test_the_named_tests_pass_without_a_fault(forks: Any) -> None:
     assert fork(forks, None, sorted({fault.test for fault in FAULTS})) == RAN + pytest.ExitCode.OK
 

@@ -16,7 +16,7 @@ import torch
 from test_experiments_llm import cache, invoke, tiny
 from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
-from test_llm_why import RUNS, copy_run, runs
+from test_llm_why import NAMES, copy_run, runs
 from whence import NonPositive
 from whence.cli.terminal import console
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
@@ -67,7 +67,7 @@ def differentiate_objective(rebuilt, position):
 
 
 class TestScores:
-    @pytest.mark.parametrize("name", RUNS)
+    @pytest.mark.parametrize("name", NAMES)
     def test_a_plain_loop_over_records_gives_the_same(self, runs, name):
         directory = runs(name)
         causes = find_response_causes(directory, *QUESTION)

@@ -29,6 +29,7 @@ RUNS = {
     "grpo": {"arm": "iif", "algorithm": "grpo", "settings": TRL_KEEPS | {"beta": 0.1, "loss_type": "grpo"}},
     "rloo": {"arm": "ippo", "algorithm": "rloo", "lora": 2, "settings": TRL_KEEPS},
 }
+NAMES = [pytest.param(name, marks=pytest.mark.long if name == "rloo" else ()) for name in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def copy_run(directory, path):
     return RunDirectory.open(shutil.copytree(directory.path, path))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_round_built_again_scores_as_it_did(runs, name):
     directory = runs(name)
     for number in (1, 3):

@@ -131,6 +131,9 @@ MODELS = {
     "image": lambda: toys.model(observation="image", seed=3),
 }
 
+SLOW = ("plain a2c", "masked")
+"""Models whose like is among the others."""
+
 
 def total(model):
     return ROUNDS * model.n_steps * model.n_envs
@@ -192,7 +195,9 @@ def test_what_a_checkpoint_returns_lies_where_numpy_and_torch_put_it(tmp_path, l
 
 
 class TestTheSameScript:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in MODELS]
+    )
     def test_it_ends_with_the_same_bits(self, tmp_path, name, caplog):
         whole = train(MODELS[name], tmp_path / "whole")
         train(MODELS[name], tmp_path / "parts", until=0.9)

@@ -541,6 +541,7 @@ class TestWorkers:
         assert multiprocessing.active_children() == []
         assert not is_finished(*long_run)
 
+    @pytest.mark.long
     def test_ctrl_c_does_not_reach_them(self, tmp_path):
         def interrupt(*_):
             while not (workers := multiprocessing.active_children()):

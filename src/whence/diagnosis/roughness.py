@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import scipy
 from jaxtyping import Float, Int
 
 NEIGHBOURS = 50

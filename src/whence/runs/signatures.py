@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -18,6 +17,9 @@ from whence.core import write_atomically
 
 SIGNATURE = ".signature"
 """The file of a run's signature, which is no part of what the run is."""
+
+_REFUSED: set[Path] = set()
+"""Keys that could not be had, which is said once of each."""
 
 log = logging.getLogger("whence")
 
@@ -37,12 +39,10 @@ def sign_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def is_signed(path: Path, config: Mapping[str, Any]) -> bool:
     """Return whether this user signed a configuration in this directory, on this machine."""
-    try:
-        signature = (path / SIGNATURE).read_bytes()
-    except OSError:
-        return False
-    key = _read_key()
-    return key is not None and hmac.compare_digest(_sign(key, path, config).encode(), signature)
+    with suppress(OSError):
+        signature, key = (path / SIGNATURE).read_bytes(), _read_key()
+        return key is not None and hmac.compare_digest(_sign(key, path, config).encode(), signature)
+    return False
 
 
 def explain_distrust(path: Path) -> str:
@@ -61,33 +61,28 @@ def _read_key(*, is_needed: bool = False) -> bytes | None:
     """Return this user's key; None, which is said once, if it cannot be had. A missing key is made if it is needed."""
     file = user_state_path("whence") / "key"
     try:
-        if not file.exists():
-            if not is_needed:
-                return None
+        if is_needed and not file.exists():
             _make_key(file)
-        status = file.stat()
-        if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o077):
-            raise PermissionError(f"{file} has to be this user's, with mode 0600")
-        key = file.read_bytes()
-        if len(key) != _BYTES:
-            raise PermissionError(f"{file} holds no key: delete it")
+        status, key = file.stat(), file.read_bytes()
+        is_private = os.name != "posix" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
+        if is_private and len(key) == _BYTES:
+            return key
+        reason = f"{file} has to hold {_BYTES} bytes and be yours alone, with mode 0600; deleted, it is made anew"
     except OSError as refusal:
-        _warn_once(str(refusal))
-        return None
-    return key
+        if isinstance(refusal, FileNotFoundError) and not is_needed:
+            return None
+        reason = str(refusal)
+    if file not in _REFUSED:
+        _REFUSED.add(file)
+        log.warning("No run is signed as yours, so each needs --trust or trust=True: %s.", reason)
+    return None
 
 
 def _make_key(file: Path) -> None:
     """Write a random key that no one else can read, unless another process is first."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=file.parent) as temporary:
+    with NamedTemporaryFile(dir=file.parent) as temporary, suppress(FileExistsError):
         temporary.write(secrets.token_bytes(_BYTES))
         temporary.flush()
         os.fsync(temporary.fileno())
-        with suppress(FileExistsError):
-            os.link(temporary.name, file)
-
-
-@cache
-def _warn_once(reason: str) -> None:
-    log.warning("Runs are not signed as yours, so what shows their episodes needs --trust or trust=True: %s.", reason)
+        os.link(temporary.name, file)

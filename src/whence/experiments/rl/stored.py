@@ -29,7 +29,6 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import (
     SPACES,
-    EnvPoolVecEnv,
     EpisodeReplay,
     Frames,
     MakeEnv,
@@ -97,10 +96,6 @@ def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int) -> VecEnv:
     Raises:
         RunDirectoryError: they cannot be made.
     """
-    if env is None and (experiment := run.experiment).get("collect_with") == "envpool":
-        run.check_trust()
-        settings = experiment["pool_kwargs"], count, experiment["seed"], experiment["observe"]
-        return EnvPoolVecEnv(experiment["env"], *settings)
     try:
         make = make_replay_env(run, env)
         vec_env: VecEnv = DummyVecEnv([lambda: Monitor(renew_world(make()))] * count)

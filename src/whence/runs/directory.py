@@ -256,7 +256,7 @@ class RunDirectory:
     def check_trust(self) -> None:
         """Refuse, with a `RunDirectoryError`, to run what the configuration of a stranger's run names."""
         if not self.is_trusted:
-            raise RunDirectoryError(explain_distrust(self.path))
+            raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
 
     def _write_config(self, *, sign: bool = False) -> None:
         document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}

@@ -45,12 +45,12 @@ def is_signed(path: Path, config: Mapping[str, Any]) -> bool:
     return False
 
 
-def explain_distrust(path: Path) -> str:
+def explain_distrust(path: Path, *, is_language: bool = False) -> str:
     """Return why nothing runs that a run's configuration names, and how to let it, in one line."""
-    return (
-        f"{path} is not signed as a run that you made in this place, so nothing runs that it names: no environment, no "
-        "model. Trust it by --trust or RunDirectory.open(path, trust=True), or name the environment by --env or env=."
-    )
+    what = "model and data are not loaded: they" if is_language else "environment is not made: it"
+    name = "" if is_language else ", or name the environment by --env or env="
+    reason = f"{path} is not signed as a run that you made in this place, so its {what} may run code"
+    return f"{reason}. Trust it by --trust or RunDirectory.open(path, trust=True){name}."
 
 
 def _sign(key: bytes, path: Path, config: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ from test_llm_trainer import (
     same,
     vowels,
 )
+from toys import flip_bit
 from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
@@ -569,6 +570,15 @@ class TestGoingOn:
         again.train(resume_from_checkpoint=True)
         assert "going on after round 2 of 3" in caplog.text
         assert_equal_trainings(again, whole_grpo)
+        files = [file for file in (folder / "checkpoint-6").rglob("*") if file.is_file()]
+        assert {file.suffix for file in files} >= {".safetensors", ".pt", ".pth", ".json"}
+        for file in files:
+            with flip_bit(file), caplog.at_level("WARNING", logger="whence"):
+                caplog.clear()
+                assert again.find_checkpoint() == folder / "checkpoint-4"
+                assert f"{file} is damaged" in caplog.text
+                with pytest.raises(RunDirectoryError, match=f"{file.name} is damaged"):
+                    again.train(resume_from_checkpoint=folder / "checkpoint-6")
         note = RunDirectory.open(folder / "run").notes
         RunDirectory.open(folder / "run").note(id="that of another run")
         assert again.find_checkpoint() is None

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toys import model
+from toys import flip_bit, model
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.experiments import LanguageConfig, RunConfig, load_policy, read_config
 from whence.moments import find_moments
+from whence.runs import read_latest
 from whence.sb3 import InfluenceCallback, collect
 
 RECORDING, SCORES = "recordings/round_00001.safetensors", "scores.safetensors"
@@ -43,6 +44,8 @@ def read(path: Path, name: str) -> Any:
         "config.json": lambda: directory.config,
         "metrics.parquet": lambda: directory.table("metrics"),
         "records/round_00001.parquet": lambda: find_moments(directory.round("records", 1), lowest=True, most=3),
+        "episodes/round_00001.parquet": lambda: directory.round("episodes", 1),
+        "checkpoints/round_00001.safetensors": lambda: read_latest(path),
         "policies/round_00001.safetensors": lambda: directory.policy(1),
         RECORDING: lambda: RoundRecording.load(directory.round_path("recordings", 1)),
     }
@@ -74,6 +77,16 @@ def test_bytes_that_are_cut_off_or_changed(run: Path, name: str, data: st.DataOb
         part = data.draw(st.binary(min_size=1, max_size=8))
         content[start : start + len(part)] = part
     read_damaged(run, name, bytes(content))
+
+
+@pytest.mark.parametrize("name", [*FILES[1:], "episodes/round_00001.parquet", "checkpoints/round_00001.safetensors"])
+def test_a_flipped_bit_is_named(run: Path, name: str) -> None:
+    read(run, name)
+    content = (run / name).read_bytes()
+    mark = content.rindex(b"checksum")  # a flip in the mark of the checksum changes nothing else
+    for place in {*range(0, len(content), len(content) // 40), len(content) - 1} - {*range(mark, mark + 20)}:
+        with flip_bit(run / name, place), pytest.raises(WhenceError, match=rf"{name} is damaged.*Restore it"):
+            read(run, name)
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -109,6 +122,7 @@ def test_parts_that_do_not_fit(run: Path, name: str, change: Any, message: str) 
     with safe_open(run / name, framework="pt") as file:
         texts, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     change(texts, tensors)
+    del texts["checksum"]
     save_file(tensors, run / name, texts)
     try:
         with pytest.raises((RunDirectoryError, InvalidInfluence), match=message):

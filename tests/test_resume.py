@@ -548,7 +548,7 @@ class TestFiles:
         latest = checkpoint_path(tmp_path / "parts", 4)
         latest.write_bytes(latest.read_bytes()[:-10])
         model = train(MODELS["walk"], tmp_path / "parts", save_every=1)
-        assert "round_00004.safetensors cannot be read" in caplog.text
+        assert "round_00004.safetensors is damaged" in caplog.text
         assert "going on after round 3" in caplog.text
         assert_same_model(model, whole)
 

@@ -231,7 +231,7 @@ class TestDirectories:
     def test_a_link_to_a_run_is_a_run(self, stage: Path, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(stage / "agent")
         run = RunDirectory.open(tmp_path / "link")
-        RunDirectory.resume(run.path, run.config, rounds=1)
+        RunDirectory.resume(run.path, run.config, rounds=1).remove_later()
         assert run.rounds() == [1]
 
     @pytest.mark.parametrize("arm", ["../../../elsewhere", "/elsewhere", "iif/../../.."])

@@ -1,6 +1,9 @@
 """Small policies, environments and rollouts for the tests."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -184,3 +187,14 @@ def records_for(
 def difference(one: whence.Influence, other: whence.Influence) -> float:
     """Return max|one - other| over max|other|."""
     return float((one.scores - other.scores).abs().max() / other.scores.abs().max())
+
+
+@contextmanager
+def flip_bit(file: Path, place: int | None = None) -> Iterator[None]:
+    """Let a file differ in one bit, by default in the middle."""
+    before = file.read_bytes()
+    content = bytearray(before)
+    content[len(content) // 2 if place is None else place] ^= 1
+    file.write_bytes(content)
+    yield
+    file.write_bytes(before)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import InvalidInfluence, to_numpy, write_atomically
+from whence.core import CHECKSUM, InvalidInfluence, to_numpy, write_atomically
 from whence.runs import parse_document, read_tensor_file
 
 SIGNIFICANT = 2.0
@@ -126,7 +126,7 @@ class Influence:
         if self.errors is not None:
             tensors["errors"] = self.errors.contiguous()
         provenance = json.dumps(asdict(self.provenance))
-        metadata = {"format": "whence-influence", "version": "1", "provenance": provenance}
+        metadata = {"format": "whence-influence", "version": "1", "provenance": provenance, **CHECKSUM}
         with write_atomically(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
 

@@ -1,12 +1,16 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, with a checksum where their format has a place for one."""
 
+import errno
+import hashlib
 import json
+import mmap
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -18,7 +22,7 @@ def write_atomically(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename it to `path` on a clean exit, remove it if something raises.
 
     A reader sees the old file or the whole new one, whenever the process is killed. The new file has the mode that the
-    process's umask gives, whichever mode its writer chose.
+    process's umask gives, whichever mode its writer chose. If its metadata hold `CHECKSUM`, they get its checksum.
 
     Raises:
         RunDirectoryError: the system refuses to write; the message says why and what to do.
@@ -32,10 +36,51 @@ def write_atomically(path: str | Path) -> Iterator[Path]:
             temporary.touch(exist_ok=False)  # a link of this name, which someone put there, is not followed
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
+            _write_checksum(temporary)
             temporary.chmod(mode)  # safetensors makes its files readable by their owner only
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+CHECKSUM = {"checksum": f"blake2b:{'0' * 32}"}
+"""Metadata of a safetensors or Parquet file, in whose place `write_atomically` puts the checksum of all other bytes."""
+
+# As safetensors and Parquet write the name and the value; in a text of the user's, quotes are escaped.
+_CHECKSUM = re.compile(rb'checksum(?:":"|\x18\x28)blake2b:(.{32})', re.DOTALL)
+
+
+def _write_checksum(path: Path) -> None:
+    with path.open("r+b") as file:
+        if (checksum := _find_checksum(file)) is not None:
+            file.seek(checksum.place)
+            file.write(checksum.computed)
+
+
+def has_changed(path: str | Path) -> bool:
+    """Return whether a file has other bytes than its checksum says; one without a checksum has not."""
+    with open(path, "rb") as file:
+        checksum = _find_checksum(file)
+    return checksum is not None and checksum.stored != checksum.computed
+
+
+class _Checksum(NamedTuple):
+    place: int
+    stored: bytes
+    computed: bytes
+
+
+def _find_checksum(file: BinaryIO) -> _Checksum | None:
+    """Return the checksum that a file holds, and that of all its other bytes; None if it holds none."""
+    if not os.fstat(file.fileno()).st_size:
+        return None
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if (mark := _CHECKSUM.search(content)) is None:
+            return None
+        with memoryview(content) as view:
+            digest = hashlib.blake2b(view[: mark.start(1)], digest_size=16)
+            digest.update(view[mark.end(1) :])
+        return _Checksum(mark.start(1), mark[1], digest.hexdigest().encode())
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -51,6 +96,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as refusal:
         reason = getattr(refusal, "strerror", None) or str(refusal)
-        raise RunDirectoryError(
-            f"{path} cannot be written: {reason}. Free space on that disk, or choose a directory that you may write to."
-        ) from refusal
+        remedy = "Free space on that disk, or choose a directory that you may write to."
+        if getattr(refusal, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            remedy = "Raise the limit of open files (ulimit -n 8192), or run fewer environments or trainings at a time."
+        raise RunDirectoryError(f"{path} cannot be written: {reason}. {remedy}") from refusal

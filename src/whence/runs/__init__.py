@@ -19,6 +19,7 @@ from whence.runs.directory import Table as Table
 from whence.runs.files import CHANGED as CHANGED
 from whence.runs.files import check_links as check_links
 from whence.runs.files import parse_document as parse_document
+from whence.runs.files import read_digests as read_digests
 from whence.runs.files import read_tensor_file as read_tensor_file
 from whence.runs.locks import LOCK as LOCK
 from whence.runs.locks import lock_directory as lock_directory

@@ -85,6 +85,17 @@ def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Coll
     ]
 
 
+def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str]) -> None:
+    """Refuse to go on with the run in a directory in another configuration; see `list_changes`."""
+    if changes := list_changes(before, now, but=but):
+        rest = [f"and {len(changes) - 5} more"] if len(changes) > 5 else []
+        shown = "; ".join([*changes[:5], *rest])
+        raise RunDirectoryError(
+            f"{path} holds a run of another configuration ({shown}). Choose another directory, or pass overwrite=True "
+            "(--overwrite) to replace the run."
+        )
+
+
 def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings under names such as `outer.inner`."""
     flat: dict[str, Any] = {}

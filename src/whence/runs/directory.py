@@ -1,8 +1,7 @@
 """A run on disk: typed, versioned files, each written atomically, no pickles."""
 
-import io
 import json
-import re
+import logging
 import shutil
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
@@ -14,28 +13,42 @@ import polars as pl
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import RunDirectoryError, explain_write_errors, write_atomically
+from whence.core import CHECKSUM, RunDirectoryError, write_atomically
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
     FORMAT,
     VERSION,
     check_config_file,
     check_content,
-    list_changes,
+    check_same,
     read_config_file,
     to_plain_json,
 )
-from whence.runs.files import check_links, is_empty, read_tensor_file, remove_leftovers
-from whence.runs.locks import Lock, lock_run
+from whence.runs.files import (
+    check_links,
+    explain_rounds,
+    is_empty,
+    list_numbered,
+    read_table,
+    read_tensor_file,
+    remove_after,
+    remove_leftovers,
+    write_table,
+)
+from whence.runs.locks import Lock, check_writer, lock_run
+from whence.runs.row_tables import RowTable
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
+
+log = logging.getLogger("whence")
 
 POLICIES_EVERY = "policies_every"
 """The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
 
+_REPLACING = "replacing"
+"""The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
+
 _FOLDERS = ["policies", "recordings", "phases", "checkpoints", "model", "trl", "counterfactual", "interventions"]
 """What a run may hold besides tables of rounds."""
-
-_ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,17})")
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 """Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
@@ -69,8 +82,9 @@ class RunDirectory:
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed. Every method that writes raises `RunDirectoryError`
-    if the system refuses, or if another writer of this process has taken the directory over.
+    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. A table of
+    more than 256 rows has its latest in a second file, `metrics.latest.parquet`, until the writer ends. What writes
+    raises `RunDirectoryError` if the system refuses, or if the directory was taken over, deleted or replaced.
 
     Attributes:
         path: the directory.
@@ -87,8 +101,9 @@ class RunDirectory:
     notes: Mapping[str, Any] = field(default_factory=dict)
     is_trusted: bool = False
     checkpoint: Checkpoint | None = field(default=None, repr=False, init=False)
-    _tables: dict[str, pl.DataFrame] = field(default_factory=dict, repr=False, init=False)
+    _tables: dict[str, RowTable] = field(default_factory=dict, repr=False, init=False)
     _lock: Lock | None = field(default=None, repr=False, init=False)
+    _kept_rounds: int | None = field(default=None, repr=False, init=False)
 
     @classmethod
     def begin(
@@ -103,7 +118,8 @@ class RunDirectory:
     ) -> Self:
         """Start a run, or go on with the one that the directory holds, after the round of its latest checkpoint.
 
-        What later rounds wrote is deleted. `checkpoint` holds the checkpoint to go on from, or None.
+        What later rounds wrote is deleted as soon as something is written, so that a start that is refused deletes
+        nothing. `checkpoint` holds the checkpoint to go on from; None: the run starts with its first round.
 
         Args:
             path: the directory; made if it is missing.
@@ -117,8 +133,7 @@ class RunDirectory:
             RunDirectoryError: see `create` and `resume`.
         """
         path = Path(path)
-        # Tables are deleted first, so a run without metrics was being replaced when its process was killed.
-        if not overwrite and list_checkpoints(path) and (path / "metrics.parquet").exists():
+        if not overwrite and (path / "config.json").exists() and cls.open(path).count_rounds() is not None:
             run = cls.resume(path, config, may_change=may_change)
         else:
             run = cls.create(path, config, versions=versions, overwrite=overwrite)
@@ -135,12 +150,12 @@ class RunDirectory:
         overwrite: bool = False,
         shared: bool = False,
     ) -> Self:
-        """Start a run. A run in the directory that was interrupted before its first checkpoint is deleted first.
+        """Start a run. One in the directory is deleted first if this is to overwrite it.
 
         The arguments are those of `begin`. A `shared` directory may hold files of another program.
 
         Raises:
-            RunDirectoryError: the directory holds a run with finished rounds, or files that are no run; the
+            RunDirectoryError: the directory holds a run that wrote something, or files that are no run; the
                 configuration is not JSON; or the directory cannot be written, or another process does so.
         """
         path, plain = Path(path), to_plain_json(config)
@@ -156,24 +171,24 @@ class RunDirectory:
         run.hold()
         try:
             if (path / "config.json").exists():  # perhaps of a process that had the lock until now
-                if not overwrite:
-                    cls.open(path)._check_replaceable()
+                if not overwrite and (rounds := cls.open(path).count_rounds()) is not None:
+                    raise RunDirectoryError(explain_rounds(path, rounds, list_checkpoints(path)))
+                run.note(**{_REPLACING: True})
                 run._remove_rounds()
+                run.notes = {}
             run._write_config(sign=True)
         except RunDirectoryError:
             run.release()
             raise
         return run
 
-    def _check_replaceable(self) -> None:
-        """Refuse to delete a run that holds more than the rounds before its first checkpoint."""
-        rounds, checkpoints = self.table("metrics").height, list_checkpoints(self.path)
-        if rounds and (checkpoints or rounds > self.notes.get("save_every", 0)):
-            rest = "" if checkpoints else " and no checkpoint to go on from"
-            raise RunDirectoryError(
-                f"{self.path} holds a run with {rounds} finished rounds{rest}. To replace it, pass overwrite=True "
-                "(--overwrite); to keep it, choose another directory."
-            )
+    def count_rounds(self) -> int | None:
+        """Return the number of rounds that were finished, by any file of theirs; None if the run wrote none."""
+        if self.notes.get(_REPLACING):
+            return None
+        finished = [self.table("metrics").height, *list_checkpoints(self.path)]
+        begun = [*self.rounds("records"), *self.rounds("policies"), *self.rounds("recordings")]
+        return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
 
     @classmethod
     def resume(
@@ -185,10 +200,11 @@ class RunDirectory:
         may_change: Collection[str] = (),
         trust: bool = True,
     ) -> Self:
-        """Continue a run after one of its rounds, and delete what later rounds wrote.
+        """Continue a run after one of its rounds, and delete what later rounds wrote before something is written.
 
         The arguments are those of `begin`. So many `rounds` are kept; None: those of the latest checkpoint, which is
-        then in `checkpoint`. Without `trust`, as of a configuration that a stranger's run holds, it is not signed.
+        then in `checkpoint`; or none, if the run was interrupted before its first one. Without `trust`, as of a
+        configuration that a stranger's run holds, it is not signed.
 
         Raises:
             RunDirectoryError: the directory holds no run, one of another configuration, or no checkpoint that can be
@@ -202,33 +218,34 @@ class RunDirectory:
             if rounds is None:
                 run.checkpoint = read_latest(run.path)
                 rounds = 0 if run.checkpoint is None else run.checkpoint.round
-            run.config = to_plain_json(config)
-            run._write_config(sign=trust)
-            run._remove_after(rounds)
+            if not rounds and (finished := run.count_rounds() or 0) > run.notes.get("save_every", 0):
+                raise RunDirectoryError(explain_rounds(run.path, finished, []))
+            if (rows := run.table("metrics").height) < rounds:
+                log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, rounds)
         except RunDirectoryError:
             run.release()
             raise
+        run.config, run._kept_rounds, run.is_trusted = to_plain_json(config), rounds, run.is_trusted or trust
         return run
 
-    def _remove_after(self, rounds: int) -> None:
-        """Delete what rounds after the first `rounds` wrote."""
+    def remove_later(self) -> None:
+        """Delete what rounds wrote that come after those that `begin` or `resume` goes on from."""
+        if (rounds := self._kept_rounds) is None:
+            return
+        self._kept_rounds = None
+        self._write_config(sign=self.is_trusted)
         for name in get_args(Table):
-            if not (table := self.table(name)).is_empty():
-                self._write(table.filter(pl.col("round") <= rounds), self.path / f"{name}.parquet")
+            self.keep_rows(name, range(rounds + 1))
         remove_leftovers(self.path)
         for folder in (*get_args(PerRound), *_FOLDERS):
-            last = rounds + (folder == "policies")  # the policy that collects the next round
-            for file in (self.path / folder).glob("round_*"):
-                if (match := _ROUND.match(file.stem)) and int(match[1]) > last:
-                    with explain_write_errors(file):
-                        file.unlink()
+            # The policy that collects the next round stays.
+            remove_after(self.path / folder, rounds + (folder == "policies"))
 
     def _remove_rounds(self) -> None:
         """Delete everything that a run wrote except its configuration."""
         remove_leftovers(self.path)
-        with explain_write_errors(self.path):
-            for name in get_args(Table):  # first: see `begin`
-                (self.path / f"{name}.parquet").unlink(missing_ok=True)
+        for name in get_args(Table):
+            self._row_table(name).remove()
         for name in (*get_args(PerRound), *_FOLDERS):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
@@ -238,15 +255,18 @@ class RunDirectory:
             self._lock = lock_run(self.path)
 
     def release(self) -> None:
-        """Release the directory's lock, so that others may write."""
-        if self._lock is not None:
+        """Write each table to one file, and let others write the directory."""
+        if self._lock is not None and self._lock.is_locked:
+            for name in get_args(Table) if self._kept_rounds is None else ():
+                self._row_table(name).join_files()
             self._lock.release()
-            self._lock = None
+        self._lock = None
 
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""
         self.notes = {**self.notes, **entries}
-        self._write_config()
+        if self._kept_rounds is None:  # else `remove_later` writes them
+            self._write_config()
 
     def sign(self) -> None:
         """Sign the configuration as this user's, if this user can have a key."""
@@ -289,30 +309,15 @@ class RunDirectory:
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
         """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`."""
-        if changes := list_changes(self.config, to_plain_json(config), but=but):
-            rest = [f"and {len(changes) - 5} more"] if len(changes) > 5 else []
-            shown = "; ".join([*changes[:5], *rest])
-            raise RunDirectoryError(
-                f"{self.path} holds a run of another configuration ({shown}). Choose another directory, or pass "
-                "overwrite=True (--overwrite) to replace the run."
-            )
+        check_same(self.path, self.config, to_plain_json(config), but=but)
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table, in the place of those of its round and later ones, and write the table."""
-        before = self._tables[table] if table in self._tables else self.table(table)
-        added = pl.DataFrame([dict(row)], infer_schema_length=None)
-        if "round" in before.columns and row.get("round") is not None:
-            before = before.filter(pl.col("round").is_null() | (pl.col("round") < row["round"]))
-        rows = added if before.is_empty() else pl.concat([before, added], how="diagonal_relaxed", rechunk=True)
-        self._write(rows, self.path / f"{table}.parquet")
-        self._tables[table] = rows
+        self._row_table(table).append(row)
 
     def keep_rows(self, table: Table, rounds: Collection[int]) -> None:
         """Delete a table's rows of all rounds but these."""
-        rows = self.table(table)
-        if not rows.is_empty() and not rows["round"].is_in(list(rounds)).all():
-            self._tables[table] = rows.filter(pl.col("round").is_in(list(rounds)))
-            self._write(self._tables[table], self.path / f"{table}.parquet")
+        self._row_table(table).keep(rounds)
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
@@ -321,15 +326,20 @@ class RunDirectory:
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
         with self._write_file(self.round_path("policies", number)) as temporary:
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary, CHECKSUM)
 
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet."""
-        return self._read(path) if (path := self.path / f"{name}.parquet").exists() else pl.DataFrame()
+        table, last = self._row_table(name).read(), self._kept_rounds
+        return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
+
+    def _row_table(self, name: Table) -> RowTable:
+        return self._tables.setdefault(name, RowTable(self.path / f"{name}.parquet", self._write))
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
         """Read one round's records, episodes or answers; a `RunDirectoryError` says if they are not there."""
-        return self._read(self.round_path(name, number))
+        self._check_exists(path := self.round_path(name, number))
+        return read_table(path)
 
     def round_path(self, name: PerRound | RoundTensors, number: int) -> Path:
         """Return the path of a file of one round, whether it is there or not."""
@@ -348,8 +358,7 @@ class RunDirectory:
 
     def rounds(self, name: PerRound | RoundTensors = "records") -> list[int]:
         """List the rounds of which there are records, or other files."""
-        matches = (_ROUND.fullmatch(file.stem) for file in (self.path / name).glob("round_*.*"))
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted(number for _, number in list_numbered(self.path / name))
 
     def require_rounds(self, numbers: Collection[int] = ()) -> list[int]:
         """List the rounds whose records were written, at least one, and all of `numbers`.
@@ -370,26 +379,18 @@ class RunDirectory:
             )
         return rounds
 
-    def _read(self, path: Path) -> pl.DataFrame:
-        self._check_exists(path)
-        try:
-            return pl.read_parquet(path, glob=False)
-        except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
-            raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
-
     def _write(self, table: pl.DataFrame, path: Path) -> None:
         with self._write_file(path) as temporary:
-            content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
-            table.write_parquet(content, compression="zstd")
-            temporary.write_bytes(content.getbuffer())
+            write_table(table, temporary)
 
     def _write_file(self, path: Path) -> AbstractContextManager[Path]:
-        """See `write_atomically`; refuses if a later writer of this process has taken the directory over."""
-        if self._lock is not None and not self._lock.is_locked:
-            raise RunDirectoryError(
-                f"{self.path} is written by a later run of this process, which has taken it over. Start this one again."
-            )
+        self.check_writer()
+        self.remove_later()
         return write_atomically(path)
+
+    def check_writer(self) -> None:
+        """See `locks.check_writer`."""
+        check_writer(self.path, self._lock)
 
     def _check_exists(self, path: Path) -> None:
         if not path.exists():

@@ -1,13 +1,18 @@
-"""The files of run directories: nothing written through links, no leftovers, and tensors read."""
+"""The files of run directories: nothing written through links, no leftovers; files read, and their checksums."""
 
+import hashlib
+import io
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line
+from whence.core import CHECKSUM, RunDirectoryError, WhenceError, explain_write_errors, first_line, has_changed
 from whence.runs.locks import LOCK
 
 
@@ -39,8 +44,40 @@ def remove_leftovers(path: Path) -> None:
             file.unlink()
 
 
+_ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,17})")
+
+
+def list_numbered(folder: Path) -> list[tuple[Path, int]]:
+    """List the files of rounds in a folder, each with its round."""
+    matches = ((file, _ROUND.fullmatch(file.stem)) for file in folder.glob("round_*.*"))
+    return [(file, int(match[1])) for file, match in matches if match]
+
+
+def remove_after(folder: Path, last: int) -> None:
+    """Delete the files of the rounds after `last`."""
+    for file, number in list_numbered(folder):
+        if number > last:
+            with explain_write_errors(file):
+                file.unlink()
+
+
+def explain_rounds(path: Path, rounds: int, checkpoints: Sequence[int]) -> str:
+    """Return why a run is not begun anew in the place of another one, and what to do."""
+    rest = "" if checkpoints else " and no checkpoint to go on from"
+    return (
+        f"{path} holds a run with {rounds} finished rounds{rest}. To replace it, pass overwrite=True (--overwrite); to "
+        "keep it, choose another directory."
+    )
+
+
 CHANGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What the contents of a file raise, where they are used, that are not those that whence wrote."""
+
+
+_DAMAGED = (
+    "{} is damaged: its contents do not have the checksum that was written with them. Restore it from a copy, or use "
+    "another round; if that is not to be had, train the run again (overwrite=True, --overwrite)."
+)
 
 
 def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -50,10 +87,39 @@ def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[s
         WhenceError: the file is not there, is damaged, or holds tensors that torch does not have; of the class `error`.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if not has_changed(path):
+            with safe_open(path, framework="pt") as file:
+                return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (*CHANGED, OSError, SafetensorError) as broken:
         raise error(f"{path} cannot be read as safetensors: {first_line(broken)}") from None
+    raise error(_DAMAGED.format(path))
+
+
+def read_table(path: Path) -> pl.DataFrame:
+    """Read a Parquet file; a `RunDirectoryError` says if it is damaged."""
+    try:
+        if not has_changed(path):
+            return pl.read_parquet(path, glob=False)
+    except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
+        raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
+    raise RunDirectoryError(_DAMAGED.format(path))
+
+
+def write_table(table: pl.DataFrame, path: Path) -> None:
+    """Write a Parquet file; see `CHECKSUM`."""
+    content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
+    table.write_parquet(content, compression="zstd", metadata=CHECKSUM)
+    path.write_bytes(content.getbuffer())
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Return a digest of each file in a folder and its folders, by its path in there."""
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    digests = {}
+    for name, file in files.items():
+        with file.open("rb") as content:
+            digests[name] = hashlib.file_digest(content, "blake2b").hexdigest()
+    return digests
 
 
 def parse_document(path: str | Path, text: str, error: type[WhenceError]) -> dict[str, Any]:

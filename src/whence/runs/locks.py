@@ -32,8 +32,8 @@ class NoLock:
 
 Lock: TypeAlias = BaseFileLock | NoLock
 
-_WRITERS: dict[Path, Lock] = {}
-"""The latest lock that this process took of each run directory."""
+_WRITERS: dict[Path, tuple[Lock, tuple[int, int] | None]] = {}
+"""The latest lock that this process took of each run directory, and which file it is."""
 
 
 @contextmanager
@@ -53,6 +53,10 @@ def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
 def _acquire(directory: Path, *, wait: bool = False) -> Lock:
     with explain_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
+        if (file := directory / LOCK).is_symlink() or (file.exists() and file.stat().st_nlink > 1):
+            raise RunDirectoryError(  # older versions of filelock would empty what it leads to
+                f"{file} is a link to another file. Delete the link, and start again."
+            )
         # The lock is not the thread's: a training may go on in another one.
         lock = FileLock(directory / LOCK, thread_local=False, fallback_to_soft=False)
         try:
@@ -83,7 +87,39 @@ def lock_run(directory: Path) -> Lock:
         RunDirectoryError: see `lock_directory`.
     """
     key = directory.resolve()
-    if (older := _WRITERS.get(key)) is not None:
-        older.release()
-    _WRITERS[key] = _acquire(directory)
-    return _WRITERS[key]
+    if key in _WRITERS:
+        _WRITERS[key][0].release()
+    lock = _acquire(directory)
+    _WRITERS[key] = lock, _identify(directory)
+    return lock
+
+
+def _identify(directory: Path) -> tuple[int, int] | None:
+    """Return what tells the present lock file from others; it is open while it is locked, so no other one gets that."""
+    try:
+        status = (directory / LOCK).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def check_writer(directory: Path, lock: Lock | None) -> None:
+    """Refuse a writer of a run directory that another one has taken over, or that was deleted since it was locked.
+
+    Args:
+        directory: the run's directory.
+        lock: the writer's lock; None: it takes part in the writing of another one of this process, if there is one.
+
+    Raises:
+        RunDirectoryError: see above.
+    """
+    if lock is not None and not lock.is_locked:
+        raise RunDirectoryError(
+            f"{directory} is written by a later run of this process, which has taken it over. Start this one again."
+        )
+    latest, identity = _WRITERS.get(directory.resolve(), (None, None))
+    if latest is not None and latest.is_locked and _identify(directory) != identity:
+        raise RunDirectoryError(
+            f"{directory} was deleted, moved or replaced while this process wrote to it, so it writes no more. Start "
+            "this training again, in a directory of its own."
+        )

@@ -109,6 +109,7 @@ class RunWriter:
         with self._clock.time_checkpoint(number):
             content = read()
             if writes:
+                self.directory.check_writer()
                 save_checkpoint(self.directory.path, number, content, keep=self._keep)
         self._seconds = clock.seconds()
 

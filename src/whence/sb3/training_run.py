@@ -111,13 +111,14 @@ class TrainingRun(RunWriter):
         episodes = records.filter("episode_start").select("episode_id", "env_index")
         states = [self.tracker.take_state(env) for env in episodes["env_index"]]
         episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
-        self.directory.write_round("records", number, records)
-        self.directory.write_round("episodes", number, episodes)
         if (number - 1) % self.directory.notes.get(POLICIES_EVERY, 1) == 0:
             self.directory.write_policy(number, named_tensors(model.policy))
+        self.directory.write_round("episodes", number, episodes)
+        self.directory.write_round("records", number, records)  # last: a round with records is whole
 
     def write_recording(self, recording: RoundRecording) -> None:
         """Write what a round's training did."""
+        self.directory.check_writer()
         recording.save(self.directory.round_path("recordings", recording.number))
 
     def end_round(self, metrics: Mapping[str, Any], seconds: Seconds, model: Any, callback: Mapping[str, Any]) -> None:

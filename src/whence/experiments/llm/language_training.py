@@ -122,7 +122,7 @@ def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, 
         layers=config.layers,
         run=path,
         about=describe(config),
-        overwrite=overwrite or _has_no_checkpoint_yet(path, args),
+        overwrite=overwrite,
     )
     resumes = not overwrite and trainer.find_checkpoint() is not None
     trainer.add_callback(_Observer(config, task, sampling, trainer, path, on_round))
@@ -134,12 +134,6 @@ def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, 
         task.tokenizer.save_pretrained(folder)
 
     _save_atomically(path / "model", save)
-
-
-def _has_no_checkpoint_yet(path: Path, args: Any) -> bool:
-    """Return whether a run has no more rounds than come before its first checkpoint."""
-    rounds = int(args.save_steps) // args.num_iterations if args.save_strategy == "steps" else 1
-    return (path / "config.json").exists() and RunDirectory.open(path).table("metrics").height <= max(1, rounds)
 
 
 _PREFIX = "of_data_set_"
@@ -182,6 +176,9 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Evaluate the model before the first round."""
         self._directory = RunDirectory.open(self._path)
+        if state.is_world_process_zero:
+            rounds = int(args.save_steps) // args.num_iterations if args.save_strategy == "steps" else 1
+            self._directory.note(save_every=max(1, rounds))
         if not state.global_step:
             self._evaluate(0)
         self._on_round(0, {})

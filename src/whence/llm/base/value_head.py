@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from whence.core import WhenceError, write_atomically
+from whence.core import CHECKSUM, WhenceError, write_atomically
 from whence.runs import read_tensor_file
 
 VALUE_HEAD = "value_head.safetensors"
@@ -78,7 +78,7 @@ class WithValueHead(nn.Module):
         """Write the language model (or its adapter) as Transformers does, and the value head next to it."""
         self.language_model.save_pretrained(folder)
         with write_atomically(Path(folder) / VALUE_HEAD) as temporary:
-            save_file(self.value_head.state_dict(), temporary)
+            save_file(self.value_head.state_dict(), temporary, CHECKSUM)
 
     def load_value_head(self, folder: str | Path) -> None:
         """Read the value head that `save_pretrained` wrote.

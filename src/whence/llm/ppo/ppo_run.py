@@ -58,6 +58,7 @@ class TrainingRun:
             versions = read_versions(_LIBRARIES)
             self.writer.begin(description, versions=versions, overwrite=overwrite, may_change=_MAY_CHANGE)
             self.directory = self.writer.directory
+            self.directory.remove_later()
             if checkpoint is not None:
                 done, rounds = checkpoint.round, settings.rounds
                 state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"

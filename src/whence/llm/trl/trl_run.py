@@ -24,7 +24,7 @@ from whence.core import RunDirectoryError, WhenceError
 from whence.llm.base import list_tokens
 from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
 from whence.llm.text import join_messages
-from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, save_tree
+from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_digests, save_tree
 from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")
@@ -87,8 +87,14 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             return None
         run_id = RunDirectory.open(self._folder).notes.get(_RUN_ID, "")
         folders = reversed(_list_checkpoints(self._trainer.args.output_dir).values())
-        whole = (folder for folder in folders if (folder / _FILE).exists())
-        return next((folder for folder in whole if load_tree(folder / _FILE)["run"] == run_id), None)
+        for folder in (folder for folder in folders if (folder / _FILE).exists()):
+            try:
+                if load_tree(folder / _FILE)["run"] == run_id:
+                    _check_files(folder)
+                    return folder
+            except RunDirectoryError as damage:
+                log.warning("%s The checkpoint before it is taken, if there is one.", damage)
+        return None
 
     def choose_checkpoint(self, resume: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to go on from, or None; nothing is changed. Call it in every process.
@@ -108,6 +114,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 "without resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
             )
         if self._checkpoint is not None:
+            _check_files(self._checkpoint)
             done, rest = divmod(int(read_progress(self._checkpoint)["global_step"]), self._steps)
             if rest:
                 raise RunDirectoryError(
@@ -115,10 +122,12 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 )
         if (self._folder / "config.json").exists() and (done or not self._overwrite):
             run = RunDirectory.open(self._folder)
-            rows = run.table("metrics").height
-            if rows:
+            rows = run.count_rounds()
+            if rows is not None:
                 run.check_same(self._describe(run.config.get("rounds", 0)), but=_MAY_CHANGE)
-            if rows > done and not self._overwrite and (last is None or self._checkpoint != last):
+            goes_on = self._checkpoint is not None and self._checkpoint == last
+            before_the_first = run.notes.get("save_every", 0) if last is None else 0
+            if (rows or 0) > max(done, before_the_first) and not self._overwrite and not goes_on:
                 raise RunDirectoryError(
                     f"{self._folder} holds a run with {rows} finished rounds, and this training starts after {done}. "
                     "To go on with the run, call trainer.train(resume_from_checkpoint=True); to delete later rounds, "
@@ -150,10 +159,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         done, description = state.global_step // self._steps, self._describe(-(-state.max_steps // self._steps))
         versions = read_versions(_LIBRARIES)
         shared = Path(args.output_dir).resolve().is_relative_to(self._folder.resolve())
-        if done and (self._folder / "config.json").exists():
+        begun = (self._folder / "config.json").exists() and (done or not self._overwrite)
+        if begun and RunDirectory.open(self._folder).count_rounds() is not None:
             self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
+            self._directory.remove_later()
             log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
-            _delete_later(args.output_dir, state.global_step)
+            if shared or done:
+                _delete_later(args.output_dir, state.global_step)
             self._writer = RunWriter(self._directory, save_every=0)
             self._writer.go_on(Checkpoint(done, {}, self._folder))
             self._writer.note_resumption([], versions)
@@ -178,8 +190,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if args.world_size > 1:
             states = gather_object(states)  # all processes have written their files now
         if self._directory is not None:
-            file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FILE
-            save_tree(file, {"run": self._directory.notes[_RUN_ID], "processes": states})
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            content = {"run": self._directory.notes[_RUN_ID], "processes": states, "files": read_digests(folder)}
+            save_tree(folder / _FILE, content)
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state that Transformers does not keep: of rule and rewards, and of a reference that changes."""
@@ -270,6 +283,18 @@ def read_progress(checkpoint: Path) -> Mapping[str, Any]:
     """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more."""
     progress: Mapping[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     return progress
+
+
+def _check_files(checkpoint: Path) -> None:
+    """Refuse a checkpoint of which a file is not as it was when whence's own was written, if there is one."""
+    if not (checkpoint / _FILE).exists():
+        return
+    stored, present = load_tree(checkpoint / _FILE).get("files", {}), read_digests(checkpoint)
+    if changed := [name for name, digest in stored.items() if name != _FILE and present.get(name) != digest]:
+        raise RunDirectoryError(
+            f"{checkpoint / changed[0]} is damaged or missing: it does not have the checksum that was written with "
+            "the checkpoint. Restore it from a copy, or go on from another checkpoint."
+        )
 
 
 def _list_checkpoints(output_dir: str | Path) -> dict[int, Path]:

@@ -5,16 +5,21 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from gymnasium import spaces
 from stable_baselines3 import PPO
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -22,15 +27,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import run_audit
 from run_audit import judge
 from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
-from whence.core import RunDirectoryError, write_atomically
-from whence.experiments import configure, load_comparison, run
-from whence.experiments.llm.language_rebuilding import rebuild_round
+from whence.core import RunDirectoryError, hide_working_directory, write_atomically
+from whence.diagnosis import find_causes, judge_advantages, play_episode
+from whence.experiments import configure, load_comparison, load_round, measure_returns, run
+from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.loading import load_model, load_pretrained
 from whence.experiments.rl.stored import load_model as load_agent
 from whence.page import ExploredRun, write_report
+from whence.page.explored_rounds import build_detail, build_round
 from whence.page.server import make_app
 from whence.page.server.questions import Questions
-from whence.sb3 import InfluenceCallback
+from whence.runs import SIGNATURE, signatures
+from whence.sb3 import InfluenceCallback, resume
+from whence.sb3.base.model_description import to_json_types
+from whence.sb3.base.stored_spaces import describe_space, make_space
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 
@@ -65,7 +75,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "comparison" / "comparison.json").write_text(json.dumps([config.to_json()]), encoding="utf-8")
     (path / "comparison" / "summary.json").write_text(json.dumps({"FrozenLake-v1": {}}), encoding="utf-8")
     toy = PPO("MlpPolicy", gym.make("CartPole-v1"), n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu")
-    toy.learn(32, callback=InfluenceCallback(IIF(0.5), run=path / "script"))
+    toy.learn(64, callback=InfluenceCallback(IIF(0.5), run=path / "script"))
     write_language_run(path / "language")
     (path / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n' * 4, encoding="utf-8")
     return path
@@ -156,18 +166,234 @@ def test_a_run_is_read_without_pickle(stage: Path, monkeypatch: pytest.MonkeyPat
         write_report(RunDirectory.open(stage / name), stage / "page.html")
 
 
-class TestLanguageModels:
-    def test_a_stored_reward_is_not_run(self, stage: Path, marker: Path, tmp_path: Path) -> None:
-        evil = tmp_path / "evil.py"
-        evil.write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
-        own = {"task": None, "model": str(tmp_path / "absent"), "dataset": str(stage / "prompts.jsonl")}
-        experiment = {"arm": "iif", "seed": 0, **own, "reward": f"{evil}:reward"}
-        experiment |= {"test_reward": f"{evil}:reward", "test_dataset": own["dataset"]}
-        rewrite(stage / "language" / "config.json", lambda document: document["config"].update(experiment=experiment))
-        with pytest.raises(WhenceError, match="absent cannot be loaded"):
-            rebuild_round(RunDirectory.open(stage / "language", trust=True), 1)
-        assert not marker.exists()
+class Watch(list[Any]):
+    """The code of a folder that ran, the processes that began, and the environments that were made."""
 
+    folder = ""
+    starts = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.system")
+
+    def __call__(self, event: str, arguments: Any) -> None:
+        file = getattr(arguments[0], "co_filename", "") if event == "exec" else ""
+        if self.folder and (event in self.starts or file.startswith(self.folder)):
+            self.append((event, file or arguments))
+
+
+WATCH = Watch()
+sys.addaudithook(WATCH)
+
+
+@pytest.fixture
+def watch(stage: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Watch a test in the folder of strangers' runs, in which modules are found, as with PYTHONPATH or `python -m`."""
+    for folder in ("", "agent", "script", "language"):
+        (stage / folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
+    monkeypatch.chdir(stage)
+    monkeypatch.syspath_prepend(str(stage))
+    make = gym.make
+    monkeypatch.setattr(gym, "make", lambda name, **options: WATCH.append(("made", name)) or make(name, **options))
+    monkeypatch.setattr(envpool, "make", lambda name, **options: WATCH.append(("made", name)) or int("no pool"))
+    monkeypatch.setattr(WATCH, "folder", str(stage))
+    gym.register("Evil-v0", entry_point="evil:Env")
+    WATCH.clear()
+    yield WATCH
+    gym.registry.pop("Evil-v0")
+    for name in [name for name, module in sys.modules.items() if str(stage) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+def change(**settings: Any) -> Any:
+    """Return an attack that changes a configuration, and the settings of the command in it."""
+
+    def edit(document: Any) -> None:
+        if "experiment" in document["config"] and "experiment" not in settings:
+            document["config"]["experiment"] |= settings
+        document["config"] |= settings
+
+    return lambda path: rewrite(path / "config.json", edit)
+
+
+def take_signature(put: Any) -> Any:
+    """Return an attack with the signed configuration of a run of the user's own, which names a module."""
+
+    def attack(path: Path) -> None:
+        own = shutil.copytree(path, path.parent.parent / "own")
+        change(env="evil:Lake-v1", env_kwargs={})(own)
+        RunDirectory.open(own).sign()
+        assert RunDirectory.open(own).is_trusted
+        for name in (SIGNATURE, "config.json"):
+            (path / name).unlink()
+            put(own / name, path / name)
+
+    return attack
+
+
+def replace_weights(path: Path) -> None:
+    for file in path.glob("policies/*"):
+        file.write_bytes(pickle.dumps(Evil(str(path.parent.parent / "marker"))))
+
+
+POOL = {"collect_with": "envpool", "evaluate_with": "envpool", "env": "Basic-v1", "env_kwargs": {}}
+LANGUAGE = {"arm": "iif", "seed": 0, "task": None, "model": ".", "dataset": "evil.jsonl", "test_dataset": "evil.jsonl"}
+NAMED = {
+    "a program as EnvPool's VizDoom": ("agent", change(**POOL, pool_kwargs={"vzd_path": "/proc/self/cwd/evil.sh"})),
+    "a file of EnvPool's": ("agent", change(evaluate_with="envpool", pool_kwargs={"base_path": "."})),
+    "highway-env": ("script", change(env="highway-v0", env_kwargs={"config": {"other_vehicles_type": "evil.Car"}})),
+    "a module beside the run": ("agent", change(env="evil:Lake-v1", env_kwargs={})),
+    "a module in the run": ("script", change(env="script.evil:Lake-v1", env_kwargs={})),
+    "a module of Python's": ("script", change(env="this:Lake-v1")),
+    "what this process registered": ("script", change(env="Evil-v0", env_kwargs={})),
+    "a copied signature": ("script", take_signature(shutil.copy)),
+    "a linked signature": ("script", take_signature(lambda own, path: path.symlink_to(own))),
+}
+ATTACKS = NAMED | {
+    "a policy": ("script", change(policy="evil.Policy")),
+    "an algorithm": ("script", change(algorithm="evil.PPO")),
+    "an extractor": ("script", change(policy_kwargs={"features_extractor_class": "evil.Extractor"})),
+    "an optimiser": ("script", change(optimizer="evil.Adam", policy_kwargs={"optimizer_class": "evil.Adam"})),
+    "a rule and a wrapper": ("script", change(rule="evil.Rule()", target="evil.T()", vec_wrappers=["evil.Wrapper"])),
+    "a space": ("script", change(observation_space={"type": "evil.Space"})),
+    "a pickle": ("script", replace_weights),
+    "a reward": ("language", change(experiment=LANGUAGE | {"reward": "evil.py:reward", "test_reward": "evil:reward"})),
+    "a trainer": (
+        "language",
+        change(experiment=LANGUAGE | {"reward": "evil:reward", "settings": {"deepspeed": "evil"}}),
+    ),
+}
+
+
+def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
+    """Look at a run in every way, and write its page; return what was refused."""
+    explored, refusals = ExploredRun(directory), []
+    first = directory.round("records", 2)["record_id"][0]
+    ways: list[Any] = [lambda: build_round(explored, 2), lambda: build_detail(explored, 2, first)]
+    if page is not None:
+        ways.append(lambda: write_report(explored, page))
+    if directory.is_language:
+        ways += [lambda way=way: way(directory) for way in (list_policies, load_trained_task)]
+        ways.append(lambda: rebuild_round(directory, 1))
+    else:
+        ways += [
+            lambda: load_round(directory, 2),
+            lambda: explored.measure(2, first, 2),
+            lambda: judge_advantages(directory, 2, measure="rollouts", continuations=2),
+            lambda: play_episode(directory),
+            lambda: find_causes(directory, target_states=0, actions=0),
+            lambda: measure_returns(directory, load_round(directory, 2)[0], episodes=2, seed=0).__enter__(),
+        ]
+    for way in ways:
+        try:
+            way()
+        except WhenceError as refusal:
+            refusals.append(str(refusal))
+    return refusals
+
+
+UNSIGNED = "is not signed as a run that you made"
+
+
+class TestRunsOfStrangers:
+    @pytest.mark.parametrize("attack", ATTACKS)
+    def test_nothing_runs_that_one_names(self, attack: str, stage: Path, watch: Watch, marker: Path) -> None:
+        name, apply = ATTACKS[attack]
+        apply(stage / name)
+        sys.modules.pop("this", None)
+        watch.clear()
+        page = marker.with_name("page.html")
+        refusals = look(RunDirectory.open(stage / name), page if attack in NAMED else None)
+        assert (list(watch), marker.exists(), "this" in sys.modules) == ([], False, False)
+        assert refusals
+        if attack in NAMED:
+            assert any(UNSIGNED in refusal and "--trust" in refusal for refusal in refusals)
+            assert UNSIGNED in page.read_text()
+            shown = build_round(ExploredRun(stage / name), 2)
+            assert (shown["scored"], bool(shown["changed"])) == (True, True)
+            look(RunDirectory.open(stage / name, trust=True))
+            assert watch  # it would have run
+
+    @pytest.mark.parametrize(
+        ("words", "code"),
+        {
+            **{"attribute": 0, "phases --record 40": 0, "report": 0, "why --record 40": 0, "show": 0, "why": 2},
+            **{"diagnose --measure visits": 0, "diagnose --measure rollouts": 2, "intervene --test-episodes 2": 2},
+        }.items(),
+    )
+    def test_commands_show_what_needs_no_environment(
+        self, words: str, code: int, stage: Path, watch: Watch, whence: Any
+    ) -> None:
+        change(env="evil:Lake-v1", env_kwargs={})(stage / "agent")
+        command, *options = words.split()
+        ended, out, err = whence(command, "agent", *options)
+        assert (ended, list(watch)) == (code, [])
+        assert (UNSIGNED in out + err) == (code == 2 or command == "show")
+        whence(command, "agent", *options, "--trust")
+        assert bool(watch) == (code == 2 or command in ("show", "report"))
+
+    def test_own_runs_are_signed_where_they_are(
+        self, base: Path, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def is_trusted(path: Path) -> bool:
+            return RunDirectory.open(path).is_trusted
+
+        moved = stage / "script"
+        (tmp_path / "link").symlink_to(base / "script")
+        assert (is_trusted(base / "script"), is_trusted(tmp_path / "link"), is_trusted(moved)) == (True, True, False)
+        stranger = RunDirectory.open(moved)
+        stranger.note(seen=True)
+        resume(moved, gym.make("CartPole-v1"))
+        assert not is_trusted(moved)  # the configuration is still the stranger's
+        RunDirectory.resume(moved, stranger.config, rounds=1)
+        assert is_trusted(moved)
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other user"))
+        assert not is_trusted(moved)
+
+    def test_processes_that_begin_at_once_make_one_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        with ThreadPoolExecutor(8) as pool:
+            keys = set(pool.map(lambda _: signatures._read_key(is_needed=True), range(8)))
+        file = tmp_path / "whence" / "key"
+        assert (keys, file.stat().st_mode & 0o777) == ({file.read_bytes()}, 0o600)
+
+    @pytest.mark.parametrize("fault", ["no home", "others may read", "damaged"])
+    def test_without_a_key_runs_are_unsigned_which_is_said_once(
+        self, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        RunDirectory.create(tmp_path / "before", {}).release()
+        key = tmp_path / "state" / "whence" / "key"
+        if fault == "no home":
+            monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+        elif fault == "others may read":
+            key.chmod(0o644)
+        else:
+            key.write_bytes(b"short")
+        for name in ("run", "another"):
+            RunDirectory.create(tmp_path / name, {}).release()
+        assert not any(RunDirectory.open(tmp_path / name).is_trusted for name in ("before", "run", "another"))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+    def test_a_process_imports_nothing_from_the_working_directory(self, watch: Watch) -> None:
+        imports = [sys.executable, "-c", "import evil"]  # as multiprocessing starts its own
+        with hide_working_directory():
+            assert subprocess.run(imports, capture_output=True, check=False).returncode == 1
+        assert subprocess.run(imports, check=False).returncode == 0
+
+    @pytest.mark.parametrize(
+        "space",
+        [
+            *(spaces.Discrete(3, start=-1), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(3)),
+            *(spaces.MultiBinary([2, 3]), spaces.Box(0, 255, (3, 8, 8), np.uint8)),
+            spaces.Box(np.array([-np.inf, 0.1], "f"), np.array([np.inf, 0.3], "f")),
+            spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Box(-1, 1, (2,)))]),
+        ],
+        ids=str,
+    )
+    def test_spaces_come_back_from_json_in_their_order(self, space: Any) -> None:
+        again: Any = make_space(json.loads(json.dumps(to_json_types(describe_space(space)))))
+        assert (again, again.dtype) == (space, space.dtype)
+        assert list(getattr(again, "spaces", ())) == list(getattr(space, "spaces", ()))
+
+
+class TestLanguageModels:
     def test_code_that_comes_with_a_model_is_not_run(self, marker: Path, tmp_path: Path) -> None:
         folder = tmp_path / "model"
         folder.mkdir()
@@ -272,6 +498,7 @@ def poison(run: RunDirectory, text: str) -> None:
             versions={text: text},
         ),
     )
+    run.append("metrics", {"round": 3, text: text, f"train/{text}": 1.0})
     for table in ("records", "answers"):
         for number in (1, 2):
             if run.round_path(table, number).exists():  # type: ignore[arg-type]

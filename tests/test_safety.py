@@ -261,6 +261,11 @@ ATTACKS = NAMED | {
 }
 
 
+def measure(directory: RunDirectory) -> None:
+    with measure_returns(directory, load_round(directory, 2)[0], episodes=2, seed=0) as evaluate:
+        evaluate({}, 0)
+
+
 def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
     """Look at a run in every way, and write its page; return what was refused."""
     explored, refusals = ExploredRun(directory), []
@@ -278,7 +283,7 @@ def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
             lambda: judge_advantages(directory, 2, measure="rollouts", continuations=2),
             lambda: play_episode(directory),
             lambda: find_causes(directory, target_states=0, actions=0),
-            lambda: measure_returns(directory, load_round(directory, 2)[0], episodes=2, seed=0).__enter__(),
+            lambda: measure(directory),
         ]
     for way in ways:
         try:

@@ -258,6 +258,7 @@ class TestCommand:
 
     def test_missing_policies_are_named(self, runs, tmp_path):
         directory = copy_run(runs("ppo"), tmp_path / "run")
+        directory.sign()
         (directory.path / "checkpoints" / "round_00001.safetensors").unlink()
         shutil.rmtree(directory.path / "model")
         done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS)
@@ -271,6 +272,7 @@ class TestCommand:
     def test_hostile_texts_steer_no_terminal(self, runs, tmp_path, monkeypatch):
         monkeypatch.setattr(console, "width", 160)  # no cell of the table is broken
         directory = copy_run(runs("ppo"), tmp_path / "run")
+        directory.sign()
         hostile = "[red]\x1b[2J\u202e</script>\n"
         for number in directory.rounds():
             table = directory.round("records", number)

@@ -47,7 +47,7 @@ def runs(tmp_path_factory, cache):  # noqa: F811
 
 
 def copy_run(directory, path):
-    return RunDirectory.open(shutil.copytree(directory.path, path))
+    return RunDirectory.open(shutil.copytree(directory.path, path), trust=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,6 +134,7 @@ class TestCommand:
 
     def test_text_of_a_model_steers_no_terminal(self, runs, tmp_path):
         directory = copy_run(runs("grpo"), tmp_path / "run")
+        directory.sign()
         table = directory.round("records", 3)
         hostile = "[red]\x1b[2J\u202e</script>\n"
         table = table.with_columns(prompt=pl.lit(hostile), response=pl.lit(hostile))

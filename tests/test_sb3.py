@@ -14,9 +14,8 @@ from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
-from torch import Tensor, nn
+from torch import Tensor
 
 import whence
 from toys import Toy, model
@@ -220,12 +219,6 @@ class OwnTrain(PPO):
         super().train()
 
 
-class Normed(FlattenExtractor):
-    def __init__(self, observation_space: spaces.Box) -> None:
-        super().__init__(observation_space)
-        self.norm = nn.BatchNorm1d(self.features_dim)
-
-
 class OwnBuffer(RolloutBuffer):
     def get(self, batch_size: int | None = None) -> Any:
         return super().get(batch_size)
@@ -239,7 +232,6 @@ class OwnBuffer(RolloutBuffer):
         (lambda: PPO("MlpPolicy", Toy(), rollout_buffer_class=OwnBuffer), r"OwnBuffer overrides get\(\).*SB3's own"),
         (lambda: RecurrentPPO("MlpLstmPolicy", Toy()), "RecurrentPPO.*hidden states of the records before.*stacked"),
         (lambda: TRPO("MlpPolicy", Toy()), "TRPO is not supported: its loss is not known to whence"),
-        (lambda: PPO("MlpPolicy", Toy(), policy_kwargs={"features_extractor_class": Normed}), "BatchNorm1d.*LayerNorm"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_before_training(make: Any, message: str) -> None:

@@ -312,6 +312,7 @@ def mean_rows(layer: nn.Linear, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("around", [mean_rows, Normed(nn.BatchNorm1d(5)), Normed(BatchRenorm1d(5))])
 def test_records_that_mix_are_refused(around: Any) -> None:
     toy = with_extractor(around)
+    toy.learn(64, callback=InfluenceCallback(whence.KeepAll()))  # which scores nothing
     with pytest.raises(Unsupported, match="BatchNorm"):
         toy.learn(64, callback=InfluenceCallback(whence.IIF(0.5)))
 

@@ -25,7 +25,6 @@ from whence.core import (
     as_objective,
     as_target,
     as_view,
-    check_batch_norm,
     check_records,
     eval_mode,
     is_in_shards,
@@ -123,7 +122,7 @@ def attribute(
         The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
 
     Raises:
-        Unsupported: whence cannot read this kind of policy, or it holds a BatchNorm layer in training mode.
+        Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
         InvalidRecords: `records` is no `RecordBatch`.
         NonFinite: a gradient or score is not finite; the message names record and parameter.
         WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy; or `folds` has
@@ -308,11 +307,10 @@ def open_problem(
         summed: see `score_targets`.
 
     Raises:
-        Unsupported: whence cannot read this kind of policy, or it holds a BatchNorm layer in training mode.
+        Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
     """
     view, objective = as_view(policy), as_objective(objective)
     modules, targets = dict(view.module.named_modules()), [as_target(target) for target in targets]
-    check_batch_norm(modules)
     with (
         preserve_rng_state(),
         preserve_attributes(modules.values()),
@@ -338,14 +336,13 @@ def open_problem(
         prepared, size = objective.prepare(records), chunk_size or len(records)
         summed = add_masks(parameters, summed)
         problem = Problem(view, modules, parameters, params, records, prepared, objective, targets, size, summed=summed)
-        if (trains := getattr(view, "in_train_mode", False)) or view.module.training:
-            _check_mixing_in_training(problem, view.module if trains else None)
+        _check_mixing(problem, view.module if getattr(view, "in_train_mode", False) else None)
         with eval_mode(modules.values()):
             yield problem
 
 
-def _check_mixing_in_training(problem: Problem, module: nn.Module | None) -> None:
-    """Refuse a policy that mixes records in the modes that training has; `module` is put in train mode for it."""
+def _check_mixing(problem: Problem, module: nn.Module | None) -> None:
+    """Refuse a policy that mixes records in its present modes, or if `module` is given in its train mode."""
     if is_in_shards(problem.parameters.values()):
         return
     dropouts = [each for each in problem.modules.values() if isinstance(each, _DropoutNd)]

@@ -33,7 +33,6 @@ from .policies import Params as Params
 from .policies import PartialView as PartialView
 from .policies import PolicyView as PolicyView
 from .policies import as_view as as_view
-from .policies import check_batch_norm as check_batch_norm
 from .policies import compute_outputs as compute_outputs
 from .policies import is_in_shards as is_in_shards
 from .policies import notes_on as notes_on

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from whence.core.errors import Unsupported
 from whence.core.records import RecordBatch
@@ -293,26 +292,6 @@ def as_view(policy: object) -> PolicyView:
         f"Pass a policy of {', '.join(packages) or 'a registered library'}, or wrap your own: "
         "whence.ModuleView(module, lambda module, inputs: log_probs)."
     )
-
-
-def check_batch_norm(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse BatchNorm layers that normalise by the present records, and embeddings whose gradients they scale.
-
-    Raises:
-        Unsupported: there is such a layer; the message names it.
-    """
-    for path, module in modules.items():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            raise Unsupported(
-                f"The layer `{path}` ({type(module).__name__}) is in training mode: its output for a record depends "
-                "on the other records of the minibatch, so no record has an objective of its own. Put it in eval "
-                "mode, where its statistics are constants, if it is trained so; or use LayerNorm or GroupNorm."
-            )
-        if getattr(module, "scale_grad_by_freq", False):
-            raise Unsupported(
-                f"The layer `{path}` ({type(module).__name__}) has scale_grad_by_freq=True: its gradient for a record "
-                "depends on the other records of the minibatch, so no record has an objective of its own. Leave it out."
-            )
 
 
 # Processes may hold parameters in shards. FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole

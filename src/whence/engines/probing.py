@@ -58,7 +58,7 @@ def _refuse_mixing(what: str) -> Unsupported:
     return Unsupported(
         f"{what}, so no record has an objective of its own. Look for a layer that mixes records: BatchNorm or another "
         "normalisation over the minibatch, a recurrent layer over the first axis, a mean over it. Use LayerNorm or "
-        "GroupNorm, and keep records apart."
+        "GroupNorm, put BatchNorm in eval mode if training does so, and keep records apart."
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from whence.attribution import open_problem
 from whence.core import (
     COLUMNS,
     ModuleView,
@@ -24,7 +25,6 @@ from whence.core import (
     WhenceError,
     as_target,
     as_view,
-    check_batch_norm,
     compute_outputs,
     eval_mode,
     map_tree,
@@ -138,13 +138,14 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
 
     Raises:
         Unsupported: the optimiser cannot be replayed step by step, the kind of policy is unknown, its parameters have
-            several dtypes and `dtype` is None, or it has BatchNorm or dropout.
+            several dtypes and `dtype` is None, it mixes records, or it has dropout.
         NonFinite: the round began with parameters that are not finite.
         WhenceError: the recording is of another policy: by names, shapes, or log-probs or values of its records.
     """
     optimizers.check_optimizer(recording.optimizer)
     view = as_view(policy) if dtype is None else _make_cast_view(policy, dtype)
-    check_batch_norm(dict(view.module.named_modules()))
+    with open_problem(policy, recording.records, targets=[]):
+        pass  # it refuses policies that mix records
     trainable = view.parameters()
     check_policy(view, trainable, recording)
     device = next(iter(trainable.values())).device

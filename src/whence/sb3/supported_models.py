@@ -9,9 +9,8 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.core import Unsupported, train_mode, unwrap_compiled
+from whence.core import Unsupported, unwrap_compiled
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO)
 _BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
@@ -70,14 +69,4 @@ def check_policy(policy: Any) -> None:
         raise Unsupported(
             f"{name} is no actor-critic policy, and whence scores on-policy records by their log-probs. Use PPO, A2C "
             "or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
-        )
-    with train_mode(policy):  # as SB3's train() does
-        mixing = [
-            (path, each) for path, each in policy.named_modules() if isinstance(each, _BatchNorm) and each.training
-        ]
-    for path, module in mixing:
-        raise Unsupported(
-            f"The policy's layer `{path}` is a {type(module).__name__}, which train() puts in training mode: its "
-            "output for a record then depends on the other records of the minibatch, so no record has an objective of "
-            "its own. Use LayerNorm or GroupNorm, or keep the layer in eval mode in the module's own train()."
         )

@@ -422,6 +422,34 @@ def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     assert_untouched(before, state_of(model))
 
 
+class Centred(FlattenExtractor):
+    """Observations less their mean over the minibatch."""
+
+    def forward(self, observations):
+        features = super().forward(observations)
+        return features - features.mean(0)
+
+
+def test_a_policy_that_mixes_records_is_refused_for_that():
+    model = model_of(policy_kwargs={"features_extractor_class": Centred})
+    with pytest.raises(Unsupported, match=r"of a record changes by up to .* with the other records"):
+        replay(model.policy, recorded(model))
+
+
+def test_an_optimiser_of_some_parameters_is_recorded_if_the_others_are_frozen():
+    model = model_of()
+    model.policy.optimizer = torch.optim.Adam(model.policy.action_net.parameters())
+    with pytest.raises(Unsupported, match=r"does not hold `mlp_extractor\.policy_net\.0\.weight`, whose gradient"):
+        recorded(model)
+    model.policy.mlp_extractor.requires_grad_(False)
+    model.policy.value_net.requires_grad_(False)
+    recording = recorded(model)
+    after = replay(model.policy, recording)
+    assert after.keys() == {"action_net.weight", "action_net.bias"}
+    for name, parameter in after.items():
+        torch.testing.assert_close(parameter, recording.end[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("which", ["it begins", "it ends"])
 def test_rounds_that_diverge(which):
     model = model_of("SGD", max_grad_norm=float("inf"))

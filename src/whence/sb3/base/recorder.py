@@ -99,12 +99,20 @@ def check_recordings(recordings: Collection[int]) -> frozenset[int]:
 
 
 def check_groups(model: Any) -> None:
-    """Refuse to record a model whose optimiser has several groups of parameters."""
+    """Refuse to record a model whose optimiser has several groups of parameters, or not all that get gradients."""
     if (count := len(model.policy.optimizer.param_groups)) != 1:
         raise Unsupported(
             f"The optimiser has {count} groups of parameters, and a recording needs one. Record no rounds, or train "
             "all parameters in one group."
         )
+    held = {id(parameter) for parameter in model.policy.optimizer.param_groups[0]["params"]}
+    for name, parameter in model.policy.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            # SB3 clips all gradients together, and this one grows from round to round, since none sets it to 0.
+            raise Unsupported(
+                f"The optimiser does not hold `{name}`, whose gradient decides all the same how far SB3 clips the "
+                "others'. Set its requires_grad to False, or record no rounds."
+            )
 
 
 def training_versions(model: Any) -> dict[str, str]:

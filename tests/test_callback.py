@@ -33,6 +33,11 @@ def identical(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+class Nothing(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+
 class Guarded(EvalCallback):
     """SB3's evaluation samples actions from torch's global generator; here it must not disturb the training's."""
 
@@ -102,11 +107,8 @@ def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: di
     assert not identical(trained[0], parameters(model(algorithm, **kwargs)))
 
 
-class Failing(BaseCallback):
+class Failing(Nothing):
     """Break training off when the second rollout ends, without whence."""
-
-    def _on_step(self) -> bool:
-        return True
 
     def _on_rollout_end(self) -> None:
         if self.model.num_timesteps > self.model.n_steps * self.model.n_envs:  # type: ignore[attr-defined]
@@ -144,15 +146,12 @@ def add_bonus(buffer: Any, replaces: bool) -> None:
             getattr(buffer, name)[:] += bonus
 
 
-class AddsBonus(BaseCallback):
+class AddsBonus(Nothing):
     """Add an intrinsic reward to the rollout, in place or in new arrays."""
 
     def __init__(self, replaces: bool) -> None:
         super().__init__()
         self.replaces = replaces
-
-    def _on_step(self) -> bool:
-        return True
 
     def _on_rollout_end(self) -> None:
         add_bonus(self.model.rollout_buffer, self.replaces)  # type: ignore[attr-defined]
@@ -266,10 +265,7 @@ def test_a_short_last_minibatch_may_be_left_out() -> None:
     assert callback.settings()["last"] == "drop"
 
 
-class Fails(BaseCallback):
-    def _on_step(self) -> bool:
-        return True
-
+class Fails(Nothing):
     def _on_rollout_end(self) -> None:
         raise KeyError("another callback")
 
@@ -323,18 +319,10 @@ def test_how_the_selected_train_can_be_overridden() -> None:
     assert [len(advantages) for advantages in seen] == [50, 50]
 
 
-class Nothing(BaseCallback):
-    def _on_step(self) -> bool:
-        return True
-
-
-class Saves(BaseCallback):
+class Saves(Nothing):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-
-    def _on_step(self) -> bool:
-        return True
 
     def _on_rollout_end(self) -> None:
         assert isinstance(self.model, PPO)
@@ -588,6 +576,21 @@ def test_a_seed_that_waits_for_cuda_is_the_users_again(seeded, monkeypatch):
     assert torch.initial_seed() == 123
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_buffers_that_a_layer_writes_in_eval_mode_are_restored(replaces: bool) -> None:
+    class Counting(torch.nn.Module):
+        def forward(self) -> None:
+            assert not self.training
+            self.count = self.count + 1 if replaces else self.count.add_(1)
+
+    layer = Counting()
+    layer.register_buffer("count", torch.zeros(()))
+    with whence.core.eval_mode([layer]):
+        layer()
+    assert layer.count == 0
+    assert layer.training
+
+
 class Curriculum(Toy):
     """An environment whose reward depends on a level that is set from outside."""
 
@@ -598,11 +601,8 @@ class Curriculum(Toy):
         return observation, float(self.level), *rest
 
 
-class RaiseLevel(BaseCallback):
+class RaiseLevel(Nothing):
     """Raise the level at each rollout."""
-
-    def _on_step(self) -> bool:
-        return True
 
     def _on_rollout_start(self) -> None:
         self.training_env.set_attr("level", self.num_timesteps)
@@ -622,7 +622,7 @@ def test_attributes_set_in_environments_reach_them_while_a_run_is_written(tmp_pa
     assert type(toy) is PPO
 
 
-class Interrupts(BaseCallback):
+class Interrupts(Nothing):
     def _on_step(self) -> bool:
         assert copy.deepcopy(self.training_env).get_attr("level") == [64]  # of an environment that is wrapped now
         raise KeyboardInterrupt
@@ -686,10 +686,7 @@ def test_episodes_begin_anew_in_new_environments(tmp_path: Path, case: str) -> N
 
 
 def test_what_is_logged_beside_numbers_does_not_end_training(tmp_path: Path) -> None:
-    class Logs(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
+    class Logs(Nothing):
         def _on_rollout_end(self) -> None:
             self.logger.record("train/note", "all is well", exclude="tensorboard")
             self.logger.record("train/list", [1, 2], exclude=("stdout", "log", "csv", "json", "tensorboard"))

@@ -68,12 +68,14 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules in eval mode, and restore each one's mode on exit. Submodules count only if listed."""
+    """Put modules in eval mode, and restore each one's mode and buffers on exit. Submodules count only if listed."""
+    modules = list(modules)
     training = [module for module in modules if module.training]
     try:
         for module in training:
             module.training = False
-        yield
+        with preserve_buffers(modules):  # some layers write them in eval mode, too
+            yield
     finally:
         for module in training:
             module.training = True
@@ -114,7 +116,8 @@ def preserve_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     Submodules count only if listed.
     """
     places = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
-    copies = [(buffer, buffer.clone()) for _, before in places for buffer in before.values() if buffer is not None]
+    buffers = [buffer for _, before in places for buffer in before.values() if buffer is not None]
+    copies = [(buffer, buffer.clone()) for buffer in buffers if not buffer.is_meta]
     try:
         yield
     finally:

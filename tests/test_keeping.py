@@ -1,7 +1,12 @@
 """What a run directory keeps: nothing of a run is removed but by `overwrite`, and a row costs little."""
 
+import importlib
+import io
 import logging
+import os
+import resource
 import shutil
+import sys
 
 import polars as pl
 import pytest
@@ -10,6 +15,7 @@ from polars.testing import assert_frame_equal
 
 from test_resume import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
 from whence import IIF, RunDirectory
+from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError
 from whence.runs import RunWriter
 from whence.runs.row_tables import LATEST
@@ -175,3 +181,54 @@ def test_a_round_with_records_is_whole(tmp_path, monkeypatch):
     train(MODELS["walk"], tmp_path / "parts")
     train(MODELS["walk"], tmp_path / "whole")
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_process_that_was_forked_after_polars_was_used_says_so(tmp_path):
+    RunDirectory.create(tmp_path / "run", {}).append("metrics", {"round": 1})
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        messages = []
+        for use in (lambda: RunDirectory.open(tmp_path / "run").table("metrics"), lambda: learn(tmp_path / "new", 64)):
+            try:
+                use()
+            except RunDirectoryError as refusal:
+                messages.append(str(refusal))
+        os.write(writing, "\n".join(messages).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    first, second = os.read(reading, 10_000).decode().split("\n")
+    assert first == second
+    assert 'Start it by multiprocessing.get_context("spawn"), SubprocVecEnv(..., start_method="spawn")' in first
+
+
+def test_too_many_open_files_have_a_remedy(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+    try:
+        with pytest.raises(RunDirectoryError, match=r"Too many open files\. Raise the limit of open files \(ulimit -n"):
+            run.append("metrics", {"round": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_last_round_is_one_whose_policy_is_kept(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+    for number in (1, 2, 3, 4):
+        run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
+    assert find_round(run, None, None) == 4
+    run.write_policy(3, {"w": torch.ones(1)})
+    assert find_round(run, None, None) == 3
+    assert find_round(run, 4, None) == 4
+
+
+def test_a_terminal_without_a_character_gets_another(monkeypatch):
+    app = importlib.import_module("whence.cli.app")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(app, "app", lambda: print_line("0.1 ± 0.2"))
+    monkeypatch.setattr(app.signal, "signal", lambda *handler: None)
+    app.main()
+    stream.flush()
+    assert stream.buffer.getvalue() == b"0.1 ? 0.2\n"

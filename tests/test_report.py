@@ -2,12 +2,14 @@ import base64
 import gzip
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
 import polars as pl
 import pytest
 
+from pages import ASSETS
 from whence.core import preserve_rng_state
 from whence.efficiency import Curve, summarise
 from whence.experiments import Comparison, RunConfig, compare, plan_comparison
@@ -316,6 +318,18 @@ class TestRunPage:
         assert page.of("bdi") == ["Some-v0: IIF(drop=0.5, warmup=0)"]
         assert "0 rounds." in page.of("p")
         assert page.scripts == []
+
+    def test_of_a_long_run_some_rounds_are_embedded_and_the_page_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("whence.page.html.EMBEDDED_ROUNDS", 2)
+        directory = run_of(tmp_path / "lake", {"env": "Some-v0"}, rounds=range(1, 4), n=10)
+        html = (page_of(directory) and (tmp_path / "page.html")).read_text(encoding="utf-8")
+        assert Page(html).data("page-data")["runs"][0]["rounds"] == [1, 3]
+        assert "This file holds 2 of the 3 rounds. The command" in html
+        assert f"whence report {directory.path} --rounds" in html
+        write_report(directory, tmp_path / "page.html", rounds=[1, 2, 3])
+        html = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert "This file holds" not in html
+        assert (ASSETS / "vendor/tabulator/LICENSE").read_text() in unescape(html)
 
     def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})

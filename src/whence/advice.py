@@ -4,6 +4,7 @@ import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import polars as pl
@@ -143,10 +144,12 @@ def _steps_are_short_or_long(rows: Rows, config: Mapping[str, Any]) -> Iterator[
 
 def _does_not_improve(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
     returns = _read(rows, "episode_return")
+    values = [value for _, value in returns]
+    ranges = [high - low for high, low in zip(accumulate(values, max), accumulate(values, min), strict=True)]
     for at in range(2 * _WINDOW, len(returns) + 1):
-        values = [value for _, value in returns[:at]]
-        before, last = statistics.fmean(values[-2 * _WINDOW : -_WINDOW]), statistics.fmean(values[-_WINDOW:])
-        if last <= before + 0.02 * (max(values) - min(values)):
+        before = statistics.fmean(values[at - 2 * _WINDOW : at - _WINDOW])
+        last = statistics.fmean(values[at - _WINDOW : at])
+        if last <= before + 0.02 * ranges[at - 1]:
             yield (
                 returns[at - 1][0],
                 f"The mean episode return has not risen over the last {_WINDOW} rounds ({before:.4g} before, "

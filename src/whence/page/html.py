@@ -38,6 +38,9 @@ SCRIPTS = (
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 """Style sheets of the page's explorer, in page/assets, after the page's own."""
 
+EMBEDDED_ROUNDS = 200
+"""Rounds of a run that its file holds at most, unless others are named: each takes a fifth of a second or more."""
+
 HISTORIES = 4
 """Behaviours whose history a page shows at most, those that were measured last."""
 
@@ -59,15 +62,15 @@ def write_report(
         shown: a comparison; or a run, which need not be finished, nor have any round.
         path: the file.
         env: the environment, for frames; None: the runs' own.
-        rounds: those to embed, of a comparison those of the first seed's runs; None: all, of a comparison at most 12
-            of each run, evenly spread.
+        rounds: those to embed, of a comparison those of the first seed's runs; None: at most 200, of a comparison 12
+            of each run, evenly spread. The page says how many there are.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
     if isinstance(shown, Comparison):
         html = _render_comparison(shown, env, rounds, on_round)
     else:
         run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
-        html = render_runs([run], [_choose_rounds(run, rounds)], on_round)
+        html = render_runs([run], [_choose_rounds(run, rounds, EMBEDDED_ROUNDS)], on_round)
     with write_atomically(path) as temporary:
         # Half of a pair of surrogates, which JSON may hold, is no character.
         temporary.write_text(html, encoding="utf-8", errors="replace")
@@ -125,6 +128,11 @@ def render_runs(
     notes: list[str] = []
     directories = _name_runs(runs)
     first, is_alone = runs[0].directory, len(runs) == 1
+    if rounds is not None and len(rounds[0]) < (count := len(first.rounds())):
+        notes.append(
+            f"This file holds {len(rounds[0])} of the {count:,} rounds. The command `whence view {first.path}` shows "
+            f"all of them; `whence report {first.path} --rounds 1-{EMBEDDED_ROUNDS}` writes others."
+        )
     _, seed = identify_run(first)
     done, planned = len(first.table("metrics")), runs[0].planned
     counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
@@ -158,12 +166,12 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
 
 
-def _choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int | None = None) -> list[int]:
+def _choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int) -> list[int]:
     """Return the rounds of a run to embed: those wanted that are there, or at most `most`, evenly spread."""
     numbers = run.directory.rounds()
     if wanted is not None:
         return [number for number in numbers if number in wanted]
-    return spread(numbers, most or len(numbers))
+    return spread(numbers, most)
 
 
 def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
@@ -220,6 +228,7 @@ def _render(
         style=Markup("\n".join(_read_file(name) for name in ("page.css", *STYLES))),
         plotly=Markup(get_plotlyjs()),
         figures_js=Markup(_read_file("figures.js")),
+        licence=_read_file("vendor/tabulator/LICENSE"),
         scripts=[Markup(_read_file(name)) for name in SCRIPTS],
     )
 

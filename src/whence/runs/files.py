@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from whence.core import CHECKSUM, RunDirectoryError, WhenceError, explain_write_errors, first_line, has_changed
-from whence.runs.locks import LOCK
+from whence.runs.locks import LOCK, check_fork
 
 
 def check_links(path: Path) -> None:
@@ -97,6 +97,7 @@ def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[s
 
 def read_table(path: Path) -> pl.DataFrame:
     """Read a Parquet file; a `RunDirectoryError` says if it is damaged."""
+    check_fork()
     try:
         if not has_changed(path):
             return pl.read_parquet(path, glob=False)
@@ -107,6 +108,7 @@ def read_table(path: Path) -> pl.DataFrame:
 
 def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write a Parquet file; see `CHECKSUM`."""
+    check_fork()
     content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
     table.write_parquet(content, compression="zstd", metadata=CHECKSUM)
     path.write_bytes(content.getbuffer())

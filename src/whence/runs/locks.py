@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,25 @@ Lock: TypeAlias = BaseFileLock | NoLock
 
 _WRITERS: dict[Path, tuple[Lock, tuple[int, int] | None]] = {}
 """The latest lock that this process took of each run directory, and which file it is."""
+
+
+_PROCESSES: set[int] = set()
+"""Processes in which Polars was used, by their ids: a process that was forked from one of them has the set, too."""
+
+
+def check_fork() -> None:
+    """Refuse to use Polars in a process that was forked after it was used: it would wait for threads for ever.
+
+    Raises:
+        RunDirectoryError: see above.
+    """
+    if _PROCESSES and os.getpid() not in _PROCESSES:
+        raise RunDirectoryError(
+            "This process was forked from one that had read or written a run, and Polars' threads do not survive a "
+            'fork. Start it by multiprocessing.get_context("spawn"), SubprocVecEnv(..., start_method="spawn") or '
+            'DataLoader(..., multiprocessing_context="spawn").'
+        )
+    _PROCESSES.add(os.getpid())
 
 
 @contextmanager
@@ -86,6 +106,7 @@ def lock_run(directory: Path) -> Lock:
     Raises:
         RunDirectoryError: see `lock_directory`.
     """
+    check_fork()
     key = directory.resolve()
     if key in _WRITERS:
         _WRITERS[key][0].release()

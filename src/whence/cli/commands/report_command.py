@@ -23,7 +23,7 @@ def report(
     rounds: Annotated[
         str | None,
         typer.Option(
-            help="Rounds to embed, such as 1,5,10-50:10. (default: all; of a comparison, 12 of each run)",
+            help="Rounds to embed, such as 1,5,10-50:10. (default: at most 200, of a comparison 12 of each run)",
             show_default=False,
         ),
     ] = None,

@@ -31,7 +31,8 @@ def find_round(run: RunDirectory, number: int | None, record: int | None) -> int
     """Return the round asked for: by its number, by a record in it, or the last."""
     rounds = run.require_rounds()
     if number is not None or record is None:
-        return rounds[-1] if number is None else number
+        whole = set(run.rounds("policies")) or rounds  # of large policies not every round's is kept
+        return max((each for each in rounds if each in whole), default=rounds[-1]) if number is None else number
     for candidate in reversed(rounds):
         if not run.round("records", candidate).filter(pl.col("record_id") == record).is_empty():
             return candidate

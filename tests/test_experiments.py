@@ -33,7 +33,7 @@ from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.environments import (
     evaluate,
     make_evaluation_env,
-    make_model_env,
+    make_training_env,
 )
 from whence.experiments.rl.plan import check_action, reads
 from whence.experiments.rl.presets import presets
@@ -364,7 +364,7 @@ class TestPlan:
         for module in ("Box2D", "envpool"):
             pytest.importorskip(module)
         config = RunConfig("CartPole-v1", "ppo", 0, collect_with="envpool")
-        test, trial = make_evaluation_env(config, 3), make_model_env(config)
+        test, trial = make_evaluation_env(config, 3), make_training_env(config)
         assert (type(test).__name__, test.num_envs) == ("DummyVecEnv", 3)
         assert (type(trial).__name__, trial.num_envs) == ("EnvPoolVecEnv", 1)
 

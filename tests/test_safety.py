@@ -344,9 +344,10 @@ class TestRunsOfStrangers:
         assert (is_trusted(base / "script"), is_trusted(tmp_path / "link"), is_trusted(moved)) == (True, True, False)
         stranger = RunDirectory.open(moved)
         stranger.note(seen=True)
-        resume(moved, gym.make("CartPole-v1"))
-        assert not is_trusted(moved)  # the configuration is still the stranger's
-        RunDirectory.resume(moved, stranger.config, rounds=1)
+        model, callback = resume(moved, gym.make("CartPole-v1"))
+        model.learn(96, callback=callback)
+        assert (RunDirectory.open(moved).rounds(), is_trusted(moved)) == ([1, 2, 3], False)
+        RunDirectory.resume(moved, stranger.config, rounds=1).remove_later()
         assert is_trusted(moved)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other user"))
         assert not is_trusted(moved)

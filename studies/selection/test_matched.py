@@ -13,7 +13,7 @@ from studies.selection.matched import MatchedUpdate, main
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, KeepAll, RunDirectory
 from whence.experiments import configure
-from whence.experiments.rl.environments import make_model_env
+from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
 from whence.sb3 import InfluenceCallback, collect, load_tensors, named_tensors
 
@@ -103,7 +103,7 @@ def test_gains_are_rises_of_the_centred_surrogate(optimizer):
 def rollouts():
     sizes = {"n_steps": 128, "batch_size": 64}
     config = configure(env="CartPole-v1", hyperparameters=sizes, policy_kwargs={"net_arch": [8]})
-    model = make_model(config, make_model_env(config))
+    model = make_model(config, make_training_env(config))
     records = collect(model)
     return config, model, records, large_rollout(config, model, steps=2001, seed=5)
 

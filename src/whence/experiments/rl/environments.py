@@ -116,13 +116,6 @@ def renew_world(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     return RecordResets(env) if reuses_world(env.unwrapped) else env
 
 
-def make_model_env(config: RunConfig) -> VecEnv:
-    """Return one environment of the library that a run collects with, to build its model on; no step is taken."""
-    if config.collect_with == "envpool":
-        return EnvPoolVecEnv(config.env, config.pool_kwargs, 1, config.seed, config.observe)
-    return make_evaluation_env(config, 1)
-
-
 def observe_part(env: gym.Env[Any, Any], part: str) -> gym.Env[Any, Any]:
     """Return an environment of which a part of the dict observations is observed."""
     space: Any = env.observation_space

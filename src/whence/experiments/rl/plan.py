@@ -13,7 +13,7 @@ from gymnasium import spaces
 from whence.core import Action, WhenceError, preserve_rng_state, suggest
 from whence.experiments.arms import ARMS, STANDARD, find_arm
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import check_environment, list_libraries, make_model_env
+from whence.experiments.rl.environments import check_environment, list_libraries, make_training_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_model
 from whence.sb3 import default_policy, default_policy_kwargs
@@ -58,7 +58,7 @@ def configure(
         config = replace(config, policy=default_policy(space))
     config = replace(config, policy_kwargs=default_policy_kwargs(config.policy, config.policy_kwargs, space))
     with preserve_rng_state():  # PPO seeds the generators
-        model_env = make_model_env(config)
+        model_env = make_training_env(replace(config, n_envs=1))
         try:
             model = make_model(config, model_env)
         finally:

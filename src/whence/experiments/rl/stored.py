@@ -96,11 +96,9 @@ def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int) -> VecEnv:
     Raises:
         RunDirectoryError: they cannot be made.
     """
+    make = make_replay_env(run, env)
     try:
-        make = make_replay_env(run, env)
         vec_env: VecEnv = DummyVecEnv([lambda: Monitor(renew_world(make()))] * count)
-    except RunDirectoryError:
-        raise
     except Exception as failure:  # an environment's constructor may raise anything
         raise RunDirectoryError(
             f"The environment of {run.path} cannot be made: {type(failure).__name__}: {failure}"

@@ -654,6 +654,14 @@ def test_a_model_with_a_train_or_get_of_its_own_is_refused() -> None:
         change(toy)
         with pytest.raises(whence.Unsupported, match=message):
             toy.learn(32, callback=InfluenceCallback(KeepAll()))
+    with pytest.raises(whence.Unsupported, match=message):
+        model().learn(32, callback=[InfluenceCallback(KeepAll()), ReplacesGet()])
+
+
+class ReplacesGet(Nothing):
+    def _on_rollout_end(self) -> None:
+        buffer = self.model.rollout_buffer  # type: ignore[attr-defined]
+        buffer.get = buffer.get
 
 
 def test_a_clip_range_that_ends_at_0_lets_a_second_learn_begin() -> None:

@@ -144,7 +144,6 @@ class InfluenceCallback(BaseCallback):
         self._ongoing: Ongoing | None = None
         self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
-        self._has_checked_log_probs = False
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -322,12 +321,12 @@ class InfluenceCallback(BaseCallback):
 
     def _score_round(self, seconds: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Score the rollout, select from it, write it, and return its metrics."""
+        check_model(self.model)  # again, since a callback may have replaced a part of it
         with time_stage(seconds, "scoring"), name_round(self.next_round):
             records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
             self._last_timestep = self.model.num_timesteps
-            if self.rule.needs_influence and not self._has_checked_log_probs:
+            if self.rule.needs_influence and not self._rounds_done:
                 warn_of_log_probs(self.model.policy, records)
-                self._has_checked_log_probs = True
             choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time

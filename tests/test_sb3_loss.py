@@ -305,6 +305,31 @@ def test_an_engine_that_would_be_wrong_refuses(case: str, engine: str) -> None:
         check_scores(UNUSUAL[case](), engine=engine)
 
 
+def record_round(toy: Any) -> whence.RoundRecording:
+    """Train one round of one step."""
+    toy.batch_size, toy.n_epochs, toy.vf_coef = 32, 1, 0.0
+    callback = InfluenceCallback(whence.KeepAll(), recordings=[1])
+    toy.learn(32, callback=callback)
+    assert callback.recording is not None
+    return callback.recording
+
+
+@pytest.mark.parametrize("case", ["half detached", "weights without a graph", "scaled gradient"])
+def test_scores_by_a_rounds_steps_are_of_the_gradients_that_these_took(case: str) -> None:
+    toy = UNUSUAL[case]()
+    recording = record_round(toy)
+    scores = whence.attribute_round(toy.policy, recording, target=whence.Return(), method="trajectory").scores
+    toy.policy.load_state_dict(recording.start, strict=False)
+    snapshot = whence.attribute(toy.policy, recording.records, target=whence.Return(), engine="loop").scores
+    torch.testing.assert_close(scores, snapshot, rtol=1e-5, atol=1e-5 * float(snapshot.abs().max()))
+
+
+def test_steps_with_masked_gradients_are_not_computed_again() -> None:
+    toy = mask_parameter()
+    with pytest.raises(Unsupported, match="A hook on a parameter changes its gradient"):
+        whence.attribute_round(toy.policy, record_round(toy), target=whence.Return(), method="trajectory")
+
+
 def mean_rows(layer: nn.Linear, x: Tensor) -> Tensor:
     return layer(x - x.mean(0))
 

@@ -4,7 +4,6 @@ from whence.engines.auto import ENGINES as ENGINES
 from whence.engines.auto import check_engine as check_engine
 from whence.engines.auto import register_engine as register_engine
 from whence.engines.auto import solve as solve
-from whence.engines.forward import along_direction as along_direction
 from whence.engines.forward import outputs_along as outputs_along
 from whence.engines.gradient_masks import add_masks as add_masks
 from whence.engines.memory import check_memory as check_memory

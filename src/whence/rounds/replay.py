@@ -138,14 +138,19 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
 
     Raises:
         Unsupported: the optimiser cannot be replayed step by step, the kind of policy is unknown, its parameters have
-            several dtypes and `dtype` is None, it mixes records, or it has dropout.
+            several dtypes and `dtype` is None or hooks that change their gradients, it mixes records, or it has
+            dropout.
         NonFinite: the round began with parameters that are not finite.
         WhenceError: the recording is of another policy: by names, shapes, or log-probs or values of its records.
     """
     optimizers.check_optimizer(recording.optimizer)
     view = as_view(policy) if dtype is None else _make_cast_view(policy, dtype)
-    with open_problem(policy, recording.records, targets=[]):
-        pass  # it refuses policies that mix records
+    with open_problem(policy, recording.records, targets=[]) as problem:  # it refuses policies that mix records
+        if problem.summed is not None:
+            raise Unsupported(
+                "A hook on a parameter changes its gradient, and a round's steps are computed again without such "
+                "hooks. Score by the snapshot, or leave the parameter out of the optimiser."
+            )
     trainable = view.parameters()
     check_policy(view, trainable, recording)
     device = next(iter(trainable.values())).device

@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.core import NonFinite, Target, WhenceError, eval_mode, preserve_rng_state, suggest, target_name
-from whence.engines import along_direction
 from whence.influence import Influence, Provenance
 from whence.rounds import optimizers
 from whence.rounds.recording import RoundRecording
@@ -297,10 +296,18 @@ def _pull_back(
 def _directional_derivatives(
     round: SteppedRound, point: Point, minibatch: Minibatch, direction: Vector
 ) -> Float[Tensor, " b"]:
-    """Return the derivative of each record's objective along a direction."""
+    """Return the product of each record's gradient with a direction.
+
+    It is the derivative, by the record's weight, of the product of the weighted gradient. So the gradients are those
+    that `step` takes, where forward mode would not run hooks that change them.
+    """
     ones = torch.ones_like(minibatch.records.log_probs)
-    return along_direction(
-        lambda params: objective_values(round, params, minibatch, ones),
-        round.unflatten(point.params),
-        round.unflatten(direction.detach()),
-    )
+
+    def multiply(weights: Tensor) -> Tensor:
+        def value(params: Vector) -> Tensor:
+            return (weights * objective_values(round, round.unflatten(params), minibatch, ones)).sum()
+
+        product: Tensor = torch.func.grad(value)(point.params) @ direction.detach()
+        return product
+
+    return torch.func.grad(multiply)(ones)

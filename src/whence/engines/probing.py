@@ -35,6 +35,8 @@ def check_mixing(problem: Problem) -> None:
     notes, key = notes_on(problem.view), (check_mixing, modes, _kind_of(problem))
     if len(problem.records) == 1 or key in notes:
         return
+    if scaled := [path for path, module in problem.modules.items() if getattr(module, "scale_grad_by_freq", False)]:
+        raise _refuse_mixing(f"`{scaled[0]}` scales a record's gradient by all records' (scale_grad_by_freq=True)")
     probe = _take_probe(problem)
     with problem.restored():
         together, again = probe.outputs(), probe.outputs()

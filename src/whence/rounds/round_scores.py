@@ -310,4 +310,5 @@ def _directional_derivatives(
         product: Tensor = torch.func.grad(value)(point.params) @ direction.detach()
         return product
 
-    return torch.func.grad(multiply)(ones)
+    products: Tensor = torch.func.grad(multiply)(ones)
+    return products

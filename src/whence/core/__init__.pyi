@@ -12,7 +12,6 @@ from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
 from .errors import first_line as first_line
 from .errors import suggest as suggest
-from .guards import SAFE_PATH as SAFE_PATH
 from .guards import eval_mode as eval_mode
 from .guards import hide_working_directory as hide_working_directory
 from .guards import load_rng_state as load_rng_state

@@ -30,21 +30,19 @@ def preserve_rng_state() -> Iterator[None]:
             torch.cuda.manual_seed_all(seed)
 
 
-SAFE_PATH = "PYTHONSAFEPATH"
-
-
 @contextmanager
 def hide_working_directory() -> Iterator[None]:
     """Let processes that start meanwhile import nothing from the working directory, where Python looks first.
 
     A process of `multiprocessing` gets the search path of this one afterwards, so that it finds what this one finds.
     """
-    before = os.environ.setdefault(SAFE_PATH, "whence")
+    is_hidden = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         yield
     finally:
-        if before == "whence":
-            os.environ.pop(SAFE_PATH, None)
+        if not is_hidden:
+            os.environ.pop("PYTHONSAFEPATH", None)
 
 
 def read_rng_state() -> dict[str, Any]:

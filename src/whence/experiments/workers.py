@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from whence.core import SAFE_PATH, WhenceError, hide_working_directory, write_atomically
+from whence.core import WhenceError, hide_working_directory, write_atomically
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.rl.config import RunConfig
 
@@ -136,7 +136,7 @@ def describe_failure(failure: BaseException) -> str:
 
 
 def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
-    os.environ.pop(SAFE_PATH, None)  # for this process alone
+    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)  # the page shows advice; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import Any
 
-from whence.core import SAFE_PATH, WhenceError
+from whence.core import WhenceError
 from whence.experiments import AnyEnv
 from whence.page.cause_view import build_causes
 from whence.page.explored_run import ExploredRun, stamp_file
@@ -94,7 +94,7 @@ def _begin(newest: Any) -> None:
     import torch
 
     _newest = newest
-    os.environ.pop(SAFE_PATH, None)  # for this process alone
+    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
     if hasattr(os, "nice"):
         os.nice(10)  # frames and training go first
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle

@@ -155,26 +155,6 @@ def test_in_place_activations_do_not_mislead_ghost() -> None:
     assert difference(attribute(policy_model.policy, records, target=Return(), engine="ghost"), truth) <= 1e-5
 
 
-class Twice(nn.Module):
-    """One layer called twice, and one whose weight another layer shares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.again, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.tied = nn.Linear(6, 6)
-        self.tied.weight = self.again.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x).tanh()
-        return self.out(self.tied(self.again(self.again(x).tanh()).tanh()).tanh())
-
-
-@pytest.mark.parametrize("engine", ENGINES_BESIDE_LOOP)
-def test_layers_called_twice_and_tied_weights(engine: str) -> None:
-    view = categorical_view(Twice())
-    against_loop(view, records_for(view), engine)
-
-
 @pytest.mark.parametrize("advantage", [0.0, 1e-30])
 def test_records_that_the_target_gives_no_weight_are_scored_all_the_same(advantage: float) -> None:
     view = mlp_view()
@@ -182,25 +162,6 @@ def test_records_that_the_target_gives_no_weight_are_scored_all_the_same(advanta
     advantages = records.advantages.clone()
     advantages[3] = advantage
     against_loop(view, records.with_advantages(advantages))
-
-
-class OwnParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor([0.5, 1.5, 2.0]))
-        self.held = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(3))})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale + self.held["shift"]
-
-
-def test_parameters_used_directly() -> None:
-    view = categorical_view(OwnParameter())
-    against_loop(view, records_for(view))
-    against_loop(view, records_for(view), chunk_size=7)
-    influence = attribute(view, records_for(view), target=Return())
-    assert {"scale", "held.shift"} <= set(influence.provenance.parameters)
-    assert influence.engine == "ghost"
 
 
 def test_dropout_is_off_while_scoring() -> None:
@@ -325,34 +286,6 @@ def test_ghost_refuses_what_it_would_get_wrong(network: type[nn.Module], message
         influence = attribute(view, records, target=Return())
         assert influence.engine == "forward"
         against_loop(view, records, "auto")
-
-
-class NoForwardMode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * g
-
-
-class BackwardOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.PReLU(5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return NoForwardMode.apply(self.layer(self.norm(x)))
-
-
-def test_auto_falls_back_to_the_loop_where_a_kernel_has_no_forward_mode() -> None:
-    view = categorical_view(BackwardOnly())
-    records = records_for(view)
-    influence = attribute(view, records, target=Return())
-    assert influence.engine == "loop"
-    assert "PReLU" in influence.engine_reason
-    assert "forward:" in influence.engine_reason
 
 
 def batch_normed() -> nn.Module:

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 import whence
 from toys import Toy, model
 from whence import Unsupported
-from whence.engines import Refused
 from whence.sb3 import InfluenceCallback, model_objective, snapshot
 
 OBSERVATIONS = ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"]
@@ -296,13 +294,6 @@ class Shifted(Toy):
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_what_sb3_trains_is_scored_as_sb3_trains_it(case: str) -> None:
     check_scores(UNUSUAL[case]())
-
-
-@pytest.mark.parametrize("case", ["sorted rows", "half detached", "weights without a graph", "scaled gradient"])
-@pytest.mark.parametrize("engine", ["ghost", "forward", "vmap"])
-def test_an_engine_that_would_be_wrong_refuses(case: str, engine: str) -> None:
-    with suppress(Refused):
-        check_scores(UNUSUAL[case](), engine=engine)
 
 
 def record_round(toy: Any) -> whence.RoundRecording:

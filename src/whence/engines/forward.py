@@ -31,16 +31,8 @@ def forward(problem: Problem) -> Float[Tensor, "targets n"]:
 def derive_along(problem: Problem, direction: Gradient, *, only: Collection[str] | None = None) -> Float[Tensor, " n"]:
     """Return the derivative of each record's objective along `direction`, restricted to the parameters in `only`."""
     names = direction.keys() if only is None else direction.keys() & only
-    restricted = {name: direction[name] for name in names}
-    return along_direction(lambda params: problem.objective_values(problem.outputs(params)), problem.params, restricted)
-
-
-def along_direction(
-    function: Callable[[dict[str, Tensor]], Float[Tensor, " n"]], params: Params, direction: Params
-) -> Float[Tensor, " n"]:
-    """Return the derivative of a function of parameters along `direction`; parameters not in it stay constant."""
-    with _dual_params(params, direction) as duals:
-        return _tangent(function(duals))
+    with _dual_params(problem.params, {name: direction[name] for name in names}) as duals:
+        return _tangent(problem.objective_values(problem.outputs(duals)))
 
 
 def outputs_along(problem: Problem, direction: Gradient) -> tuple[Outputs, Outputs]:

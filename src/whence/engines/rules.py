@@ -138,8 +138,7 @@ def _mask_padding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
 
 
 def _is_plain_embedding(layer: nn.Embedding) -> bool:
-    # max_norm rewrites the weight during the call, scale_grad_by_freq mixes records, sparse gradients cannot be added.
-    return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    return layer.max_norm is None and not layer.sparse  # the call rewrites the weight; such gradients cannot be added
 
 
 def _norm_product(layer: _Norm, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:

@@ -146,8 +146,8 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
         log_prob = distribution.log_prob(inputs["actions"])
     except ValueError as refusal:
         raise InvalidRecords(
-            f"An action of the records is none of {policy.action_space}: {first_line(refusal)}. Pass records of this "
-            "policy's environment."
+            f"An action of the records is none of the policy's, for {policy.action_space}: {first_line(refusal)}. Pass "
+            "records of its environment. SB3 counts the actions of a Discrete space from 0, whatever its start."
         ) from refusal
     return LazyOutputs(log_prob, values, distribution.entropy)
 

@@ -481,7 +481,7 @@ PLACES = {
     "optimisation": (losses, "value_loss", 10),
     "writing records": (trainer_module, "make_response_table", 3),
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
-    "writing a checkpoint": (checkpoints, "save_file", 3),
+    "writing a checkpoint": (checkpoints, "write_tensor_file", 3),
 }
 
 

@@ -22,7 +22,7 @@ from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 
 import whence.influence
-import whence.runs.directory
+import whence.runs.files
 from whence.core import InvalidInfluence, RunDirectoryError, preserve_rng_state, write_atomically
 from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory, list_checkpoints, time_stage
@@ -273,8 +273,7 @@ class TestWrittenAtomically:
             target.write_bytes(b"half")
             raise failure("No space left on device")
 
-        monkeypatch.setattr(whence.runs.directory, "save_file", write_half)
-        monkeypatch.setattr(whence.influence, "save_file", write_half)
+        monkeypatch.setattr(whence.runs.files, "save_file", write_half)
         with pytest.raises(raised):
             run.write_policy(1, {"w": torch.zeros(1)})
         with pytest.raises(raised):

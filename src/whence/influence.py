@@ -10,11 +10,10 @@ from typing import Self
 import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import CHECKSUM, InvalidInfluence, to_numpy, write_atomically
-from whence.runs import parse_document, read_tensor_file
+from whence.core import InvalidInfluence, to_numpy
+from whence.runs import parse_document, read_tensor_file, write_tensor_file
 
 SIGNIFICANT = 2.0
 """A score is told from 0 if it is further from it than so many of its standard errors."""
@@ -122,13 +121,11 @@ class Influence:
 
     def save(self, path: str | Path) -> None:
         """Write scores, errors, ids and provenance to one safetensors file, atomically."""
-        tensors = {"scores": self.scores.contiguous(), "record_ids": self.record_ids.contiguous()}
-        if self.errors is not None:
-            tensors["errors"] = self.errors.contiguous()
+        tensors = {"scores": self.scores, "record_ids": self.record_ids}
+        tensors |= {} if self.errors is None else {"errors": self.errors}
         provenance = json.dumps(asdict(self.provenance))
-        metadata = {"format": "whence-influence", "version": "1", "provenance": provenance, **CHECKSUM}
-        with write_atomically(path) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+        texts = {"format": "whence-influence", "version": "1", "provenance": provenance}
+        write_tensor_file(path, tensors, texts)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -51,36 +51,29 @@ _CHECKSUM = re.compile(rb'checksum(?:":"|\x18\x28)blake2b:(.{32})', re.DOTALL)
 
 
 def _write_checksum(path: Path) -> None:
-    with path.open("r+b") as file:
-        if (checksum := _find_checksum(file)) is not None:
-            file.seek(checksum.place)
-            file.write(checksum.computed)
+    if (checksum := _find_checksum(path)) is not None:
+        with path.open("r+b") as file:
+            file.seek(checksum[0])
+            file.write(checksum[2])
 
 
 def has_changed(path: str | Path) -> bool:
     """Return whether a file has other bytes than its checksum says; one without a checksum has not."""
-    with open(path, "rb") as file:
-        checksum = _find_checksum(file)
-    return checksum is not None and checksum.stored != checksum.computed
+    checksum = _find_checksum(path)
+    return checksum is not None and checksum[1] != checksum[2]
 
 
-class _Checksum(NamedTuple):
-    place: int
-    stored: bytes
-    computed: bytes
-
-
-def _find_checksum(file: BinaryIO) -> _Checksum | None:
-    """Return the checksum that a file holds, and that of all its other bytes; None if it holds none."""
-    if not os.fstat(file.fileno()).st_size:
+def _find_checksum(path: str | Path) -> tuple[int, bytes, bytes] | None:
+    """Return the place of a file's checksum, the checksum there, and that of all other bytes; None if it has none."""
+    if not os.path.getsize(path):  # which cannot be mapped
         return None
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if (mark := _CHECKSUM.search(content)) is None:
             return None
         with memoryview(content) as view:
             digest = hashlib.blake2b(view[: mark.start(1)], digest_size=16)
             digest.update(view[mark.end(1) :])
-        return _Checksum(mark.start(1), mark[1], digest.hexdigest().encode())
+        return mark.start(1), mark[1], digest.hexdigest().encode()
 
 
 def write_json(path: Path, content: Any) -> None:

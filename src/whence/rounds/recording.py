@@ -8,21 +8,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from jaxtyping import Int
-from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import (
-    A2C,
-    CHECKSUM,
-    Objective,
-    PPOClip,
-    RecordBatch,
-    RunDirectoryError,
-    Tree,
-    first_line,
-    write_atomically,
-)
-from whence.runs import CHANGED, parse_document, read_tensor_file
+from whence.core import A2C, Objective, PPOClip, RecordBatch, RunDirectoryError, Tree, first_line
+from whence.runs import CHANGED, parse_document, read_tensor_file, write_tensor_file
 
 FORMAT, VERSION = "whence-round", "3"
 
@@ -155,11 +144,7 @@ class RoundRecording:
             "update": asdict(self.update),
             "versions": dict(self.versions),
         }
-        metadata = {"format": FORMAT, "version": VERSION, "about": json.dumps(about), **CHECKSUM}
-        with write_atomically(path) as temporary:
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata
-            )
+        write_tensor_file(path, tensors, {"format": FORMAT, "version": VERSION, "about": json.dumps(about)})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import CHECKSUM, RunDirectoryError, WhenceError, first_line, write_atomically
-from whence.runs.files import CHANGED, parse_document, read_tensor_file
+from whence.core import RunDirectoryError, WhenceError, first_line
+from whence.runs.files import CHANGED, parse_document, read_tensor_file, write_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "1"
 
@@ -138,9 +137,7 @@ def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
     """
     tensors: dict[str, Tensor] = {}
     about = json.dumps(_encode(tree, tensors))
-    metadata = {"format": FORMAT, "version": VERSION, "about": about, **CHECKSUM}
-    with write_atomically(path) as temporary:
-        save_file(tensors, temporary, metadata)
+    write_tensor_file(path, tensors, {"format": FORMAT, "version": VERSION, "about": about})
 
 
 def load_tree(path: Path) -> dict[str, Any]:

@@ -4,16 +4,14 @@ import json
 import logging
 import shutil
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
-from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import CHECKSUM, RunDirectoryError, write_atomically
+from whence.core import RunDirectoryError, write_atomically
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
     FORMAT,
@@ -34,6 +32,7 @@ from whence.runs.files import (
     remove_after,
     remove_leftovers,
     write_table,
+    write_tensor_file,
 )
 from whence.runs.locks import Lock, check_writer, lock_run
 from whence.runs.row_tables import RowTable
@@ -280,7 +279,8 @@ class RunDirectory:
 
     def _write_config(self, *, sign: bool = False) -> None:
         document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
-        with self._write_file(self.path / "config.json") as temporary:
+        self._prepare_writing()
+        with write_atomically(self.path / "config.json") as temporary:
             text = json.dumps({**document, "notes": self.notes}, indent=2)
             temporary.write_text(text + "\n", encoding="utf-8")
         if sign:
@@ -325,8 +325,8 @@ class RunDirectory:
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
-        with self._write_file(self.round_path("policies", number)) as temporary:
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary, CHECKSUM)
+        self._prepare_writing()
+        write_tensor_file(self.round_path("policies", number), tensors, {})
 
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet."""
@@ -380,13 +380,12 @@ class RunDirectory:
         return rounds
 
     def _write(self, table: pl.DataFrame, path: Path) -> None:
-        with self._write_file(path) as temporary:
-            write_table(table, temporary)
+        self._prepare_writing()
+        write_table(table, path)
 
-    def _write_file(self, path: Path) -> AbstractContextManager[Path]:
+    def _prepare_writing(self) -> None:
         self.check_writer()
         self.remove_later()
-        return write_atomically(path)
 
     def check_writer(self) -> None:
         """See `locks.check_writer`."""

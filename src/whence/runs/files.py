@@ -4,15 +4,24 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import CHECKSUM, RunDirectoryError, WhenceError, explain_write_errors, first_line, has_changed
+from whence.core import (
+    CHECKSUM,
+    RunDirectoryError,
+    WhenceError,
+    explain_write_errors,
+    first_line,
+    has_changed,
+    write_atomically,
+)
 from whence.runs.locks import LOCK, check_fork
 
 
@@ -106,12 +115,20 @@ def read_table(path: Path) -> pl.DataFrame:
     raise RunDirectoryError(_DAMAGED.format(path))
 
 
+def write_tensor_file(path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write tensors, of which no two may share memory, and the texts of a header, atomically; see `CHECKSUM`."""
+    with write_atomically(path) as temporary:
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(plain, temporary, {**texts, **CHECKSUM})
+
+
 def write_table(table: pl.DataFrame, path: Path) -> None:
-    """Write a Parquet file; see `CHECKSUM`."""
+    """Write a Parquet file, atomically; see `CHECKSUM`."""
     check_fork()
-    content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
-    table.write_parquet(content, compression="zstd", metadata=CHECKSUM)
-    path.write_bytes(content.getbuffer())
+    with write_atomically(path) as temporary:
+        content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
+        table.write_parquet(content, compression="zstd", metadata=CHECKSUM)
+        temporary.write_bytes(content.getbuffer())
 
 
 def read_digests(folder: Path) -> dict[str, str]:

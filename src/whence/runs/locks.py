@@ -42,11 +42,7 @@ _PROCESSES: set[int] = set()
 
 
 def check_fork() -> None:
-    """Refuse to use Polars in a process that was forked after it was used: it would wait for threads for ever.
-
-    Raises:
-        RunDirectoryError: see above.
-    """
+    """Refuse to use Polars in a process that was forked after it was used: it would wait for threads for ever."""
     if _PROCESSES and os.getpid() not in _PROCESSES:
         raise RunDirectoryError(
             "This process was forked from one that had read or written a run, and Polars' threads do not survive a "
@@ -127,12 +123,7 @@ def _identify(directory: Path) -> tuple[int, int] | None:
 def check_writer(directory: Path, lock: Lock | None) -> None:
     """Refuse a writer of a run directory that another one has taken over, or that was deleted since it was locked.
 
-    Args:
-        directory: the run's directory.
-        lock: the writer's lock; None: it takes part in the writing of another one of this process, if there is one.
-
-    Raises:
-        RunDirectoryError: see above.
+    Without a lock it takes part in the writing of another one of this process, if there is one.
     """
     if lock is not None and not lock.is_locked:
         raise RunDirectoryError(

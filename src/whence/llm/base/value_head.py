@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from whence.core import CHECKSUM, WhenceError, write_atomically
-from whence.runs import read_tensor_file
+from whence.core import WhenceError
+from whence.runs import read_tensor_file, write_tensor_file
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -77,8 +76,7 @@ class WithValueHead(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the language model (or its adapter) as Transformers does, and the value head next to it."""
         self.language_model.save_pretrained(folder)
-        with write_atomically(Path(folder) / VALUE_HEAD) as temporary:
-            save_file(self.value_head.state_dict(), temporary, CHECKSUM)
+        write_tensor_file(Path(folder) / VALUE_HEAD, self.value_head.state_dict(), {})
 
     def load_value_head(self, folder: str | Path) -> None:
         """Read the value head that `save_pretrained` wrote.

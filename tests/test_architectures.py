@@ -126,6 +126,41 @@ def sort_rows(net: Any, x: Tensor) -> Tensor:
     return net.a(x[order])[order.argsort()]
 
 
+def overwrite_input(net: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    output = net.a(x)
+    x.zero_()
+    return output
+
+
+def flatten_rows(net: Any, x: Tensor) -> Tensor:
+    return net.a(x.reshape(-1, 1)).reshape(len(x), -1)
+
+
+def checkpoint_reentrantly(net: Any, x: Tensor) -> Tensor:
+    return checkpoint(net.a, x.clone().requires_grad_(), use_reentrant=True)
+
+
+def draw(layer: nn.Module, frozen: str = "") -> nn.Module:
+    """Draw a normalising layer's parameters and statistics at random; one may be frozen."""
+    for name, parameter in layer.named_parameters():
+        nn.init.normal_(parameter).requires_grad_(name != frozen)
+    if isinstance(layer, nn.BatchNorm1d):
+        nn.init.normal_(layer.running_mean)  # type: ignore[arg-type]
+        nn.init.uniform_(layer.running_var, 0.5, 2)  # type: ignore[arg-type]
+    return layer
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+def twice() -> nn.Module:
+    layers = nn.ModuleList([square(), square()])
+    layers[1].weight = layers[0].weight
+    return layers
+
+
 def tied() -> nn.Module:
     layers = nn.Sequential(nn.Embedding(8, 4, padding_idx=1), nn.Linear(4, 8, bias=False))
     layers[1].weight = layers[0].weight
@@ -164,7 +199,6 @@ SCORED: dict[str, tuple[Any, ...]] = {
     "spectral norm": ("vector", call, lambda: parametrizations.spectral_norm(square())),
     "pruned": ("vector", call, lambda: prune.l1_unstructured(square(), "weight", amount=0.5)),
     "transposed tied weight": ("vector", lambda n, x: n.a(x).tanh() @ n.a.weight, square),
-    "layer used twice": ("vector", lambda n, x: n.a(n.a(x).tanh()), square),
     "a call for nothing": ("vector", lambda n, x: n.a(x) * 0 + F.linear(x, 2 * n.a.weight), square),
     "unused part": ("vector", call, square, square),
     "checkpointed": ("vector", lambda n, x: checkpoint(lambda x: n.a(x).tanh(), x, use_reentrant=False), square),
@@ -176,14 +210,52 @@ SCORED: dict[str, tuple[Any, ...]] = {
     "sorted rows": ("vector", sort_rows, square),
     "double precision inside": ("vector", lambda n, x: n.a(x.double()).float(), lambda: square().double()),
     "autocast": ("vector", in_half, square),
+    "flattened rows": ("vector", flatten_rows, lambda: nn.Linear(1, 4)),
+    "reentrant checkpoint": ("vector", checkpoint_reentrantly, square),
     "half precision inside": ("vector", lambda n, x: n.a(x.bfloat16()).float(), lambda: square().bfloat16()),
+}
+# Layers with rules, which the ghost engine scores as well.
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "strided": ("image", call, lambda: nn.Conv2d(2, 4, 3, stride=(2, 1), padding=(0, 2), bias=False)),
+    "padded": ("image", call, lambda: nn.Conv2d(2, 4, 3, padding=1)),
+    "padded to the same size": ("image", call, lambda: nn.Conv2d(2, 4, 3, padding="same")),
+    "circular": ("image", call, lambda: nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular")),
+    "reflected": ("image", call, lambda: nn.Conv2d(2, 4, 3, padding="same", padding_mode="reflect")),
+    "dilated": ("image", call, lambda: nn.Conv2d(2, 4, 2, dilation=2)),
+    "groups": ("image", call, lambda: nn.Conv2d(2, 4, 3, groups=2)),
+    "strided sequence": ("sequence", call, lambda: nn.Conv1d(6, 4, 3, stride=2)),
+    "circular sequence": ("sequence", call, lambda: nn.Conv1d(6, 4, 3, padding="same", padding_mode="circular")),
+    "groups of a sequence": ("sequence", call, lambda: nn.Conv1d(6, 4, 3, groups=2)),
+    "layer norm": ("vector", call, lambda: draw(nn.LayerNorm(4))),
+    "layer norm of steps": ("sequence", call, lambda: draw(nn.LayerNorm(4))),
+    "layer norm of two axes": ("sequence", call, lambda: draw(nn.LayerNorm((6, 4)))),
+    "layer norm without a bias": ("sequence", call, lambda: draw(nn.LayerNorm(4, bias=False))),
+    "layer norm of a frozen weight": ("sequence", call, lambda: draw(nn.LayerNorm(4), frozen="weight")),
+    "layer norm of a frozen bias": ("sequence", call, lambda: draw(nn.LayerNorm(4), frozen="bias")),
+    "group norm": ("vector", lambda n, x: n.a(x.clone()), lambda: draw(nn.GroupNorm(2, 4))),
+    "group norm of images": ("image", call, lambda: nn.Sequential(nn.Conv2d(2, 6, 1), draw(nn.GroupNorm(3, 6)))),
+    "group norm of a frozen weight": ("image", call, lambda: draw(nn.GroupNorm(1, 2), frozen="weight")),
+    "batch norm in eval mode": ("vector", call, lambda: draw(nn.BatchNorm1d(4))),
+    "batch norm of steps": ("sequence", call, lambda: draw(nn.BatchNorm1d(6))),
+    "embedding": ("tokens", call, lambda: nn.Embedding(8, 4)),
+    "embedding with padding": ("tokens", call, lambda: nn.Embedding(8, 4, padding_idx=1)),
+    "called twice and tied": ("vector", lambda n, x: n.a[1](n.a[0](n.a[0](x).tanh()).tanh()), twice),
+    "own parameters": (
+        *("vector", lambda n, x: n.a(x) * n.b + n.c["shift"], square, weight(4)),
+        lambda: nn.ParameterDict({"shift": weight(4)()}),
+    ),
+    "frozen": ("vector", lambda n, x: n.b(n.a(x).tanh()), lambda: square().requires_grad_(False), square),
+    "in place": ("vector", lambda n, x: n.a(x).relu_(), square),
+    "subclass": ("vector", call, lambda: Renamed(4, 4)),
 }
 EXACT = {
     ("forward", "weights without a graph"),  # which a backward pass leaves out, as it does padding
     *((engine, "tied embedding with padding") for engine in ("forward", "ghost")),
-    *(("ghost", case) for case in ("layer used twice", "state space")),
+    ("ghost", "state space"),
 }
 """Cases that an engine must not refuse; others it may."""
+CASES = SCORED | LAYERS
+RUNS = (("auto", None), ("auto", 4), ("ghost", None), ("ghost", 4), ("forward", None), ("vmap", 4))
 ROUNDED = ("autocast", "half precision inside")
 
 # What depends on the records next to it has no score, and a complex gradient no product.
@@ -235,21 +307,42 @@ def score_by_autograd(net: nn.Module, records: whence.RecordBatch, objective: An
 
 
 @pytest.mark.filterwarnings("ignore")  # of TorchScript and sparse gradients
-@pytest.mark.parametrize(("case", "objective"), [*((case, times_advantage) for case in SCORED), ("unused part", cispo)])
+@pytest.mark.parametrize(("case", "objective"), [*((case, times_advantage) for case in CASES), ("unused part", cispo)])
 def test_every_engine_is_right_or_refuses(case: str, objective: Any) -> None:
-    net, records = make_case(*SCORED[case])
+    net, records = make_case(*CASES[case])
     expected = score_by_autograd(net, records, objective)
     largest = float(expected.abs().max())
     assert largest > 1e-3
-    for engine, chunk_size in (("auto", None), ("auto", 4), ("ghost", None), ("forward", None), ("vmap", 4)):
+    for engine, chunk_size in RUNS:
         settings = {"objective": objective, "engine": engine, "chunk_size": chunk_size}
-        exact = engine == "auto" or (engine, case) in EXACT or (engine == "forward" and objective is cispo)
-        targets = {"": Return()} if engine == "auto" else {"": Return(), "again": Return()}  # other ways through ghost
+        exact = (
+            engine == "auto" or case in LAYERS or (engine, case) in EXACT or (engine, objective) == ("forward", cispo)
+        )
+        # Several targets take other ways through the ghost engine.
+        targets = {"": Return()} if chunk_size is None else {"": Return(), "again": Return()}
         with suppress(*[] if exact else [Refused]):
             influence = score_targets(whence.ModuleView(net, log_probs), records, targets, **settings)[""]
             assert case != "loop alone" or influence.engine == "loop"
             tolerance = 1e-2 if case in ROUNDED else 1e-5
             assert float((influence.scores - expected).abs().max()) <= tolerance * largest, (engine, chunk_size)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("transposed tied weight", "`a.weight` is used outside its layer's own call"),
+        ("flattened rows", r"called on \(12, 1\) for 3 records"),
+        ("overwritten input", "input was changed in place"),
+        ("reentrant checkpoint", "ran without a graph"),
+        ("loop alone", r"no rule for the layer `a\.1` \(PReLU\); it knows BatchNorm, (Conv1D, )?Conv1d, "),
+        ("own forward", r"no rule for the layer `a` \(Linear\)"),
+    ],
+)
+def test_the_ghost_engine_says_what_it_would_get_wrong(case: str, message: str) -> None:
+    net, records = make_case(*(SCORED | {"overwritten input": ("vector", overwrite_input, square)})[case])
+    with pytest.raises(Refused, match=message):
+        whence.attribute(whence.ModuleView(net, log_probs), records, target=Return(), engine="ghost")
+    assert not any(module._forward_hooks for module in net.modules())
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -5,42 +5,16 @@ import pytest
 from torch import Tensor, nn
 
 import whence
-from toys import categorical_view, mlp_view, model, records_for
+from test_architectures import SCORED, log_probs, make_case
+from toys import mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute, check_engines
 from whence.sb3 import collect
 
 
-class Attention(nn.Module):
-    """A transformer layer, whose fused kernel has no forward mode, over a few tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(5, 8), nn.Linear(8, 3)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(self.into(x)).mean(1))
-
-
-class Recurrent(nn.Module):
-    """A recurrent features extractor: the sequence lies within a record."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.layer, self.out = kind(5, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x)[0][:, -1])
-
-
-@pytest.mark.parametrize(
-    ("network", "auto"),
-    [(Attention(), "vmap"), (Recurrent(nn.GRU), "forward"), (Recurrent(nn.LSTM), "vmap")],
-    ids=["attention", "gru", "lstm"],
-)
-def test_networks_beyond_ghost_are_scored_right_or_refused(network: nn.Module, auto: str) -> None:
-    view = categorical_view(network)
-    records = records_for(view, features=(4, 5))
+@pytest.mark.parametrize(("case", "auto"), [("transformer", "vmap"), ("bilinear", "forward"), ("LSTM", "vmap")])
+def test_networks_beyond_ghost_are_scored_right_or_refused(case: str, auto: str) -> None:
+    net, records = make_case(*SCORED[case])
+    view = whence.ModuleView(net, log_probs)
     table = check_engines(view, records)
     scored = table.filter(table["refused"].is_null())
     assert (scored["difference"] <= 1e-5).all()

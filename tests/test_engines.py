@@ -1,6 +1,5 @@
 """Each engine against the plain loop over records, and what an engine must refuse rather than get wrong."""
 
-import copy
 import itertools
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import whence
 from toys import categorical_view, difference, mlp_view, model, moved, records_for
@@ -76,85 +74,6 @@ def against_loop(view: whence.ModuleView, records: whence.RecordBatch, engine: s
     assert truth.scores.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stride": 2},
-        {"padding": 1},
-        {"padding": "same"},
-        {"padding": 1, "padding_mode": "circular"},
-        {"padding": "same", "padding_mode": "reflect"},
-        {"dilation": 2},
-        {"groups": 2},
-        {"stride": (2, 1), "padding": (0, 2), "groups": 4, "bias": False},
-    ],
-)
-@pytest.mark.parametrize("engine", ENGINES_BESIDE_LOOP)
-def test_convolutions(options: dict[str, object], engine: str) -> None:
-    network = nn.Sequential(nn.Conv2d(4, 8, 3, **options), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))  # type: ignore[arg-type]
-    network(torch.zeros(1, 4, 6, 6))
-    view = categorical_view(network)
-    against_loop(view, records_for(view, features=(4, 6, 6)), engine)
-
-
-@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": "same", "padding_mode": "circular"}, {"groups": 2}])
-@pytest.mark.parametrize("engine", ENGINES_BESIDE_LOOP)
-def test_convolutions_of_sequences(options: dict[str, object], engine: str) -> None:
-    network = nn.Sequential(nn.Conv1d(4, 8, 3, **options), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))  # type: ignore[arg-type]
-    network(torch.zeros(1, 4, 9))
-    view = categorical_view(network)
-    against_loop(view, records_for(view, features=(4, 9)), engine)
-
-
-NORMS = [
-    ((8,), nn.LayerNorm(8)),
-    ((6, 8), nn.LayerNorm(8)),
-    ((6, 8), nn.LayerNorm((6, 8))),
-    ((6, 8), nn.LayerNorm(8, bias=False)),
-    ((6,), nn.GroupNorm(2, 6)),
-    ((6, 4, 4), nn.GroupNorm(3, 6)),
-]
-
-
-@pytest.mark.parametrize(("features", "norm"), NORMS)
-@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
-def test_normalisation_layers(features: tuple[int, ...], norm: nn.Module, frozen: str | None) -> None:
-    norm = copy.deepcopy(norm)
-    for name, parameter in norm.named_parameters():
-        nn.init.normal_(parameter).requires_grad_(name != frozen)
-    network = nn.Sequential(norm, nn.Flatten(), nn.Tanh(), nn.LazyLinear(3))
-    network(torch.zeros(2, *features))
-    view = categorical_view(network)
-    against_loop(view, records_for(view, features=features))
-
-
-class Words(nn.Module):
-    """Token ids to logits."""
-
-    def __init__(self, **options: object) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(6, 4, **options), nn.Linear(12, 3)  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.embed((x.abs() * 3).long().clamp(max=5)).flatten(1))
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}])
-def test_embeddings(options: dict[str, object]) -> None:
-    view = categorical_view(Words(**options))
-    against_loop(view, records_for(view, features=3))
-
-
-def test_in_place_activations_do_not_mislead_ghost() -> None:
-    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
-    view = categorical_view(network)
-    against_loop(view, records_for(view))
-    policy_model = model(observation="image", policy_kwargs={"features_extractor_kwargs": {"inplace": True}})
-    records = collect(policy_model)
-    truth = attribute(policy_model.policy, records, target=Return(), engine="loop")
-    assert difference(attribute(policy_model.policy, records, target=Return(), engine="ghost"), truth) <= 1e-5
-
-
 @pytest.mark.parametrize("advantage", [0.0, 1e-30])
 def test_records_that_the_target_gives_no_weight_are_scored_all_the_same(advantage: float) -> None:
     view = mlp_view()
@@ -172,38 +91,6 @@ def test_dropout_is_off_while_scoring() -> None:
     view.module.train()
     torch.testing.assert_close(attribute(view, records, target=Return()).scores, expected)
     assert all(module.training for module in view.module.modules())
-
-
-def test_a_layer_without_a_rule_is_refused_by_name_and_auto_goes_forward() -> None:
-    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.PReLU(8), nn.Linear(8, 3)))
-    records = records_for(view)
-    with pytest.raises(
-        Refused, match=r"no rule for the layer `1` \(PReLU\); it knows BatchNorm, (Conv1D, )?Conv1d, Conv2d"
-    ):
-        attribute(view, records, target=Return(), engine="ghost")
-    influence = attribute(view, records, target=Return())
-    assert influence.engine == "forward"
-    assert "PReLU" in influence.engine_reason
-    against_loop(view, records, "forward")
-
-
-class Shouting(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Renamed(nn.Linear):
-    pass
-
-
-def test_a_subclass_that_changes_forward_is_no_layer_with_a_rule() -> None:
-    view = categorical_view(nn.Sequential(Shouting(5, 8), nn.Tanh(), Renamed(8, 3)))
-    records = records_for(view)
-    with pytest.raises(Refused, match="Shouting"):
-        attribute(view, records, target=Return(), engine="ghost")
-    against_loop(view, records, "auto")
-    renamed = categorical_view(nn.Sequential(Renamed(5, 3)))
-    assert attribute(renamed, records, target=Return()).engine == "ghost"
 
 
 def test_rules_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,89 +115,10 @@ def test_rules_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     against_loop(view, records)
 
 
-class OutsideUse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out((self.layer(x) @ self.layer.weight).tanh())
-
-
-class Flattening(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.Linear(1, 4), nn.Linear(20, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x.reshape(-1, 1)).tanh().reshape(len(x), -1))
-
-
-class Overwriting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        hidden = self.layer(x)
-        x.zero_()
-        return self.out(hidden.tanh())
-
-
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(checkpoint(self.layer, x.clone().requires_grad_(), use_reentrant=True).tanh())
-
-
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (OutsideUse, "`layer.weight` is used outside its layer's own call"),
-        (Flattening, r"called on \(15, 1\) for 3 records"),
-        (Overwriting, "input was changed in place"),
-        (Reentrant, "ran without a graph"),
-    ],
-)
-def test_ghost_refuses_what_it_would_get_wrong(network: type[nn.Module], message: str) -> None:
-    view = categorical_view(network())
-    records = records_for(view)
-    with pytest.raises(Refused, match=message):
-        attribute(view, records, target=Return(), engine="ghost")
-    assert not any(module._forward_hooks for module in view.module.modules())
-    if network in (OutsideUse, Flattening):
-        influence = attribute(view, records, target=Return())
-        assert influence.engine == "forward"
-        against_loop(view, records, "auto")
-
-
-def batch_normed() -> nn.Module:
-    network = nn.Sequential(nn.Conv1d(4, 6, 2), nn.BatchNorm1d(6), nn.Flatten(), nn.Linear(24, 8), nn.BatchNorm1d(8))
-    network = nn.Sequential(network, nn.Tanh(), nn.Linear(8, 3))
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            for tensor in (module.weight, module.bias, module.running_mean):
-                nn.init.normal_(tensor)
-            nn.init.uniform_(module.running_var, 0.5, 2)
-    return network
-
-
-def test_batch_norm_in_eval_mode_is_a_layer_like_others() -> None:
-    view = categorical_view(batch_normed().eval())
-    records = records_for(view, features=(4, 5))
-    for engine in ENGINES_BESIDE_LOOP:
-        against_loop(view, records, engine)
-    assert attribute(view, records, target=Return()).engine == "ghost"
-
-
 @pytest.mark.parametrize("engine", ["auto", *ENGINES_BESIDE_LOOP, "loop"])
 def test_batch_norm_in_training_mode_is_refused_with_the_reason(engine: str) -> None:
-    view = categorical_view(batch_normed().eval())
-    records = records_for(view, features=(4, 5))
+    view = categorical_view(nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), nn.Linear(6, 3)).eval())
+    records = records_for(view)
     view.module.train()
     with pytest.raises(whence.Unsupported, match=r"fails on a record alone.*put BatchNorm in eval mode if"):
         attribute(view, records, target=Return(), engine=engine)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from whence.core import preserve_rng_state
+from whence.core import WhenceError, preserve_rng_state
 from whence.experiments import runner_of
 
 
@@ -37,6 +37,10 @@ def end_process() -> None:
 def run_one_by_one(jobs, workers, on_round):
     """What `whence.experiments.workers.run_all` does, in this process."""
     for place, (config, path) in enumerate(jobs):
-        with preserve_rng_state():
-            runner_of(config).run(config, path, lambda rounds, metrics, place=place: on_round(place, rounds))
-        yield place, None
+        try:
+            with preserve_rng_state():
+                runner_of(config).run(config, path, lambda rounds, metrics, place=place: on_round(place, rounds))
+        except WhenceError as failure:
+            yield place, str(failure)
+        else:
+            yield place, None

@@ -149,18 +149,6 @@ class TestErrors:
         assert out == ""
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_directory_of_another_comparison_is_refused_by_its_name_as_it_is(self, whence, tmp_path):
-        path = tmp_path / f"lake[b]{'long' * 20}"
-        other = RunConfig(env="Acrobot-v1", arm="iif", seed=0, rounds=2, eval_episodes=4)
-        run = path / "runs" / "iif" / "seed_0"
-        RunDirectory.create(run, {"experiment": other.to_json()})
-        before = stamps(tmp_path)
-        code, out, err = whence("compare", *LAKE, "--out", path)
-        assert (code, out) == (2, "")
-        assert f"{run} holds a run of another configuration (" in err
-        assert "was 'Acrobot-v1', now 'FrozenLake-v1'" in err
-        assert stamps(tmp_path) == before
-
     def test_as_a_process(self):
         # A command that starts fast: the others end by the same lines.
         code, out, err = wait_for(start("list", "armz"))

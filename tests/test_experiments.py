@@ -1,10 +1,7 @@
 import json
 import math
-import multiprocessing
-import os
 import random
 import shutil
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -607,22 +604,6 @@ class TestComparison:
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
 
-    def test_arms_drop_what_they_say(self, in_worker):
-        for config in in_worker.configs:
-            for number in (1, 2):
-                records = in_worker.run(config).round("records", number)
-                dropped = records.filter(~records["keep"])
-                if config.arm == "ppo":
-                    assert dropped.height == 0
-                    continue
-                negative = (records["score"] < 0).sum()
-                assert dropped.height == negative // 2 > 0
-                if config.arm == "iif":
-                    assert dropped["score"].max() <= records.filter(records["keep"])["score"].min()
-                else:
-                    assert (dropped["score"] >= 0).any()
-                assert dropped["weight"].to_list() == [0] * dropped.height
-
     def test_progress_is_called_with_every_round(self, in_worker, reported):
         for place, config in enumerate(in_worker.configs):
             rounds = [number for about, number in reported if about == config]
@@ -739,14 +720,6 @@ class TestRun:
             run(one(rounds=3, drop=0.25), path)
         assert stamps(path) == before
 
-    def test_another_run_in_its_place_is_refused(self, in_worker):
-        config = in_worker.configs[0]
-        path = run_path(in_worker.path, config)
-        before = stamps(path)
-        with pytest.raises(RunDirectoryError, match=r"drop was 0\.5, now 0\.25"):
-            run(one(drop=0.25), path)
-        assert stamps(path) == before
-
 
 class TestRefusals:
     def test_runs_of_another_configuration_are_refused_before_anything_is_trained(self, tmp_path):
@@ -793,60 +766,16 @@ class TestRefusals:
         assert [counts_scoring(name) for name in ("iif", "iif-guarded", "ppo-matched")] == [True, True, False]
 
 
-PUMP = """
-import pathlib
-import gymnasium as gym
-import numpy as np
+def test_a_run_that_fails_is_named_and_nothing_is_summarised(tmp_path, monkeypatch):
+    configs = planned(arms=["ppo", "iif"])
+    jobs = []
 
+    def fail(todo, workers, on_round):
+        jobs.extend(todo)
+        yield 3, "the pump is dry"
 
-class Pump(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-1, 1, (1,), np.float32), gym.spaces.Discrete(2)
-
-    def __init__(self, fault):
-        self.fault = pathlib.Path(fault)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.dry = getattr(self, "dry", False) or self.fault.exists() and self.fault.read_text() == str(seed)
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        if self.dry:
-            raise RuntimeError("the pump is dry")
-        return np.zeros(1, np.float32), float(self.np_random.random()), True, False, {}
-
-
-gym.register("Pump-v0", Pump)
-"""
-"""An environment that fails in the runs of the seed that a file names."""
-
-
-def test_a_run_that_fails_is_named_and_what_is_finished_stays(tmp_path, monkeypatch):
-    (tmp_path / "whence_test_pump.py").write_text(PUMP)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    fault, out = tmp_path / "fault", tmp_path / "out"
-    try:
-        configs = planned(env="whence_test_pump:Pump-v0", env_kwargs={"fault": str(fault)}, arms=["ppo", "iif"])
-        with preserve_rng_state():
-            for config in configs[:-1]:
-                run(config, run_path(out, config))
-        before = stamps(out)
-        fault.write_text("1")
-        with pytest.raises(WhenceError, match=r"The run of arm iif, seed 1, failed: .*the pump is dry"):
-            compare(configs, out, workers=1)
-        assert "RuntimeError: the pump is dry" in (run_path(out, configs[3]).parent / "seed_1.error.txt").read_text()
-        assert multiprocessing.active_children() == []
-        assert before.items() <= stamps(out).items()
-        assert not (out / "summary.json").exists()
-        assert [is_finished(config, run_path(out, config)) for config in configs] == [True, True, True, False]
-        fault.unlink()
-        with preserve_rng_state():
-            run(configs[3], run_path(out, configs[3]))
-        assert set(compare(configs, out).summary) == {"whence_test_pump:Pump-v0"}
-    finally:
-        gym.registry.pop("Pump-v0", None)
-        sys.modules.pop("whence_test_pump", None)
-
-
-# Holes and goals around: episodes are short, and many.
+    monkeypatch.setattr(cluster, "run_all", fail)
+    with pytest.raises(WhenceError, match=r"The run of arm iif, seed 1, failed: the pump is dry"):
+        compare(configs, tmp_path / "out")
+    assert [path for _, path in jobs] == [run_path(tmp_path / "out", config) for config in configs]
+    assert not (tmp_path / "out" / "summary.json").exists()

@@ -1,14 +1,11 @@
 """Post-training as experiments: configurations, run directories, the commands."""
 
-import base64
-import gzip
 import json
 import re
 import subprocess
 import sys
 
 import datasets
-import polars as pl
 import pytest
 import torch
 from click.testing import Result
@@ -34,7 +31,6 @@ from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
 
-HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
 REWARDS = """
 from dataclasses import dataclass
 
@@ -552,17 +548,3 @@ def test_the_budget_of_a_laboratory_is_ample(size):
     gradient = sum(parameter.nbytes for parameter in model.parameters())
     budget = scoring_memory(LanguageConfig("iif", 0, task="arithmetic", size=size))
     assert budget is None or memory._MARGIN * gradient < budget / 2  # the target's gradient is held throughout
-
-
-def test_prompts_and_responses_are_escaped_in_the_page(tmp_path):
-    run(tiny("iif"), tmp_path)
-    directory = RunDirectory.open(tmp_path)
-    table = directory.round("records", 2)
-    directory.write_round("records", 2, table.with_columns(prompt=pl.lit(HOSTILE), response=pl.lit(HOSTILE * 20)))
-    write_report(directory, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert "<script>alert(1)" not in page
-    assert "<img src=x" not in page
-    (packed,) = re.findall(r'id="round-0-2">"?([A-Za-z0-9+/=]+)', page)
-    content = gzip.decompress(base64.b64decode(packed)).decode()
-    assert json.dumps(HOSTILE)[1:-1] in content or HOSTILE in str(json.loads(content))

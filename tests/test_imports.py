@@ -87,6 +87,11 @@ def test_help_and_lists_load_nothing_heavy(arguments):
     assert not loaded_by(code) & HEAVY
 
 
+def test_scoring_loads_neither_statistics_nor_fsdp():
+    slow = {"scipy", "torch.distributed.fsdp", "torch.distributed.tensor"}
+    assert not loaded_by("import whence; whence.attribute") & slow
+
+
 def test_a_configuration_loads_no_trainer():
     loaded = loaded_by(
         "from whence.experiments import LanguageConfig, RunConfig\n"

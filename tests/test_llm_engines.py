@@ -209,18 +209,6 @@ def test_checkpoints_in_eval_mode_are_gone_through_or_refused(reentrant: bool) -
         assert difference(found, expected) <= EXACT
 
 
-def test_dropout_of_an_adapter_is_off_while_scoring() -> None:
-    model = language_model("llama", lora=0.5)
-    rows = rows_for(model)
-    model.eval()
-    expected = attribute(language_view(model), rows, target=TokenReturn(), objective=TokenPPO(), engine="loop")
-    model.train()
-    found = attribute(language_view(model), rows, target=TokenReturn(), objective=TokenPPO())
-    assert difference(found, expected) <= EXACT
-    assert all(module.training for module in model.modules())
-    assert all("lora_" in name for name in found.provenance.parameters)
-
-
 def passes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], whence.Influence]) -> tuple[whence.Influence, int]:
     seen = []
     monkeypatch.setattr(ghost, "pullback", lambda *args, **more: seen.append(args) or problem.pullback(*args, **more))

@@ -5,8 +5,6 @@ import errno
 import json
 import logging
 import multiprocessing
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +30,6 @@ import toys
 from whence import IIF, Action, KeepAll, RunDirectory
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, read_latest, save_tree
-from whence.runs.locks import lock_run
 from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.episodes.environment_state import explain_inexact
 from whence.sb3.episodes.resets import ResetTracker
@@ -340,12 +337,6 @@ class TestFinished:
         model.learn(STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path), reset_num_timesteps=False)
         assert RunDirectory.open(tmp_path).rounds() == [1, 2, 3, 4, 5, 6]
 
-    def test_another_configuration_is_refused(self, tmp_path):
-        train(MODELS["walk"], tmp_path)
-        model = small(monitored(Walk), gamma=0.9)
-        with pytest.raises(RunDirectoryError, match=r"hyperparameters.gamma was 0.99, now 0.9.*overwrite=True"):
-            model.learn(total(model), callback=InfluenceCallback(IIF(0.5), run=tmp_path))
-
     def test_without_checkpoints_a_run_is_not_overwritten(self, tmp_path):
         train(MODELS["walk"], tmp_path, until=0.7, save_every=0)
         assert list_checkpoints(tmp_path) == []
@@ -650,29 +641,6 @@ class TestClock:
 
 
 class TestLock:
-    HOLDER = """
-import sys, time
-from pathlib import Path
-from whence.runs.locks import lock_run
-lock = lock_run(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
-
-    def test_another_process_is_refused_and_a_dead_one_holds_nothing(self, tmp_path):
-        train(MODELS["walk"], tmp_path, until=0.5)
-        lock_run(tmp_path).release()
-        with subprocess.Popen([sys.executable, "-c", self.HOLDER, tmp_path], stdout=subprocess.PIPE) as holder:
-            assert holder.stdout.readline() == b"held\n"
-            before = contents(tmp_path)
-            with pytest.raises(RunDirectoryError, match=r"Another process is writing to .*Wait until it has ended"):
-                train(MODELS["walk"], tmp_path)
-            with pytest.raises(RunDirectoryError, match="Another process is writing"):
-                RunDirectory.create(tmp_path, {}, overwrite=True)
-            assert contents(tmp_path) == before
-            holder.kill()
-        train(MODELS["walk"], tmp_path)
-
     @pytest.mark.parametrize("name", ["ENOLCK", "ENOSYS", "ENOTSUP", "EBADF"])
     def test_a_file_system_without_locks_is_written_to(self, tmp_path, monkeypatch, caplog, name):
         monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(getattr(errno, name), "no locks")))

@@ -5,11 +5,7 @@ import os
 import random
 import resource
 import shutil
-import signal
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -331,55 +327,6 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path, mask, mode):
     written = [run.path / file for file in files(run.path)]
     assert len(written) == 5
     assert {stat.S_IMODE(file.stat().st_mode) for file in written} == {mode}
-
-
-# Big files, so that most moments are in the middle of writing one.
-WRITER = """
-import sys
-import numpy as np, polars as pl, torch
-from whence.runs import RunDirectory
-
-run = RunDirectory.create(sys.argv[1], {"a": 1})
-table = pl.DataFrame({"record_id": np.random.default_rng(0).integers(2**62, size=100_000)})
-tensors = {"w": torch.arange(300_000.0)}
-while True:
-    for number in (1, 2, 3):
-        run.write_round("records", number, table)
-        run.write_round("episodes", number, table)
-        run.write_policy(number, tensors)
-        run.append("metrics", {"round": number, "note": "x" * 100_000})
-"""
-
-
-def test_a_killed_writer_leaves_a_run_that_opens_and_reads(tmp_path):
-    delays = {"a": 0.04, "b": 0.13}
-    writers = {name: subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / name]) for name in delays}
-    try:
-        for name, writer in writers.items():
-            until = time.monotonic() + 120
-            while not (tmp_path / name / "policies" / "round_00003.safetensors").exists():
-                assert writer.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            time.sleep(delays[name])
-            writer.kill()
-            assert writer.wait() == -signal.SIGKILL
-    finally:
-        for writer in writers.values():
-            writer.kill()
-            writer.wait()
-    for name in delays:
-        run = RunDirectory.open(tmp_path / name)
-        assert run.config == {"a": 1}
-        assert run.rounds() == [1, 2, 3]
-        for number in (1, 2, 3):
-            assert run.round("records", number).shape == (100_000, 1)
-            assert run.round("episodes", number).shape == (100_000, 1)
-            assert run.policy(number)["w"][-1] == 299_999
-        assert run.table("metrics").columns == ["round", "note"]
-        rounds = run.table("metrics")["round"].to_list()
-        assert rounds == list(range(1, len(rounds) + 1))
-        assert RunDirectory.create(run.path, {"a": 1}, overwrite=True).rounds() == []
 
 
 class TestGuards:

@@ -12,15 +12,15 @@ from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.torch_layers import BatchRenorm1d
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecFrameStack
 from torch import Tensor, nn
 
 import whence
-from toys import Toy, model
+from toys import OnRolloutEnd, Toy, model
 from whence import Unsupported
+from whence.core import as_view
 from whence.sb3 import InfluenceCallback, model_objective, snapshot
 
 OBSERVATIONS = ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"]
@@ -31,18 +31,14 @@ class FullError(Exception):
     """The rollout is full, and `train()` has not begun."""
 
 
-class StopBeforeTraining(BaseCallback):
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_end(self) -> None:
-        raise FullError
-
-
 def fill_buffer(toy: Any) -> whence.RecordBatch:
     """Fill the model's rollout buffer, and return its records."""
+
+    def stop(toy: Any) -> None:
+        raise FullError
+
     with pytest.raises(FullError):
-        toy.learn(toy.n_steps * toy.n_envs, callback=StopBeforeTraining())
+        toy.learn(toy.n_steps * toy.n_envs, callback=OnRolloutEnd(stop))
     return snapshot(toy)
 
 
@@ -88,20 +84,27 @@ def loss_scores(toy: Any, ent_coef: float) -> Tensor:
     return torch.stack([gradient @ target for gradient in train_gradients(toy, [[record] for record in range(n)])])
 
 
-def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto") -> None:
+def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto") -> whence.RecordBatch:
     toy.ent_coef = ent_coef
     records = fill_buffer(toy)
     objective = model_objective(toy)
     scores = whence.attribute(toy.policy, records, target=whence.Return(), objective=objective, engine=engine).scores
     expected = loss_scores(toy, ent_coef)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    return records
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("shared", [True, False])
 def test_ppo(observation: str, action: str, shared: bool) -> None:
-    check_scores(model(observation=observation, action=action, shared=shared), ent_coef=0.01)
+    toy = model(observation=observation, action=action, shared=shared)
+    records = check_scores(toy, ent_coef=0.01)
+    view = as_view(toy.policy)
+    outputs = view(view.parameters(), view.prepare(records))
+    # What SB3 itself computed as it collected them.
+    torch.testing.assert_close(outputs.log_prob, records.log_probs)
+    torch.testing.assert_close(outputs.value, records.values)
 
 
 @pytest.mark.parametrize("action", ACTIONS)

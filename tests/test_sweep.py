@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -21,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from launching import run_one_by_one
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state, write_atomically
 from whence.efficiency import rounds_to
@@ -105,18 +104,6 @@ def edit_run(out, kind, name, edit):
 def delete_runs(out, *names):
     for kind in ("curves", "timings"):
         edit_lines(out, kind, lambda name, line: None if name in names else line)
-
-
-def run_one_by_one(jobs, workers, on_round):
-    """What `run_all` does, in this process."""
-    for place, (config, path) in enumerate(jobs):
-        try:
-            with preserve_rng_state():
-                run(config, path)
-        except WhenceError as failure:
-            yield place, str(failure)
-        else:
-            yield place, None
 
 
 @pytest.fixture(scope="module")
@@ -222,46 +209,6 @@ class TestRunning:
         assert watch.reports == []
         assert {file: file.stat().st_mtime_ns for file in finished_sweep.glob("*.parquet")} == before
 
-    def test_killed_midway_it_goes_on_to_the_same_results(self, in_process, tmp_path):
-        rounds, out = 8, tmp_path / "out"
-        file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("rounds = 2", f"rounds = {rounds}"))
-        first, second, _ = runs = read_sweep(file)
-        assert run_sweep([first], out, Recorder()) == {}
-        command = [sys.executable, "-m", "whence.cli", "sweep", str(file), "--out", str(out), "--workers", "1"]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        deadline = time.monotonic() + 200
-        while not (second.run_path(out) / "metrics.parquet").exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)  # its worker holds the same pipe: this returns when that has gone, too
-        assert [*read_curves(out)] == [first.name]
-        assert 1 <= RunDirectory.open(second.run_path(out)).table("metrics").height < rounds
-        watch = Recorder()
-        assert run_sweep(runs, out, watch) == {}
-        assert watch.skipped == [first.name]
-        assert len(read_curves(out)) == 3
-        assert run_sweep([second], tmp_path / "whole", Recorder()) == {}
-        assert read_curves(tmp_path / "whole").items() <= read_curves(out).items()
-
-    def test_a_run_that_fails_is_reported_and_the_others_go_on(self, in_process, finished_sweep, tmp_path):
-        runs = [
-            run for run in read_sweep(write_sweep(tmp_path, LAKE)) if run.name in ("lake/iif/seed_0", "lake/ppo/seed_0")
-        ]
-        # Somebody's own files where a run belongs: it refuses to start.
-        occupied = tmp_path / "out" / "runs" / "lake" / "iif" / "seed_0"
-        occupied.mkdir(parents=True)
-        (occupied / "thesis.tex").write_text("mine")
-        watch = Recorder()
-        failures = run_sweep(runs, tmp_path / "out", watch)
-        assert list(failures) == ["lake/iif/seed_0"]
-        assert "it is no run of whence's" in failures["lake/iif/seed_0"]
-        assert (occupied / "thesis.tex").read_text() == "mine"
-        assert sorted(watch.ends) == sorted(run.name for run in runs)
-        assert [name for name, failure in watch.ends.items() if failure] == ["lake/iif/seed_0"]
-        found = read_curves(tmp_path / "out")
-        assert sorted(found) == ["lake/ppo/seed_0"]
-        assert found.items() <= read_curves(finished_sweep).items()
-
     def test_a_curve_of_another_run_is_not_taken_for_this_one(self, finished_sweep, tmp_path):
         longer = read_sweep(write_sweep(tmp_path, LAKE.replace("rounds = 2", "rounds = 3")))
         with pytest.raises(RunDirectoryError, match="its rounds is 2, the sweep's 3"):
@@ -318,7 +265,7 @@ class TestRunning:
         assert run_sweep(runs, sweep_copy, Recorder()) == {}
         assert not path.exists()
 
-    def test_an_interrupted_run_goes_on(self, in_process, tmp_path, caplog):
+    def test_an_interrupted_run_goes_on_to_the_same_results(self, in_process, finished_sweep, tmp_path, caplog):
         runs = read_sweep(write_sweep(tmp_path, LAKE))
 
         def interrupt(number, metrics):
@@ -329,6 +276,7 @@ class TestRunning:
             run(runs[0].config, runs[0].run_path(tmp_path / "out"), interrupt)
         assert run_sweep(runs, tmp_path / "out", Recorder()) == {}
         assert "going on after round 1" in caplog.text
+        assert read_curves(tmp_path / "out") == read_curves(finished_sweep)
 
     @pytest.mark.parametrize(
         "change",
@@ -371,13 +319,13 @@ class TestRunning:
     def test_the_command_ends_with_one_where_a_run_failed(self, in_process, tmp_path):
         file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.125, 1.0]", "0.125"))
         (tmp_path / "out/runs/lake/iif/seed_0").mkdir(parents=True)
-        (tmp_path / "out/runs/lake/iif/seed_0/mine").touch()
+        (tmp_path / "out/runs/lake/iif/seed_0/mine").touch()  # somebody's own file: the run refuses to start
         command = ["sweep", str(file), "--out", str(tmp_path / "out"), "--json"]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 1
         assert list(json.loads(done.stdout)["failures"]) == ["lake/iif/seed_0"]
         assert "lake/ppo/seed_0: done in" in done.stderr
-        (tmp_path / "out/runs/lake/iif/seed_0/mine").unlink()
+        (tmp_path / "out/runs/lake/iif/seed_0/mine").unlink()  # which is still there
         assert CliRunner().invoke(app, command).exit_code == 0
 
     def test_single_runs_are_made_again_to_the_byte(self, in_process, finished_sweep, tmp_path):

@@ -1,7 +1,7 @@
 """Small policies, environments and rollouts for the tests."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import Tensor, nn
@@ -128,6 +129,20 @@ def model(
     if algorithm is not A2C:
         kwargs = {"batch_size": 16, "n_epochs": 2, **kwargs}
     return algorithm(policy, env, n_steps=n_steps, policy_kwargs=policy_kwargs, seed=seed, device=device, **kwargs)
+
+
+class OnRolloutEnd(BaseCallback):
+    """Calls a function with the model when a rollout ends."""
+
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.function(self.model)
 
 
 def moved(records: whence.RecordBatch, spread: float = 0.3) -> whence.RecordBatch:

@@ -38,25 +38,22 @@ class Nothing(BaseCallback):
         return True
 
 
-class Guarded(EvalCallback):
+def guard(kind: Any) -> Any:
     """SB3's evaluation samples actions from torch's global generator; here it must not disturb the training's."""
 
-    def _on_step(self) -> bool:
-        with whence.core.preserve_rng_state():
-            return super()._on_step()
+    class Guarded(kind):  # type: ignore[misc]
+        def _on_step(self) -> bool:
+            with whence.core.preserve_rng_state():
+                return super()._on_step()
 
-
-class GuardedMaskable(MaskableEvalCallback):
-    def _on_step(self) -> bool:
-        with whence.core.preserve_rng_state():
-            return super()._on_step()
+    return Guarded
 
 
 def evaluating(algorithm: Any, **kwargs: Any) -> EvalCallback:
     env = model(algorithm, **kwargs).get_env()
     if isinstance(env, VecNormalize):
         env.training = env.norm_reward = False
-    kind = GuardedMaskable if algorithm is MaskablePPO else Guarded
+    kind = guard(MaskableEvalCallback if algorithm is MaskablePPO else EvalCallback)
     return kind(env, n_eval_episodes=2, eval_freq=20, deterministic=False, verbose=0, warn=False)
 
 

@@ -63,10 +63,8 @@ def check_policy(policy: Any) -> None:
         Unsupported: see the message.
     """
     policy = unwrap_compiled(policy)
-    name = type(policy).__name__
-    base = next((known for known in (ActorCriticPolicy, MaskableActorCriticPolicy) if isinstance(policy, known)), None)
-    if base is None:
+    if not isinstance(policy, ActorCriticPolicy | MaskableActorCriticPolicy):
         raise Unsupported(
-            f"{name} is no actor-critic policy, and whence scores on-policy records by their log-probs. Use PPO, A2C "
-            "or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
+            f"{type(policy).__name__} is no actor-critic policy, and whence scores on-policy records by their "
+            "log-probs. Use PPO, A2C or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
         )

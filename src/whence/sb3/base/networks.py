@@ -78,13 +78,7 @@ def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_class(argument: str, path: str) -> type:
     name = path.rpartition(".")[2]
-    known = {
-        **vars(nn),
-        **vars(torch_layers),
-        **vars(optim),
-        **vars(rmsprop_tf_like),
-        MiniGridCNN.__name__: MiniGridCNN,
-    }
+    known = {**vars(nn), **vars(torch_layers), **vars(optim), **vars(rmsprop_tf_like), "MiniGridCNN": MiniGridCNN}
     candidate = known.get(name)
     if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
         return candidate

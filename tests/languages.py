@@ -30,9 +30,11 @@ STYLES = ("gpt2", "gpt_neo", "llama", "qwen2", "qwen3")
 _ADAPTED = {"gpt2": ["c_attn", "c_fc"], "gpt_neo": ["q_proj", "v_proj", "c_fc"]}
 
 
-def language_model(style: str = "gpt2", *, attention: str = "sdpa", lora: float | None = None) -> Any:
+def language_model(
+    style: str = "gpt2", *, attention: str = "sdpa", lora: float | None = None, vocabulary: int = VOCABULARY
+) -> Any:
     """Return a model of two layers with weights large enough to matter; `lora` is the dropout of an adapter."""
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    common: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     common["attn_implementation"] = attention
     if style == "gpt2":
         model: Any = GPT2LMHeadModel(

@@ -65,6 +65,13 @@ def tiny(arm="iif", seed=0, **more):
     return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, settings=settings, **more)
 
 
+def settings_of_own(algorithm):
+    """Return quick settings for a model of the user's, which answers in four tokens."""
+    if algorithm == "ppo":
+        return QUICK | {"max_new_tokens": 4}
+    return QUICK_TRL | {"max_completion_length": 4, "num_generations": 4, "beta": 0.0}
+
+
 def invoke(*arguments) -> Result:
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
 
@@ -304,21 +311,8 @@ class TestRun:
 class TestCommand:
     def test_train_and_again(self, tmp_path):
         settings = json.dumps({name: value for name, value in QUICK.items() if name != "rounds"})
-        arguments = [
-            "llm",
-            "train",
-            "--task",
-            "arithmetic",
-            "--size",
-            "tiny",
-            "--selection",
-            "iif",
-            "--target",
-            "token",
-            "--rounds",
-            "2",
-        ]
-        arguments += ["--settings", settings, "--run", tmp_path / "r"]
+        arguments = ["llm", "train", "--task", "arithmetic", "--size", "tiny", "--selection", "iif"]
+        arguments += ["--target", "token", "--rounds", "2", "--settings", settings, "--run", tmp_path / "r"]
         done = invoke(*arguments)
         assert done.exit_code == 0, done.output
         assert "arithmetic, iif-token, seed 0: 2 rounds done. Last round: test return" in done.output
@@ -342,8 +336,7 @@ class TestCommand:
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
     def test_a_reward_of_ones_own(self, own, tmp_path, algorithm):
-        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
-        settings |= {"beta": 0.0, "num_generations": 4} if algorithm != "ppo" else {}
+        settings = settings_of_own(algorithm)
         arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "iif"]
         arguments += ["--algorithm", algorithm]
         arguments += ["--reward", f"{own / 'rewards.py'}:numbered", "--settings", json.dumps(settings)]
@@ -360,15 +353,14 @@ class TestCommand:
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
     def test_prompts_and_responses_have_to_fit_into_the_context(self, own, tmp_path, algorithm):
-        quick, name = (QUICK, "max_new_tokens") if algorithm == "ppo" else (QUICK_TRL, "max_completion_length")
+        quick, name = settings_of_own(algorithm), "max_new_tokens" if algorithm == "ppo" else "max_completion_length"
         arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{own / 'rewards.py'}:length"]
         arguments += ["--algorithm", algorithm, "--selection", "none", "--run", tmp_path / "run"]
         for tokens, message in (
             (31, f"Prompt 0 has 2 tokens; from 1 to 1 are needed.*or lower .*{name}"),
             (32, "from 1 to 0 are needed: the model reads 32 tokens in all, 32 for a response"),
         ):
-            settings = json.dumps(quick | {name: tokens} | ({"num_generations": 4} if quick is QUICK_TRL else {}))
-            done = invoke("llm", "train", *arguments, "--settings", settings)
+            done = invoke("llm", "train", *arguments, "--settings", json.dumps(quick | {name: tokens}))
             assert isinstance(done.exception, WhenceError), done.output
             assert re.search(message, str(done.exception))
         assert not (tmp_path / "run" / "metrics.parquet").exists()
@@ -378,8 +370,7 @@ class TestCommand:
         file = tmp_path / "mine.py"
         file.write_text("def reward(prompts, responses):\n    return [points(text) for text in responses]\n\n\n")
         file.write_text(file.read_text() + "def points(text):\n    return {'known': 1.0}[text + '!']\n")
-        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
-        settings |= {} if algorithm == "ppo" else {"num_generations": 4}
+        settings = settings_of_own(algorithm)
         arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{file}:reward"]
         arguments += ["--algorithm", algorithm, "--selection", "none", "--run", tmp_path / "run"]
         done = invoke("llm", "train", *arguments, "--settings", json.dumps(settings))
@@ -406,8 +397,7 @@ class TestCommand:
     def test_a_run_that_failed_in_its_first_round_need_not_be_deleted(self, own, tmp_path, algorithm):
         mine, folder = tmp_path / "mine.py", tmp_path / "run"
         mine.write_text("def reward(prompts, responses):\n    return [len(text) / 0 for text in responses]\n")
-        settings = QUICK | {"max_new_tokens": 4} if algorithm == "ppo" else QUICK_TRL | {"max_completion_length": 4}
-        settings |= {} if algorithm == "ppo" else {"num_generations": 4}
+        settings = settings_of_own(algorithm)
         arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
         arguments += ["--reward", f"{mine}:reward", "--run", folder, "--algorithm", algorithm]
         assert "division by zero" in str(
@@ -478,7 +468,6 @@ class TestCommand:
             ({"--model": "nowhere/model"}, "The model nowhere/model cannot be loaded"),
             ({"--dataset": "nowhere.jsonl"}, "The data set nowhere.jsonl cannot be loaded"),
             ({"--settings": "{"}, "which is not JSON"),
-            ({"--settings": '{"max_new_tokens": 32}'}, "the model reads 32 tokens in all"),
         ],
     )
     def test_what_is_refused_of_ones_own(self, own, tmp_path, monkeypatch, changed, message):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import whence
 from languages import STYLES, language_model, rows_for, shaken, tokens
@@ -17,7 +16,7 @@ from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
 from whence.attribution import score_targets
 from whence.core import BatchTarget, notes_on
-from whence.engines import Refused, ghost, memory, problem, rules
+from whence.engines import ghost, memory, problem, rules
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
 from whence.llm.base import EXTRA_PADDING, WithValueHead
 
@@ -181,32 +180,6 @@ def test_a_model_with_checkpoints_scores_as_without(reentrant: bool, lora: float
     assert difference(found, expected) <= EXACT
     assert all(module.training for module in model.modules())
     assert getattr(inner, f"is_{name}_checkpointing")
-
-
-class Checkpointed(nn.Module):
-    """Checkpoints a layer also in eval mode."""
-
-    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.reentrant = layer, reentrant
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.layer, hidden, *args, use_reentrant=self.reentrant, **({} if self.reentrant else kwargs))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_in_eval_mode_are_gone_through_or_refused(reentrant: bool) -> None:
-    model = language_model("gpt2")
-    rows, target = rows_for(model), SequenceReturn()
-    expected = attribute(language_view(model), rows, target=target, objective=TokenPPO(), engine="loop")
-    model.transformer.h[1].mlp = Checkpointed(model.transformer.h[1].mlp, reentrant)
-    if reentrant:
-        with pytest.raises(Refused, match="reentrant checkpointing"):
-            attribute(language_view(model), rows, target=target, objective=TokenPPO(), engine="ghost")
-    else:
-        found = attribute(language_view(model), rows, target=target, objective=TokenPPO())
-        assert found.engine == "ghost"
-        assert difference(found, expected) <= EXACT
 
 
 def passes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], whence.Influence]) -> tuple[whence.Influence, int]:

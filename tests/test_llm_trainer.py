@@ -252,20 +252,17 @@ def count_letters(prompts, responses):
     return [float(len(text)) for text in responses]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
-        ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
-        ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
-    ],
-)
-def test_other_inputs_are_another_run(tmp_path, change, message):
+def test_other_inputs_are_another_run(tmp_path):
     shared = {"save_every": 1, "held_out": ["bb", "c"]}
     make_trainer(tmp_path, **shared, rounds=1).train()
     make_trainer(tmp_path, **shared, rounds=2).train()  # goes on
-    with pytest.raises(RunDirectoryError, match=message):
-        make_trainer(tmp_path, **shared | change, rounds=3).train()
+    for change, message in (
+        ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
+        ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
+        ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
+    ):
+        with pytest.raises(RunDirectoryError, match=message):
+            make_trainer(tmp_path, **shared | change, rounds=3).train()
 
 
 class Level(Enum):
@@ -342,21 +339,6 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
         returns = rollout.rows.observations["returns"][row][mask[row]]
         assert torch.allclose(returns, estimates + mine.value[row][mask[row]], atol=1e-4)
     assert rollout.rewards.tolist() == vowels(PROMPTS, responses.texts)
-
-
-def test_log_probs_do_not_depend_on_padding(tmp_path):
-    model, tokenizer = make_model(), make_tokenizer()
-    config = make_config(tmp_path)
-    torch.manual_seed(0)
-    together = generate(model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
-    found = evaluate_responses(model, together, config).log_prob
-    for row, prompt in enumerate(PROMPTS):
-        width = together.input_ids.shape[1] - together.response_mask.shape[1]
-        own = together.response_mask[row]
-        ids = torch.cat([together.input_ids[row, width - len(prompt) : width], together.input_ids[row, width:][own]])
-        logits = model.eval()(ids[None]).logits[0, len(prompt) - 1 : -1]
-        alone = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
-        assert torch.allclose(found[row][own], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("trained_before", [False, True])

@@ -9,19 +9,11 @@ import pytest
 import torch
 from accelerate import PartialState
 from transformers import (
-    BioGptConfig,
-    BioGptForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from languages import shaken
+from languages import language_model
 from test_llm_trainer import (
     PROMPTS,
     Drawing,
@@ -154,9 +146,11 @@ def close(found, expected):
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+WEIGHTED = pytest.mark.parametrize(("beta", "weights"), [(0.0, [2.0, 0.5, 1.0]), (0.1, None)])
+
+
+@WEIGHTED
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("weights", [None, [2.0, 0.5, 1.0]])
 def test_a_step_of_grpo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, beta, weights):
     positions, watch = [0, 3, 6], Watch()
     more = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8} if loss == "bnpo" else {}
@@ -176,8 +170,7 @@ def test_a_step_of_grpo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch
         close(found, of_kept_alone("grpo", trainer, state, batches[0], positions, weights, monkeypatch))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("weights", [None, [2.0, 0.5, 1.0]])
+@WEIGHTED
 def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, beta, weights):
     positions, watch = [1, 2, 7], Watch()
     trainer = make_trainer(
@@ -338,7 +331,7 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
     ("kind", "style"), [*(("grpo", s) for s in ("gpt2", "gpt_neo", "opt", "biogpt")), ("rloo", "llama")]
 )
 def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
-    model = make_style(style)
+    model = language_model(style, vocabulary=12)
     trainer = make_trainer(kind, tmp_path, ScoreAndKeepAll(), model=model, pad_to_multiple_of=8)
     trainer.train()
     batch = batches[0]
@@ -352,25 +345,6 @@ def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batch
     alone = [view(view.parameters(), view.prepare(rows.take([row]))).log_prob for row in range(len(rows))]
     for log_probs in (view(view.parameters(), view.prepare(rows)).log_prob, torch.cat(alone)):
         assert torch.allclose(log_probs[mask], theirs[mask], atol=1e-5)
-
-
-def make_style(style):
-    """Return a model of a style, with weights large enough that positions matter."""
-    if style == "llama":
-        return make_model()
-    common = {"vocab_size": 12, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    torch.manual_seed(0)
-    if style == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=32, **common))
-    elif style == "gpt_neo":
-        sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "max_position_embeddings": 32}
-        model = GPTNeoForCausalLM(GPTNeoConfig(attention_types=[[["global"], 2]], **sizes, **common))
-    else:
-        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 32}
-        model = BioGptForCausalLM(BioGptConfig(intermediate_size=24, **sizes, **common))
-        if style == "opt":
-            model = OPTForCausalLM(OPTConfig(ffn_dim=24, word_embed_proj_dim=16, **sizes, **common))
-    return shaken(model)
 
 
 def test_each_token_may_have_an_advantage_of_its_own(tmp_path, monkeypatch):

@@ -188,13 +188,10 @@ def test_what_an_environment_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "gymnasium[box2d]" in said
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "Blackjack-v1"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_a_round_of_other_spaces_comes_back(env: str, tmp_path: Path) -> None:
     settings = ("--n-steps", 32, "--batch-size", 32, "--rounds", 2)
-    found = whence("train", env, *settings, "--selection", "nonpositive", "--run", tmp_path)
-    if env == "Blackjack-v1":  # SB3 has no Tuple spaces
-        assert found.exit_code != 0
-        return
+    whence("train", env, *settings, "--selection", "nonpositive", "--run", tmp_path)
     run = RunDirectory.open(tmp_path)
     model, records = load_round(run, 2)
     scores = attribute(model.policy, records, target=Return(), objective=model_objective(model)).scores

@@ -74,7 +74,7 @@ class PPOTrainer:
         tokenizer: its tokenizer.
         reward: `reward(prompts, responses) -> numbers`. A reward with further arguments gets the data set's columns of
             these names: `reward(prompts, responses, answer)`.
-        prompts: texts or chats; or a data set with a column "prompt".
+        prompts: texts or chats; or a data set with a column "prompt", or its rows, each a dict.
         rule: the selection rule; None: all rows train, and none is scored.
         target: the target of the scores; None: `SequenceReturn()`.
         held_out: further prompts, answered in every round; the target is over these responses. None: the target is

@@ -69,14 +69,6 @@ def test_scores_are_products_of_these_layers_gradients(engine: str, layers: Any)
         assert influence.provenance.parameters == tuple(names)
 
 
-def test_scores_of_disjoint_layers_add_up_to_those_of_all() -> None:
-    view, records = tower()
-    parts = [
-        attribute(view, records, target=Return(), layers=each).scores for each in ("first.*", "blocks.*", "last.*")
-    ]
-    torch.testing.assert_close(sum(parts), attribute(view, records, target=Return()).scores)
-
-
 def test_a_stable_baselines_policy_and_several_targets() -> None:
     built = model()
     policy, records = built.policy, moved(collect(built))

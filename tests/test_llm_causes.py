@@ -18,7 +18,6 @@ from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
 from test_llm_why import NAMES, copy_run, runs
 from whence import NonPositive
-from whence.cli.terminal import console
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
 from whence.diagnosis import find_response_causes, rank_records
 from whence.diagnosis.response_causes import measure_trained, rank_bm25
@@ -268,27 +267,6 @@ class TestCommand:
         assert "“now” is the policy that drew the records of round 3" in text
         assert "Sums of scores in 2 of rounds 1 to 3:" in text
         assert "Note" not in invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--by", "bm25").output
-
-    def test_hostile_texts_steer_no_terminal(self, runs, tmp_path, monkeypatch):
-        monkeypatch.setattr(console, "width", 160)  # no cell of the table is broken
-        directory = copy_run(runs("ppo"), tmp_path / "run")
-        directory.sign()
-        hostile = "[red]\x1b[2J\u202e</script>\n"
-        for number in directory.rounds():
-            table = directory.round("records", number)
-            directory.write_round(
-                "records", number, table.with_columns(prompt=pl.lit(hostile), response=pl.lit(hostile))
-            )
-        for arguments in (
-            self.QUESTION_OPTIONS,
-            ("--prompt", hostile, "--response", hostile, "--by", "bm25"),
-        ):
-            done = invoke("llm", "why", directory.path, *arguments)
-            assert done.exit_code == 0, done.output
-            assert "\x1b[2J" not in done.output
-            assert "\u202e" not in done.output
-            assert "[red]" in done.output
-            assert "</script>\\n" in done.output
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

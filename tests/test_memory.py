@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import whence
 from toys import categorical_view, difference, mlp_view, model, records_for
-from whence import Action, Return, WhenceError, attribute
+from whence import Action, Return, attribute
 from whence.core import as_view, notes_on
 from whence.engines import ENGINES, memory
 from whence.sb3 import collect
@@ -82,15 +82,6 @@ def test_a_small_budget_gives_the_same_scores(engine: str, name: str) -> None:
     # No more records are prepared at a time than are scored at a time. For a target that runs the policy itself the
     # loop holds nothing for each record but its inputs, and those of 200 fit.
     assert 8 < max(seen) < 200 or (engine, name) == ("loop", "action")
-
-
-def test_a_budget_that_holds_no_record_says_what_is_needed() -> None:
-    view = mlp_view()
-    records = records_for(view, 40)
-    with pytest.raises(
-        WhenceError, match=r"memory is 3,000 bytes.*these 40 records one by one takes about [\d,]+ byte"
-    ):
-        attribute(view, records, target=Return(), memory=3000)
 
 
 def test_a_target_of_ones_own_is_not_run_on_a_few_records() -> None:

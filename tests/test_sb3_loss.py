@@ -214,29 +214,6 @@ def halve_backbone() -> Any:
     return toy
 
 
-def sort_rows(layer: nn.Linear, x: Tensor) -> Tensor:
-    order = x[:, 0].argsort()
-    return layer(x[order])[order.argsort()]
-
-
-def detach_half(layer: nn.Linear, x: Tensor) -> Tensor:
-    output = layer(x)
-    return output / 2 + output.detach() / 2
-
-
-def leave_graph(layer: nn.Linear, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        weights = layer(x).sigmoid()
-    return layer(x) * weights
-
-
-def scale_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
-    output = layer(x)
-    if output.requires_grad:
-        output.register_hook(lambda g: 0.1 * g)
-    return output
-
-
 def train_some() -> Any:
     toy = with_extractor()
     head = [*toy.policy.mlp_extractor.parameters(), *toy.policy.action_net.parameters()]
@@ -277,10 +254,6 @@ UNUSUAL = {
     "own evaluate_actions": lambda: PPO(OwnPolicy, Toy(), n_steps=32, batch_size=16, seed=0),
     "patched distribution": patch_distribution,
     "half precision first": halve_backbone,
-    "sorted rows": lambda: with_extractor(sort_rows),
-    "half detached": lambda: with_extractor(detach_half),
-    "weights without a graph": lambda: with_extractor(leave_graph),
-    "scaled gradient": lambda: with_extractor(scale_gradient),
     "optimiser over some parameters": train_some,
     "masked parameter": mask_parameter,
     "frozen normalisation": freeze_norm,

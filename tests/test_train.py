@@ -1,8 +1,8 @@
 """`whence train`, and what the other commands make of its run directory."""
 
+import importlib
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -244,81 +244,41 @@ def test_list_names_all_there_is() -> None:
     assert "ghost" not in text
 
 
-# Each sends a signal to its own process at one stage of the second round.
 STAGES = {
-    "collection": ("stable_baselines3.common.buffers", "RolloutBuffer", "compute_returns_and_advantage"),
-    "scoring": ("whence.sb3.callback", None, "attribute"),
-    "writing": ("whence.runs", "RunDirectory", "write_policy"),
-    "optimisation": ("torch.nn.utils", None, "clip_grad_norm_"),
-    "evaluation": ("whence.experiments.rl.training", None, "measure_return"),
+    "collection": ("stable_baselines3.common.buffers", "RolloutBuffer.compute_returns_and_advantage"),
+    "scoring": ("whence.sb3.callback", "attribute"),
+    "writing": ("whence.runs", "RunDirectory.write_policy"),
+    "optimisation": ("torch.nn.utils", "clip_grad_norm_"),
+    "evaluation": ("whence.experiments.rl.training", "measure_return"),
 }
-DRIVER = """
-import importlib, json, os, signal, sys
 
-# Once, for all the runs below: an optimiser's first step imports PyTorch's compiler.
-import torch._dynamo, whence.cli.commands.train_command, whence.experiments.rl.training, whence.page
-from whence.cli import main
 
-def stop_at_second_call(module, owner, name, number):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_that_is_stopped_at_any_stage_can_be_read(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = STAGES[stage]
+    *owner, name = name.split(".")
     holder = importlib.import_module(module)
-    holder = holder if owner is None else getattr(holder, owner)
-    original, calls = getattr(holder, name), []
+    holder = getattr(holder, owner[0]) if owner else holder
+    function, calls = getattr(holder, name), []
 
-    def stopped(*args, **kwargs):
+    def stop_at_second_call(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         if len(calls) == 2:
-            os.kill(os.getpid(), number)
-        return original(*args, **kwargs)
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
 
-    setattr(holder, name, stopped)
-
-children = {}
-for run in json.loads(sys.argv[1]):
-    pid = os.fork()
-    if pid == 0:
-        for descriptor, file in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(f"{run['path']}.{file}", os.O_CREAT | os.O_WRONLY), descriptor)
-        stop_at_second_call(*run["stage"], run["number"])
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = ["whence", *run["command"]]
-        main()
-        sys.exit(0)
-    children[pid] = run["path"]
-print(json.dumps({path: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, path in children.items()}))
-"""
-# SIGTERM unwinds as Ctrl-C does, from wherever it comes: one stage is enough.
-STOPS = [*((stage, 2, 130) for stage in STAGES), ("optimisation", 15, 143)]
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Path, int, str]]:
-    """The run, exit code and standard error of a command stopped at each stage, in a process of its own."""
-    folder = tmp_path_factory.mktemp("stopped")
-    paths = {(stage, number): folder / f"{stage}_{number}" for stage, number, _ in STOPS}
-    settings = ["train", *LAKE, "--rounds", "5", "--eval-episodes", "4", "--run"]
-    runs = [
-        {"stage": STAGES[stage], "number": number, "path": str(path), "command": [*settings, str(path)]}
-        for (stage, number), path in paths.items()
-    ]
-    command = [sys.executable, "-W", "ignore", "-c", DRIVER, json.dumps(runs)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    codes = json.loads(ended.stdout)
-    return {key: (path, codes[str(path)], Path(f"{path}.stderr").read_text()) for key, path in paths.items()}
-
-
-@pytest.mark.parametrize(("stage", "number", "code"), STOPS)
-def test_a_run_that_is_stopped_at_any_stage_can_be_read(
-    stage: str, number: int, code: int, stopped: dict[tuple[str, int], tuple[Path, int, str]]
-) -> None:
-    path, exit_code, stderr = stopped[stage, number]
-    assert exit_code == code, stderr
-    assert "Traceback" not in stderr
-    if number == 2:
-        assert stderr.endswith("Interrupted. What was finished is kept; the same command goes on from there.\n")
-    run = RunDirectory.open(path)
-    for number_of_round in run.rounds():
-        assert run.round("records", number_of_round).height == 64
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, stop_at_second_call)
+        found = whence("train", *LAKE, "--rounds", 5, "--eval-episodes", 4, "--run", tmp_path)
+    assert found.exit_code != 0
+    assert len(calls) == 2
+    run = RunDirectory.open(tmp_path)
+    assert len(run.rounds()) < 5
+    for number in run.rounds():
+        assert run.round("records", number).height == 64
     for table in ("metrics", "timings", "evaluations"):
         run.table(table)  # type: ignore[arg-type]
-    assert whence("report", path).exit_code == 0
-    assert not list(path.rglob("*.tmp"))
+    assert whence("report", tmp_path).exit_code == 0
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -341,7 +341,6 @@ class TestWrongInput:
             ("show cut --round 2", "cut/records/round_00002.parquet cannot be read as Parquet:"),
             ("report broken", "broken/config.json cannot be read as JSON: Unterminated string"),
             ("report other", "other/config.json is marked as version 99; this version of whence reads"),
-            ("show lake --record 2 --top 1", "--record, --top and --bottom exclude each other; give one of them."),
             ("trian", "No such command 'trian'. Did you mean 'train'?"),
         ],
     )

@@ -2,7 +2,6 @@ import errno
 import json
 import math
 import os
-import random
 import resource
 import shutil
 import stat
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 
 import whence.influence
 import whence.runs.files
-from whence.core import InvalidInfluence, RunDirectoryError, preserve_rng_state, write_atomically
+from whence.core import InvalidInfluence, RunDirectoryError, write_atomically
 from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint
@@ -327,29 +326,6 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path, mask, mode):
     written = [run.path / file for file in files(run.path)]
     assert len(written) == 5
     assert {stat.S_IMODE(file.stat().st_mode) for file in written} == {mode}
-
-
-class TestGuards:
-    @staticmethod
-    def draws():
-        return random.random(), np.random.random(), torch.rand(1).item()
-
-    @pytest.mark.parametrize("raises", [False, True])
-    def test_generators_go_on_where_they_were(self, raises):
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        expected = self.draws(), self.draws()
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        assert self.draws() == expected[0]
-        try:
-            with preserve_rng_state():
-                random.seed(7), np.random.seed(7), torch.manual_seed(7)
-                self.draws()
-                np.random.standard_normal()  # leaves the second of a pair behind
-                if raises:
-                    raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            pass
-        assert self.draws() == expected[1]
 
 
 def influence(scores, ids=None, **about):

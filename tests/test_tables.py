@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +16,6 @@ from whence.page import write_tables
 from whence.page.figures import COLOURS, arm_colours, learning_curves
 
 LAKE = RunConfig(env="FrozenLake-v1", arm="ppo", seed=0, rounds=4, eval_episodes=20)
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def finished(config, **of_rounds):

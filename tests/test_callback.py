@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNorm
 
 import whence
 from toys import OnRolloutEnd, Toy, model
-from whence import IIF, KeepAll, RandomDrop, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
+from whence import IIF, KeepAll, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
 from whence.sb3.base.model_description import HYPERPARAMETERS
 
@@ -176,19 +176,6 @@ class Rescaling(RolloutBuffer):
 def test_advantages_that_change_while_they_are_read_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
     model(rollout_buffer_class=Rescaling).learn(64, callback=InfluenceCallback(KeepAll()))
     assert caplog.text.count("train() gets other advantages than were scored, for 16 of the 16 records") == 1
-
-
-@pytest.mark.parametrize("rule", [IIF(0.5), RandomDrop(0.5, seed=3)])
-def test_the_same_seed_twice_is_the_same_run(rule: Any) -> None:
-    runs = []
-    for _ in range(2):
-        toy = model(n_envs=2)
-        toy.learn(5 * 64, callback=InfluenceCallback(rule))
-        runs.append(parameters(toy))
-    assert identical(*runs)
-    plain = model(n_envs=2)
-    plain.learn(5 * 64)
-    assert not identical(runs[0], parameters(plain))
 
 
 class Fixed:

@@ -19,7 +19,7 @@ from whence import IIF, RunDirectory, WhenceError
 from whence.experiments import RunConfig, configure, load_round, run
 from whence.experiments.rl.environments import evaluate, make_evaluation_env, make_training_env
 from whence.experiments.rl.presets import presets
-from whence.experiments.rl.training import make_model, read_curve
+from whence.experiments.rl.training import make_model
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import envpool
 from whence.sb3.episodes.envpool import EnvPoolVecEnv, evaluate_pool
@@ -192,15 +192,6 @@ def test_missing_envpool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
     with pytest.raises(whence.Unsupported, match=r"pip install '.\[fast\]'"):
         configure(env="Acrobot-v1", evaluate_with="envpool")
-
-
-def test_a_curve_stays_at_the_last_evaluation(tmp_path: Any) -> None:
-    config = configure(env="CartPole-v1", rounds=5, eval_every=2, eval_episodes=3, hyperparameters={"n_steps": 32})
-    run(config, tmp_path)
-    table = RunDirectory.open(tmp_path).table("evaluations")
-    assert table["round"].to_list() == [0, 2, 4, 5]
-    means = table["test_return"].to_list()
-    assert read_curve(config, tmp_path).returns.tolist() == [means[0], means[0], means[1], means[1], means[2], means[3]]
 
 
 class Flat(BaseFeaturesExtractor):

@@ -186,18 +186,6 @@ def test_learning_goes_on_and_episodes_cross_rounds(tmp_path):
     assert len(replay_episode(directory, crossing.pop()).record_ids) > 64
 
 
-def test_the_run_and_the_users_environments_are_as_without_a_directory(tmp_path):
-    def parameters(path):
-        env = make_vec_env("CartPole-v1", 2)
-        inner = list(env.envs)
-        model = PPO("MlpPolicy", env, n_steps=64, batch_size=64, n_epochs=2, seed=1, device="cpu")
-        model.learn(256, callback=InfluenceCallback(IIF(drop=0.5), run=path))
-        assert env.envs == inner
-        return torch.nn.utils.parameters_to_vector(model.policy.parameters())
-
-    assert torch.equal(parameters(None), parameters(tmp_path / "run"))
-
-
 def test_hidden_randomness_is_detected_and_not_drawn(tmp_path):
     directory = learn(tmp_path / "run", Jittery(gym.make("CartPole-v1")))
     replay = replay_episode(

@@ -660,13 +660,6 @@ class TestRun:
         assert_same_tensors(found.policy(3), dict(plain.policy.named_parameters()))
         assert not torch.equal(found.policy(3)["action_net.weight"], untrained["action_net.weight"])
 
-    def test_the_number_of_evaluation_episodes_does_not_change_training(self, in_worker, tmp_path):
-        with preserve_rng_state():
-            run(one("iif", eval_episodes=3), tmp_path / "run")
-        found, other = RunDirectory.open(tmp_path / "run"), in_worker.run(in_worker.configs[1])
-        assert_same_tensors(found.policy(3), other.policy(3))
-        assert set(found.table("evaluations")["episodes"]) == {3}
-
     def test_an_unfinished_run_goes_on_and_a_finished_one_is_left_alone(self, in_worker, tmp_path):
         config = in_worker.configs[2]
         path, calls = tmp_path / "run", []

@@ -135,7 +135,7 @@ class TestScores:
     def test_a_run_whose_own_target_was_drawn(self, tmp_path):
         run(tiny("iif", held_out=8, settings={"batch_size": 32, "rounds": 1}), tmp_path)
         directory = RunDirectory.open(tmp_path)
-        with pytest.raises(Unsupported):
+        with pytest.raises(Unsupported, match="drawn in each round and not kept"):
             rebuild_round(directory, 1)
         table = directory.round("records", 1)
         directory.write_round("records", 1, table.with_columns(weight=pl.lit(1.0)))

@@ -7,9 +7,8 @@ import polars as pl
 import pytest
 
 from test_experiments_llm import cache, invoke, tiny  # noqa: F401
-from whence import NonPositive
 from whence.cli.commands.llm_why_command import colour_tokens
-from whence.core import RunDirectoryError, Unsupported, WhenceError
+from whence.core import RunDirectoryError, WhenceError
 from whence.experiments.llm.language_rebuilding import explain_response
 from whence.experiments.llm.language_training import run
 from whence.runs import RunDirectory
@@ -98,21 +97,9 @@ class TestRefusals:
             assert how in str(refusal.value)
             assert len(explain_response(bare, 1, 0).pulls)  # the start model needs no checkpoint
 
-    def test_a_run_of_a_script(self, tmp_path):
-        from test_llm_trainer import make_trainer
-
-        make_trainer(tmp_path, NonPositive(), rounds=1).train()
-        with pytest.raises(WhenceError, match="is no run of `whence llm train`"):
-            explain_response(RunDirectory.open(tmp_path), 1, 0)
-
     def test_rows_that_are_not_there(self, runs):
         with pytest.raises(RunDirectoryError, match="has no record 999"):
             explain_response(runs("ppo"), 1, 999)
-
-    def test_a_target_that_was_drawn(self, tmp_path):
-        run(tiny("iif", held_out=8), tmp_path)
-        with pytest.raises(Unsupported, match="drawn in each round and not kept"):
-            explain_response(RunDirectory.open(tmp_path), 1, 0)
 
 
 class TestCommand:

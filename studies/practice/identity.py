@@ -1,7 +1,7 @@
 """An environment in which choosing records loses: SB3's own IdentityEnv, where the action has to repeat four bits.
 
-Run: `python -m studies.practice.identity [--seeds 20]`; it prints the table that results/practice/README.md holds. The
-training is that of SB3's tests: PPO at its defaults, `gamma=0.4`, 3,000 steps, which are two rounds.
+Run: `python -m studies.practice.identity [--seeds 20]`; it prints the table that results/practice/README.md holds. PPO
+trains at its defaults but for `gamma=0.4`, as SB3's own test does, for 3,000 steps, which are two rounds.
 """
 
 import logging

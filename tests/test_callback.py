@@ -60,18 +60,18 @@ def evaluating(algorithm: Any, **kwargs: Any) -> EvalCallback:
 EIGHT = {"n_envs": 8, "n_steps": 8}
 KINDS: list[dict[str, Any]] = [{}, {"observation": "dict"}, {"action": "gsde"}, {"normalised": True}]
 VARIANTS = [
-    *((PPO, kind) for kind in KINDS),
+    *(pytest.param(PPO, kind, marks=pytest.mark.long if "observation" in kind else ()) for kind in KINDS),
     (A2C, {}),
     (A2C, EIGHT | KINDS[3]),
     (MaskablePPO, KINDS[1]),
-    (MaskablePPO, EIGHT),
+    pytest.param(MaskablePPO, EIGHT, marks=pytest.mark.long),
     (PPO, {"action": "squashed", "ent_coef": 0.01}),
-    (MaskablePPO, {"action": "multidiscrete", "ent_coef": 0.01}),
+    pytest.param(MaskablePPO, {"action": "multidiscrete", "ent_coef": 0.01}, marks=pytest.mark.long),
     (PPO, {"action": "box", "ent_coef": 0.01, "clip_range_vf": 0.2}),
     (PPO, {"observation": "image", "shared": False}),
     (PPO, {"n_steps": 33, "batch_size": 16}),  # SB3 then trains on a minibatch of one record
     (PPO, {"target_kl": 1e-4, "normalize_advantage": False}),
-    (A2C, {"n_envs": 3, "normalize_advantage": True}),
+    pytest.param(A2C, {"n_envs": 3, "normalize_advantage": True}, marks=pytest.mark.long),
     (A2C, {"n_steps": 1}),  # a round of one record
     (PPO, {"n_steps": 1, "batch_size": 1, "normalize_advantage": False}),
 ]

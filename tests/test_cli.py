@@ -160,19 +160,30 @@ def stop(out, arm, sent):
 @pytest.fixture(scope="module")
 def interrupted(out):
     """Interrupt the command in its second run; returns what `wait_for` does, and the files there then."""
+
+    def make_first(jobs, *rest):
+        yield from run_one_by_one(jobs[:1], *rest)
+        raise KeyboardInterrupt
+
+    assert compare_here(out, make_first)[0] == 130
     return *stop(out, "iif", signal.SIGINT), stamps(out)
+
+
+def compare_here(out, run_all):
+    """Give the command in this process, which makes its runs; returns what `wait_for` does."""
+    text, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["whence", "compare", *LAKE, "--out", str(out)])
+        patch.setattr("whence.experiments.cluster.run_all", run_all)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    return end.value.code, words(text.getvalue()), words(err.getvalue())
 
 
 @pytest.fixture(scope="module")
 def finished(out, interrupted):
-    """Give the same command again, in this process, which makes the run; returns what `wait_for` does."""
-    text, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["whence", "compare", *LAKE, "--out", str(out)])
-        patch.setattr("whence.experiments.cluster.run_all", run_one_by_one)
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-    return end.value.code, words(text.getvalue()), words(err.getvalue())
+    """Give the same command again, which makes the second run."""
+    return compare_here(out, run_one_by_one)
 
 
 class TestCompare:

@@ -50,7 +50,7 @@ def test_selection_with_nothing_dropped_is_no_selection(ppo: Any) -> None:
     assert ppo.train(rounds=3, drop=0.5) != without
 
 
-@pytest.mark.parametrize("selection", [False, True])
+@pytest.mark.parametrize("selection", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_seed_decides_everything(ppo: Any, selection: bool) -> None:
     one = ppo.train(rounds=2, selection=selection, seed=3)
     assert ppo.train(rounds=2, selection=selection, seed=3) == one
@@ -131,10 +131,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("name", "options", "said"),
     [
         ("llm_ppo", [], "whence report run"),
-        ("llm_ppo", ["--rule", "none"], "whence report run"),
+        pytest.param("llm_ppo", ["--rule", "none"], "whence report run", marks=pytest.mark.long),
         ("llm_ppo", ["--rule", "ippo", "--lora", "2"], "whence report run"),
         ("llm_grpo", [], "Of the last 16 completions"),
-        ("llm_grpo", ["--no-selection"], "Right answers"),
+        pytest.param("llm_grpo", ["--no-selection"], "Right answers", marks=pytest.mark.long),
         ("llm_rloo", [], "Of the last 16 completions"),
     ],
 )

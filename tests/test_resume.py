@@ -128,7 +128,7 @@ MODELS = {
     "image": lambda: toys.model(observation="image", seed=3),
 }
 
-SLOW = ("plain a2c", "masked")
+SLOW = ("a2c", "plain a2c", "masked", "frames")
 """Models whose like is among the others."""
 
 

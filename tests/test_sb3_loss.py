@@ -281,9 +281,21 @@ def record_round(toy: Any) -> whence.RoundRecording:
     return callback.recording
 
 
-@pytest.mark.parametrize("case", ["half detached", "weights without a graph", "scaled gradient"])
-def test_scores_by_a_rounds_steps_are_of_the_gradients_that_these_took(case: str) -> None:
-    toy = UNUSUAL[case]()
+def detach_half(layer: nn.Linear, x: Tensor) -> Tensor:
+    output = layer(x)
+    return output / 2 + output.detach() / 2
+
+
+def scale_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
+    output = layer(x)
+    if output.requires_grad:
+        output.register_hook(lambda g: 0.1 * g)
+    return output
+
+
+@pytest.mark.parametrize("around", [detach_half, scale_gradient])
+def test_scores_by_a_rounds_steps_are_of_the_gradients_that_these_took(around: Any) -> None:
+    toy = with_extractor(around)
     recording = record_round(toy)
     scores = whence.attribute_round(toy.policy, recording, target=whence.Return(), method="trajectory").scores
     toy.policy.load_state_dict(recording.start, strict=False)

@@ -9,6 +9,7 @@ from studies.diagnosis import run, tables
 from whence.experiments import read_rows
 
 
+@pytest.mark.long
 def test_rounds_are_judged_once_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"hyperparameters": {"n_steps": 256, "n_epochs": 1}}
     measures = ("visits", "exact", "rollouts")

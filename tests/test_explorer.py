@@ -336,8 +336,12 @@ class TestTrust:
 
     def test_without_counterfactuals_it_says_how_to_make_them(self, lake):
         assert self.lines(lake)[0]["level"] == "unknown"
+        assert "InfluenceCallback(recordings=[1])" in self.lines(lake)[0]["text"]
+        lake.directory.config = {"experiment": {"arm": "iif"}}
         assert "--record-rounds 1" in self.lines(lake)[0]["text"]
         assert "whence counterfactual" in self.lines(lake)[0]["text"]
+        lake.directory.config = {"kind": "language"}
+        assert len(self.lines(lake)) == 1
 
     @pytest.mark.parametrize(("lds", "level"), [(0.93, "good"), (0.5, "fair"), (0.1, "poor"), (None, "unknown")])
     def test_the_measured_lds(self, lake, lds, level):

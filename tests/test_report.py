@@ -325,7 +325,10 @@ class TestRunPage:
         html = (page_of(directory) and (tmp_path / "page.html")).read_text(encoding="utf-8")
         assert Page(html).data("page-data")["runs"][0]["rounds"] == [1, 3]
         assert "This file holds 2 of the 3 rounds. The command" in html
-        assert f"whence report {directory.path} --rounds" in html
+        assert f"whence report {directory.path} --rounds 1-2" in html
+        monkeypatch.setattr("whence.page.html.EMBEDDED_ROUNDS", 200)
+        write_report(directory, tmp_path / "page.html", rounds=[3])
+        assert f"whence report {directory.path} --rounds 1-3" in (tmp_path / "page.html").read_text(encoding="utf-8")
         write_report(directory, tmp_path / "page.html", rounds=[1, 2, 3])
         html = (tmp_path / "page.html").read_text(encoding="utf-8")
         assert "This file holds" not in html

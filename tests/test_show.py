@@ -189,7 +189,7 @@ class TestCommand:
         [
             (["--record", "1", "--top", "3"], "--record, --top and --bottom exclude each other"),
             (["--record", "99999"], "No round of .* holds record 99999; it holds rounds 1 to 3"),
-            (["--round", "9"], "holds records of rounds 1 to 3"),
+            (["--round", "9"], "holds rounds 1 to 3"),
             (["--round", "1", "--record", "300"], "Record 300 is not in this round"),
             (["--out", "moment.jpg"], r"has to end in \.png or \.gif"),
         ],

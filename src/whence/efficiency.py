@@ -268,14 +268,7 @@ def _pair_entry(
     differ: Bool[np.ndarray, "methods standards"],
     of_standard: bool,
 ) -> dict[str, Any]:
-    """Return the entry of one of `PAIR_METRICS`.
-
-    Args:
-        values: the metric of every pair of a method seed and a standard seed.
-        null: the metric of every pair of standard seeds; NaN for a seed with itself.
-        differ: whether the two seeds of a pair differ.
-        of_standard: whether the arm is the standard arm, whose method seeds are standard seeds.
-    """
+    """Return the entry of one of `PAIR_METRICS`: of all pairs of seeds, those of the standard arm, and which differ."""
     other_seeds = np.where(differ, values, np.nan)
     methods, standards = (np.ones(count, dtype=bool) for count in values.shape)
 

@@ -18,14 +18,6 @@ from whence.selection import read_scores
 VARIANTS = ("full", "filtered", "random")
 """What each training keeps: all records, all but those in question, and all but as many drawn at random."""
 
-SCHEMA = {
-    "order": pl.Int64,
-    "variant": pl.String,
-    "kept": pl.Int64,
-    "outcome": pl.String,
-    "value": pl.Float64,
-}
-
 
 def intervene(
     policy: object,
@@ -104,7 +96,8 @@ def intervene(
             for variant, mask in masks.items()
         ]
     whole = pl.col("value").filter(pl.col("variant") == "full").first()
-    return pl.DataFrame(rows, schema=SCHEMA).with_columns(change=(pl.col("value") - whole).over("order", "outcome"))
+    table = pl.DataFrame(rows, schema_overrides={"value": pl.Float64})
+    return table.with_columns(change=(pl.col("value") - whole).over("order", "outcome"))
 
 
 def summarise_changes(table: pl.DataFrame) -> pl.DataFrame:

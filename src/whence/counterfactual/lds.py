@@ -16,15 +16,7 @@ from whence.counterfactual.outcomes import Evaluate, check_scores, compute_score
 from whence.counterfactual.retrain import draw_subsets, read_batch_size, reshuffle, retrain
 from whence.rounds import DRAWS, METHODS, RoundRecording, check_target, open_round
 
-SCHEMA = {
-    "score": pl.String,
-    "truth": pl.String,
-    "outcome": pl.String,
-    "lds": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "ceiling": pl.Float64,
-}
+_NUMBERS = dict.fromkeys(("lds", "low", "high", "ceiling"), pl.Float64)
 
 
 def compute_lds(
@@ -63,12 +55,8 @@ def compute_lds(
     centred = [one - one.mean(axis=1, keepdims=True) for one in ranks]
     with np.errstate(invalid="ignore"):
         correlations = (centred[0] * centred[1]).sum(1) / np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
-    low, high = np.nanquantile(correlations, [0.025, 0.975])
-    return {
-        "lds": float(scipy.stats.spearmanr(predictions, outcomes).statistic),
-        "low": float(low),
-        "high": float(high),
-    }
+    low, high = np.nanquantile(correlations, [0.025, 0.975]).tolist()
+    return {"lds": float(scipy.stats.spearmanr(predictions, outcomes).statistic), "low": low, "high": high}
 
 
 def measure_agreement(values: Float[np.ndarray, "orders m"]) -> float | None:
@@ -200,4 +188,4 @@ def study(
             for name, score in checked.items():
                 lds = compute_lds(masks @ score, values.mean(axis=0))
                 rows.append({"score": name, "truth": truth, "outcome": outcome, **lds, "ceiling": ceiling})
-    return Study(pl.DataFrame(rows, schema=SCHEMA), checked, kept, outcomes)
+    return Study(pl.DataFrame(rows, schema_overrides=_NUMBERS), checked, kept, outcomes)

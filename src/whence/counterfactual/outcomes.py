@@ -33,9 +33,6 @@ alone. Repetitions need different random numbers, for example by a seed that dep
 that they share would pass for agreement. Global generators are seeded accordingly before each call.
 """
 
-FOLDS = 2
-"""The number of parts into which "crossfit" splits episodes."""
-
 Outcomes = Mapping[str, NDArray[np.float64]]
 """The outcomes of m trainings, (m,), by the outcome's name."""
 
@@ -51,14 +48,7 @@ def measure_outcomes(
     """Return the outcomes of trainings: "target" and "surrogate" on the round's own records, and "evaluated".
 
     The surrogate is `mean(rho A)`, with raw advantages. The policy and every random generator are left as they are.
-
-    Args:
-        policy: the policy that was trained, or one built like it.
-        recording: the recorded round.
-        trained: the trained parameters by name, each (m, ...), as `retrain` returns them.
-        target: the target to measure.
-        evaluate: measures the parameters of one training; None: "evaluated" is left out.
-        repetition: the repetition, which seeds `evaluate` and the global generators.
+    The arguments are those of `study`; `trained` is what `retrain` returns, and `repetition` seeds the generators.
 
     Raises:
         NonFinite: names the outcome and the training.
@@ -98,16 +88,7 @@ def seed_outcomes(repetition: int) -> Iterator[None]:
 
 
 def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.float64]:
-    """Return scores by which n records can be ranked, as float64.
-
-    Args:
-        name: the name of the scores, for messages.
-        scores: (n,) the scores, in the order of the records.
-        n: the number of records.
-
-    Raises:
-        WhenceError: the scores have another shape, or one is not finite.
-    """
+    """Return scores by which n records can be ranked, (n,) float64; refuse others, by their name."""
     checked = np.asarray(scores, dtype=np.float64)
     if checked.shape != (n,) or not np.isfinite(checked).all():
         raise WhenceError(

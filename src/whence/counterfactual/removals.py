@@ -22,13 +22,10 @@ DRAWS = 8
 """The number of random removals of each share."""
 
 SCHEMA = {
-    "score": pl.String,
-    "side": pl.String,
+    **dict.fromkeys(("score", "side"), pl.String),
     "removed": pl.Int64,
-    "truth": pl.String,
-    "outcome": pl.String,
-    "change": pl.Float64,
-    "spread": pl.Float64,
+    **dict.fromkeys(("truth", "outcome"), pl.String),
+    **dict.fromkeys(("change", "spread"), pl.Float64),
 }
 
 

@@ -122,9 +122,6 @@ def _make_similarity(
     """Return the function that scores records by advantage × same action × similarity of state.
 
     The model holds the last policy afterwards, and has to as long as the function is used.
-
-    Raises:
-        WhenceError: the actions are continuous.
     """
     if isinstance(model.action_space, spaces.Box):
         raise WhenceError(

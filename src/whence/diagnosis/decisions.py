@@ -216,7 +216,6 @@ class PlayedEpisode:
         seed: the environment's and the actions' seed.
         records: the m states and actions as the policy reads them; log-probs are the present policy's.
         first_log_probs: (m,) those of the first round's policy.
-        rewards: (m,).
         frames: pictures (height, width, 3) uint8 by step, for the steps asked for.
         frames_note: why frames that were asked for are missing; None if none is.
         is_discrete: whether log-probs are logarithms of probabilities, and not of densities.
@@ -225,7 +224,6 @@ class PlayedEpisode:
     seed: int
     records: RecordBatch
     first_log_probs: Float[Tensor, " m"]
-    rewards: NDArray[np.float64]
     frames: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
     frames_note: str | None = None
     is_discrete: bool = True
@@ -318,7 +316,6 @@ def play_episode(
         raise ReplayError("The policy reads action masks, which episodes played now lack. Ask about --record ID.")
     states: list[Tree] = []
     actions: list[Tensor] = []
-    rewards: list[float] = []
     pictures: dict[int, NDArray[np.uint8]] = {}
     with (
         open_env(make_replay_env(run, env)) as world,
@@ -338,8 +335,7 @@ def play_episode(
             if step in frames and note is None:
                 pictures[step] = render(world)
             taken = to_env_actions(action.numpy(), world.action_space, squashed=is_squashed(run))[0]
-            observation, reward, terminated, truncated, _ = world.step(taken)
-            rewards.append(float(reward))
+            observation, _, terminated, truncated, _ = world.step(taken)
             if terminated or truncated:
                 break
     unknown = torch.zeros(len(states))
@@ -356,7 +352,6 @@ def play_episode(
         seed=seed,
         records=records.with_columns({"log_probs": now}),
         first_log_probs=_read_log_probs(model, records),
-        rewards=np.array(rewards),
         frames=pictures,
         frames_note=note,
         is_discrete=not is_density(model.action_space),

@@ -48,16 +48,7 @@ log = logging.getLogger("whence")
 
 
 def check_start(workers: int | None, on: str) -> None:
-    """Refuse a number of workers or a place that cannot be, before anything else is done.
-
-    Args:
-        workers: runs at a time; None: as many as there is room for.
-        on: a place.
-
-    Raises:
-        WhenceError: there are fewer than one worker, or the place is unknown.
-        Unsupported: Ray is not installed.
-    """
+    """Refuse a number of workers or a place that cannot be, before anything else is done."""
     if workers is not None and workers < 1:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
     if on not in PLACES:
@@ -132,11 +123,7 @@ def _connect(workers: int | None) -> Iterator[Any]:
 
 
 def _join(ray: Any, address: str, settings: dict[str, Any]) -> None:
-    """Connect to a cluster, whose address Ray reads from RAY_ADDRESS.
-
-    Raises:
-        WhenceError: there is none, or it does not let this process in.
-    """
+    """Connect to a cluster, whose address Ray reads from RAY_ADDRESS."""
     try:
         if address != "auto":  # Ray would wait minutes for an address where nothing answers.
             host, _, port = address.rpartition(":")

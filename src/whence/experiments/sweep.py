@@ -101,11 +101,7 @@ def run_sweep(
 
 
 def _find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
-    """Return the runs whose results are there.
-
-    Raises:
-        RunDirectoryError: the results are of a run with other settings.
-    """
+    """Return the runs whose results are there; refuse results of a run with other settings."""
     stored_runs = read_runs(out)
     finished = []
     for planned in runs:
@@ -131,11 +127,7 @@ class KeptRun:
 
 
 def _store_run(planned: Planned, out: Path) -> None:
-    """Write a finished run's two rows, that of the timings first, then discard its directory.
-
-    Raises:
-        WhenceError: the directory does not hold the whole run, and nothing was written; or a file is damaged.
-    """
+    """Write a finished run's two rows, that of the timings first, then discard its directory."""
     run = RunDirectory.open(planned.run_path(out))
     head = {"experiment": planned.group, "label": planned.label, "seed": planned.config.seed}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
@@ -192,11 +184,7 @@ def read_runs(out: Path) -> dict[tuple[str, str, int], KeptRun]:
 
 
 def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRun:
-    """Return what the two rows of a run hold.
-
-    Raises:
-        WhenceError: they are not of a whole run.
-    """
+    """Return what the two rows of a run hold; refuse those that are not of a whole run."""
     config = RunConfig.from_json(results["config"])
     columns = {"evaluations": results["evaluations"], "rounds": results["rounds"], "seconds": timings["microseconds"]}
     tables = {name: pl.DataFrame(table) for name, table in columns.items()}

@@ -202,13 +202,6 @@ def build_causes(
 ) -> dict[str, Any]:
     """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments.
 
-    Args:
-        run: the run of an agent.
-        number: the round.
-        record: the record's id.
-        by: a key of `SCORED`.
-        on_round: see `gather_causes`.
-
     Raises:
         RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
         WhenceError: the run is a language model's, or its actions are continuous and `by` asks which are the same.

@@ -47,13 +47,7 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
 def embed_rounds(
     runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]], on_round: OnRound | None = None
 ) -> Iterator[EmbeddedRound]:
-    """Yield each round of some runs as the file embeds it: JSON, compressed by gzip, as base64.
-
-    Args:
-        runs: the runs, in the order of their numbers on the page.
-        rounds: of each run.
-        on_round: called after each round.
-    """
+    """Yield each round of some runs as the file embeds it: JSON, compressed by gzip, as base64."""
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
     for done, (index, number) in enumerate(places, start=1):
         yield EmbeddedRound(f"round-{index}-{number}", compress(_build_content(runs[index], number)))

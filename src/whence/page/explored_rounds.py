@@ -91,23 +91,20 @@ GOOD_SHARE, FAIR_SHARE = 0.3, 0.1
 
 
 def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> list[dict[str, str]]:
-    """Return sentences on how far to trust a round's scores, each with a level: good, fair, poor or unknown.
-
-    Args:
-        run: the run.
-        number: the round.
-        records: its records; without a column `score` nothing is said.
-    """
+    """Return sentences on how far to trust a round's scores, each with a level: good, fair, poor or unknown."""
     if "score" not in records.columns:
         return []
-    return [{"level": level, "text": text} for level, text in (_describe_lds(run, number), _describe_errors(records))]
+    # Rounds of a language model are not trained again without records.
+    lines = [*([] if run.is_language else [_describe_lds(run, number)]), _describe_errors(records)]
+    return [{"level": level, "text": text} for level, text in lines]
 
 
 def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
     file = run.path / "counterfactual" / f"round_{number:05d}.json"
     if not file.exists():
+        option = f"--record-rounds {number}" if run.experiment else f"InfluenceCallback(recordings=[{number}])"
         is_recorded = run.round_path("recordings", number).exists()
-        how = "Measure it" if is_recorded else f"Train with `--record-rounds {number}`, then measure it"
+        how = "Measure it" if is_recorded else f"Train with `{option}`, then measure it"
         command = f"`whence counterfactual {run.path} --round {number}`"
         return "unknown", f"How well these scores predict retraining was not measured. {how}: {command}"
     # The row of the stored score: the snapshot's, on the recorded minibatches, on the target if there.
@@ -226,12 +223,7 @@ def build_detail(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
 
 
 def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataFrame:
-    """Return the records of the strip in time order, episode after episode.
-
-    Args:
-        table: a round's records.
-        moments: of a round of more than `STRIP` records, only these moments' episodes are taken.
-    """
+    """Return the records of the strip in time order, of a large round those of the moments' episodes."""
     keys = [name for name in ("env_index", "episode_id", "step") if name in table.columns]
     if len(table) > STRIP:
         episodes = {moment.episode_id for moment in moments if moment.episode_id is not None}

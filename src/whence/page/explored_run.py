@@ -124,17 +124,6 @@ class ExploredRun:
         last = stamp_file(self.directory.round_path("records", max(numbers, default=0)))
         return time.time() - (last[0] if last else 0) / 1e9 > QUIET_SECONDS
 
-    def check_round(self, number: int) -> None:
-        """Refuse a round that is not there.
-
-        Raises:
-            RunDirectoryError: the round is not there.
-        """
-        if not self.directory.round_path("records", number).is_file():
-            numbers = self.directory.rounds()
-            there = f"rounds {numbers[0]} to {numbers[-1]}" if numbers else "no rounds"
-            raise RunDirectoryError(f"Round {number} is not there; {self.directory.path} holds records of {there}.")
-
     @remember
     def round(self, number: int) -> Round:
         """Return a round's records; see `read_round`.
@@ -142,7 +131,7 @@ class ExploredRun:
         Raises:
             RunDirectoryError: the round is not there.
         """
-        self.check_round(number)
+        self.directory.require_rounds([number])
         return read_round(self.directory, number, env=self.env, can_score=not self.is_language)
 
     def record(self, number: int, record: int) -> dict[str, Any]:
@@ -188,14 +177,7 @@ class ExploredRun:
         return replay.frames, replay.mismatch or replay.frames_note
 
     def measure(self, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None) -> Estimate:
-        """Return a record's advantage by fresh rollouts; see `estimate_advantages`.
-
-        Args:
-            number: the round.
-            record: the record's id.
-            rollouts: with the record's action, and with the policy's.
-            on_step: called between steps; what it raises ends the measurement.
-        """
+        """Return a record's advantage by fresh rollouts; see `estimate_advantages`."""
         try:
             with LOCK:
                 table = estimate_advantages(
@@ -209,14 +191,7 @@ class ExploredRun:
 
 
 def attempt(compute: Callable[[], T], notes: list[str], failure: str, otherwise: Any) -> Any:
-    """Return what `compute` returns; if the run's files or its environment make it fail, add a note.
-
-    Args:
-        compute: takes nothing.
-        notes: gets the note.
-        failure: what cannot be shown, as the start of a sentence: "The strip cannot be drawn".
-        otherwise: returned instead.
-    """
+    """Return what `compute` returns; if a file or an environment makes it fail, add a note that says so."""
     try:
         return compute()
     except Exception as error:

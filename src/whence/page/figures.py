@@ -36,13 +36,7 @@ Colours = Mapping[str, str]
 
 
 def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
-    """Return the figures whose columns are there, in the page's order.
-
-    Args:
-        tables: those of the runs.
-        arms: in the order of their colours.
-        seeds: of each arm.
-    """
+    """Return the figures whose columns are there, in the page's order; arms are in the order of their colours."""
     evaluations, metrics, timings = tables["evaluations"], tables["metrics"], tables["timings"]
     colours = arm_colours(arms)
     bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."

@@ -30,12 +30,7 @@ def choose_steps(step: int | None) -> list[int]:
 def replay_moments(
     run: ExploredRun, wanted: Iterable[tuple[Moment, Sequence[int]]]
 ) -> dict[int, tuple[Frames, str | None]]:
-    """Return frames of moments by record, and why there are none or what is wrong with them.
-
-    Args:
-        run: the run.
-        wanted: moments with the steps to draw.
-    """
+    """Return frames of moments by record, and why there are none or what is wrong with them."""
     wanted = list(wanted)
     steps: dict[int, set[int]] = {}
     for moment, chosen in wanted:
@@ -57,12 +52,7 @@ def _choose_frames(
 
 
 def encode_frames(frames: Frames, face: int) -> dict[str, Any] | None:
-    """Return frames in JSON types, each as a data URI, lossless or lossy, whichever is smaller; None if there are none.
-
-    Args:
-        frames: pictures by step, of one size.
-        face: the step of the moment's face.
-    """
+    """Return frames by step in JSON types, as data URIs, lossless or lossy, whichever is smaller; None of none."""
     if not frames:
         return None
     images = [_shrink(frame, WIDTH) for frame in frames.values()]

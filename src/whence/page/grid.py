@@ -80,22 +80,14 @@ RESPONSES = (
 def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     """Return the grid's columns that a table of records has.
 
-    Args:
-        names: the table's columns; `observation.a` and `observation.b` make one column.
-        is_language: whether records are responses of a language model.
+    `observation.a` and `observation.b` make one column.
     """
     parts = {name.split(".")[0] for name in names}
     return [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
 
 
 def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:
-    """Return how each column's cells are made from a table of records: numbers of six digits, text cut to its length.
-
-    Args:
-        table: the records.
-        columns: those of the grid.
-        labels: names of discrete actions.
-    """
+    """Return how each column's cells are made from a table: numbers of six digits, text cut to its length."""
     return {column.key: _make_cell(column, table.schema, labels).alias(column.key) for column in columns}
 
 

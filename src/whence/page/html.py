@@ -118,20 +118,15 @@ def _render_comparison(
 def render_runs(
     runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] | None = None, on_round: OnRound | None = None
 ) -> str:
-    """Return the page of one run, or of several next to each other.
-
-    Args:
-        runs: at least one.
-        rounds: those of each run to embed; None: a server is asked for them.
-        on_round: see `write_report`.
-    """
+    """Return the page of some runs, and of the rounds of each to embed; None: a server is asked for them."""
     notes: list[str] = []
     directories = _name_runs(runs)
     first, is_alone = runs[0].directory, len(runs) == 1
-    if rounds is not None and len(rounds[0]) < (count := len(first.rounds())):
+    if rounds is not None and len(rounds[0]) < len(stored := first.rounds()):
+        others = f"{stored[0]}-{stored[:EMBEDDED_ROUNDS][-1]}"
         notes.append(
-            f"This file holds {len(rounds[0])} of the {count:,} rounds. The command `whence view {first.path}` shows "
-            f"all of them; `whence report {first.path} --rounds 1-{EMBEDDED_ROUNDS}` writes others."
+            f"This file holds {len(rounds[0])} of the {len(stored):,} rounds. The command `whence view {first.path}` "
+            f"shows all of them; `whence report {first.path} --rounds {others}` writes others."
         )
     _, seed = identify_run(first)
     done, planned = len(first.table("metrics")), runs[0].planned

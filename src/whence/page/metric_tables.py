@@ -18,13 +18,7 @@ LEAST_SEEDS = 3
 
 
 def give_verdict(arm: str, returns: Mapping[int, float], standard_returns: Mapping[int, float]) -> str:
-    """Say whether an arm ends higher than the standard arm, by a paired t test of their final returns.
-
-    Args:
-        arm: its name.
-        returns: its final return for each seed.
-        standard_returns: the standard arm's for each seed; seeds that only one arm has are left out.
-    """
+    """Say whether an arm ends higher than the standard arm, by a paired t test of their final returns by seed."""
     seeds = sorted(returns.keys() & standard_returns.keys())
     if len(seeds) < LEAST_SEEDS:
         both = (returns, standard_returns)

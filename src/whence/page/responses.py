@@ -100,11 +100,6 @@ def describe_response(row: Mapping[str, Any]) -> dict[str, Any]:
 def list_group(records: Round, prompt: Any, details: Collection[int] = ()) -> dict[str, Any]:
     """Return the responses of a round to one prompt in JSON types, the highest reward first.
 
-    Args:
-        records: the round.
-        prompt: the prompt's text.
-        details: records whose texts the page has already; they are left out.
-
     Returns:
         `responses`, and `total`, their number before some are left out for want of room.
     """

@@ -29,12 +29,6 @@ def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) 
     """Return a round's records, scored on demand if they were not.
 
     A round whose file is damaged has no records, and a note.
-
-    Args:
-        run: the run.
-        number: the round.
-        env: makes the run's environment; see `score_round`.
-        can_score: whether scores can be computed now.
     """
     notes: list[str] = []
     try:

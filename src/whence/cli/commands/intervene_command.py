@@ -148,14 +148,7 @@ def _intervene(
 
 
 def _find_group(directory: RunDirectory, number: int, scores: Influence, where: str) -> list[int]:
-    """Return the ids of a round's records for which a condition in SQL holds.
-
-    It is over the columns of the records' table, with these scores, and the axes of observations.
-
-    Raises:
-        WhenceError: the condition cannot be read, names a column that is not there, is no condition, or holds for no
-            record.
-    """
+    """Return the ids of the records for which a condition holds, over columns, scores and axes of observations."""
     records = directory.round("records", number).drop("score", "error", strict=False)
     records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
     axes = read_axes(records, experiments.state_names(directory.config.get("env")))

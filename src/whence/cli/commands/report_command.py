@@ -73,6 +73,9 @@ def view(
     Example: whence view runs/lander
     """
     runs = [explored for path in (run, other) if path is not None for explored in _find_runs(path, env, trust)]
+    if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
+        for each in runs:
+            each.label = str(each.directory.path)
 
     def announce(url: str) -> None:
         print_line(f"{url}  (Ctrl-C ends it)")

@@ -68,6 +68,8 @@ def show(
     if out is not None:
         pictures.check_picture_name(out, ".png", ".gif")
     explored = ExploredRun(RunDirectory.open(run, trust=trust), env=env)
+    if out is not None and explored.is_language:
+        raise WhenceError(f"{run} is a language model's run, and responses have no picture. Leave out --out.")
     number = find_round(explored.directory, round, record)
     with errors.status("Reading the round …"):
         table = explored.round(number).table

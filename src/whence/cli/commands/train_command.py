@@ -300,16 +300,7 @@ def _parse_settings(text: str | None, rounds: int | None) -> dict[str, Any]:
 
 
 def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, json: bool, **settings: Any) -> None:
-    """Train below a progress bar, write the run's page, and print its last round and where its files are.
-
-    Args:
-        config: the run.
-        run: its directory; None: one below runs/ with `name` in it.
-        name: of the environment or the model.
-        overwrite: delete the run that the directory holds.
-        json: whether to print JSON.
-        settings: further arguments of the runner's `run`.
-    """
+    """Train below a progress bar, write the run's page, and print its last round and where its files are."""
     path = run or Path("runs") / f"{re.sub('[^A-Za-z0-9.-]+', '-', name)}-{config.arm}-seed{config.seed}"
     log_to_terminal()
     runner: Any = runner_of(config)

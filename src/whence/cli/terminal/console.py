@@ -38,12 +38,7 @@ def make_printable(text: str) -> str:
 
 
 def print_line(text: str, where: Console | None = None) -> None:
-    """Print one line of text as it is, without markup, line breaks or control characters.
-
-    Args:
-        text: the line.
-        where: standard error; None: standard output.
-    """
+    """Print one line of text as it is, without markup, line breaks or control characters."""
     (where or console).print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -104,13 +104,7 @@ def list_cells(moment: Moment) -> list[object]:
 
 
 def print_response(row: Mapping[str, Any], number: int, response: Text | None = None) -> None:
-    """Print one response of a language model with what it scored.
-
-    Args:
-        row: the response's row of the round's records.
-        number: the round.
-        response: its coloured text; None: the row's, without colours.
-    """
+    """Print one response of a language model, coloured or as its row has it, with what it scored."""
     print_line(f"Record {row['record_id']}, round {number}")
     score = row.get("score")
     facts: dict[str, str | Text] = {"score": describe_score(float("nan") if score is None else score, row.get("error"))}

@@ -78,17 +78,7 @@ def describe_arms() -> str:
 
 
 def parse_json(option: str, text: str | None, example: str, kind: type = object) -> Any:
-    """Return the value of an option that takes JSON; None if the option is not given.
-
-    Args:
-        option: the option's name.
-        text: its value.
-        example: of a value, for the message.
-        kind: what the value has to be.
-
-    Raises:
-        WhenceError: the text is not JSON, or its value is of another kind.
-    """
+    """Return the value of an option that takes JSON, of a kind and like an example; None if it is not given."""
     if text is None:
         return None
     try:
@@ -103,11 +93,7 @@ def parse_json(option: str, text: str | None, example: str, kind: type = object)
 
 
 def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
-    """Return the arguments of the target action from `Observation` and `Action`, without those that are not given.
-
-    Raises:
-        WhenceError: one is not JSON.
-    """
+    """Return the arguments of the target action from `Observation` and `Action`, without those that are not given."""
     values = {
         "observation": parse_json("--observation", observation, "14, '[0.1, 0.2]' or '{\"key\": [1, 2]}'"),
         "action": parse_json("--action", action, "2 or '[0.5, -0.5]'"),
@@ -119,11 +105,7 @@ _ROUNDS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6})(?::([0-9]{1,6}))?)?")
 
 
 def parse_rounds(option: str, text: str | None) -> list[int]:
-    """Return the rounds that an option names, each once and in their order: 5,20 or 10-50 or 10-150:10.
-
-    Raises:
-        WhenceError: the text names no rounds.
-    """
+    """Return the rounds that an option names, each once and in their order: 5,20 or 10-50 or 10-150:10."""
     rounds: set[int] = set()
     for part in [] if text is None else text.split(","):
         match = _ROUNDS.fullmatch(part.strip())
@@ -173,11 +155,7 @@ class FieldOption:
         )
 
     def parse(self, value: Any) -> Any:
-        """Return the field's value from the option's.
-
-        Raises:
-            WhenceError: the option needs JSON, and its value is none.
-        """
+        """Return the field's value from the option's."""
         if self._kinds == [Mapping]:
             return parse_json(f"--{self.name.replace('_', '-')}", value, """'{"name": "value"}'""", dict)
         if len(self._kinds) > 1:
@@ -188,14 +166,7 @@ class FieldOption:
 def make_field_options(
     config: type, *, names: Iterable[str], panel: str, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> list[FieldOption]:
-    """Return options for fields of a dataclass, with their types, their defaults and what its docstring says of them.
-
-    Args:
-        config: the dataclass; its docstring describes the fields under "Attributes".
-        names: the fields.
-        panel: the heading that they stand under in the help.
-        defaults: those of the command, where they are not the dataclass's.
-    """
+    """Return options for fields of a dataclass, as its types and its docstring's "Attributes" describe them."""
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(config) or "", re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in entries}
     known, types = {field.name: field for field in fields(config)}, get_type_hints(config)
@@ -224,10 +195,6 @@ def with_options(options: Iterable[FieldOption]) -> Callable[[Command], Command]
 
 
 def parse_fields(options: Iterable[FieldOption], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that were given, from the values of their options.
-
-    Raises:
-        WhenceError: an option needs JSON, and its value is none.
-    """
+    """Return the fields that were given, from the values of their options."""
     given = {option.name: (option, values[option.name]) for option in options if values[option.name] is not None}
     return {name: option.parse(value) for name, (option, value) in given.items()}

@@ -95,12 +95,7 @@ def describe_round(metrics: Mapping[str, Any]) -> list[str]:
 
 
 class _GroupBars(_Bars):
-    """A bar for each group of runs, with the names of its runs under way.
-
-    Args:
-        runs: each run's group, its name and its number of rounds.
-        clock: returns seconds.
-    """
+    """A bar for each group of runs, with the names of its runs under way; `runs` are group, name and rounds of each."""
 
     def __init__(self, runs: Iterable[tuple[str, str, int]], clock: Clock) -> None:
         super().__init__(clock)

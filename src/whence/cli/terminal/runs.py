@@ -12,12 +12,7 @@ from whence.runs import RunDirectory
 
 
 def open_agent_run(path: Path, *, trust: bool) -> RunDirectory:
-    """Open the run of an agent, whose policy can be built again; see `RunDirectory.open`.
-
-    Raises:
-        RunDirectoryError: there is no run.
-        WhenceError: it is a language model's.
-    """
+    """Open the run of an agent, whose policy can be built again; refuse a language model's."""
     directory = RunDirectory.open(path, trust=trust)
     if directory.is_language:
         raise WhenceError(
@@ -45,19 +40,7 @@ def find_round(run: RunDirectory, number: int | None, record: int | None) -> int
 def make_target(
     name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
 ) -> Target:
-    """Return the target that options describe.
-
-    Args:
-        name: return or action.
-        model: the model that collected the round.
-        records: the round's records.
-        record: the id of the record whose action is the target, or
-        observation: an observation as JSON, with
-        action: an action as JSON.
-
-    Raises:
-        WhenceError: options that do not go together, or a record, an observation or an action that is not there.
-    """
+    """Return the target that options describe, of a round's records and the model that collected it."""
     if name == "return":
         if (record, observation, action) != (None, None, None):
             raise WhenceError(
@@ -78,11 +61,7 @@ def make_target(
 
 
 def parse_decision(observation: str | None, action: str | None, model: PPO) -> Action:
-    """Return the target of an observation and an action, both as JSON.
-
-    Raises:
-        WhenceError: one is missing or is not JSON, or the model's spaces do not contain it.
-    """
+    """Return the target of an observation and an action, both as JSON and in the model's spaces."""
     if observation is None or action is None:
         raise WhenceError("An action is named by --record ID, or by both --observation and --action, as JSON.")
     target = Action(**parse_action(observation, action))

@@ -147,15 +147,7 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
 def measure_return(
     config: RunConfig | None, model: BaseAlgorithm, env: VecEnv | None, *, episodes: int, seed: int
 ) -> tuple[float, float]:
-    """Return a model's mean test return and its standard error, with the library that the run evaluates with.
-
-    Args:
-        config: the run, if `env` is None.
-        model: holds the policy to test.
-        env: from `make_evaluation_env`; None: EnvPool's environments are used.
-        episodes: at least 2.
-        seed: seeds environments and actions; below 2**32.
-    """
+    """Return a model's mean test return and its standard error; without `env`, in `config`'s EnvPool environments."""
     if env is not None:
         return evaluate(model, env, episodes=episodes, seed=seed)
     assert config is not None

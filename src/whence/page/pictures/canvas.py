@@ -47,12 +47,7 @@ def make_figure(height: float, width: float = WIDTH / DPI, **settings: Any) -> "
 
 
 def write_lines(figure: "Figure", lines: Iterable[tuple[str, float, str]], *, start: float = 0.2) -> float:
-    """Write a heading's paragraphs below each other, as they are, never as mathematics.
-
-    Args:
-        figure: the figure.
-        lines: the text, the size in points and the colour of each; the first is bold.
-        start: inches from the upper edge.
+    """Write a heading's paragraphs (text, points, colour) below each other, never as mathematics; the first is bold.
 
     Returns:
         The inches from the upper edge to their end.

@@ -41,13 +41,6 @@ class Questions:
     def ask(self, answer: Answer, run: ExploredRun, number: int, record: int, setting: Any) -> dict[str, Any]:
         """Return an answer in JSON types, from memory if the round and the number of policies are what they were.
 
-        Args:
-            answer: `measure` or `explain`.
-            run: the run.
-            number: the round.
-            record: the record's id.
-            setting: the answer's own.
-
         Raises:
             WhenceError: a later question came, or the server ends; or what `answer` raises.
         """

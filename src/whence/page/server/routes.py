@@ -57,21 +57,14 @@ def make_app(
     *,
     continuations: int = CONTINUATIONS,
 ) -> Starlette:
-    """Return the server's application.
-
-    Args:
-        runs: in the order of their numbers on the page.
-        measurements: the process that measures advantages, for the caller to close.
-        causes: the process that finds what taught an action, for the caller to close.
-        continuations: rollouts by which an opened record's advantage is measured.
-    """
+    """Return the server's application; the processes of `measurements` and `causes` are the caller's to close."""
 
     def find(request: Request) -> tuple[Any, ...]:
         """Return the run, the round and the record of an address, as far as it names them."""
         place, *numbers = request.path_params.values()
         if place >= len(runs):
             raise HTTPException(404, f"There is no run {place}; the page has {len(runs)}, counted from 0.")
-        runs[place].check_round(numbers[0])
+        runs[place].directory.require_rounds(numbers[:1])
         if len(numbers) > 1:
             runs[place].record(*numbers)
         return runs[place], *numbers

@@ -157,7 +157,7 @@ class TestSimilar:
 
     def test_continuous_actions_are_refused(self, tmp_path):
         directory = learn(tmp_path / "run", Toy(action="box"))
-        with pytest.raises(WhenceError, match=r"those of .* are continuous\. Take method='raw'"):
+        with pytest.raises(WhenceError, match=r"those of .* are continuous\. Take method='raw' \(--by influence\)"):
             find_causes(directory, np.zeros(5), np.zeros(2), method="similar", env=lambda: Toy(action="box"))
 
 

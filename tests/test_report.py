@@ -334,6 +334,19 @@ class TestRunPage:
         assert "This file holds" not in html
         assert (ASSETS / "vendor/tabulator/LICENSE").read_text() in unescape(html)
 
+    @pytest.mark.parametrize(
+        ("target", "words"),
+        [
+            (None, "target, here the return:"),
+            ("TokenReturn()", "target, here the return of tokens:"),
+            ("M()", "target:"),
+        ],
+    )
+    def test_it_says_what_scores_are_of(self, tmp_path, target, words):
+        directory = run_of(tmp_path / "lake", {"target": target}, rounds=(1,))
+        write_report(directory, tmp_path / "page.html")
+        assert f"training on it raises the {words}" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
     def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})
         for number, value in enumerate((None, 1.0, 3.0), start=1):

@@ -235,6 +235,9 @@ class TestCommand:
         assert "[red]b[/]" in out
         assert "\x1b[31md" not in out
         assert "lowers the target" in out
+        code, _, err = whence("show", tmp_path / "run", "--out", tmp_path / "m.png")
+        assert code == 2
+        assert "responses have no picture. Leave out --out." in err
 
 
 def hostile_view():

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from test_explorer import HOSTILE, run_of, table_of
+from whence.cli.commands.report_command import view
 from whence.core import WhenceError
-from whence.page import ExploredRun
+from whence.page import ExploredRun, describe_runs
 from whence.page.server import serve
 from whence.page.server.questions import Questions
 
@@ -99,6 +100,12 @@ class TestRoutes:
         assert grid.keys() == {"last_page", "last_row", "data"}
         assert server.get("/api/runs/0/rounds/1/records/17")["record"] == 17
         assert server.get("/api/figures")[0].keys() == {"title", "about", "figure"}
+
+    def test_two_runs_of_one_name_are_told_apart(self, path, monkeypatch):
+        shown = []
+        monkeypatch.setattr("whence.page.server.serve", lambda runs, **settings: shown.extend(runs))
+        view(path / "lake", path / "other", browser=False)
+        assert [run["label"] for run in describe_runs(shown)["runs"]] == [str(path / "lake"), str(path / "other")]
 
     def test_hostile_text_stays_json(self, server):
         response, body = server.request("/api/runs/0/rounds/1/records?size=1")

@@ -126,7 +126,7 @@ def _make_similarity(
     if isinstance(model.action_space, spaces.Box):
         raise WhenceError(
             f"method={method!r} asks whether actions are the same, and those of {run.path} are continuous. Take "
-            "method='raw'."
+            "method='raw' (--by influence)."
         )
     load_policy(run, run.rounds("policies")[-1], model)
     read = read_hidden if method == HIDDEN else read_observed

@@ -79,14 +79,9 @@ def find_arm(name: str) -> Arm:
     return ARMS[name]
 
 
-def is_control(name: str) -> bool:
-    """Return whether an arm, or one of a study, trains on every record, but otherwise than plain PPO."""
-    return name.startswith(f"{STANDARD}-")
-
-
 def counts_scoring(name: str) -> bool:
     """Return whether the seconds of an arm include scoring; a control scores only to know how much to drop."""
-    return name not in (STANDARD, "random") and not is_control(name)
+    return name not in (STANDARD, "random") and not name.startswith(f"{STANDARD}-")
 
 
 def place_arm(name: str) -> float:

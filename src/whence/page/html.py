@@ -24,7 +24,7 @@ from whence.page.explored_rounds import describe_runs
 from whence.page.explored_run import ExploredRun, attempt, identify_run
 from whence.page.figures import Tables, arm_colours, draw_figures, draw_history, has
 from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
-from whence.page.moment_view import format_number
+from whence.page.moment_view import TARGETS, format_number, name_target
 from whence.page.responses import read_answers
 from whence.runs import RunDirectory, Table, explain_distrust
 
@@ -162,11 +162,10 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
 
 
 def _choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int) -> list[int]:
-    """Return the rounds of a run to embed: those wanted that are there, or at most `most`, evenly spread."""
-    numbers = run.directory.rounds()
-    if wanted is not None:
-        return [number for number in numbers if number in wanted]
-    return spread(numbers, most)
+    """Return the rounds of a run to embed: those wanted, which have to be there, or at most `most`, evenly spread."""
+    if wanted:
+        run.directory.require_rounds(wanted)
+    return spread(run.directory.rounds(), most) if wanted is None else sorted(set(wanted))
 
 
 def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
@@ -205,6 +204,7 @@ def _render(
         for history in histories or ()
     ]
     drawings = sum((history["figures"] for history in histories or ()), figures)
+    targets = {name_target(run.directory.config.get("target")) for run in explored}
     language = {run.label: run.directory for run in explored if run.is_language}
     content |= {
         "advice": attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
@@ -215,6 +215,7 @@ def _render(
         "figures_json": embed([_plot_as_json(figure) for _, _, figure in drawings]),
         "histories": None if histories is None else sections,
         "explored": rounds is None or any(rounds),
+        "target": targets.pop() if len(targets) == 1 and targets <= {*TARGETS.values()} else "",
         "page_json": embed(page),
         "round_scripts": list(embedded),
     }

@@ -226,7 +226,9 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _write_section(group: str, labels: Labels, summary: Mapping[str, Any] | None) -> str:
-    parts = [f"## {group}", _describe_set_up(labels), _list_runs(labels)]
+    parts = [f"## {group}", _describe_set_up(labels)]
+    seeds = (f"{label} {', '.join(map(str, sorted(runs)))}" for label, runs in labels.items())
+    parts.append(f"Seeds of the finished runs: {'; '.join(seeds)}.")
     if summary is None:
         parts.append(f"No run of {STANDARD} is finished, so there is nothing to measure the others against.")
     else:
@@ -242,13 +244,9 @@ def _write_section(group: str, labels: Labels, summary: Mapping[str, Any] | None
     return "\n\n".join(parts)
 
 
-def _first_config(labels: Labels) -> RunConfig:
-    return next(iter(next(iter(labels.values())).values())).config
-
-
 def _describe_set_up(labels: Labels) -> str:
     """Describe the settings that the runs share, as far as they are no defaults."""
-    config = _first_config(labels)
+    config = next(iter(next(iter(labels.values())).values())).config
     default = RunConfig(env=config.env, arm=config.arm, seed=config.seed).to_json()
     values = {name: value for name, value in config.to_json().items() if value != default[name] and name != "drop"}
     values |= {"rounds": config.rounds, "eval_episodes": config.eval_episodes, "optimizer": config.optimizer}
@@ -257,11 +255,6 @@ def _describe_set_up(labels: Labels) -> str:
     configs = [run.config for label, runs in labels.items() for run in runs.values() if label == run.config.arm]
     usual = [f"drop {config.drop:g} unless the arm's name says another" for config in configs if reads(config, "drop")]
     return f"{config.env}: {'; '.join([*settings, *usual[:1]])}."
-
-
-def _list_runs(labels: Labels) -> str:
-    seeds = [f"{label} {', '.join(map(str, sorted(runs)))}" for label, runs in labels.items()]
-    return f"Seeds of the finished runs: {'; '.join(seeds)}."
 
 
 def _tabulate_savings(labels: Labels, summary: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -37,15 +37,13 @@ def report(
     """
     out = out or path / "report.html"
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
+    shown: experiments.Comparison | RunDirectory
+    if find_content(path) == "comparison":
+        shown = experiments.load_comparison(path, trust=trust)
+    else:
+        shown = RunDirectory.open(path, trust=trust)
     with RoundBar() as bar:
-        settings: dict[str, Any] = {"rounds": chosen, "on_round": bar.update}
-        if find_content(path) == "comparison":
-            write_report(experiments.load_comparison(path, trust=trust), out, env=env, **settings)
-        else:
-            run = ExploredRun(RunDirectory.open(path, trust=trust), env=env)
-            if chosen:
-                run.directory.require_rounds(chosen)
-            write_report(run, out, **settings)
+        write_report(shown, out, env=env, rounds=chosen, on_round=bar.update)
     if json:
         print_json({"path": str(out)})
     else:
@@ -72,7 +70,8 @@ def view(
 
     Example: whence view runs/lander
     """
-    runs = [explored for path in (run, other) if path is not None for explored in _find_runs(path, env, trust)]
+    paths = [each for path in (run, other) if path is not None for each in _list_runs(path)]
+    runs = [ExploredRun(RunDirectory.open(path, trust=trust), env=env) for path in paths]
     if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
         for each in runs:
             each.label = str(each.directory.path)
@@ -86,11 +85,11 @@ def view(
     print_line("Ended.")
 
 
-def _find_runs(path: Path, env: str | None, trust: bool) -> list[ExploredRun]:
-    """Return the run in a directory, or the runs of the comparison there, finished or not."""
+def _list_runs(path: Path) -> list[Path]:
+    """Return the directory of a run, or those of a comparison's runs, finished or not."""
     if find_content(path) != "comparison":
-        return [ExploredRun(RunDirectory.open(path, trust=trust), env=env)]
+        return [path]
     directories = sorted(config.parent for config in (path / "runs").glob("*/seed_*/config.json"))
     if not directories:
         raise WhenceError(f"{path} holds a comparison whose runs are gone. Run its `whence compare` again.")
-    return [ExploredRun(RunDirectory.open(directory, trust=trust), env=env) for directory in directories]
+    return directories

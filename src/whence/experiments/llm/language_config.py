@@ -175,11 +175,6 @@ class LanguageConfig:
         return {**task_settings(self.task, self.size, self.algorithm), **self.settings}
 
     @property
-    def eval_episodes(self) -> int:
-        """Prompts of an evaluation, for headings."""
-        return self.test_problems
-
-    @property
     def selects(self) -> bool:
         """Whether the arm's rule drops or weights responses."""
         return split_arm(self.arm)[0] != STANDARD

@@ -213,7 +213,8 @@ def _rebuild_trl(
     columns: Any = {**rows.observations, EXTRA_PADDING: widths.max() - widths}
     rows = rows.with_columns({"observations": columns})
     if objective.beta:
-        reference = _evaluate_start_model(task.model, rows, settings)
+        sampling = PPOConfig("runs/evaluated", temperature=settings.temperature, generation_batch_size=64)
+        reference = evaluate_rows(task.model, rows, sampling).log_prob
         rows = rows.with_columns({"observations": {**columns, "ref_log_probs": torch.where(mask, reference, 0.0)}})
     model = task.model if policy is None else _load_trained_model(task.model, policy)
     return model, rows, objective
@@ -226,11 +227,6 @@ def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | Non
     if multiple is not None:
         widths = -(-widths // multiple) * multiple
     return widths.repeat_interleave(len(lengths) // processes)
-
-
-def _evaluate_start_model(model: Any, rows: RecordBatch, settings: Any) -> Tensor:
-    sampling = PPOConfig("runs/evaluated", temperature=settings.temperature, generation_batch_size=64)
-    return evaluate_rows(model, rows, sampling).log_prob
 
 
 def _load_trained_model(model: Any, folder: Path) -> Any:

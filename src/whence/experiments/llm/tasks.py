@@ -36,15 +36,12 @@ def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked"
         WhenceError: a setting is unknown or out of its range.
         Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
     """
-    longest = {} if config.task is None else {_limit_name(config): SIZES[config.size].difficulty.longest + 1}
+    limit = "max_new_tokens" if config.algorithm == "ppo" else "max_completion_length"
+    longest = {} if config.task is None else {limit: SIZES[config.size].difficulty.longest + 1}
     settings = {**longest, **config.all_settings, "seed": config.seed}
     if config.algorithm == "ppo":
         return PPOConfig(output_dir, **{"disable_tqdm": True, **settings})  # commands show their own progress bar
     return _make_trl_config(config, output_dir, settings)
-
-
-def _limit_name(config: LanguageConfig) -> str:
-    return "max_new_tokens" if config.algorithm == "ppo" else "max_completion_length"
 
 
 def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str, Any]) -> Any:

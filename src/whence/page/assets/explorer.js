@@ -46,8 +46,8 @@
       if (!stripPart.hidden) strip.show(round);
       const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
       lists.replaceChildren(...(round.scored ? [
-        Whence.lists.moments("Most harmful moments", "Training on these lowers the return the most.", round.worst, options),
-        Whence.lists.moments("Most helpful moments", "Training on these raises the return the most.", round.best, options),
+        Whence.lists.moments("Most harmful moments", "Training on these lowers the target the most.", round.worst, options),
+        Whence.lists.moments("Most helpful moments", "Training on these raises the target the most.", round.best, options),
       ] : []));
     }
 

@@ -9,8 +9,8 @@ Whence.lists = (() => {
     if (!isNumber(advantage)) return "";
     const size = `advantage ${signed(advantage)}`;
     if (significant === false || !isNumber(score) || advantage === 0) return size;
-    if (score < 0) return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which lowers the return`;
-    return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which raises the return`;
+    if (score < 0) return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which lowers the target`;
+    return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which raises the target`;
   }
 
   function card(moment, rank, { onOpen, language, actions }) {

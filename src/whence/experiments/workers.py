@@ -58,11 +58,6 @@ def run_all(
 
     Results do not depend on the number of processes. When the caller breaks off, runs under way are ended.
 
-    Args:
-        jobs: what to run; a finished run is left as it is.
-        workers: processes at a time; None: one per core.
-        on_round: called with a job's place and the number of its rounds that are done.
-
     Yields:
         The place in `jobs`, and None or a sentence that says what went wrong. The traceback is in `PATH.error.txt`
         next to the run's directory, if it can be written there.

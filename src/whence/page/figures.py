@@ -124,12 +124,7 @@ def stages_of(timings: pl.DataFrame, clock: str) -> list[str]:
 
 
 def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
-    """Draw the mean seconds of a round by stage.
-
-    Args:
-        timings: with columns `arm` and, for each stage, `STAGE_CLOCK`.
-        clock: "cpu", the process's, or "wall".
-    """
+    """Draw the mean seconds of a round by stage, by a clock: "cpu", the process's, or "wall"."""
     figure = make_figure("")
     arms = _arms(timings)
     for stage in stages_of(timings, clock):
@@ -146,11 +141,7 @@ def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
 def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours | None = None) -> go.Figure:
     """Draw each arm's mean of a column over rounds, with the band of its seeds' lowest and highest.
 
-    Args:
-        table: with columns `arm` and `round`; rows without a value are left out.
-        column: the column to draw.
-        title: the axis's title, with the unit.
-        colours: the arms' colours; None: in the order of the arms in the table.
+    Rows without a value are left out; `title` is the axis's.
     """
     figure = make_figure(title)
     colours = colours or arm_colours(table["arm"])

@@ -53,11 +53,7 @@ def _read(run: RunDirectory, number: int) -> pl.DataFrame | None:
 
 
 def compare_answers(start: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> dict[str, Any]:
-    """Return answers next to those of the start model, in JSON types.
-
-    Args:
-        start: `prompt`, `response` and `reward`, a row for each prompt.
-        tables: the same of trained models, by name; rows to other prompts are left out.
+    """Return answers next to those of the start model, in JSON types; answers to other prompts are left out.
 
     Returns:
         `sentences`, one for each model, and `prompts`, those whose reward changed the most first, each with `answers`.

@@ -103,11 +103,7 @@ def estimate_advantages(
 
 
 def _group_by_episode(run: RunDirectory, number: int, records: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return the records' steps, by episode and record.
-
-    Raises:
-        ReplayError: the round does not hold a record, or its place in an episode is not known.
-    """
+    """Return the records' steps, by episode and record; refuse a record whose place in an episode is not known."""
     table = run.round("records", number)
     places = {record: place for record, *place in table.select("record_id", "episode_id", "step").iter_rows()}
     grouped: dict[int, dict[int, int]] = {}

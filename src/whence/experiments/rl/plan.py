@@ -105,11 +105,7 @@ def check_action(target: Action, observations: spaces.Space[Any], actions: space
 
 
 def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]:
-    """Return how many elements of a space a target's `name` holds; of a Dict, the counts of its parts.
-
-    Raises:
-        WhenceError: the value is no element of the space, nor several.
-    """
+    """Return how many elements of a space a target's `name` holds, of a Dict those of its parts; refuse others."""
     if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and value.keys() == space.keys():
         return set().union(*(_count_elements(f"{name}.{key}", value[key], part) for key, part in space.items()))
     with suppress(TypeError, ValueError):  # of rows of different lengths, or text

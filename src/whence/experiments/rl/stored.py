@@ -91,11 +91,7 @@ def _count_frames(run: RunDirectory) -> int:
 
 
 def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int) -> VecEnv:
-    """Return environments like those that a run was trained in, with frames stacked as its policy sees them.
-
-    Raises:
-        RunDirectoryError: they cannot be made.
-    """
+    """Return environments like those that a run was trained in, with frames stacked as its policy sees them."""
     make = make_replay_env(run, env)
     try:
         vec_env: VecEnv = DummyVecEnv([lambda: Monitor(renew_world(make()))] * count)

@@ -157,11 +157,7 @@ def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = Non
 
 
 def check_device(name: str) -> None:
-    """Refuse a GPU that is not there, in whose place SB3 would train on the CPU without a word.
-
-    Raises:
-        WhenceError: see the message.
-    """
+    """Refuse a GPU that is not there, in whose place SB3 would train on the CPU without a word."""
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
         raise WhenceError(

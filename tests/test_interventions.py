@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Influence, Return, RunDirectory, WhenceError, attribute_round, cli
 from whence.cli.terminal import console, parse_rounds
+from whence.core import RunDirectoryError
 from whence.counterfactual import VARIANTS, intervene, interventions, summarise_changes
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.experiments import load_recording
@@ -289,6 +290,14 @@ class TestCommand:
         assert json.loads((run / "interventions" / "round_00001.json").read_text())["round"] == 1
         assert whence(*arguments, "--seed", 1).exit_code == 0
         assert stamps(run)["round_00003.json"] != first["round_00003.json"]
+
+    def test_without_the_statistics_of_observations_nothing_is_tested(self, tmp_path):
+        run = RunDirectory.create(tmp_path / "run", {"VecNormalize": {"norm_obs": True}})
+        with (
+            pytest.raises(RunDirectoryError, match="without --test-episodes"),
+            measure_returns(run, None, episodes=2, seed=0),
+        ):
+            pass
 
     def test_a_group_is_left_out_by_a_condition(self, run, monkeypatch):
         monkeypatch.setattr(console, "width", 160)  # no cell of the table is broken

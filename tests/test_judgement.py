@@ -137,7 +137,7 @@ class TestJudgement:
         table = lake.round("records", 1)
         nowhere = RunDirectory.create(tmp_path / "nowhere", dict(lake.config))
         nowhere.write_round("records", 1, table.with_columns(score=pl.lit(0.5), step=pl.lit(None, pl.Int64)))
-        with pytest.raises(ReplayError, match="known place in an episode"):
+        with pytest.raises(ReplayError, match=r"known place in an episode\. .* \(--measure visits\)"):
             judge_advantages(nowhere, 1, measure="rollouts")
 
 

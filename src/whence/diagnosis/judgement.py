@@ -91,7 +91,10 @@ def judge_advantages(
     chosen = draw_by_score(placed, SAMPLE if records is None else records, seed)
     ids = chosen["record_id"].to_list()
     if not ids:
-        raise ReplayError(f"No record of round {number} of {run.path} has a score and a known place in an episode.")
+        raise ReplayError(
+            f"No record of round {number} of {run.path} has a score and a known place in an episode. Take a later "
+            "round, or measure by visits: measure='visits' (--measure visits)."
+        )
     rolled = estimate_advantages(run, number, ids, env=env, continuations=continuations, seed=seed, on_record=on_record)
     return _finish(chosen, rolled, "rollouts")
 

@@ -251,7 +251,8 @@ def measure_returns(
     if run.config.get("VecNormalize", {}).get("norm_obs"):
         raise RunDirectoryError(
             f"The policy of {run.path} reads observations that VecNormalize normalised, by statistics that the run "
-            "does not hold of each round, so its test returns cannot be measured. Ask for results without them."
+            "does not hold of each round, so its test returns cannot be measured. Measure the target instead: "
+            "whence counterfactual, without --test-episodes; evaluate=None in a script."
         )
     if on_pool := config is not None and config.evaluate_with == "envpool":
         run.check_trust()

@@ -336,10 +336,10 @@ class TestTrust:
 
     def test_without_counterfactuals_it_says_how_to_make_them(self, lake):
         assert self.lines(lake)[0]["level"] == "unknown"
-        assert "InfluenceCallback(recordings=[1])" in self.lines(lake)[0]["text"]
-        lake.directory.config = {"experiment": {"arm": "iif"}}
         assert "--record-rounds 1" in self.lines(lake)[0]["text"]
         assert "whence counterfactual" in self.lines(lake)[0]["text"]
+        lake.directory.config = {}
+        assert "InfluenceCallback(recordings=[1])" in self.lines(lake)[0]["text"]
         lake.directory.config = {"kind": "language"}
         assert len(self.lines(lake)) == 1
 

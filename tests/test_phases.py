@@ -304,6 +304,9 @@ class TestPage:
         page = page_of(directory)
         axes = [figure["layout"]["yaxis"]["title"]["text"] for figure in page.data("figures-data")]
         assert axes == ["share of records kept", "π(a|s)", "roughness", "roughness / permuted"]
+        # Text in the place of numbers would name categories, in which Plotly reads tags.
+        layouts = [figure["layout"] for figure in page.data("figures-data")]
+        assert {layout[axis]["type"] for layout in layouts for axis in ("xaxis", "yaxis")} == {"linear"}
         text = (tmp_path / "page.html").read_text()
         assert text.count("<script>window.hacked") == 0
         assert f"#run=0&amp;round={history.phases[0].moments[0][0]}" in text

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import run_audit
 from run_audit import judge
 from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
+from whence.cli.terminal import console, make_table
 from whence.core import RunDirectoryError, hide_working_directory, write_atomically
 from whence.diagnosis import find_causes, judge_advantages, play_episode
 from whence.experiments import configure, load_comparison, load_round, measure_returns, run
@@ -558,6 +559,13 @@ def test_the_terminal_gets_text_alone(
     assert out + err
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out + err)
     assert "there" not in out + err or "[link=" in out + err  # Rich's markup is text, too
+
+
+def test_headings_of_a_table_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print(make_table("", [ESCAPES], []), width=400)
+    out = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out)
+    assert "[link=http://example.invalid]there[/link]" in out
 
 
 class TestAudit:

@@ -179,7 +179,8 @@ def _dashes(colours: Colours) -> dict[str, str]:
 
 def make_figure(y_title: str) -> go.Figure:
     """Return an empty figure over rounds, with the title of its vertical axis."""
-    axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g"}
+    # Plotly takes text in the place of numbers for names of categories, in which it reads tags.
+    axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g", "type": "linear"}
     layout = {  # no go.Layout, whose template the figure would copy
         "template": "plotly_white",
         "height": _HEIGHT,

@@ -50,10 +50,10 @@ def print_paths(paths: Mapping[str, Path]) -> None:
 
 
 def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table whose cells are text as it is; None is an empty cell."""
+    """Return a table whose headings and cells are text as it is; None is an empty cell."""
     table = Table(title=escape(make_printable(title)), title_justify="left")
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(escape(make_printable(heading)), overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else escape(make_printable(str(value))) for value in row))
     return table

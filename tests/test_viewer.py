@@ -1,6 +1,6 @@
 import http.client
 import json
-import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import threading
@@ -187,6 +187,21 @@ class TestQuestions:
         assert questions.ask(wait_and_count, run, 1, 3, None) is first
         run.directory.write_round("records", 1, table_of(20))
         assert questions.ask(wait_and_count, run, 1, 3, None) is not first
+
+    def test_their_process_imports_nothing_from_the_working_directory(self, path, server, monkeypatch):
+        starts = []
+        start = multiprocessing.util.spawnv_passfds
+
+        def watch(*args):
+            starts.append(os.environ.get("PYTHONSAFEPATH"))
+            return start(*args)
+
+        monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", watch)
+        questions = Questions()
+        questions.ask(wait_and_count, ExploredRun(path / "lake"), 1, 3, None)
+        questions.close()
+        assert starts == ["1"]
+        assert "PYTHONSAFEPATH" not in os.environ
 
 
 class TestRefusals:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,19 +31,23 @@ def preserve_rng_state() -> Iterator[None]:
             torch.cuda.manual_seed_all(seed)
 
 
+_hiding = threading.RLock()  # else a thread might start a process after another one has put the environment back
+
+
 @contextmanager
 def hide_working_directory() -> Iterator[None]:
     """Let processes that start meanwhile import nothing from the working directory, where Python looks first.
 
     A process of `multiprocessing` gets the search path of this one afterwards, so that it finds what this one finds.
     """
-    is_hidden = "PYTHONSAFEPATH" in os.environ
-    os.environ.setdefault("PYTHONSAFEPATH", "1")
-    try:
-        yield
-    finally:
-        if not is_hidden:
-            os.environ.pop("PYTHONSAFEPATH", None)
+    with _hiding:
+        is_hidden = "PYTHONSAFEPATH" in os.environ
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
+        try:
+            yield
+        finally:
+            if not is_hidden:
+                os.environ.pop("PYTHONSAFEPATH", None)
 
 
 def read_rng_state() -> dict[str, Any]:

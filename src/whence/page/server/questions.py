@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import Any
 
-from whence.core import WhenceError
+from whence.core import WhenceError, hide_working_directory
 from whence.experiments import AnyEnv
 from whence.page.cause_view import build_causes
 from whence.page.explored_run import ExploredRun, stamp_file
@@ -33,6 +33,7 @@ Answer = Callable[..., dict[str, Any]]
 class Questions:
     """Questions to one process, one at a time; a later one ends those before it, whose readers have gone on."""
 
+    @hide_working_directory()  # a lock in shared memory starts a process that watches over it
     def __init__(self) -> None:
         self._newest: Any = _CONTEXT.Value(ctypes.c_ulonglong, 0)
         self._answers: dict[Any, dict[str, Any]] = {}
@@ -54,7 +55,9 @@ class Questions:
             mine = self._newest.value
         question = (answer, mine, str(directory.path), directory.is_trusted, run.env, number, record, setting)
         try:
-            content: dict[str, Any] = self._pool.submit(_answer, *question).result()
+            with hide_working_directory():
+                future = self._pool.submit(_answer, *question)
+            content: dict[str, Any] = future.result()
         except (BrokenProcessPool, CancelledError):
             self._pool = self._make_pool()
             raise WhenceError(ENDED) from None

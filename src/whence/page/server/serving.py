@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 import uvicorn
 
-from whence.core import WhenceError, hide_working_directory
+from whence.core import WhenceError
 from whence.page.explored_rounds import build_round
 from whence.page.explored_run import ExploredRun
 from whence.page.moment_view import CONTINUATIONS
@@ -22,7 +22,6 @@ THREADS = 1
 """Torch's threads: training that goes on next to the page keeps the other cores."""
 
 
-@hide_working_directory()
 def serve(
     runs: Sequence[ExploredRun],
     *,

@@ -1,6 +1,4 @@
-from .atomic_files import CHECKSUM as CHECKSUM
 from .atomic_files import explain_write_errors as explain_write_errors
-from .atomic_files import has_changed as has_changed
 from .atomic_files import write_atomically as write_atomically
 from .atomic_files import write_json as write_json
 from .errors import InvalidInfluence as InvalidInfluence

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import (
-    CHECKSUM,
-    RunDirectoryError,
-    WhenceError,
-    explain_write_errors,
-    first_line,
-    has_changed,
-    write_atomically,
-)
+from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, write_atomically
 from whence.runs.locks import LOCK, check_fork
 
 
@@ -84,10 +77,49 @@ CHANGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 """What the contents of a file raise, where they are used, that are not those that whence wrote."""
 
 
+_CHECKSUM = {"checksum": f"blake2b:{'0' * 32}"}
+"""Metadata of a file, in whose place `_write_checksum` puts the checksum of all other bytes."""
+
+# As safetensors and Parquet write the name and the value. One half is enough, so that a file whose mark is damaged is
+# not taken for one without a checksum, such as an adapter of PEFT's.
+_MARK = re.compile(rb'(?:checksum(?:":"|\x18\x28).{8}|blake2b:(?=.{32}["\0]))(.{32})', re.DOTALL)
+
 _DAMAGED = (
     "{} is damaged: its contents do not have the checksum that was written with them. Restore it from a copy, or use "
     "another round; if that is not to be had, train the run again (overwrite=True, --overwrite)."
 )
+
+
+def _write_checksum(path: Path) -> None:
+    if (checksum := _find_checksum(path)) is not None:
+        with path.open("r+b") as file:
+            file.seek(checksum[0])
+            file.write(checksum[2])
+
+
+def _has_changed(path: str | Path) -> bool:
+    """Return whether a file has other bytes than its checksum says; one without a checksum has not."""
+    checksum = _find_checksum(path)
+    return checksum is not None and checksum[1] != checksum[2]
+
+
+def _find_checksum(path: str | Path) -> tuple[int, bytes, bytes] | None:
+    """Return the place of a file's checksum, the checksum there, and that of all other bytes; None if it has none."""
+    if not os.path.getsize(path):  # which cannot be mapped
+        return None
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        # Only where the format has its metadata: elsewhere are texts of the user's, which may hold anything.
+        start, end = 0, 8 + int.from_bytes(content[:8], "little")
+        if content[-4:] == b"PAR1":
+            start, end = len(content) - 8 - int.from_bytes(content[-8:-4], "little"), len(content)
+        marks = [*_MARK.finditer(content, start, min(end, len(content)))]
+        if not marks:
+            return None
+        place, stop = marks[-1].span(1)
+        with memoryview(content) as view:
+            digest = hashlib.blake2b(view[:place], digest_size=16)
+            digest.update(view[stop:])
+        return place, content[place:stop], digest.hexdigest().encode()
 
 
 def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -97,7 +129,7 @@ def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[s
         WhenceError: the file is not there, is damaged, or holds tensors that torch does not have; of the class `error`.
     """
     try:
-        if not has_changed(path):
+        if not _has_changed(path):
             with safe_open(path, framework="pt") as file:
                 return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (*CHANGED, OSError, SafetensorError) as broken:
@@ -109,7 +141,7 @@ def read_table(path: Path) -> pl.DataFrame:
     """Read a Parquet file; a `RunDirectoryError` says if it is damaged."""
     check_fork()
     try:
-        if not has_changed(path):
+        if not _has_changed(path):
             return pl.read_parquet(path, glob=False)
     except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
         raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
@@ -117,19 +149,21 @@ def read_table(path: Path) -> pl.DataFrame:
 
 
 def write_tensor_file(path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write tensors, of which no two may share memory, and the texts of a header, atomically; see `CHECKSUM`."""
+    """Write tensors, of which no two may share memory, and the texts of a header, atomically, with a checksum."""
     with write_atomically(path) as temporary:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, temporary, {**texts, **CHECKSUM})
+        save_file(plain, temporary, {**texts, **_CHECKSUM})
+        _write_checksum(temporary)
 
 
 def write_table(table: pl.DataFrame, path: Path) -> None:
-    """Write a Parquet file, atomically; see `CHECKSUM`."""
+    """Write a Parquet file, atomically, with a checksum."""
     check_fork()
     with write_atomically(path) as temporary:
         content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
-        table.write_parquet(content, compression="zstd", metadata=CHECKSUM)
+        table.write_parquet(content, compression="zstd", metadata=_CHECKSUM)
         temporary.write_bytes(content.getbuffer())
+        _write_checksum(temporary)
 
 
 def read_digests(folder: Path) -> dict[str, str]:

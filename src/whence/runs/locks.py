@@ -69,12 +69,10 @@ def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
 def _acquire(directory: Path, *, wait: bool = False) -> Lock:
     with explain_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        if (file := directory / LOCK).is_symlink() or (file.exists() and file.stat().st_nlink > 1):
-            raise RunDirectoryError(  # older versions of filelock would empty what it leads to
-                f"{file} is a link to another file. Delete the link, and start again."
-            )
+        if (file := directory / LOCK).is_symlink():
+            raise RunDirectoryError(f"{file} is a link to another file. Delete the link, and start again.")
         # The lock is not the thread's: a training may go on in another one.
-        lock = FileLock(directory / LOCK, thread_local=False, fallback_to_soft=False)
+        lock = FileLock(file, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire(blocking=wait)
         except Timeout:

@@ -255,11 +255,14 @@ class RunDirectory:
 
     def release(self) -> None:
         """Write each table to one file, and let others write the directory."""
-        if self._lock is not None and self._lock.is_locked:
-            for name in get_args(Table) if self._kept_rounds is None else ():
-                self._row_table(name).join_files()
-            self._lock.release()
-        self._lock = None
+        lock = self._lock
+        try:
+            for table in self._tables.values() if lock is not None and lock.is_locked else ():
+                table.join_files()
+        finally:
+            self._lock = None
+            if lock is not None:
+                lock.release()
 
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""

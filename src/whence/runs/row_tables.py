@@ -29,8 +29,9 @@ class RowTable:
 
     def read(self) -> pl.DataFrame:
         """Read all rows; there is none if nothing was written yet."""
-        rows, latest = (
-            read_table(each) if each.exists() else pl.DataFrame() for each in (self._path, self._latest_path)
+        # In this order, since a writer may join the files meanwhile.
+        latest, rows = (
+            read_table(each) if each.exists() else pl.DataFrame() for each in (self._latest_path, self._path)
         )
         if not (rows.is_empty() or latest.is_empty()):
             latest = latest.filter(pl.col("round") > rows["round"].max())
@@ -55,16 +56,16 @@ class RowTable:
             self.replace(rows.filter(pl.col("round").is_in(list(rounds))))
 
     def join_files(self) -> None:
-        """Write all rows to the one file."""
-        if self._latest_path.exists():
-            self.replace(self.read())
+        """Write all rows to the one file, if rows were appended to the other one."""
+        if self._rows is not None and not self._latest.is_empty():
+            self.replace(_join(self._rows, self._latest))
 
     def remove(self) -> None:
         """Delete both files."""
         with explain_write_errors(self._path):
             self._path.unlink(missing_ok=True)
             self._latest_path.unlink(missing_ok=True)
-        self._rows = None
+        self._rows, self._latest = None, pl.DataFrame()
 
     def replace(self, rows: pl.DataFrame) -> None:
         """Write these rows in the place of all others."""

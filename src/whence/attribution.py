@@ -1,13 +1,13 @@
 """Scores of records: which of them raise a target, which lower it (LDA §3)."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import TypeAlias, overload
+from typing import overload
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,6 @@ from whence.core import (
     eval_mode,
     is_in_shards,
     preserve_attributes,
-    preserve_buffers,
     preserve_rng_state,
     release_whole,
     target_name,
@@ -38,6 +37,7 @@ from whence.core import (
 from whence.engines import (
     Gradient,
     Problem,
+    Summed,
     add_masks,
     check_memory,
     check_mixing,
@@ -57,9 +57,6 @@ from whence.folds import (
 )
 from whence.influence import Influence, Provenance
 from whence.layers import Layers, restrict_view
-
-Summed: TypeAlias = Callable[[Gradient], Gradient]
-"""Sums a gradient over processes."""
 
 
 @overload
@@ -314,7 +311,6 @@ def open_problem(
     with (
         preserve_rng_state(),
         preserve_attributes(modules.values()),
-        preserve_buffers(modules.values()),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):

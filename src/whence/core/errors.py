@@ -25,13 +25,7 @@ class NonFinite(WhenceError):
         parameter: the first parameter whose gradient is not finite, or None.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        record_ids: Iterable[int] = (),
-        parameter: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, record_ids: Iterable[int] = (), parameter: str | None = None) -> None:
         super().__init__(message)
         self.record_ids, self.parameter = tuple(record_ids), parameter
 

@@ -15,19 +15,14 @@ from torch import nn
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch (CPU, and CUDA) on exit."""
-    python, array, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    seed = torch.initial_seed()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    state, seed = read_rng_state(), torch.initial_seed()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(array)  # noqa: NPY002
         reseeded = torch.initial_seed() != seed
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        elif reseeded or torch.cuda.is_initialized():  # torch stores a seed for CUDA until CUDA is initialised
+        load_rng_state(state)
+        # Until CUDA is initialised, torch stores a seed for it.
+        if not state["cuda"] and (reseeded or torch.cuda.is_initialized()):
             torch.cuda.manual_seed_all(seed)
 
 

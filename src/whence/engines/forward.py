@@ -1,7 +1,7 @@
 """Forward-mode differentiation: the objective's derivative along the target's gradient, all records at once."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,10 +28,9 @@ def forward(problem: Problem) -> Float[Tensor, "targets n"]:
     )
 
 
-def derive_along(problem: Problem, direction: Gradient, *, only: Collection[str] | None = None) -> Float[Tensor, " n"]:
-    """Return the derivative of each record's objective along `direction`, restricted to the parameters in `only`."""
-    names = direction.keys() if only is None else direction.keys() & only
-    with _dual_params(problem.params, {name: direction[name] for name in names}) as duals:
+def derive_along(problem: Problem, direction: Gradient) -> Float[Tensor, " n"]:
+    """Return the derivative of each record's objective along `direction`, 0 in parameters that it lacks."""
+    with _dual_params(problem.params, direction) as duals:
         return _tangent(problem.objective_values(problem.outputs(duals)))
 
 

@@ -289,7 +289,7 @@ def _plain_products(tape: Tape, gradient: Gradient) -> Tensor:
     if not plain:
         return tape.outputs.log_prob.new_zeros(len(tape.problem.records))
     try:
-        return derive_along(tape.problem, gradient, only=plain)
+        return derive_along(tape.problem, {name: gradient[name] for name in plain})
     except NotImplementedError as missing:
         raise Refused(
             f"The parameter `{min(plain)}` belongs to no layer, so its part of the products needs forward mode, which "

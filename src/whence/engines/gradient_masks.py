@@ -1,18 +1,15 @@
 """Masks that hooks on parameters lay over gradients: the parts that training does not move."""
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from whence.core import Unsupported, is_in_shards
-from whence.engines.problem import Gradient
-
-Sum: TypeAlias = Callable[[Gradient], Gradient]
+from whence.engines.problem import Gradient, Summed
 
 
-def add_masks(parameters: Mapping[str, Tensor], summed: Sum | None) -> Sum | None:
+def add_masks(parameters: Mapping[str, Tensor], summed: Summed | None) -> Summed | None:
     """Return `summed` followed by the masks that hooks on parameters lay over gradients; None if there is neither.
 
     A mask may as well be laid over the target's gradient: it takes the same part out of every product.

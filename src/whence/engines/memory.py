@@ -68,7 +68,7 @@ def fit_chunk_size(problem: Problem, engine: Callable[[Problem], object], memory
     if total <= _PROBES[-1]:
         return replace(problem, chunk_size=total)
     costs = notes_on(problem.view)
-    key = _kind_of(problem, engine)
+    key = (_Cost, engine, kind_of(problem))
     if key not in costs:
         with problem.restored():
             costs[key] = _measure_cost(problem, engine)
@@ -83,16 +83,16 @@ def fit_chunk_size(problem: Problem, engine: Callable[[Problem], object], memory
     return replace(problem, chunk_size=min(size, total))
 
 
-def _kind_of(problem: Problem, engine: Callable[[Problem], object]) -> Hashable:
-    """Return all that the cost depends on besides the view."""
+def kind_of(problem: Problem) -> Hashable:
+    """Return all that an engine's cost and its correctness depend on besides the view."""
     columns = (problem.records.observations, problem.records.actions, problem.records.action_masks)
     shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in named_leaves(c))
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
     targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
-    return _Cost, engine, parameters, shapes, targets, problem.columns, code_of(problem.objective)
+    return parameters, shapes, targets, problem.columns, _code_of(problem.objective)
 
 
-def code_of(objective: object) -> object:
+def _code_of(objective: object) -> object:
     """Return what an objective computes by, the same for all objectives that compute alike."""
     # A plain function may be defined anew for each round; its code stays the same.
     function: Any = getattr(objective, "function", objective)

@@ -24,21 +24,26 @@ def loop(problem: Problem) -> Float[Tensor, "targets n"]:
         part.inputs  # noqa: B018  # prepare once for the part, not record by record
         for position in range(len(part.records)):
             of_record = record_gradient(part, position)
-            columns.append(torch.stack([_multiply(gradient, of_record, problem) for gradient in gradients]))
+            columns.append(torch.stack([multiply(gradient, of_record, problem) for gradient in gradients]))
     return torch.stack(columns, dim=1)
 
 
 def record_gradient(problem: Problem, position: int) -> Gradient:
     """Return the gradient of one record's objective."""
     record = problem.part(slice(position, position + 1))
-    value = record.objective_values(record.outputs()).sum()
+    return differentiate(record.objective_values(record.outputs()).sum(), problem.params)
+
+
+def differentiate(value: Tensor, params: Params, *, retain: bool = False) -> Gradient:
+    """Return the gradient of a scalar in the parameters that it depends on; its graph may be retained."""
     if not value.requires_grad:
         return {}
-    derivatives = torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
-    return {name: tensor for name, tensor in zip(problem.params, derivatives, strict=True) if tensor is not None}
+    derivatives = torch.autograd.grad(value, list(params.values()), allow_unused=True, retain_graph=retain)
+    return {name: tensor for name, tensor in zip(params, derivatives, strict=True) if tensor is not None}
 
 
-def _multiply(one: Gradient, other: Gradient, problem: Problem) -> Tensor:
+def multiply(one: Gradient, other: Gradient, problem: Problem) -> Tensor:
+    """Return the product of two gradients in the parameters of a problem."""
     products = [(one[name] * other[name]).sum() for name in one.keys() & other.keys()]
     return torch.stack(products).sum() if products else next(iter(problem.params.values())).new_zeros(())
 

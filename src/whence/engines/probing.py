@@ -6,7 +6,7 @@ outputs for a record depend on the records next to it, so that is looked at firs
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whence.core import BatchTarget, Outputs, Unsupported, first_line, notes_on
-from whence.engines.memory import code_of, replace_target
-from whence.engines.per_record import loop, record_gradient
+from whence.engines.memory import kind_of, replace_target
+from whence.engines.per_record import differentiate, loop, multiply, record_gradient
 from whence.engines.problem import Engine, Gradient, Problem, Refused
 
 _RECORDS = 3
@@ -32,7 +32,7 @@ def check_mixing(problem: Problem) -> None:
         Unsupported: it does; the message says which output, and by how much.
     """
     modes = tuple(module.training for module in problem.modules.values())
-    notes, key = notes_on(problem.view), (check_mixing, modes, _kind_of(problem))
+    notes, key = notes_on(problem.view), (check_mixing, modes, kind_of(problem))
     if len(problem.records) == 1 or key in notes:
         return
     if scaled := [path for path, module in problem.modules.items() if getattr(module, "scale_grad_by_freq", False)]:
@@ -64,13 +64,6 @@ def _refuse_mixing(what: str) -> Unsupported:
     )
 
 
-def _kind_of(problem: Problem) -> Hashable:
-    """Return all that a probe depends on besides the view."""
-    parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
-    targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
-    return parameters, targets, problem.columns, code_of(problem.objective)
-
-
 def check_against_loop(problem: Problem, engine: Engine) -> None:
     """Refuse an engine whose products for a few records are not those of the plain loop.
 
@@ -80,7 +73,7 @@ def check_against_loop(problem: Problem, engine: Engine) -> None:
     Raises:
         Refused: products differ; the message says by how much.
     """
-    notes, key = notes_on(problem.view), (check_against_loop, engine, _kind_of(problem))
+    notes, key = notes_on(problem.view), (check_against_loop, engine, kind_of(problem))
     if key in notes or len(problem.records) == 1 or engine is loop:
         return
     probe = _take_probe(problem)
@@ -93,7 +86,7 @@ def check_against_loop(problem: Problem, engine: Engine) -> None:
         def tolerance() -> float:
             return max(_measure_precision(probe).tolerance(1e-3), 10 * _measure_noise(probe, direction))
 
-        targets: list[Any] = [_Along(direction)]
+        targets: list[Any] = [Along(direction)]
         targets += [replace_target(target) for target in problem.targets if isinstance(target, BatchTarget)][:1]
         compared = [_compare(engine, replace(probe, targets=[target]), tolerance) for target in targets]
     if all(compared):
@@ -156,33 +149,23 @@ def _measure_noise(probe: Problem, direction: Gradient) -> float:
     values = probe.objective_values(probe.outputs())
     apart, together = [], []
     for position in range(len(values)):
-        apart.append(_multiply(record_gradient(probe, position), direction))
-        gradient = _differentiate(values[position], probe.params)
-        together.append(_multiply(gradient, direction))
+        apart.append(multiply(record_gradient(probe, position), direction, probe))
+        together.append(multiply(differentiate(values[position], probe.params, retain=True), direction, probe))
     truth = torch.stack(apart)
     largest = float(truth.abs().max())
     return float((torch.stack(together) - truth).abs().max()) / largest if largest else 0.0
 
 
-def _differentiate(value: Tensor, params: Mapping[str, Tensor]) -> Gradient:
-    if not value.requires_grad:
-        return {}
-    derivatives = torch.autograd.grad(value, [*params.values()], allow_unused=True, retain_graph=True)
-    return {name: tensor for name, tensor in zip(params, derivatives, strict=True) if tensor is not None}
+@dataclass(frozen=True, eq=False, repr=False)
+class Along:
+    """The target whose gradient is the given one: a tensor for each parameter that it depends on."""
 
-
-def _multiply(one: Gradient, other: Gradient) -> Tensor:
-    return sum(((one[name] * other[name]).sum() for name in one.keys() & other.keys()), torch.zeros(()))
-
-
-@dataclass(frozen=True)
-class _Along:
-    """A target with a given gradient."""
-
-    direction: Gradient
+    gradient: Gradient
 
     def __call__(self, view: Any, params: Mapping[str, Tensor], records: Any) -> Tensor:
-        return torch.stack([(params[name] * tensor).sum() for name, tensor in self.direction.items()]).sum()
+        """Return the target, a scalar."""
+        # The scored layers may be fewer than those that the gradient was computed in.
+        return torch.stack([(params[name] * one).sum() for name, one in self.gradient.items() if name in params]).sum()
 
 
 class _Precision(TorchDispatchMode):

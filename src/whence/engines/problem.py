@@ -34,6 +34,9 @@ from whence.core import (
 Gradient = dict[str, Tensor]
 """One tensor for each parameter that a quantity depends on, shaped like the parameter."""
 
+Summed = Callable[[Gradient], Gradient]
+"""Sums a gradient over processes."""
+
 Engine = Callable[["Problem"], Float[Tensor, "targets n"]]
 """Computes all per-record products `<grad target, grad objective_i>`, one row per target."""
 
@@ -70,7 +73,7 @@ class Problem:
     targets: Sequence[Target]
     chunk_size: int
     known_inputs: Tree = None
-    summed: Callable[[Gradient], Gradient] | None = None
+    summed: Summed | None = None
 
     @cached_property
     def columns(self) -> frozenset[str]:
@@ -177,7 +180,7 @@ def bind_batch_targets(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
     """Return the batch targets as functions of the outputs of all records."""
 
     def bind(target: BatchTarget) -> Callable[[Outputs], Tensor]:
-        return lambda outputs: _check_scalar(target.from_outputs(outputs, problem.records), target)
+        return lambda outputs: check_scalar(target.from_outputs(outputs, problem.records), target)
 
     return [bind(target) for target in problem.targets if isinstance(target, BatchTarget)]
 
@@ -230,7 +233,7 @@ def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
     """Return the gradient of `target(view, params, records)` by one backward pass; a `SummedTarget`'s part by part."""
     total = Gradient()
     for part in target.parts() if isinstance(target, SummedTarget) else [target]:
-        value = _check_scalar(part(problem.view, problem.params, problem.records), target)
+        value = check_scalar(part(problem.view, problem.params, problem.records), target)
         if value.requires_grad:
             derivatives: list[Tensor | None] = list(
                 torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)
@@ -250,7 +253,8 @@ def _move_into(total: Gradient, problem: Problem, derivatives: list[Tensor | Non
             total[name] = derivative.clone()  # autograd may return the same memory for several parameters
 
 
-def _check_scalar(value: object, target: Target | BatchTarget) -> Tensor:
+def check_scalar(value: object, target: Target | BatchTarget) -> Tensor:
+    """Return what a target returned, as a scalar; refuse anything else."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise WhenceError(f"The target {target_name(target)} returned {shown}; a scalar tensor is needed.")

@@ -68,15 +68,12 @@ def _confirm_axes(problem: Problem, layers: list[Layer]) -> None:
 def _parts_in_step(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     """Yield parts of the records, as many in every process, and whether they are more than company for the others."""
     count = -(-len(problem.records) // problem.chunk_size)
-    most = agree_on_most(count, _find_device(problem))  # first: passes gather parameters in the same group
+    # First, since passes gather parameters in the same group.
+    most = agree_on_most(count, next(iter(problem.params.values())).device)
     for part in problem.parts():
         yield part, True
     for _ in range(most - count):
         yield problem.part(slice(0, 1)), False
-
-
-def _find_device(problem: Problem) -> torch.device:
-    return next(iter(problem.params.values())).device
 
 
 def agree_on_most(count: int, device: torch.device) -> int:
@@ -129,7 +126,7 @@ def _pass_over_records(problem: Problem, layers: list[Layer], target: BatchTarge
 def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> Iterator[Pass]:
     """Yield the calls of each part of a target that runs the policy itself, and the part's derivatives."""
     parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
-    most = agree_on_most(len(parts), _find_device(problem))
+    most = agree_on_most(len(parts), next(iter(problem.params.values())).device)
     # Where the records' passes begin at a later block, one of them would gather less than another part does.
     spare = target.spare_part() if hasattr(target, "spare_part") else None
     for number in range(most):

@@ -13,16 +13,7 @@ from torch import Tensor
 from whence.advantages import gae
 from whence.core import ModuleView, NonFinite, Outputs, RecordBatch, eval_mode
 from whence.influence import Influence
-from whence.llm.base import (
-    ONE,
-    PPOConfig,
-    Processes,
-    Reference,
-    WithValueHead,
-    language_view,
-    list_tokens,
-    make_rows,
-)
+from whence.llm.base import ONE, PPOConfig, Processes, Reference, WithValueHead, language_view, list_tokens, make_rows
 from whence.llm.base import token_losses as losses
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.nonfinite import check_gradients, measure_gradients

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -51,15 +51,12 @@ class _MeanTarget(ABC):
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         """Return each row's part of the mean's numerator."""
 
-    def _sum(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, ""]:
-        return self._terms(outputs, rows).sum()
-
     def _count(self, rows: RecordBatch) -> int:
         """Return the denominator of the mean: the number of response tokens."""
         return int(rows.observations["response_mask"].sum())
 
     def _from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        return self._sum(outputs, records) / (self.total or max(self._count(records), 1))
+        return self._terms(outputs, records).sum() / (self.total or max(self._count(records), 1))
 
     def parts(self) -> Iterator[Target]:
         """Yield targets that sum to this one, each over `batch_size` of its `rows`; only itself if `rows` is None."""
@@ -74,7 +71,7 @@ class _MeanTarget(ABC):
         self, rows: RecordBatch, count: int, view: PolicyView, params: Params, records: RecordBatch
     ) -> Float[Tensor, ""]:
         outputs = compute_log_probs(view, params, rows)
-        return self._sum(outputs, rows.to(outputs.log_prob.device)) / count
+        return self._terms(outputs, rows.to(outputs.log_prob.device)).sum() / count
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
@@ -165,18 +162,6 @@ def _describe_rows(rows: RecordBatch) -> str:
     for column in (rows.actions, rows.observations["input_ids"], rows.observations["response_mask"], rows.advantages):
         digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{len(rows)} rows {digest.hexdigest()[:8]}"
-
-
-@dataclass(frozen=True, eq=False)
-class Along:
-    """The target whose gradient is the given one: a tensor for each parameter that it depends on."""
-
-    gradient: Mapping[str, Tensor]
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        """Return the target, a scalar."""
-        # The scored layers may be fewer than those that the gradient was computed in.
-        return torch.stack([(params[name] * one).sum() for name, one in self.gradient.items() if name in params]).sum()
 
 
 class SequenceReturn(_MeanTarget):

@@ -4,14 +4,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whence.attribution import Summed, score_targets
-from whence.core import (
-    Objective,
-    RecordBatch,
-    Target,
-    WhenceError,
-    target_name,
-)
+from whence.attribution import score_targets
+from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
+from whence.engines import Summed
 from whence.influence import Influence
 from whence.layers import Layers, choose_parameters, restrict_view
 from whence.llm.base import ONE, Processes, language_view

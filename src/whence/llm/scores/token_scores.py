@@ -15,18 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.attribution import open_problem, score_targets
-from whence.core import (
-    NonFinite,
-    Objective,
-    RecordBatch,
-    Target,
-    Unsupported,
-    WhenceError,
-    as_objective,
-    is_in_shards,
-)
+from whence.core import NonFinite, Objective, RecordBatch, Target, Unsupported, WhenceError, as_objective, is_in_shards
 from whence.engines import (
     ENGINES,
+    Along,
     Gradient,
     Problem,
     Refused,
@@ -38,7 +30,7 @@ from whence.engines import (
 )
 from whence.layers import Layers, restrict_view
 from whence.llm.base import language_view
-from whence.llm.scores.language_targets import Along, split_mean
+from whence.llm.scores.language_targets import split_mean
 from whence.llm.scores.token_objectives import TokenPPO
 
 

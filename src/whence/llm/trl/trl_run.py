@@ -114,7 +114,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 "without resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
             )
         if self._checkpoint is not None:
-            _check_files(self._checkpoint)
+            if self._checkpoint != last:  # which was checked as it was found
+                _check_files(self._checkpoint)
             done, rest = divmod(int(read_progress(self._checkpoint)["global_step"]), self._steps)
             if rest:
                 raise RunDirectoryError(

@@ -40,9 +40,8 @@ def _read_mask(name: str, parameter: Tensor) -> Tensor | None:
             gradient = gradient if changed is None else changed
         return gradient
 
-    ones = torch.ones_like(parameter)
-    mask = run(ones)
-    if mask is ones or torch.equal(mask, torch.ones_like(parameter)):
+    mask = run(torch.ones_like(parameter))
+    if torch.equal(mask, torch.ones_like(parameter)):
         return None
     other = torch.linspace(-1, 2, parameter.numel(), dtype=parameter.dtype, device=parameter.device).view_as(parameter)
     if not torch.allclose(run(other.clone()), other * mask, rtol=1e-4, atol=1e-6):

@@ -31,6 +31,7 @@ from whence.core import (
     map_tree,
     preserve_buffers,
     preserve_rng_state,
+    unwrap_compiled,
 )
 from whence.sb3.supported_models import check_policy
 
@@ -51,7 +52,7 @@ def actor_critic_view(policy: Any) -> ModuleView:
     Raises:
         Unsupported: see `check_policy`.
     """
-    check_policy(policy)
+    check_policy(policy := unwrap_compiled(policy))
 
     def prepare(records: RecordBatch) -> Tree:
         return _prepare_parts(policy, records) if _has_plain_parts(policy, records) else _prepare_raw(policy, records)

@@ -69,8 +69,9 @@ class InfluenceCallback(BaseCallback):
     it has no more; it is logged and counted in `skipped_rounds`.
 
     The model's logger gets `influence/dropped_share`, `influence/negative_share`, `influence/mean` (of the scores),
-    `influence/seconds` and `influence/skipped_rounds`, so TensorBoard, CSV and W&B show them. Advice is logged once
-    each, to the logger "whence" of Python's logging. `round` is the last round's result; `metrics` has a row a round.
+    `influence/seconds` and `influence/skipped_rounds`, so TensorBoard, CSV and W&B show them. SB3 writes them with the
+    next round, as its own `train/` figures. Advice is logged once each, to the logger "whence" of Python's logging.
+    `round` is the last round's result; `metrics` has a row a round.
 
     Override `choose` to score or select in another way, `train_selected` to train in another way, `check_model` to
     refuse models, and `settings` to add to the run's configuration. `next_round` and `progress_remaining` say where

@@ -14,7 +14,7 @@ from whence.core.records import RecordBatch, check_one_per_record
 if TYPE_CHECKING:
     from whence.core.policies import Outputs
 
-AdvantageNorm: TypeAlias = Literal["none", "buffer", "chunk"]
+AdvantageNorm: TypeAlias = Literal["none", "buffer"]
 
 
 @runtime_checkable
@@ -57,9 +57,8 @@ class _ActorCritic:
     # The dataclasses below declare them again, in the order of their signatures.
     ent_coef: float
     vf_coef: float
-    clip_range_vf: float | None
     advantage_norm: AdvantageNorm
-    chunk_size: int
+    clip_range_vf: float | None = None
 
     def __post_init__(self) -> None:
         if self.advantage_norm not in get_args(AdvantageNorm):
@@ -81,10 +80,7 @@ class _ActorCritic:
             )
         if self.advantage_norm == "none":
             return records
-        if self.advantage_norm == "buffer":
-            return records.with_columns({"advantages": _normalise(records.advantages)})
-        chunks = records.advantages.split(self.chunk_size)
-        return records.with_columns({"advantages": torch.cat([_normalise(chunk) for chunk in chunks])})
+        return records.with_columns({"advantages": _normalise(records.advantages)})
 
     def _add_entropy_and_value(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
         if self.ent_coef:
@@ -121,9 +117,7 @@ class PPOClip(_ActorCritic):
         ent_coef: weight of the entropy; if the policy returns no entropy, -log pi of the action replaces it.
         vf_coef: weight of the squared value error; 0 omits it, as LDA does.
         clip_range_vf: how far the value may move from the recorded one; None: any distance.
-        advantage_norm: "none"; "buffer": mean 0 and standard deviation 1 (Bessel's correction) over the whole
-            buffer; "chunk": the same over consecutive chunks of `chunk_size`, which depend on the records' order.
-        chunk_size: records in a chunk.
+        advantage_norm: "none"; "buffer": mean 0 and standard deviation 1 (Bessel's correction) over the buffer.
     """
 
     clip_range: float = 0.2
@@ -131,7 +125,6 @@ class PPOClip(_ActorCritic):
     vf_coef: float = 0.0
     clip_range_vf: float | None = None
     advantage_norm: AdvantageNorm = "buffer"
-    chunk_size: int = 64
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
@@ -150,9 +143,7 @@ class A2C(_ActorCritic):
 
     ent_coef: float = 0.0
     vf_coef: float = 0.0
-    clip_range_vf: float | None = None
     advantage_norm: AdvantageNorm = "buffer"
-    chunk_size: int = 64
 
     def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""

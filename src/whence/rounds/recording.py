@@ -56,9 +56,7 @@ class Update:
                 clip_range_vf=self.clip_range_vf,
                 advantage_norm="none",
             )
-        return A2C(
-            ent_coef=self.ent_coef, vf_coef=self.vf_coef, clip_range_vf=self.clip_range_vf, advantage_norm="none"
-        )
+        return A2C(ent_coef=self.ent_coef, vf_coef=self.vf_coef, advantage_norm="none")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Rounds of optimisation: recorded, replayed, differentiated."""
 
 from whence.rounds.identity import check_collected as check_collected
+from whence.rounds.identity import check_policy as check_policy
 from whence.rounds.recording import OptimizerState as OptimizerState
 from whence.rounds.recording import RoundRecording as RoundRecording
 from whence.rounds.recording import Update as Update

@@ -97,14 +97,6 @@ def momentum_weights(optimizer: OptimizerState, state: State) -> tuple[float, fl
     return 0.0, torch.where(state["step"] > 0, 1 - settings["dampening"], 1.0), decay
 
 
-def accumulates_scaled_gradients(optimizer: OptimizerState) -> bool:
-    """Return whether momentum accumulates gradients that are scaled already, as RMSprop's does.
-
-    Adam scales its momentum at each update, by the `preconditioner` of that update; SGD scales nothing.
-    """
-    return optimizer.name == "RMSprop"
-
-
 def bias_correction(optimizer: OptimizerState, state: State) -> Tensor:
     """Return what an update divides its momentum by, given the state after the step: 1 except for Adam."""
     if optimizer.name in ("Adam", "AdamW"):

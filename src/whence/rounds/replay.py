@@ -32,6 +32,7 @@ from whence.core import (
     take,
     target_name,
 )
+from whence.engines import check_scalar
 from whence.nonfinite import raise_if_refused
 from whence.rounds import optimizers
 from whence.rounds.identity import check_collected, check_modes, check_policy
@@ -216,6 +217,15 @@ def step(round: SteppedRound, point: Point, minibatch: Minibatch, weights: Float
     )
 
 
+def pull_back(
+    round: SteppedRound, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"], adjoint: Point
+) -> tuple[Point, Float[Tensor, " b"]]:
+    """Return the derivatives by the point before a step and by its weights, from the one by the point after it."""
+    pull = torch.func.vjp(lambda p, w: step(round, p, minibatch, w), point, weights)[1]
+    pulled: tuple[Point, Tensor] = pull(adjoint)
+    return pulled
+
+
 def minibatch_loss(
     round: SteppedRound, params: Params, minibatch: Minibatch, weights: Float[Tensor, " b"]
 ) -> Float[Tensor, ""]:
@@ -374,10 +384,7 @@ def check_target(target: Target, round: SteppedRound) -> Target:
     target = as_target(target)
     params = {name: p.detach().requires_grad_() for name, p in round.unflatten(round.start.params).items()}
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), torch.enable_grad():
-        value = target(round.view, params, round.records)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise WhenceError(f"The target {target_name(target)} returned {got}; a scalar tensor is needed.")
+        check_scalar(target(round.view, params, round.records), target)
     return target
 
 

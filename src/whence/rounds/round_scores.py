@@ -24,6 +24,7 @@ from whence.rounds.replay import (
     minibatch_loss,
     objective_values,
     open_round,
+    pull_back,
     raise_on_divergence,
     step,
     target_gradient,
@@ -225,8 +226,8 @@ def _score_by_products(
             scores[OPTIMIZER][number] = factor * _directional_derivatives(round, before, minibatch, scale * ascent)
         if MOMENTUM in methods:
             now, first, decay = optimizers.momentum_weights(optimizer, before.state)
-            scaled = optimizers.accumulates_scaled_gradients(optimizer)
-            gradient_scale, update_scale = (scale, 1.0) if scaled else (1.0, scale)
+            # RMSprop's momentum accumulates gradients that are scaled; Adam scales its momentum at each update.
+            gradient_scale, update_scale = (scale, 1.0) if optimizer.name == "RMSprop" else (1.0, scale)
             ascent = update_scale * ascent
             carried = ascent / optimizers.bias_correction(optimizer, after.state) + decay * carried
             direction = gradient_scale * (first * carried + now * ascent)
@@ -279,18 +280,10 @@ def _score_by_unrolling(round: SteppedRound, target: Target, interval: int) -> M
     for number, before, after in _iterate_backwards(round, interval):
         if adjoint is None:
             adjoint = after.map(torch.zeros_like)._replace(params=target_gradient(round, after.params, target))
-        scores[number], adjoint = _pull_back(round, before, round.minibatch(number), adjoint)
+        minibatch = round.minibatch(number)
+        pulled, by_weight = pull_back(round, before, minibatch, torch.ones_like(minibatch.records.log_probs), adjoint)
+        scores[number], adjoint = by_weight.detach(), pulled.map(Tensor.detach)
     return {UNROLLED: scores}
-
-
-def _pull_back(
-    round: SteppedRound, point: Point, minibatch: Minibatch, adjoint: Point
-) -> tuple[Float[Tensor, " b"], Point]:
-    """Return the derivatives by a step's weights and by the point before it, from the one by the point after it."""
-    weights = torch.ones_like(minibatch.records.log_probs)
-    pull = torch.func.vjp(lambda p, w: step(round, p, minibatch, w), point, weights)[1]
-    before, scores = pull(adjoint)
-    return scores.detach(), before.map(Tensor.detach)
 
 
 def _directional_derivatives(

@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 
 from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, WhenceError
 from whence.engines import measure_bytes
-from whence.rounds.replay import MARGIN, Point, SteppedRound, step, target_gradient
+from whence.rounds.replay import MARGIN, Point, SteppedRound, pull_back, step, target_gradient
 
 SMOOTHED = "smoothed"
 
@@ -206,21 +206,8 @@ def derivatives(
     """
     soft = replace(round, objective=soften(round.objective, width))
     count = len(draws.weights)
-
-    def step_at(
-        stepped: SteppedRound, point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"]
-    ) -> Point:
-        return step(stepped, point, stepped.minibatch_at(positions), weights)
-
-    def pull_back(
-        point: Point, positions: Int[Tensor, " b"], weights: Float[Tensor, " b"], adjoint: Point
-    ) -> tuple[Point, Tensor]:
-        pull = torch.func.vjp(lambda p, w: step_at(soft, p, positions, w), point, weights)[1]
-        pulled: tuple[Point, Tensor] = pull(adjoint)
-        return pulled
-
-    forward = torch.vmap(lambda point, positions, weights: step_at(round, point, positions, weights))
-    backward = torch.vmap(pull_back)
+    forward = torch.vmap(lambda point, at, weights: step(round, point, round.minibatch_at(at), weights))
+    backward = torch.vmap(lambda point, at, *rest: pull_back(soft, point, soft.minibatch_at(at), *rest))
     step_weights = [draws.weights.gather(1, positions) for positions in draws.steps]
     stored: dict[int, Point] = {}
     with torch.no_grad():

@@ -13,7 +13,6 @@ from whence.runs.config_file import check_content as check_content
 from whence.runs.config_file import find_content as find_content
 from whence.runs.config_file import strip_addresses as strip_addresses
 from whence.runs.directory import POLICIES_EVERY as POLICIES_EVERY
-from whence.runs.directory import PerRound as PerRound
 from whence.runs.directory import RunDirectory as RunDirectory
 from whence.runs.directory import Table as Table
 from whence.runs.files import CHANGED as CHANGED

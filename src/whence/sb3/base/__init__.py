@@ -1,11 +1,9 @@
 """SB3's models: read as records, trained on selections, recorded, replayed and described."""
 
-from whence.sb3.base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.sb3.base.model_description import describe as describe
 from whence.sb3.base.model_description import library_versions as library_versions
 from whence.sb3.base.model_tensors import load_tensors as load_tensors
 from whence.sb3.base.model_tensors import named_tensors as named_tensors
-from whence.sb3.base.networks import resolve_classes as resolve_classes
 from whence.sb3.base.nonfinite_training import check_observation as check_observation
 from whence.sb3.base.nonfinite_training import check_step as check_step
 from whence.sb3.base.nonfinite_training import watch_training as watch_training
@@ -21,4 +19,3 @@ from whence.sb3.base.sampling import cancel_hook as cancel_hook
 from whence.sb3.base.sampling import claim_learn as claim_learn
 from whence.sb3.base.sampling import select_from as select_from
 from whence.sb3.base.sampling import wrap_next as wrap_next
-from whence.sb3.base.stored_spaces import make_space as make_space

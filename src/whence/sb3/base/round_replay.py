@@ -12,7 +12,7 @@ from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
 from whence.core import Tree, WhenceError, as_view, preserve_rng_state
-from whence.rounds import RoundRecording, check_collected
+from whence.rounds import RoundRecording, check_collected, check_policy
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
 from whence.sb3.base.recorder import training_versions
 
@@ -58,22 +58,17 @@ def _warn_about_versions(model: Any, recording: RoundRecording) -> None:
 
 def _check_fits(model: Any, recording: RoundRecording) -> None:
     """Refuse a recording of another algorithm, optimiser or policy than the model's."""
-    tensors, optimizer = named_tensors(model.policy), type(model.policy.optimizer).__name__
-    algorithm = "a2c" if isinstance(model, A2C) else "ppo"
+    algorithm, optimizer = "a2c" if isinstance(model, A2C) else "ppo", type(model.policy.optimizer).__name__
     for what, present, recorded in (
         ("algorithm", algorithm, recording.update.algorithm),
         ("optimiser", optimizer, recording.optimizer.name),
-        ("shapes", _read_shapes(tensors), _read_shapes(recording.start)),
     ):
         if present != recorded:
             raise WhenceError(
                 f"The recording is of another policy: its {what} is {recorded}, the model's {present}. Build the model "
                 "with the settings of the run that was recorded."
             )
-
-
-def _read_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_policy(as_view(model.policy), recording.start, recording)
 
 
 def _load_recording(model: Any, recording: RoundRecording) -> None:

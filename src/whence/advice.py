@@ -43,14 +43,9 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 
 
 def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -> None:
-    """Log advice on the rounds so far to the logger "whence", each kind once.
+    """Log advice on the rounds so far to the logger "whence", each kind once; new kinds are added to `logged`.
 
     After a hundred rounds it looks only now and then, since it reads all rounds each time.
-
-    Args:
-        metrics: a row for each round.
-        config: see `give_advice`.
-        logged: the kinds that were logged before; new ones are added.
     """
     if len(metrics) % max(1, len(metrics) // 50):
         return

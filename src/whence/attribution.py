@@ -211,17 +211,10 @@ def add_errors(
     engine: str = "auto",
     memory: int = 2**31,
 ) -> Influence:
-    """Return an influence with the standard errors of its scores over folds of the target's episodes.
+    """Return an influence with the standard errors of its scores over at least 3 folds of the target's episodes.
 
-    Args:
-        influence: from `attribute`, with the arguments that follow.
-        policy: see `attribute`.
-        records: see `attribute`; with episode ids.
-        target: a target that is a mean over the scored records.
-        folds: at least 3.
-        objective: see `attribute`.
-        engine: see `attribute`.
-        memory: see `attribute`.
+    The influence is from `attribute`, with the arguments that follow; the target is a mean over the scored records,
+    which have episode ids.
 
     Raises:
         WhenceError: the target reads no records or is no mean over them, or there are too few episodes.
@@ -295,13 +288,7 @@ def open_problem(
 ) -> Iterator[Problem]:
     """Yield the problem that engines solve; the policy's modules are in eval mode inside, and generators are restored.
 
-    Args:
-        policy: see `attribute`.
-        records: see `attribute`.
-        targets: the targets.
-        objective: see `attribute`.
-        chunk_size: the most records in one pass; None: all of them.
-        summed: see `score_targets`.
+    The arguments are those of `score_targets`; without a `chunk_size`, all records are in one pass.
 
     Raises:
         Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.

@@ -92,16 +92,9 @@ def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> in
 
 
 def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
-    """Assign episodes to folds of about equal records: the longest first, each to the smallest fold.
+    """Assign episodes to folds of about equal records, (n,) from 0: the longest first, each to the smallest fold.
 
     Episodes stay whole, but for those longer than a fold, which are cut into stretches of equal lengths.
-
-    Args:
-        records: n records with episode ids.
-        folds: the number of folds.
-
-    Returns:
-        The fold of each record, from 0.
 
     Raises:
         WhenceError: there are no episode ids, or fewer than three folds or episodes.
@@ -214,11 +207,6 @@ def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[
 
     Episodes are assigned to folds in turn and stay whole, since their records share returns. If there are fewer
     episodes than folds, every environment's records are cut into `folds` stretches instead.
-
-    Args:
-        target: a target that reads the scored records.
-        records: a rollout's records, with episode ids.
-        folds: the number of folds, at least 2.
 
     Raises:
         WhenceError: the target reads no records; or there are fewer than two folds, fewer records than folds, or no

@@ -42,15 +42,8 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
     """Run an engine; return the products, the name of the engine that computed them and why it was chosen.
 
     "auto" tries ghost, which needs a rule for each layer, then forward, then vmap, then the loop, which covers
-    everything. An engine that does not cover the policy raises rather than guess, and the next one runs.
-
-    Args:
-        problem: the round to score.
-        engine: "auto" or a key of `ENGINES`.
-        memory: bytes that set the problem's chunk size; None: use the problem's own chunk size.
-
-    Raises:
-        WhenceError: the engine is unknown or refuses.
+    everything. An engine that does not cover the policy raises rather than guess, and the next one runs. `memory` are
+    bytes that set the problem's chunk size; None: it stays.
     """
     check_engine(engine)
     if is_in_shards(problem.parameters.values()):

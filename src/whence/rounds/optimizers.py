@@ -34,13 +34,8 @@ def check_optimizer(optimizer: OptimizerState) -> None:
 def initial_state(optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -> State:
     """Return the state before the round, zeros for parameters that the optimiser had not stepped on yet.
 
-    Args:
-        optimizer: the recorded optimiser.
-        parameters: the policy's parameters; the state takes their order, dtype and device.
-
-    Returns:
-        A vector for each of the optimiser's tensors, and `step`: one number, or a vector if parameters have been
-        stepped on a different number of times.
+    It has a vector for each of the optimiser's tensors, in the parameters' order, and `step`: one number, or a vector
+    if parameters have been stepped on a different number of times.
     """
     keys = _KEYS[optimizer.name](optimizer.settings)
     pairs = [(parameter, optimizer.state.get(name, {})) for name, parameter in parameters.items()]

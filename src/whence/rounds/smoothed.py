@@ -119,18 +119,11 @@ def _make_generator(seed: int) -> torch.Generator:
 def smoothed_scores(
     round: SteppedRound, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
 ) -> Float[Tensor, "epochs n"]:
-    """Return the scores of each record in each epoch by "smoothed", on the CPU.
+    """Return the scores of each record in each epoch by "smoothed", on the CPU; the arguments are `attribute_round`'s.
 
     The scores average the derivative of the target by each record's weight: the mean over the trainings that contain
-    the record, and the mean over the others, each weighed by the inverse of its standard error.
-
-    Args:
-        round: from `open_round`.
-        target: what to raise.
-        memory: bytes that scoring may hold at a time; as many trainings as fit run side by side, at least one.
-        draws: the number of trainings.
-        share: the share of the trained records that each training keeps.
-        seed: the seed of subsets and orders, at least 0.
+    the record, and the mean over the others, each weighed by the inverse of its standard error. As many trainings as
+    fit into `memory` bytes run side by side, at least one.
 
     Raises:
         WhenceError: `draws`, `share` or `seed` is out of range.
@@ -197,12 +190,7 @@ def derivatives(
 ) -> Float[Tensor, "epochs m n"]:
     """Return the derivative of the target at the end by each record's weight, by epoch and draw.
 
-    Args:
-        round: from `open_round`.
-        draws: from `draw_trainings`.
-        target: what to raise.
-        interval: the point before every such step is stored; those in between are computed again.
-        width: the width of the edge, as a share of the clip range.
+    The point before every `interval`-th step is stored; those in between are computed again.
     """
     soft = replace(round, objective=soften(round.objective, width))
     count = len(draws.weights)

@@ -124,16 +124,10 @@ def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any],
 
 
 def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write a tree to one safetensors file, atomically, with a checksum.
+    """Write a tree to one safetensors file, atomically, with a checksum; what it cannot hold is a `TypeError`.
 
-    Args:
-        path: the file.
-        tree: dicts with text as keys, lists and tuples of None, truth values, numbers, text, NumPy arrays and numbers,
-            and tensors.
-
-    Raises:
-        TypeError: the tree holds something else.
-        RunDirectoryError: the file cannot be written.
+    It holds dicts with text as keys, lists and tuples of None, truth values, numbers, text, NumPy arrays and numbers,
+    and tensors.
     """
     tensors: dict[str, Tensor] = {}
     about = json.dumps(_encode(tree, tensors))

@@ -57,7 +57,7 @@ class RowTable:
 
     def join_files(self) -> None:
         """Write all rows to the one file, if rows were appended to the other one."""
-        if self._rows is not None and not self._latest.is_empty():
+        if self._rows is not None and self._latest_path.exists():
             self.replace(_join(self._rows, self._latest))
 
     def remove(self) -> None:

@@ -48,9 +48,7 @@ class TrainingRun(RunWriter):
     def open(self, model: Any, settings: Mapping[str, Any]) -> Checkpoint | None:
         """Open the directory as `learn()` begins, and return the checkpoint to go on from, if there is one.
 
-        Args:
-            model: the model, whose environments have been reset.
-            settings: how records are scored and selected, in JSON types.
+        `settings` say how records are scored and selected, in JSON types. The model's environments have been reset.
 
         Raises:
             RunDirectoryError: see `RunDirectory.begin` and `check_goes_on`.
@@ -140,10 +138,7 @@ class TrainingRun(RunWriter):
     def end_training(self, number: int, model: Any, callback: Mapping[str, Any] | None) -> None:
         """Write the trained policy, and the last round's checkpoint if it has none; let others write the directory.
 
-        Args:
-            number: the rounds done.
-            model: the trained model.
-            callback: the callback's own state; None: training was ended inside a round, which no checkpoint holds.
+        The callback's own state is None if training was ended inside a round, which no checkpoint holds.
         """
         self.directory.write_policy(number + 1, named_tensors(model.policy))
         if callback is not None and self.is_due(number, last=True):

@@ -176,13 +176,7 @@ def _check_attention(model: nn.Module) -> None:
 def embed_rows(model: Any, rows: RecordBatch, *, batch_size: int = 16) -> Float[Tensor, "n d"]:
     """Return the mean of the last hidden states over the tokens of each row, of prompt and response.
 
-    Args:
-        model: a causal language model of Transformers, or a `WithValueHead`; it is read in eval mode.
-        rows: the rows of `make_rows`.
-        batch_size: the most rows in one pass.
-
-    Returns:
-        (n, d) in single precision, on the CPU.
+    That is (n, d) in single precision, on the CPU; the model, which may have a value head, is read in eval mode.
     """
     view = language_view(model)
     language_model = model.language_model if isinstance(model, WithValueHead) else model

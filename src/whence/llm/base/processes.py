@@ -85,12 +85,7 @@ class Processes:
         return [slice(first, last) for first, last in pairwise(bounds)]
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
-        """Return the rows of all processes, in order.
-
-        Args:
-            rows: (rows of this process, ...).
-            count: number of all processes' rows; at least one for each process.
-        """
+        """Return the rows of all processes, in order: `count` rows, of which each process has at least one."""
         if self.accelerator is None or self.number == 1:
             return rows
         most = -(-count // self.number)
@@ -125,11 +120,7 @@ class Processes:
                 tensor.copy_(broadcast(tensor.detach().clone()))
 
     def gather_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return, in every process, a state of each process together with its global random generators.
-
-        Args:
-            state: what else this process has to restore, of plain values, arrays and tensors.
-        """
+        """Return, in every process, a state of plain values and tensors of each, with its global random generators."""
         generators = read_rng_state()
         # The generators of other GPUs are other processes'.
         generators["cuda"] = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []

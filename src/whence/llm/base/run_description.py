@@ -65,11 +65,7 @@ def name_object(value: Any) -> str:
 
 
 def describe_rows(rows: Any) -> dict[str, Any] | None:
-    """Return the number of rows of data, and a digest of up to `_MOST_ROWS` rows spread over them.
-
-    Args:
-        rows: a sequence of rows, such as a data set; None is returned for one that cannot be counted.
-    """
+    """Return the number of rows of data, and a digest of up to `_MOST_ROWS` of them; None if they cannot be counted."""
     if not hasattr(rows, "__len__"):
         return None
     count = len(rows)
@@ -96,18 +92,7 @@ def describe_run(
     seed: int,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the run directory's description of a training, in JSON types.
-
-    Args:
-        trainer: a trainer with `rule`, `scoring` and `accelerator`.
-        model: the model that trains.
-        about: the user's further description.
-        rewards: the reward functions.
-        data: data sets by name; see `describe_rows`.
-        rounds: the rounds of the training.
-        seed: the seed of its draws.
-        settings: what else the trainer has set, by name.
-    """
+    """Return the run directory's description of a training, in JSON types, with further settings of the trainer."""
     network = getattr(model, "language_model", model)
     return {
         "kind": "language",

@@ -140,13 +140,7 @@ def _read_problem(prompt: str) -> tuple[int, list[tuple[str, int]]]:
 
 
 def answer_by_habit(prompt: str, habit: Habit, generator: random.Random) -> str:
-    """Return an answer with the slips of a habit; every step continues from the result that the step before has.
-
-    Args:
-        prompt: a problem that `draw_problems` returned.
-        habit: the steps that slip, and how often.
-        generator: random generator.
-    """
+    """Return an answer with the slips of a habit; every step continues from the result that the step before has."""
     value, steps = _read_problem(prompt)
     parts = []
     for sign, operand in steps:

@@ -54,17 +54,7 @@ def make_rollout(
 
     A token's reward is minus `kl_coef` times its divergence from the start model; the last token also gets the
     response's reward. Advantages are by GAE, whitened over all response tokens of the rollout, before any selection.
-
-    Args:
-        model: the policy that drew the responses.
-        reference: the start model.
-        responses: the responses from `generate`.
-        reward: the reward function.
-        kl_coef: weight of the divergence.
-        config: the other settings.
-        first_id: record id of the first row.
-        processes: the processes; each evaluates a part of the responses, and gets all of them.
-        columns: further columns of the prompts' data set, for rewards with arguments of these names.
+    Each process evaluates a part of the responses. `columns` are for rewards with arguments of these names.
 
     Raises:
         NonFinite: a row's reward, log-prob or value is not finite; `record_ids` holds the rows' ids.
@@ -129,11 +119,7 @@ def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor
 def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE) -> Outputs:
     """Return log-probs and values of the rows' response tokens, (n, R), without gradients, in eval mode.
 
-    Args:
-        model: a causal language model, or one with a value head.
-        rows: the rows.
-        config: the temperature, and the number of rows of a pass.
-        processes: the processes; each evaluates a part of the rows, and gets the outputs of all.
+    The model may have a value head. Each process evaluates a part of the rows, and gets the outputs of all.
     """
     view = language_view(model, temperature=config.temperature)
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
@@ -213,16 +199,9 @@ def optimise(
     """Train on the selected rows and return `MEANS`, each None if no step was taken.
 
     Let `p_i` and `v_i` be the means over a row's response tokens of the clipped objective and of the value loss. A step
-    is on the selected rows alone; its loss is `-sum_i w_i p_i / sum_i w_i + vf_coef mean_i v_i`.
-
-    Args:
-        model: a model with a value head; it is left in training mode.
-        optimizer: the optimiser of the model's parameters.
-        rows: all rows of the rollout, in every process.
-        selection: the rows that train, and their weights.
-        config: the settings.
-        generator: draws the order of rows; in the same state in every process.
-        processes: the processes, with their accelerator; each takes a part of every step's rows.
+    is on the selected rows alone; its loss is `-sum_i w_i p_i / sum_i w_i + vf_coef mean_i v_i`. The generator, in the
+    same state in every process, draws the order of rows, and each process takes a part of every step's rows. The model
+    is left in training mode.
 
     Raises:
         NonFinite: a gradient is not finite; the step on it is not taken.

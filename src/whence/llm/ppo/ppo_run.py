@@ -37,13 +37,9 @@ class TrainingRun:
     def begin(self, *, overwrite: bool, trained: bool) -> Checkpoint | None:
         """Open the directory, and return the checkpoint to go on from, if there is one; call it in every process.
 
-        Args:
-            overwrite: delete the run that the directory holds, and start anew.
-            trained: whether the model has been trained already, so that it cannot start anew.
-
         Raises:
             RunDirectoryError: see `RunDirectory.begin`; or the run has more rounds, or belongs to another model.
-            WhenceError: the training would start anew with a trained model.
+            WhenceError: the training would start anew with a `trained` model.
         """
         settings, description = self._trainer.config, self._describe()
         checkpoint = None if overwrite else self._read_checkpoint(description)
@@ -85,13 +81,7 @@ class TrainingRun:
         return [] if table.is_empty() else table.filter(pl.col("round") <= rounds).to_dicts()
 
     def save_if_due(self, number: int, read: Callable[[], Mapping[str, Any]], *, last: bool) -> None:
-        """Write the checkpoint after a round if one is due; call it in every process.
-
-        Args:
-            number: the round.
-            read: returns the state of the training; called in every process.
-            last: whether it is the last round, whose checkpoint is written in any case.
-        """
+        """Write the checkpoint after a round if one is due, after the last in any case; call it in every process."""
         # The first process's clock decides: others' clocks may differ, and all have to take part.
         if self._processes.agree(self.writer.is_due(number, last=last)):
             self.writer.save_checkpoint(number, read, writes=self._processes.rank == 0)

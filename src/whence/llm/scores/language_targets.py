@@ -86,9 +86,7 @@ class _MeanTarget(ABC):
 def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objective]:
     """Return the rows that a target is a mean over, and the objective that gives each row's term; the terms sum to it.
 
-    Args:
-        target: the target.
-        rows: the scored rows, over which the mean is if the target has no rows of its own.
+    These are the scored `rows` if the target has no rows of its own.
 
     Raises:
         WhenceError: the target is no mean over rows.

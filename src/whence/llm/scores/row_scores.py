@@ -62,13 +62,7 @@ class Scoring:
 
 
 def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
-    """Return the influence of every row on a target, in every process.
-
-    Args:
-        model: the model; its parameters that train are scored.
-        rows: all rows of the rollout, in every process.
-        scoring: how they are scored.
-    """
+    """Return the influence of every row of a rollout on a target, in every process, which has all rows."""
     processes, accelerator = scoring.processes, scoring.processes.accelerator
     local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
     limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}

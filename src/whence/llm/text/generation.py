@@ -48,12 +48,7 @@ def generate(
 ) -> Responses:
     """Draw a response to each prompt from torch's global generator; the model is left in its mode.
 
-    Args:
-        model: a causal language model of Transformers.
-        tokenizer: its tokenizer.
-        prompt_ids: the prompts from `tokenize_prompts`, the same in every process.
-        config: the sampling settings.
-        processes: the processes; each draws a part of the responses, and gets all of them.
+    Each process, which has the ids of all prompts, draws a part of the responses, and gets all of them.
     """
     width, size = max(map(len, prompt_ids)), config.generation_batch_size
     local_ids = prompt_ids[processes.part(len(prompt_ids))]
@@ -76,10 +71,6 @@ def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds to a text, special tokens included; joined they are the whole text.
 
     A character that several tokens spell belongs to the last of them.
-
-    Args:
-        tokenizer: a tokenizer of Transformers.
-        ids: the tokens.
     """
     texts: list[str] = []
     # A token is decoded after the few before it: some tokenizers write a token at a text's beginning in another way.
@@ -181,15 +172,8 @@ def write_evaluation(
 ) -> dict[str, float]:
     """Write a model's answers to sample prompts and its measures after a round, without changing training's draws.
 
-    Args:
-        directory: the run.
-        number: the round; 0: before the first.
-        model: a causal language model of Transformers.
-        tokenizer: its tokenizer.
-        prompts: the sample prompts; None: none are answered.
-        reward: rewards the answers.
-        config: the settings of generation, but for sampling.
-        evaluate: returns the measures, which are returned; None: the model is not measured.
+    Returns the measures. Round 0 is before the first; without prompts none are answered, and without `evaluate` nothing
+    is measured.
     """
     if prompts:
         directory.write_round("answers", number, answer_prompts(model, tokenizer, prompts, reward, config))

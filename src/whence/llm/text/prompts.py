@@ -29,11 +29,7 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt; messages go through the tokenizer's chat template.
 
-    Args:
-        tokenizer: a tokenizer of Transformers.
-        prompts: texts or chats.
-        config: the settings that limit the lengths of prompts and responses.
-        context: tokens that the model can read; None: no limit.
+    `context` are the tokens that the model can read; None: no limit.
 
     Raises:
         WhenceError: a prompt is empty, or leaves no room for its response; the message has the prompt's number.
@@ -94,14 +90,9 @@ def read_prompts(
     context: int | None,
     reward: Reward | None = None,
 ) -> Prompts:
-    """Return texts, chats, or a data set with a column "prompt", as prompts.
+    """Return texts, chats, or a data set with a column "prompt", or the rows of one, each a dict, as prompts.
 
-    Args:
-        dataset: the texts, chats or data set; or the rows of one, each a dict.
-        tokenizer: the model's tokenizer.
-        config: the settings that limit the lengths of prompts and responses.
-        context: tokens that the model can read; None: no limit.
-        reward: the reward; only the columns that its arguments name are read.
+    Of further columns those are read that the arguments of `reward` name. See `tokenize_prompts`.
 
     Raises:
         WhenceError: a prompt does not fit, or there is no column "prompt", or none that the reward asks for.

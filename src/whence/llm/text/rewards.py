@@ -29,13 +29,7 @@ NO_COLUMNS: Columns = MappingProxyType({})
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NO_COLUMNS
 ) -> Float[Tensor, " n"]:
-    """Return a reward's numbers, (n,) float64.
-
-    Args:
-        reward: the reward function.
-        prompts: the prompts' texts.
-        responses: a response to each.
-        columns: further columns of the prompts' data set.
+    """Return a reward's numbers, (n,) float64; `columns` are further ones of the prompts' data set.
 
     Raises:
         NonFinite: the reward returns a number that is not finite; `record_ids` holds the responses' positions.

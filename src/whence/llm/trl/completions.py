@@ -21,16 +21,9 @@ def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
 def make_completion_rows(
     output: Mapping[str, Any], accelerator: Accelerator, processes: Processes, batches_done: int
 ) -> RecordBatch:
-    """Return the completions of all processes as rows; call it in every process.
+    """Return the completions of all processes, of which each has a part, as rows; call it in every process.
 
-    Args:
-        output: a process's part of the generation batch.
-        accelerator: the trainer's.
-        processes: the processes that train.
-        batches_done: the generation batches before this one, from which record ids go on.
-
-    Raises:
-        Unsupported: there are images, which scores do not account for.
+    Record ids go on from the `batches_done` before this one. Images, which scores do not account for, are refused.
     """
     if others := find_other_inputs(output):
         raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
@@ -66,17 +59,10 @@ def make_completion_rows(
 
 
 def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int) -> None:
-    """Refuse an infinite reward of TRL's trainers, whose group would get advantages of 0, or of 3e38.
+    """Refuse an infinite reward of TRL's trainers, (n, functions), whose group would get advantages of 0, or of 3e38.
 
-    A reward that is NaN is TRL's: of a function that does not apply to the completion.
-
-    Args:
-        rewards: (n, functions) the rewards of all processes' completions.
-        names: the functions' names.
-        first_id: the record id of the first completion.
-
-    Raises:
-        NonFinite: the message names the first such completion.
+    A reward that is NaN is TRL's: of a function that does not apply to the completion. `first_id` is the record id of
+    the first completion.
     """
     if places := torch.isinf(rewards).nonzero().tolist():
         row, column = places[0]
@@ -95,12 +81,9 @@ KEPT = "kept_row"
 
 
 def take_kept(inputs: Mapping[str, Any], count: int, *, averages: bool) -> tuple[dict[str, Any], Tensor]:
-    """Return a minibatch's kept rows and the factor of their loss.
+    """Return `count` rows of a minibatch, the kept ones first, and the factor of their loss.
 
-    Args:
-        inputs: TRL's minibatch.
-        count: how many rows to return, at least the kept ones; the others are dropped ones, which have no weight.
-        averages: whether TRL's loss is a mean over rows.
+    The others are dropped ones, which have no weight. TRL's loss `averages` over rows, or does not.
     """
     mask = inputs[KEPT]
     places = (~mask).long().argsort(stable=True)[:count].sort().values

@@ -22,15 +22,7 @@ _OFF = {
 
 
 def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
-    """Refuse settings under which dropped completions would still affect a step.
-
-    Args:
-        args: TRL's GRPOConfig or RLOOConfig.
-        has_router_loss: whether TRL adds a router's auxiliary loss.
-
-    Raises:
-        Unsupported: the message names the setting.
-    """
+    """Refuse settings of TRL under which dropped completions would still affect a step; the error names the setting."""
     loss_type = getattr(args, "loss_type", "grpo")
     passes, delta = args.gradient_accumulation_steps, getattr(args, "delta", None)
     refusals = {
@@ -62,8 +54,7 @@ def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
 def make_group_objective(args: Any) -> GroupObjective:
     """Return the objective of a completion's training by TRL, at the policy that drew it.
 
-    Args:
-        args: TRL's GRPOConfig, or its RLOOConfig, whose divergence is part of the rewards.
+    RLOO's divergence is part of its rewards.
     """
     if not hasattr(args, "loss_type"):
         return GroupObjective("sum", 0.0)

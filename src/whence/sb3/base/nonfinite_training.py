@@ -73,10 +73,8 @@ def _is_finite(numbers: Any) -> bool:
 def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterator[None]:
     """Check the gradients of each step while `train()` runs inside, before the step, and the parameters afterwards.
 
-    Args:
-        model: the model.
-        records: those in the model's rollout buffer, in its order.
-        logged: the kinds of warnings that were logged; one if `train()` gets other advantages is added.
+    `records` are those in the model's rollout buffer, in its order. If `train()` gets other advantages, that is logged
+    once, and its kind added to `logged`.
 
     Raises:
         NonFinite: see `check_gradients` and `check_parameters`; or the policy has no valid distribution of actions.

@@ -29,13 +29,8 @@ def select_from(
     """Let `buffer.get` yield the selected records only; the buffer has its own `get` again on exit.
 
     Every call draws SB3's permutation of all n records and then filters it, so that runs which drop different records
-    share their random streams. Weights that are not uniform become probabilities of n draws with replacement.
-
-    Args:
-        buffer: the rollout buffer, of n records.
-        selection: n entries, in the order of the flattened buffer.
-        last: whether a last minibatch shorter than the others trains.
-        recorder: records every epoch and minibatch.
+    share their random streams. Weights that are not uniform become probabilities of n draws with replacement. `last`
+    says whether a last minibatch shorter than the others trains.
     """
     sb3_get = buffer.get
     keep = selection.keep.numpy()
@@ -116,13 +111,7 @@ def claim_learn(model: Any) -> None:
 
 
 def wrap_next(model: Any, method: str, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let the next call of a model's own method in the present `learn()` run as `around(call)`.
-
-    Args:
-        model: the model.
-        method: "collect_rollouts" or "train".
-        around: called with the call, without arguments; what it returns is returned.
-    """
+    """Let the next call of a model's "collect_rollouts" or "train" in the present `learn()` run as `around(call)`."""
     cancel_hook(model)
     model_class, started = type(model), model.start_time
 

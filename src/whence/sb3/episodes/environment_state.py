@@ -18,11 +18,7 @@ from whence.sb3.episodes.resets import DIGEST, RecordResets, ResetTracker, reuse
 
 
 def explain_inexact(env: VecEnv) -> str | None:
-    """Return why environments cannot be brought back to where they were; None if nothing speaks against it.
-
-    Args:
-        env: a model's environments, inside of `ResetTracker.wrapped`.
-    """
+    """Return why environments, inside of `ResetTracker.wrapped`, cannot be brought back to where they were, or None."""
     base = env.unwrapped
     try:
         noted = base.env_is_wrapped(RecordResets)
@@ -77,14 +73,8 @@ def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:
 def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[str, Any], *, masked: bool) -> str | None:
     """Bring environments to where `read_environments` found them: each plays its ongoing episode again.
 
-    Args:
-        env: environments made as those were, inside of `ResetTracker.wrapped`.
-        tracker: their tracker.
-        content: what `read_environments` returned.
-        masked: whether the policy asks for the masks of actions before each step.
-
-    Returns:
-        None; or why an episode did not come out the same, and the environments are to be reset.
+    They are made as those were, inside of `ResetTracker.wrapped`. If `masked`, the policy asks for the masks of actions
+    before each step. Returns None; or why an episode did not come out the same, and the environments are to be reset.
     """
     accept_resets(env)
     for index, noted in enumerate(content["episodes"]):

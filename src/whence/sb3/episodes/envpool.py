@@ -22,13 +22,7 @@ from whence.sb3.base.gsde import use_fresh_noise
 
 
 def make_pool(env: str, kwargs: Mapping[str, Any], n_envs: int, seed: int) -> Any:
-    """Return an EnvPool pool with one thread.
-
-    Args:
-        env: Gymnasium's id of the environment, or module:Id.
-        kwargs: EnvPool's settings of the environment.
-        n_envs: the number of environments in the pool.
-        seed: seeds the pool; its environments' seeds follow from it.
+    """Return an EnvPool pool with one thread, for Gymnasium's id of an environment, or module:Id, and for its settings.
 
     Raises:
         WhenceError: EnvPool is not installed, or does not have the environment or these settings.
@@ -161,19 +155,11 @@ def _cast_actions(actions: NDArray[Any], space: spaces.Space[Any]) -> NDArray[An
 def evaluate_pool(
     model: BaseAlgorithm, env: str, kwargs: Mapping[str, Any], *, episodes: int, seed: int, key: str | None = None
 ) -> NDArray[np.float64]:
-    """Return the returns of episodes with sampled actions, (episodes,).
+    """Return the returns of episodes with sampled actions, (episodes,); see `make_pool`.
 
     Every environment of a pool plays one episode and then stands still, so that short episodes are not counted more
     often than long ones. The same policy and seed give the same returns. Global generators and the policy's mode and
-    noise are restored afterwards.
-
-    Args:
-        model: an SB3 model with an actor-critic policy.
-        env: see `make_pool`, as for `kwargs`.
-        kwargs: of the environment.
-        episodes: the number of episodes, and of environments in the pool.
-        seed: seeds the pool and the actions.
-        key: the part of a dict observation that is observed; None: all of it.
+    noise are restored afterwards. `key` is the part of a dict observation that is observed; None: all of it.
     """
     pool = make_pool(env, kwargs, episodes, seed)
     returns = np.zeros(episodes)

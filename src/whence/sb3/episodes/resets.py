@@ -133,11 +133,7 @@ class ResetTracker:
             envs[:] = [env.env if isinstance(env, _AddedRecordResets) else env for env in envs]
 
     def start(self, starts: NDArray[np.bool_]) -> None:
-        """Read the present observations, and the states before resets of environments whose episodes begin.
-
-        Args:
-            starts: (envs,) True where an episode is about to begin.
-        """
+        """Read the present observations, and the states before resets where episodes are about to begin."""
         self.has_started, self._digests = True, []
         infos = self._base.reset_infos
         self._current = [info.get(DIGEST) if start else None for start, info in zip(starts, infos, strict=True)]

@@ -23,10 +23,7 @@ _COLUMNS = {"prompt": pl.String, "response": pl.String, "reward": pl.Float64}
 def read_answers(runs: Mapping[str, RunDirectory], notes: list[str]) -> dict[str, Any] | None:
     """Return the answers that runs stored, the start model's and each run's last; None if there are none.
 
-    Args:
-        runs: the runs by their names; a run that stored no answers is left out, and one of another start model than the
-            first's.
-        notes: takes a sentence for each run whose answers cannot be read, or is of another start model.
+    Left out are runs that stored no answers, and, with a note, those of another start model than the first.
     """
     tables: dict[str, pl.DataFrame] = {}
     start: pl.DataFrame | None = None

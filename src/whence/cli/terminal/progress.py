@@ -46,13 +46,7 @@ class _Bars:
 
 
 class RoundBar(_Bars):
-    """A bar for rounds, or records, that are worked on one after the other.
-
-    Args:
-        name: stands before the bar.
-        line: begins the lines where there is no terminal.
-        unit: what is counted.
-    """
+    """A bar for rounds or records, one after the other; without a terminal, lines that begin with `line`."""
 
     def __init__(self, name: str = "rounds of the page", line: str = "page", *, unit: str = "round") -> None:
         super().__init__()

@@ -586,9 +586,22 @@ class Silent(VecEnvWrapper):
         return observations, rewards, np.zeros_like(dones), []
 
 
-def test_environments_without_infos_are_trained_in(tmp_path: Path) -> None:
-    callback = InfluenceCallback(IIF(0.5), run=tmp_path)
-    PPO("MlpPolicy", Silent(DummyVecEnv([Toy])), n_steps=32, batch_size=16, n_epochs=1).learn(64, callback=callback)
+class Foreign:
+    """What another library takes for a VecEnv: a wrapper of SB3's is around it."""
+
+    def __init__(self, envs: Any) -> None:
+        self._envs, self.unwrapped = envs, self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_envs", "envs", "reset_infos", "spec"):
+            raise AttributeError(name)
+        return getattr(self._envs, name)
+
+
+@pytest.mark.parametrize("around", [lambda envs: envs, Foreign])
+def test_environments_without_infos_are_trained_in(tmp_path: Path, around: Any) -> None:
+    callback, envs = InfluenceCallback(IIF(0.5), run=tmp_path), Silent(around(DummyVecEnv([Toy])))
+    PPO("MlpPolicy", envs, n_steps=32, batch_size=16, n_epochs=1).learn(64, callback=callback)
     assert [row["flat"] for row in callback.metrics] == [False, False]
 
 

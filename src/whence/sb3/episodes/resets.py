@@ -135,7 +135,7 @@ class ResetTracker:
     def start(self, starts: NDArray[np.bool_]) -> None:
         """Read the present observations, and the states before resets where episodes are about to begin."""
         self.has_started, self._digests = True, []
-        infos = self._base.reset_infos
+        infos = self._read_reset_infos()
         self._current = [info.get(DIGEST) if start else None for start, info in zip(starts, infos, strict=True)]
         states = [info.get(STATE) for info in infos]
         if isinstance(self._base, DummyVecEnv):
@@ -149,7 +149,7 @@ class ResetTracker:
     def step(self, actions: NDArray[Any], dones: NDArray[np.bool_], infos: list[dict[str, Any]]) -> None:
         """Follow one step of the environments: the actions as they took them, and what they returned."""
         self._digests.append(self._current)
-        resets = self._base.reset_infos
+        resets = self._read_reset_infos()
         self._current = [(resets[env] if done else infos[env]).get(DIGEST) for env, done in enumerate(dones)]
         for env, done in enumerate(dones):
             if done:
@@ -158,6 +158,10 @@ class ResetTracker:
                 self._open[env] = state, []
             else:
                 self._open[env][1].append(actions[env])
+
+    def _read_reset_infos(self) -> list[dict[str, Any]]:
+        # What another library takes for a VecEnv has none.
+        return getattr(self._base, "reset_infos", None) or [{}] * self._base.num_envs
 
     def take_digests(self) -> list[int | None]:
         """Return the digests of a rollout's observations, in the order of the flattened buffer, and forget them."""

@@ -314,3 +314,11 @@ class TestPage:
         assert titles[-3:] == [
             f"{kind}: {HOSTILE}" for kind in ("Probability", "Roughness", "Roughness next to chance")
         ]
+
+    def test_text_in_the_place_of_a_number_leaves_out_its_file_alone(self, tmp_path, history):
+        directory = run_of(tmp_path / "run", {"env": "CartPole-v1"}, (1, 2))
+        phases = summarise_history(history)["phases"]
+        phases[0]["moments"][0]["advantage"] = HOSTILE
+        path = put_history(directory, history, phases=phases)
+        page_of(directory)
+        assert f"{path} is not shown" in (tmp_path / "page.html").read_text()

@@ -232,7 +232,7 @@ def _render(
 def load_template() -> jinja2.Template:
     """Return the page's template."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"code": _mark_code, "number": format_number}
+    environment.filters["code"] = _mark_code
     return environment.from_string(_read_file("template.html"))
 
 
@@ -272,6 +272,8 @@ def _read_history(path: Path) -> dict[str, Any] | None:
     marks = content.get("format"), content.get("version")
     if marks != (FORMAT, VERSION):
         raise ValueError(f"it is marked {marks[0]!r}, version {marks[1]!r}. Run whence phases again.")
+    for moment in (moment for phase in content["phases"] for moment in phase["moments"]):
+        moment |= {name: format_number(moment[name]) for name in ("advantage", "score")}
     return content | {"figures": draw_history(content)}
 
 

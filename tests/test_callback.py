@@ -14,7 +14,7 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNormalize
@@ -603,6 +603,20 @@ def test_environments_without_infos_are_trained_in(tmp_path: Path, around: Any) 
     callback, envs = InfluenceCallback(IIF(0.5), run=tmp_path), Silent(around(DummyVecEnv([Toy])))
     PPO("MlpPolicy", envs, n_steps=32, batch_size=16, n_epochs=1).learn(64, callback=callback)
     assert [row["flat"] for row in callback.metrics] == [False, False]
+
+
+def test_inside_of_another_callback_it_says_where_it_belongs() -> None:
+    with pytest.raises(whence.WhenceError, match=r"such as EveryNTimesteps.*Pass it to learn\(\) itself"):
+        model().learn(32, callback=EveryNTimesteps(4, InfluenceCallback(KeepAll())))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_actions_that_sb3_rounds_as_it_stores_them_are_warned_of(caplog: Any, dtype: Any) -> None:
+    env = Toy(action="box")
+    env.action_space = gym.spaces.Box(-3, 3, (2,), dtype)
+    PPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1).learn(64, callback=InfluenceCallback(IIF(0.5)))
+    counts = caplog.text.count("The policy's log-probs are not those that the rollout holds")
+    assert counts == (0 if dtype is np.float32 else 1)
 
 
 def test_a_get_that_another_callback_replaces_is_refused() -> None:

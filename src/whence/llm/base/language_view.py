@@ -116,8 +116,8 @@ def _counts_tokens(module: Any, ids: Int[Tensor, "1 L"]) -> bool:
         mask = (columns > 0).long()
         ways = (None, (mask.cumsum(1) - 1).clamp(min=0), columns)
         with torch.no_grad():
-            untold, *told = (module(input_ids=ids, attention_mask=mask, position_ids=way).logits[0, -1] for way in ways)
-        by_tokens, by_columns = ((untold - logits).abs().max() for logits in told)
+            bare, *others = (module(input_ids=ids, attention_mask=mask, position_ids=way).logits[0, -1] for way in ways)
+        by_tokens, by_columns = ((bare - other).abs().max() for other in others)
         _COUNTS_TOKENS[module] = bool(by_tokens < by_columns)
     return _COUNTS_TOKENS[module]
 

@@ -234,7 +234,8 @@ def minibatch_loss(
     Advantages are normalised by the weighted mean `sum(w a) / sum(w)` and variance
     `sum(w (a - mean)^2) / (sum(w) - 1)`, as a minibatch without the records of weight 0 would be.
     """
-    return -(weights * objective_values(round, params, minibatch, weights)).sum() / _safe_divisor(weights.sum())
+    total = weights.sum()  # 1 instead of 0, so that the quotient is differentiable there
+    return -(weights * objective_values(round, params, minibatch, weights)).sum() / torch.where(total > 0, total, 1.0)
 
 
 def objective_values(
@@ -255,16 +256,11 @@ def normalise_advantages(advantages: Float[Tensor, " b"], weights: Float[Tensor,
     leaves its advantage as it is.
     """
     total = weights.sum()
-    mean = (weights * advantages).sum() / _safe_divisor(total)
+    mean = (weights * advantages).sum() / torch.where(total > 0, total, 1.0)
     enough = total > 1
     degrees_of_freedom = torch.where(enough, total - 1, 1.0)
     deviation = safe_sqrt((weights * (advantages - mean) ** 2).sum() / degrees_of_freedom)
     return torch.where(enough, (advantages - mean) / (deviation + 1e-8), advantages)
-
-
-def _safe_divisor(total: Tensor) -> Tensor:
-    """Return a total to divide by, 1 instead of 0: differentiable where it is 0."""
-    return torch.where(total > 0, total, 1.0)
 
 
 def clip_factor(gradient: Float[Tensor, " p"], max_norm: float) -> Float[Tensor, ""]:

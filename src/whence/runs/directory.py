@@ -228,7 +228,7 @@ class RunDirectory:
         return run
 
     def remove_later(self) -> None:
-        """Delete what rounds wrote that come after those that `begin` or `resume` goes on from."""
+        """Delete what rounds wrote after those that a resumed run goes on from."""
         if (rounds := self._kept_rounds) is None:
             return
         self._kept_rounds = None
@@ -396,6 +396,5 @@ class RunDirectory:
 
     def _check_exists(self, path: Path) -> None:
         if not path.exists():
-            rounds = self.rounds()
-            written = f"rounds {rounds[0]} to {rounds[-1]}" if rounds else "no rounds"
+            written = f"rounds {rounds[0]} to {rounds[-1]}" if (rounds := self.rounds()) else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")

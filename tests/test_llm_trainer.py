@@ -608,6 +608,9 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         assert table["score"].to_list() == pytest.approx(influence.scores.tolist())
         assert table["keep"].to_list() == selection.keep.tolist()
         assert table["record_id"][0] == 8 * (number - 1)
+        assert torch.equal(rollout.rows.rewards, rollout.rewards)
+        groups, prompts = table["group_id"].to_list(), list(rollout.responses.prompts)
+        assert len(set(zip(groups, prompts, strict=True))) == len(set(groups)) == len(set(prompts))
         kept = table.filter("keep")["reward"]
         assert row["reward_kept"] == pytest.approx(kept.mean()) if len(kept) else row["reward_kept"] is None
         assert row["reward"] == pytest.approx(table["reward"].mean())

@@ -1,6 +1,7 @@
 """GRPO and RLOO through TRL: a step is that of the kept completions alone, or it is refused."""
 
 import copy
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,9 +9,7 @@ import datasets
 import pytest
 import torch
 from accelerate import PartialState
-from transformers import (
-    TrainerCallback,
-)
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from languages import language_model
@@ -35,6 +34,7 @@ from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
 from whence.llm.text import join_messages
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run
+from whence.llm.trl.completions import fill_unscored, sum_rewards
 from whence.llm.trl.supported_settings import check_selectable
 from whence.llm.trl.trl_run import RunCallback
 from whence.page import write_report
@@ -378,6 +378,19 @@ def test_scores_stand_in_trls_metrics(tmp_path):
     assert {"influence/kept_share", "influence/mean", "influence/negative_share"} <= logged[0].keys()
 
 
+def test_rewards_are_trls_sums():
+    nan = math.nan
+    given = torch.tensor(
+        [[0.1, nan], [0.1, nan], [0.1, nan], [nan, nan], [1.0, 2.0], [nan, 4.0], [nan, nan], [nan] * 2]
+    )
+    total = sum_rewards(given, torch.tensor([1.0, 0.5]))
+    assert torch.equal(total.isnan(), given.isnan().all(dim=1))
+    assert total[4:6].tolist() == [2.0, 2.0]
+    groups = fill_unscored(torch.cat([total, total[6:], total[6:]]).reshape(3, 4))
+    assert groups[0].unique().tolist() == [float(given[0, 0])]  # equal rewards stay equal
+    assert groups[1:].tolist() == [[2.0] * 4, [0.0] * 4]
+
+
 def read_steps(trainer):
     """Return the optimiser's state, by parameter."""
     state = trainer.optimizer.state_dict()["state"]
@@ -428,9 +441,11 @@ class TestRunDirectory:
             assert table["advantage"].to_list() == pytest.approx(batch["advantages"].tolist(), abs=1e-5)
             assert table["tokens"].to_list() == batch["completion_mask"].sum(dim=1).tolist()
             assert table["reward"].to_list() == pytest.approx(reward(table["prompt"], table["response"]), abs=1e-5)
+            assert table["group_id"].to_list() == [0] * 4 + [1] * 4
             ids = [row[: int(n)].tolist() for row, n in zip(batch["completion_ids"], table["tokens"], strict=True)]
             assert table["response_ids"].to_list() == ids
             assert table["prompt_ids"].list.len().to_list() == batch["prompt_mask"].sum(dim=1).tolist()
+        assert trainer.rows.rewards.tolist() == tables[1]["reward"].to_list()
         if rule is not None:
             assert tables[1]["score"].to_list() == pytest.approx(trainer.influence.scores.tolist())
         write_report(run, tmp_path / "report.html")

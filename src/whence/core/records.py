@@ -70,12 +70,14 @@ class RecordBatch:
         advantages: (n,) advantage estimates, not normalised.
         values: (n,) value estimates, or None.
         returns: (n,) targets of the value function, or None.
-        rewards: (n,), or None. Rewards that SB3 stored include the bootstrap value at a time limit.
+        rewards: (n,), or None. Rewards that SB3 stored include the bootstrap value at a time limit. A language model's
+            row has the reward of the whole response.
         episode_starts: (n,) whether the record is the first of its episode, or None.
         record_ids: (n,) distinct integers >= 0; None numbers the records from 0.
         env_index: (n,) index of the environment, -1 where unknown, or None.
         episode_ids: (n,) integer id of the episode, -1 where unknown, or None.
         steps: (n,) position in the episode, counted from 0, -1 where unknown, or None.
+        group_ids: (n,) integer id of the prompt that the record was drawn for, -1 where unknown, or None.
         action_masks: (n, ...) bool, True where an action was allowed, or None.
         gamma: discount factor, or None.
         gae_lambda: lambda of the advantage estimator, or None.
@@ -98,6 +100,7 @@ class RecordBatch:
     env_index: Int[Tensor, " n"] | None = None
     episode_ids: Int[Tensor, " n"] | None = None
     steps: Int[Tensor, " n"] | None = None
+    group_ids: Int[Tensor, " n"] | None = None
     action_masks: Bool[Tensor, "n ..."] | None = None
     gamma: float | None = None
     gae_lambda: float | None = None
@@ -283,13 +286,14 @@ def _make_series(name: str, column: Tensor) -> pl.Series:
 
 
 _COLUMNS = tuple(field.name for field in fields(RecordBatch) if field.name not in ("gamma", "gae_lambda"))
-_INTEGER = ("record_ids", "env_index", "episode_ids", "steps")
+_INTEGER = ("record_ids", "env_index", "episode_ids", "steps", "group_ids")
 _BOOLEAN = ("episode_starts", "action_masks")
 _FLOATING = ("log_probs", "advantages", "values", "returns", "rewards")
 _IN_TABLES = {
     "env_index": "env_index",
     "episode_ids": "episode_id",
     "steps": "step",
+    "group_ids": "group_id",
     "actions": "action",
     "log_probs": "log_prob",
     "values": "value",

@@ -209,6 +209,8 @@ def _rebuild_trl(
         response_mask=mask,
         advantages=torch.where(mask, advantages[:, None], 0.0),
         record_ids=torch.tensor(table["record_id"].to_list()),
+        rewards=table["reward"].to_torch() if table["reward"].null_count() == 0 else None,
+        group_ids=table["group_id"].to_torch() if "group_id" in table.columns else None,
     )
     columns: Any = {**rows.observations, EXTRA_PADDING: widths.max() - widths}
     rows = rows.with_columns({"observations": columns})

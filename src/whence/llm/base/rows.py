@@ -41,6 +41,8 @@ def make_rows(
     values: Float[Tensor, "n R"] | None = None,
     returns: Float[Tensor, "n R"] | None = None,
     record_ids: Int[Tensor, " n"] | None = None,
+    rewards: Float[Tensor, " n"] | None = None,
+    group_ids: Int[Tensor, " n"] | None = None,
 ) -> RecordBatch:
     """Return rows of a language model as records: L = P + R, prompts of P tokens and responses of R, with padding.
 
@@ -59,6 +61,8 @@ def make_rows(
         values: values of the states before the response tokens.
         returns: the regression targets of the values.
         record_ids: see `RecordBatch`.
+        rewards: the reward of each whole response.
+        group_ids: a number for each prompt: responses of one number are to one prompt.
 
     Raises:
         InvalidRecords: shapes do not fit together, a response token is padding or follows padding, or a number is not
@@ -82,6 +86,8 @@ def make_rows(
         log_probs=tokens["log_probs"].sum(dim=1),
         advantages=tokens["advantages"].gather(1, last_token(mask)[:, None]).squeeze(1),
         record_ids=record_ids,
+        rewards=None if rewards is None else torch.as_tensor(rewards).to(mask.device),
+        group_ids=None if group_ids is None else torch.as_tensor(group_ids).to(mask.device),
         # Each row is an episode; cross-fitting assigns folds by episode.
         episode_ids=torch.arange(len(mask)),
     )

@@ -84,6 +84,8 @@ def make_rollout(
     penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
     token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
     advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
+    # A prompt may begin with the token that pads others.
+    prompts = torch.where(responses.attention_mask.bool(), responses.input_ids, -1)[:, : -mask.shape[1]]
     rows = make_rows(
         **tokens,
         log_probs=outputs.log_prob,
@@ -91,6 +93,8 @@ def make_rollout(
         advantages=losses.whiten(advantages, mask),
         returns=torch.where(mask, advantages + outputs.value, 0.0),
         record_ids=torch.arange(first_id, first_id + len(mask)),
+        rewards=rewards,
+        group_ids=prompts.unique(dim=0, return_inverse=True)[1],
     )
     token_log_probs = outputs.log_prob[mask]
     return Rollout(
@@ -139,9 +143,11 @@ def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: P
 def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
     """Return a row for each response: texts, reward, divergence, advantage of its last token, score and selection."""
     responses, rows = rollout.responses, rollout.rows
+    assert rows.group_ids is not None
     table = pl.DataFrame(
         {
             "record_id": rows.ids.tolist(),
+            "group_id": rows.group_ids.tolist(),
             "prompt": list(responses.prompts),
             "response": list(responses.texts),
             "tokens": responses.response_mask.sum(dim=1).tolist(),

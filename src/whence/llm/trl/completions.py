@@ -1,11 +1,13 @@
 """The completions of a TRL generation batch: as records, and as kept rows of a minibatch."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -19,11 +21,18 @@ def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
 
 
 def make_completion_rows(
-    output: Mapping[str, Any], accelerator: Accelerator, processes: Processes, batches_done: int
+    output: Mapping[str, Any],
+    accelerator: Accelerator,
+    processes: Processes,
+    batches_done: int,
+    rewards: Float[Tensor, " n"],
+    group_size: int,
 ) -> RecordBatch:
     """Return the completions of all processes, of which each has a part, as rows; call it in every process.
 
-    Record ids go on from the `batches_done` before this one. Images, which scores do not account for, are refused.
+    Record ids go on from the `batches_done` before this one. Of the `rewards`, see `sum_rewards`, one that is NaN
+    becomes its group's mean; `group_size` consecutive completions are to one prompt. Images, which scores do not
+    account for, are refused.
     """
     if others := find_other_inputs(output):
         raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
@@ -53,9 +62,28 @@ def make_completion_rows(
         response_mask=mask,
         advantages=torch.where(mask, advantages, 0.0),
         record_ids=torch.arange(batches_done * len(mask), (batches_done + 1) * len(mask)),
+        rewards=fill_unscored(rewards.reshape(-1, group_size)).flatten(),
+        group_ids=torch.arange(len(mask)) // group_size,
     )
     observations: Any = rows.observations
     return rows.with_columns({"observations": {**observations, **columns}})
+
+
+def sum_rewards(rewards: Float[Tensor, "n functions"], weights: Float[Tensor, " functions"]) -> Float[Tensor, " n"]:
+    """Return TRL's sum of each completion's weighted rewards, without those that are NaN; NaN where all are, float64.
+
+    RLOO's clipping and divergence are not in it.
+    """
+    total = (rewards.double() * weights.to(rewards.device).double()).nansum(dim=1)
+    return torch.where(rewards.isnan().all(dim=1), torch.nan, total)
+
+
+def fill_unscored(groups: Float[Tensor, "groups size"]) -> Float[Tensor, "groups size"]:
+    """Return rewards by group with the group's mean instead of NaN, since TRL gives such a completion no advantage."""
+    # A mean that is rounded would make equal rewards differ.
+    lowest, highest = groups.nan_to_num(math.inf).amin(1, True), groups.nan_to_num(-math.inf).amax(1, True)
+    mean = torch.minimum(torch.maximum(groups.nanmean(1, True), lowest), highest)
+    return torch.where(groups.isnan(), mean.nan_to_num(0.0), groups)
 
 
 def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int) -> None:

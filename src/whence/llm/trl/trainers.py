@@ -34,6 +34,7 @@ from whence.llm.trl.completions import (
     find_other_inputs,
     forget_passes,
     make_completion_rows,
+    sum_rewards,
     take_kept,
 )
 from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, make_group_objective
@@ -144,6 +145,7 @@ class _SelectingTrainer:
             names: Any = self.reward_func_names  # type: ignore[attr-defined]
             with name_round(self._batches_done + 1):
                 check_group_rewards(rewards, names, self._batches_done * len(rewards))
+            self._rewards: Tensor = sum_rewards(rewards, self.reward_weights)  # type: ignore[attr-defined]
         return rewards
 
     def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +170,9 @@ class _SelectingTrainer:
         return int(passes // (args.steps_per_generation * args.num_iterations))
 
     def _make_rows(self, output: Mapping[str, Any]) -> RecordBatch:
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        return make_completion_rows(output, accelerator, self._processes, self._batches_done)
+        trainer: Any = self
+        groups = self._rewards, trainer.num_generations
+        return make_completion_rows(output, trainer.accelerator, self._processes, self._batches_done, *groups)
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]

@@ -232,17 +232,15 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             return
         logs = {name: list(trainer._logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
         texts = {name: list(map(join_messages, logs[name])) for name in ("prompt", "completion")}
-        by_function = torch.tensor([list(values)[-size:] for values in trainer._logs["rewards"].values()])
-        rewards = (by_function.double() * trainer.reward_weights.double().cpu()[:, None]).nansum(dim=0)
-        rewards[by_function.isnan().all(dim=0)] = math.nan  # no function applies
         table = pl.DataFrame({"prompt": texts["prompt"], "response": texts["completion"]}).with_columns(
-            pl.Series("reward", rewards.tolist(), dtype=pl.Float64).fill_nan(None),
+            pl.Series("reward", trainer._rewards.tolist(), dtype=pl.Float64).fill_nan(None),
             pl.Series("advantage", logs["advantages"], dtype=pl.Float64),
         )
         if trainer.rows is not None:
             lengths = trainer.rows.observations["response_mask"].sum(dim=1)
             tokens = list_tokens(trainer.rows)
-            table = table.with_columns(pl.Series("tokens", lengths.tolist()), *tokens)
+            groups = pl.Series("group_id", trainer.rows.group_ids.tolist())
+            table = table.with_columns(groups, pl.Series("tokens", lengths.tolist()), *tokens)
         everything = Selection.dropping(torch.ones(len(table), dtype=torch.bool), "")
         selection, influence = trainer.selection or everything, trainer.influence
         keep = pl.Series(selection.keep.numpy())

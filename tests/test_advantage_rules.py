@@ -9,9 +9,9 @@ import torch
 import whence
 from toys import model
 from whence import AdvantageMismatch, InvalidRecords, RecordBatch, TDErrorPriority, WhenceError
-from whence.advantage_rules import measure_by_visits, number_states
 from whence.advantages import monte_carlo_advantages, monte_carlo_errors, returns_to_go, td_errors
 from whence.sb3 import collect
+from whence.selection import measure_by_visits, number_states
 
 # Two environments of three steps; the first begins a second episode at its last step.
 STARTS = np.array([True, False, True, False, False, False])

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from whence import TDErrorPriority, flatten_rollout
-from whence.advantage_rules import compute_td_errors, measure_by_visits
 from whence.advantages import td_errors
 from whence.moments import find_moments
+from whence.selection import compute_td_errors, measure_by_visits
 
 STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])
 

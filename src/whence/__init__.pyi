@@ -2,8 +2,6 @@ from . import diagnosis as diagnosis
 from . import experiments as experiments
 from . import llm as llm
 from . import sb3 as sb3
-from .advantage_rules import AdvantageMismatch as AdvantageMismatch
-from .advantage_rules import TDErrorPriority as TDErrorPriority
 from .attribution import attribute as attribute
 from .attribution import attribute_crossfit as attribute_crossfit
 from .checks import check_engines as check_engines
@@ -30,6 +28,7 @@ from .rounds import attribute_round as attribute_round
 from .runs import RunDirectory as RunDirectory
 from .selection import IIF as IIF
 from .selection import IPPO as IPPO
+from .selection import AdvantageMismatch as AdvantageMismatch
 from .selection import BelowMean as BelowMean
 from .selection import KeepAll as KeepAll
 from .selection import NegativeRandom as NegativeRandom
@@ -38,5 +37,6 @@ from .selection import Progress as Progress
 from .selection import RandomDrop as RandomDrop
 from .selection import Selection as Selection
 from .selection import SelectionRule as SelectionRule
+from .selection import TDErrorPriority as TDErrorPriority
 
 __version__: str

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.advantage_rules import compute_td_errors
 from whence.core import BatchTarget, NonFinite, Target, WhenceError, compute_outputs, eval_mode, preserve_rng_state
 from whence.folds import split_target
 from whence.rounds import (
@@ -24,6 +23,7 @@ from whence.rounds import (
     open_round,
     snapshot_scores,
 )
+from whence.selection import compute_td_errors
 
 Evaluate = Callable[[Mapping[str, Tensor], int], float]
 """`evaluate(params, repetition)` measures trained parameters, a mapping by name: for instance their test return.

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
-from whence.advantage_rules import number_states
 from whence.core import Action, RecordBatch, ReplayError, Tree, WhenceError, eval_mode, named_leaves, to_numpy
 from whence.experiments import (
     AnyEnv,
@@ -39,6 +38,7 @@ from whence.sb3 import (
     to_env_actions,
     use_fresh_noise,
 )
+from whence.selection import number_states
 
 CANDIDATES = 512
 """States of the last round among which a behaviour is looked for, evenly spread."""

@@ -6,11 +6,11 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import polars as pl
 
-from whence.advantage_rules import has_single_actions, measure_by_visits, number_states
 from whence.core import ReplayError, WhenceError, suggest
 from whence.experiments import AnyEnv, OnRecord, estimate_advantages, load_round, score_round
 from whence.influence import SIGNIFICANT
 from whence.runs import RunDirectory
+from whence.selection import has_single_actions, measure_by_visits, number_states
 
 Measure: TypeAlias = Literal["auto", "visits", "rollouts"]
 

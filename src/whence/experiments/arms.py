@@ -19,7 +19,7 @@ class Arm:
     """One way to train.
 
     Attributes:
-        rule: name of a selection rule in `whence.selection` or `whence.advantage_rules`.
+        rule: name of a selection rule in `whence.selection`.
         about: one line for people.
         rule_settings: arguments of the rule that a run does not set.
         learning_rate_scale: factor of the run's learning rate.
@@ -34,9 +34,9 @@ class Arm:
 
     def make_rule(self, **run_fields: float) -> "SelectionRule":
         """Return the selection rule of a run, with those of the run's fields that the rule has."""
-        from whence import advantage_rules, selection  # they import torch, which a list of arms does not need
+        from whence import selection  # it imports torch, which a list of arms does not need
 
-        rule_class = getattr(selection, self.rule, None) or getattr(advantage_rules, self.rule)
+        rule_class = getattr(selection, self.rule)
         of_run = {name: value for name, value in run_fields.items() if name in rule_class.__dataclass_fields__}
         rule: SelectionRule = rule_class(**{**of_run, **self.rule_settings})
         return rule

@@ -17,7 +17,7 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common import policies
 from stable_baselines3.common.vec_env import VecEnv
 
-from whence import advantage_rules, selection
+from whence import selection
 from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, target_name
 from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
@@ -135,7 +135,7 @@ def build_rule(text: str) -> SelectionRule:
         name = call.func.id
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         positional = [ast.literal_eval(argument) for argument in call.args]
-        kind = getattr(selection, name, None) or getattr(advantage_rules, name, None)
+        kind = getattr(selection, name, None)
         if not isinstance(kind, type) or not hasattr(kind, "needs_influence") or kind is SelectionRule:
             raise wrong
         rule: SelectionRule = kind(*positional, **arguments)

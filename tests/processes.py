@@ -63,7 +63,6 @@ def train(folder, target, processes, **more):
         reward=by_the_column,
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),
-        layers=1 if target == "token" else None,
         on_rollout=lambda rollout, influence, selection, row: rounds.append(
             {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
         ),

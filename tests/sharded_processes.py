@@ -18,7 +18,6 @@ from languages import language_model, rows_for, tokens
 from launching import end_process
 from whence import NonPositive, WhenceError, attribute
 from whence.attribution import score_targets
-from whence.layers import find_blocks
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base import Processes
 from whence.llm.scores import Scoring, score
@@ -43,7 +42,8 @@ class Squared(TokenReturn):
 
 def shard(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in find_blocks(model)[1]:
+    blocks = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) > 1)
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -96,17 +96,14 @@ def compare_scores(
     for style, lora in cases:
         whole, model, rows, targets = make_case(style, lora, shard)
         for name, target in targets.items():
-            for layers in (None, 1):
-                scoring = Scoring(target, TokenPPO(), 1.0, "auto", None, AT_ONCE[processes.number], processes, layers)
-                influence = score(model, rows, scoring)
-                exact = attribute(
-                    language_view(whole), rows, target=target, objective=TokenPPO(), engine="loop", layers=layers
-                ).scores
-                keep = NonPositive().select(rows, influence).keep
-                results[f"{style} {lora} {name} {layers}"] = {
-                    "apart": apart(influence.scores, exact),
-                    "same selection": keep.tolist() == (exact > 0).tolist(),
-                }
+            scoring = Scoring(target, TokenPPO(), 1.0, "auto", None, AT_ONCE[processes.number], processes)
+            influence = score(model, rows, scoring)
+            exact = attribute(language_view(whole), rows, target=target, objective=TokenPPO(), engine="loop").scores
+            keep = NonPositive().select(rows, influence).keep
+            results[f"{style} {lora} {name}"] = {
+                "apart": apart(influence.scores, exact),
+                "same selection": keep.tolist() == (exact > 0).tolist(),
+            }
         check_shards(model)
         # Training goes on as if nothing had been scored.
         gradients = differentiate(model, rows)

@@ -182,3 +182,27 @@ def test_an_axis_is_confirmed_for_each_view_of_a_module() -> None:
     records = records_for(view, 12, features=(12, 5))
     assert attribute(plain, records, target=Return()).engine == "ghost"
     assert attribute(view, records, target=Return()).engine == "forward"
+
+
+class Squared(Return):
+    """A target whose derivatives in the outputs depend on them."""
+
+    linear = False
+
+    def from_outputs(self, outputs: Any, records: whence.RecordBatch) -> Tensor:
+        return (outputs.log_prob.square() * records.advantages).mean()
+
+
+@pytest.mark.parametrize("engine", ["ghost", "forward"])
+def test_a_linear_target_saves_a_forward_pass(engine: str) -> None:
+    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double())
+    records = moved(records_for(view, n=40, dtype=torch.float64))
+    score_targets(view, records, {"": Return()}, engine=engine, chunk_size=10)  # notes what it needs to
+    passes, sizes = {}, []
+    view.module.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    for target in (Return(), Squared()):
+        sizes.clear()
+        scores = score_targets(view, records, {"": target}, engine=engine, chunk_size=10)[""].scores
+        passes[type(target)] = sum(sizes)
+        torch.testing.assert_close(scores, attribute(view, records, target=target, engine="loop").scores)
+    assert passes == {Return: 2 * 40 + 1, Squared: 3 * 40}

@@ -515,15 +515,15 @@ class TestCommand:
         assert isinstance(done.exception, WhenceError), done.output
         assert message in str(done.exception)
 
-    def test_layers_are_those_of_the_arms_that_score(self, tmp_path, monkeypatch):
+    def test_held_out_prompts_are_of_the_arms_that_score(self, tmp_path, monkeypatch):
         compared = []
         monkeypatch.setattr(
             "whence.cli.commands.train_command._compare", lambda configs, *_, **__: compared.extend(configs)
         )
-        arguments = ["--task", "arithmetic", "--size", "tiny", "--arms", "none,ippo", "--layers", 1, "--seeds", 1]
-        done = invoke("llm", "compare", *arguments, "--out", tmp_path)
+        arguments = ["--task", "arithmetic", "--size", "tiny", "--arms", "none,iif-token", "--seeds", 1]
+        done = invoke("llm", "compare", *arguments, "--held-out", 8, "--out", tmp_path)
         assert done.exit_code == 0, done.output
-        assert [(config.arm, config.layers) for config in compared] == [("ppo", None), ("ippo", 1)]
+        assert [(config.arm, config.held_out) for config in compared] == [("ppo", 0), ("iif-token", 8)]
 
     def test_help_teaches(self):
         for command in ("train", "compare"):

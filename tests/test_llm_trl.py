@@ -84,7 +84,6 @@ def make_config(kind, tmp_path, **more):
 
 def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
     names = ("target", "engine", "memory", "objective", "run", "about", "eval_dataset", "overwrite")
-    names += ("layers",)
     kept = {name: more.pop(name) for name in names if name in more}
     rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
     model, args = model or make_model(), make_config(kind, tmp_path, **more)

@@ -56,7 +56,6 @@ from whence.folds import (
     standard_errors,
 )
 from whence.influence import Influence, Provenance
-from whence.layers import Layers, restrict_view
 
 
 @overload
@@ -69,7 +68,6 @@ def attribute(
     engine: str = ...,
     memory: int = ...,
     folds: int | None = ...,
-    layers: Layers | None = ...,
 ) -> dict[str, Influence]: ...
 @overload
 def attribute(
@@ -81,7 +79,6 @@ def attribute(
     engine: str = ...,
     memory: int = ...,
     folds: int | None = ...,
-    layers: Layers | None = ...,
 ) -> Influence: ...
 def attribute(
     policy: object,
@@ -92,7 +89,6 @@ def attribute(
     engine: str = "auto",
     memory: int = 2**31,
     folds: int | None = None,
-    layers: Layers | None = None,
 ) -> Influence | dict[str, Influence]:
     """Score every record by `<grad target, grad objective_i>` at the present policy (LDA §3.3; snapshot).
 
@@ -112,8 +108,6 @@ def attribute(
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
             have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
             target that reads the scored records, as `Return` does.
-        layers: score by some layers alone, which costs less where they are the last: a number of last blocks, or
-            patterns of parameters' names, such as "*.lora_*"; None: all that train.
 
     Returns:
         The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
@@ -133,7 +127,7 @@ def attribute(
         for each in by_name.values():  # before anything is computed
             check_batch_target(as_target(each))
         balance_folds(records, folds)
-    policy = restrict_view(as_view(policy), layers)
+    policy = as_view(policy)
     influences = score_targets(policy, records, by_name, objective=objective, engine=engine, memory=memory)
     if folds is not None:
         influences = {

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from scipy.stats import spearmanr
-from torch import Tensor
+from torch import Tensor, nn
 
 import whence
 from studies.benchmarks.cells import Cell, Result, Setting
@@ -98,10 +99,23 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result
         "whence_peak": whence_peak,
     }
     if peer.layers is not None and subject.model is not None:
-        settings = {**subject.scoring, "layers": [peer.layers]}
-        of_layers = whence.attribute(subject.policy, records, **settings).scores.double()
+        with train_alone(subject.module, peer.layers):
+            of_layers = whence.attribute(subject.policy, records, **subject.scoring).scores.double()
         result["difference_of_layers"] = measure_difference(scores, of_layers)
     return result
+
+
+@contextlib.contextmanager
+def train_alone(module: nn.Module, pattern: str) -> Iterator[None]:
+    """Let only the parameters train whose names match a pattern."""
+    others = [p for name, p in module.named_parameters() if p.requires_grad and not fnmatchcase(name, pattern)]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 def measure_difference(scores: Tensor, truth: Tensor) -> float:

@@ -89,8 +89,8 @@ def test_a_peers_scores_are_those_of_whence(name: str, subject: Subject) -> None
     peer = libraries.PEERS[name]
     if not libraries.is_installed(peer):
         pytest.skip(f"{peer.module} is not installed")
-    layers = peer.layers and [peer.layers]
-    truth = whence.attribute(subject.policy, subject.records(64), layers=layers, **subject.scoring)
+    with peers.train_alone(subject.module, peer.layers or "*"):
+        truth = whence.attribute(subject.policy, subject.records(64), **subject.scoring)
     with peers.silence():
         scores = peer.run(subject.question(64))
     assert peers.measure_difference(scores.double(), truth.scores.double()) < 1e-5

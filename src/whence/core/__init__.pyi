@@ -27,7 +27,6 @@ from .policies import LazyOutputs as LazyOutputs
 from .policies import ModuleView as ModuleView
 from .policies import Outputs as Outputs
 from .policies import Params as Params
-from .policies import PartialView as PartialView
 from .policies import PolicyView as PolicyView
 from .policies import as_view as as_view
 from .policies import compute_outputs as compute_outputs

@@ -136,43 +136,9 @@ class ModuleView:
         return Outputs(outputs) if isinstance(outputs, Tensor) else outputs
 
 
-class PartialView:
-    """A view with some of another view's trainable parameters; the others are constants to it.
-
-    Args:
-        view: the other view.
-        names: the names of the parameters that stay trainable.
-    """
-
-    def __init__(self, view: PolicyView, names: Collection[str]) -> None:
-        self.view, self.names, self.module = view, frozenset(names), view.module
-        self._constants = {name: p.detach() for name, p in view.parameters().items() if name not in self.names}
-
-    @property
-    def action_space(self) -> Any:
-        """The other view's."""
-        return getattr(self.view, "action_space", None)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The parameters that are trainable here."""
-        return {name: parameter for name, parameter in self.view.parameters().items() if name in self.names}
-
-    def prepare(self, records: RecordBatch) -> Tree:
-        """Return the inputs of the records."""
-        return self.view.prepare(records)
-
-    def __call__(self, params: Params, inputs: Tree) -> Outputs:
-        """Evaluate the policy at `params`."""
-        return self.only(COLUMNS, params, inputs)
-
-    def only(self, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
-        """Evaluate the policy at `params`; outputs outside `columns` may be None."""
-        return compute_outputs(self.view, columns, {**self._constants, **params}, inputs)
-
-
 def compute_outputs(view: PolicyView, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
     """Evaluate any view at `params`; outputs outside `columns` may be None."""
-    return view.only(columns, params, inputs) if isinstance(view, ModuleView | PartialView) else view(params, inputs)
+    return view.only(columns, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
 
 
 def _default_inputs(records: RecordBatch) -> Tree:
@@ -222,8 +188,6 @@ def notes_on(view: PolicyView) -> dict[Hashable, Any]:
 
     Views of one module with the same functions share their notes, since `as_view` makes a view for each call.
     """
-    if isinstance(view, PartialView):
-        return notes_on(view.view).setdefault(view.names, {})  # type: ignore[no-any-return]
     functions = (view._outputs, view._prepare) if type(view) is ModuleView else ()
     codes = tuple(_identify_function(function, view.module) for function in functions)
     if codes and None not in codes:

@@ -164,8 +164,7 @@ class Along:
 
     def __call__(self, view: Any, params: Mapping[str, Tensor], records: Any) -> Tensor:
         """Return the target, a scalar."""
-        # The scored layers may be fewer than those that the gradient was computed in.
-        return torch.stack([(params[name] * one).sum() for name, one in self.gradient.items() if name in params]).sum()
+        return torch.stack([(params[name] * one).sum() for name, one in self.gradient.items()]).sum()
 
 
 class _Precision(TorchDispatchMode):

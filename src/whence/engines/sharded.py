@@ -42,7 +42,7 @@ def sharded(problem: Problem) -> Float[Tensor, "targets n"]:
     if outside := sorted(problem.params.keys() - covered):
         raise Refused(
             f"The parameter `{outside[0]}` belongs to no layer with a rule, and in shards only these are scored. "
-            "Freeze it, or leave it out with layers=."
+            "Freeze it."
         )
     _confirm_axes(problem, layers)
     gradients = [_compute_target_gradient(problem, layers, target) for target in problem.targets]

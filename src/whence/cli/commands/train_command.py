@@ -89,9 +89,6 @@ _NONE = "none"
 """The name of the standard arm of language models on the command line; results use the standard arm's own."""
 
 _SELECTIONS = ", ".join(_NONE if arm == STANDARD else arm for arm in LANGUAGE_ARMS)
-_SCORING = ("layers", "held_out")
-"""Fields of language models that say how responses are scored."""
-
 _OTHERS = [each.name for each in fields(LanguageConfig) if each.name not in ("arm", "seed", "settings", *SOURCE)]
 _LANGUAGE_OPTIONS = [
     *make_field_options(LanguageConfig, names=_OTHERS, panel=_PANEL),
@@ -255,7 +252,7 @@ def compare_language(
     if not names or len(set(names)) < len(names):
         raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {_SELECTIONS}.")
     overrides = _collect_language_fields(values)
-    scoring = {name: overrides.pop(name) for name in _SCORING if name in overrides}
+    scoring = {"held_out": overrides.pop("held_out")} if "held_out" in overrides else {}
     plain = [LanguageConfig(name, 0, settings=_parse_settings(settings, rounds), **overrides) for name in names]
     if plain[0].task is None and plain[0].test_dataset is None:
         raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")

@@ -75,7 +75,6 @@ class LanguageConfig:
         test_problems: number of the test's prompts in an evaluation.
         samples: sampled answers to each of them, next to the greedy one.
         engine: how scores are computed; see `whence list engines`.
-        layers: score by some layers alone: a number of last blocks, or names of parameters, as `*.lora_*`; None: all.
         algorithm: what trains: ppo (whence's own), grpo or rloo (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
             `rounds` and `eval_every`.
@@ -99,7 +98,6 @@ class LanguageConfig:
     test_problems: Count = 512
     samples: Count = 4
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
-    layers: int | str | None = None
     algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -135,7 +133,6 @@ class LanguageConfig:
                 not self.task and self.target == "validation" and not self.demonstrations,
                 f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations).",
             ),
-            (self.layers is not None and not scores, f"layers have no effect: {selection} scores nothing."),
             (
                 self.held_out and self.target not in ("sequence", "token"),
                 f"held_out has no effect: the target of the arm {self.arm} reads no responses to held-out prompts.",

@@ -14,7 +14,6 @@ from transformers.utils.logging import tqdm
 from whence.advice import log_new_advice
 from whence.core import Objective, RecordBatch, Target, WhenceError, as_objective, as_target, preserve_rng_state
 from whence.influence import Influence
-from whence.layers import Layers
 from whence.llm.base import (
     MOST_CORRECTION,
     PPOConfig,
@@ -83,7 +82,6 @@ class PPOTrainer:
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
-        layers: score by some layers alone, see `whence.attribute`; None: by all.
         autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
             False: in the model's own precision.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
@@ -111,7 +109,6 @@ class PPOTrainer:
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
-        layers: Layers | None = None,
         autocast: bool = False,
         evaluate: Evaluate | None = None,
         sample_prompts: Sequence[Prompt] | Any | None = None,
@@ -149,12 +146,11 @@ class PPOTrainer:
             memory=memory,
             chunk_size=config.mini_batch_size,
             processes=self.processes,
-            layers=layers,
             autocast=autocast,
         )
         if self.held_out is not None:
             check_held_out(self.scoring.target, len(self.held_out), self.processes)
-        self.scoring.check(self.model)
+        self.scoring.check()
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
         # computed in the model's own precision.

@@ -8,7 +8,6 @@ from whence.attribution import score_targets
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import Summed
 from whence.influence import Influence
-from whence.layers import Layers, choose_parameters, restrict_view
 from whence.llm.base import ONE, Processes, language_view
 from whence.llm.scores.language_targets import target_share
 
@@ -25,7 +24,6 @@ class Scoring:
         memory: bytes that scoring may hold at a time, in each process; None: those that `chunk_size` rows take.
         chunk_size: rows that are scored at a time if no memory is given.
         processes: the processes; each scores a part of the rows.
-        layers: the layers to score by; see `whence.attribute`.
         autocast: score in the precision of training by Accelerate, instead of the model's own.
     """
 
@@ -36,29 +34,19 @@ class Scoring:
     memory: int | None
     chunk_size: int
     processes: Processes = ONE
-    layers: Layers | None = None
     autocast: bool = False
 
-    def check(self, model: Any) -> None:
-        """Refuse layers that a model does not have, and scores in float16.
-
-        Raises:
-            WhenceError: see above.
-        """
+    def check(self) -> None:
+        """Raise WhenceError for scores in float16."""
         if self.autocast and getattr(self.processes.accelerator, "mixed_precision", "no") == "fp16":
             raise WhenceError(
                 "autocast scores in the precision of training, which is float16: small gradients would be 0 there. "
                 "Train in bfloat16 (mixed_precision='bf16'), or leave autocast off."
             )
-        if self.layers is not None:
-            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            choose_parameters(model, trained, self.layers)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that make scores cheaper, by their names in JSON types, where they are set."""
-        layers = self.layers if isinstance(self.layers, int | str | None) else list(self.layers)
-        settings = {"layers": layers, "autocast": self.autocast or None}
-        return {name: value for name, value in settings.items() if value is not None}
+        return {"autocast": True} if self.autocast else {}
 
 
 def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
@@ -68,7 +56,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
     with accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext():
         influence = score_targets(
-            restrict_view(language_view(model, temperature=scoring.temperature), scoring.layers),
+            language_view(model, temperature=scoring.temperature),
             local_rows,
             {"": local_target},
             objective=scoring.objective,

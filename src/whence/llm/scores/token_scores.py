@@ -28,7 +28,6 @@ from whence.engines import (
     record_gradient,
     target_gradients,
 )
-from whence.layers import Layers, restrict_view
 from whence.llm.base import language_view
 from whence.llm.scores.language_targets import split_mean
 from whence.llm.scores.token_objectives import TokenPPO
@@ -42,7 +41,6 @@ def score_tokens(
     objective: Objective | None = None,
     temperature: float = 1.0,
     chunk_size: int = 16,
-    layers: Layers | None = None,
 ) -> Float[Tensor, "n R"]:
     """Return the part of each response's score that each of its tokens contributes; a response's parts sum to it.
 
@@ -58,7 +56,6 @@ def score_tokens(
             the outputs at that token's position.
         temperature: the sampling temperature of the responses.
         chunk_size: rows of a pass.
-        layers: the layers that the scores are of; see `whence.attribute`.
 
     Returns:
         (n, R) on the CPU, 0 where there is no response token.
@@ -67,7 +64,7 @@ def score_tokens(
         Unsupported: processes hold the parameters in shards, or forward mode differs from a backward pass.
         NonFinite: a part is not finite.
     """
-    view = restrict_view(language_view(model, temperature=temperature), layers)
+    view = language_view(model, temperature=temperature)
     if is_in_shards(view.parameters().values()):
         raise Unsupported(
             "The parameters are in shards, and tokens' parts of scores need them whole: score them in one process "

@@ -22,7 +22,6 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from whence.core import Objective, RecordBatch, Target, as_objective, as_target, preserve_rng_state
 from whence.influence import Influence
-from whence.layers import Layers
 from whence.llm.base import ONE, Processes
 from whence.llm.scores import Scoring, SequenceReturn, score
 from whence.llm.trl.completions import (
@@ -58,7 +57,6 @@ class _SelectingTrainer:
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
-        layers: Layers | None = None,
         autocast: bool = False,
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
@@ -81,10 +79,9 @@ class _SelectingTrainer:
             memory=memory,
             chunk_size=trainer.args.per_device_train_batch_size,
             processes=self._processes,
-            layers=layers,
             autocast=autocast,
         )
-        self.scoring.check(trainer.model)
+        self.scoring.check()
         self.influence: Influence | None = None
         self.selection: Selection | None = None
         self.rows: RecordBatch | None = None
@@ -279,7 +276,6 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
-        layers: score by some layers alone, see `whence.attribute`; None: by all.
         autocast: score in bfloat16 where training does so by mixed precision; False: in the model's own precision.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
         about: a further description of the run for the directory, in JSON types.

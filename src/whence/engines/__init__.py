@@ -6,6 +6,8 @@ from whence.engines.auto import register_engine as register_engine
 from whence.engines.auto import solve as solve
 from whence.engines.forward import outputs_along as outputs_along
 from whence.engines.gradient_masks import add_masks as add_masks
+from whence.engines.in_step import Step as Step
+from whence.engines.in_step import record_step as record_step
 from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import measure_bytes as measure_bytes
 from whence.engines.per_record import record_gradient as record_gradient
@@ -21,8 +23,11 @@ from whence.engines.problem import compute_seeds as compute_seeds
 from whence.engines.problem import target_gradients as target_gradients
 from whence.engines.rules import LayerRule as LayerRule
 from whence.engines.rules import LayerTensors as LayerTensors
-from whence.engines.rules import linear_gradient as linear_gradient
+from whence.engines.rules import dot as dot
 from whence.engines.rules import linear_product as linear_product
 from whence.engines.rules import register_rule as register_rule
 from whence.engines.rules import rule_for as rule_for
+from whence.engines.rules import weigh as weigh
 from whence.engines.sharded import agree_on_most as agree_on_most
+from whence.engines.tape import Layer as Layer
+from whence.engines.tape import covered_layers as covered_layers

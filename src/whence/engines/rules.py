@@ -30,14 +30,14 @@ class LayerRule:
             parameters with `direction`, (n,): the record's `g` times the change of its output along `direction`. A
             parameter that `direction` lacks counts as zero.
         gradient: `gradient(layer, x, g, weights)` returns the sum of the records' gradients in the layer's parameters,
-            each multiplied by its weight; weights are (n,).
+            each multiplied by its weight; weights are (n,), or None: all 1.
         covers: `covers(layer)` returns whether the rule holds for this layer.
         parameters: names of the parameters that the rule knows; None: all. A layer with others, such as weight
             normalisation and pruning leave behind, is not covered.
     """
 
     product: Callable[[Any, LayerTensors, Tensor, Tensor], Tensor]
-    gradient: Callable[[Any, Tensor, Tensor, Tensor], LayerTensors]
+    gradient: Callable[[Any, Tensor, Tensor, Tensor | None], LayerTensors]
     covers: Callable[[Any], bool] = lambda layer: True
     parameters: frozenset[str] | None = None
 
@@ -71,25 +71,37 @@ def linear_product(layer: nn.Module, direction: LayerTensors, x: Tensor, g: Tens
     weight, bias = direction.get("weight"), direction.get("bias")
     # Multiply on the side that gives the smaller matrix.
     if weight is not None and weight.shape[0] <= weight.shape[1]:
-        product = vecdot(g, nn.functional.linear(x, weight, bias))
+        product = dot(g, nn.functional.linear(x, weight, bias))
     else:
         product = g.new_zeros(g.shape[:-1]) if bias is None else g @ bias
         if weight is not None:
-            product += vecdot(g @ weight, x)
+            product = product + dot(g @ weight, x)
     total: Tensor = product.reshape(len(g), -1).sum(1) if product.ndim > 1 else product
     return total
 
 
-def linear_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
+def linear_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
     """Return the weighted gradient of a linear layer; the weight's has shape (out, in)."""
-    by_row = weights.reshape(-1, *[1] * (g.ndim - 1))
-    if x.shape[-1] < g.shape[-1]:
-        weight = _as_rows(g).mT @ _as_rows(x * by_row)
-        bias = _as_rows(g).mT @ by_row.expand(*g.shape[:-1], 1).reshape(-1)
+    if weights is not None and x.shape[-1] < g.shape[-1]:
+        weight = _as_rows(g).mT @ _as_rows(weigh(x, weights))
+        bias = _as_rows(g).mT @ weights.reshape(-1, *[1] * (g.ndim - 1)).expand(*g.shape[:-1], 1).reshape(-1)
     else:
-        weighted = _as_rows(g * by_row)
+        weighted = _as_rows(weigh(g, weights))
         weight, bias = weighted.mT @ _as_rows(x), weighted.sum(0)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products over the last axis, summed in single precision at least."""
+    if a.dtype in (torch.bfloat16, torch.float16):
+        a, b = a.float(), b.float()
+    product: Tensor = vecdot(a, b)
+    return product
+
+
+def weigh(g: Tensor, weights: Tensor | None) -> Tensor:
+    """Return records' tensors, each multiplied by its weight; None: all 1."""
+    return g if weights is None else g * weights.reshape(-1, *[1] * (g.ndim - 1))
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
@@ -102,20 +114,18 @@ def _conv_product(layer: nn.Conv1d | nn.Conv2d, direction: LayerTensors, x: Tens
         weight = torch.zeros_like(layer.weight)
     # The layer's own arithmetic (padding modes, stride, dilation, groups), with the direction as parameters.
     change = layer._conv_forward(x, weight, direction.get("bias"))
-    product: Tensor = vecdot(g.flatten(1), change.flatten(1))
-    return product
+    return dot(g.flatten(1), change.flatten(1))
 
 
-def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
+def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
     padding: Any = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x, padding = nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=mode), 0
-    by_record = weights.reshape(-1, *[1] * (g.ndim - 1))
-    if x[0].numel() < g[0].numel():
-        x, bias = x * by_record, weights @ g.flatten(2).sum(2)
+    if weights is not None and x[0].numel() < g[0].numel():
+        x, bias = weigh(x, weights), weights @ g.flatten(2).sum(2)
     else:
-        g = g * by_record
+        g = weigh(g, weights)
         bias = g.flatten(2).sum((0, 2))
     conv_weight: Any = conv1d_weight if isinstance(layer, nn.Conv1d) else conv2d_weight
     weight = conv_weight(x, list(whole_shape(layer.weight)), g, layer.stride, padding, layer.dilation, layer.groups)
@@ -123,12 +133,11 @@ def _conv_gradient(layer: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, weights: 
 
 
 def _embedding_product(layer: nn.Embedding, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
-    product: Tensor = vecdot(_mask_padding(layer, x, g).flatten(1), direction["weight"][x].flatten(1))
-    return product
+    return dot(_mask_padding(layer, x, g).flatten(1), direction["weight"][x].flatten(1))
 
 
-def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
-    g = _mask_padding(layer, x, g) * weights.reshape(-1, *[1] * (g.ndim - 1))
+def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
+    g = weigh(_mask_padding(layer, x, g), weights)
     return {"weight": g.new_zeros(whole_shape(layer.weight)).index_add_(0, x.reshape(-1), _as_rows(g))}
 
 
@@ -145,15 +154,15 @@ def _norm_product(layer: _Norm, direction: LayerTensors, x: Tensor, g: Tensor) -
     normalised, lead = _normalise(layer, x)
     total = g.new_zeros(len(g))
     if "weight" in direction:
-        total = total + vecdot((g * normalised).flatten(1), _spread(direction["weight"], g, lead))
+        total = total + dot((g * normalised).flatten(1), _spread(direction["weight"], g, lead))
     if "bias" in direction:
-        total = total + vecdot(g.flatten(1), _spread(direction["bias"], g, lead))
+        total = total + dot(g.flatten(1), _spread(direction["bias"], g, lead))
     return total
 
 
-def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
+def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
     normalised, lead = _normalise(layer, x)
-    g = g * weights.reshape(-1, *[1] * (g.ndim - 1))
+    g = weigh(g, weights)
     axes = [axis for axis in range(g.ndim) if not lead <= axis < lead + len(whole_shape(layer.weight))]
     return {"weight": (g * normalised).sum(axes), "bias": g.sum(axes)}
 

@@ -94,7 +94,7 @@ def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Ten
     size = len(problem.records) if run is None else None
 
     def note_call(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls.append(_record_call(layer, args, output, size))
+        calls.append(record_call(layer, args, output, size))
         # Where processes hold shards, the graph's leaves are other tensors than the policy's parameters.
         params.update({name: p for key, name in layer.names.items() if (p := module._parameters[key]) is not None})
 
@@ -105,21 +105,45 @@ def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Ten
     finally:
         for handle in handles:
             handle.remove()
+    plain = check_uses(outputs, calls, layers, params)
+    return Tape(problem, outputs, calls, plain)
+
+
+def check_uses(
+    outputs: Outputs,
+    calls: Sequence[Call],
+    layers: Sequence[Layer],
+    params: dict[str, Tensor],
+    *,
+    covers_all: bool = False,
+) -> list[str]:
+    """Return the names of used parameters that belong to no layer.
+
+    Raises:
+        Refused: a parameter is used outside its layer, or a layer's input was changed; or, with `covers_all`, a used
+            parameter belongs to no layer.
+    """
     used, reached = count_uses(outputs, params)
     # A call whose output is not used accounts for no use of a parameter.
     seen = Counter(name for call in calls if call.edge.node in reached for name in call.layer.names.values())
     layered = {name for layer in layers for name in layer.names.values()}
-    if outside := sorted(name for name in layered if used[name] > seen[name]):
+    plain = [name for name in params if used[name] and name not in layered]
+    if outside := sorted(name for name in layered if used[name] > seen[name]) or (plain if covers_all else []):
         raise Refused(
             f"The parameter `{outside[0]}` is used outside its layer's own call, where the ghost engine cannot see "
             "it. Use engine='forward' (or 'auto')."
         )
     if any(call.x._version != call.version for call in calls):
         raise Refused("A layer's input was changed in place after the layer ran. Use engine='forward' (or 'auto').")
-    return Tape(problem, outputs, calls, [name for name in problem.params if used[name] and name not in layered])
+    return plain
 
 
-def _record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | None) -> Call:
+def record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | None) -> Call:
+    """Return a call of a layer on `size` records; None: on as many as its input has.
+
+    Raises:
+        Refused: the first axis of input or output is not the records', or the layer ran without a graph.
+    """
     x = args[0] if args else None
     size = len(x) if size is None and isinstance(x, Tensor) else size
     kind = type(layer.module).__name__

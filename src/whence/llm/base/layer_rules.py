@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.core import Unsupported, whole_shape
-from whence.engines import LayerRule, LayerTensors, linear_gradient, linear_product, register_rule, rule_for
+from whence.engines import LayerRule, LayerTensors, dot, linear_product, register_rule, rule_for, weigh
 
 
 def register_rules(model: nn.Module) -> None:
@@ -74,12 +74,11 @@ def _run_with_weight(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _scale_product(layer: nn.Module, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
-    return (g * _normalise(layer, x) * direction["weight"]).flatten(1).sum(1)
+    return dot(g.flatten(1), (_normalise(layer, x) * direction["weight"]).flatten(1))
 
 
-def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
-    by_record = weights.reshape(-1, *[1] * (g.ndim - 1))
-    return {"weight": (g * _normalise(layer, x) * by_record).flatten(0, -2).sum(0)}
+def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
+    return {"weight": (weigh(g, weights) * _normalise(layer, x)).flatten(0, -2).sum(0)}
 
 
 def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
@@ -88,6 +87,6 @@ def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -
     return linear_product(layer, transposed, x, g)
 
 
-def _conv1d_gradient(layer: Any, x: Tensor, g: Tensor, weights: Tensor) -> LayerTensors:
-    gradient = linear_gradient(layer, x, g, weights)
-    return {name: tensor.t() if name == "weight" else tensor for name, tensor in gradient.items()}
+def _conv1d_gradient(layer: Any, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
+    g = weigh(g, weights).flatten(0, -2)
+    return {"weight": x.flatten(0, -2).mT @ g, "bias": g.sum(0)}

@@ -1,0 +1,164 @@
+"""One training pass that scores its rows before the gradients of the weights are computed.
+
+A backward pass to the layers' outputs holds all that scores need: a layer with input x and output gradient g of a row
+adds the product of x'g with the target's gradient. The same x and g then give the weights' gradient of the rows that
+are selected. So choosing costs the products alone, about as much as a forward pass, and dropped rows cost less than in
+a plain step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from whence.core import Outputs
+from whence.engines.problem import Gradient, Refused
+from whence.engines.rules import LayerTensors
+from whence.engines.tape import Call, Layer, check_uses, record_call
+
+
+class Step:
+    """A pass of training whose backward pass waits for a selection; `record_step` makes one.
+
+    Args:
+        layers: the layers that hold the parameters.
+        parameters: the parameters that train, by name.
+        rows: n, the rows of the pass, on the first axis of each layer's input and output.
+    """
+
+    def __init__(self, layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int) -> None:
+        self._layers, self._parameters, self._rows = layers, parameters, rows
+        self._calls: list[Call] = []
+        self._output_gradients: list[Tensor | None] = []
+        self._refusal: Refused | None = None
+
+    def backward(self, loss: Float[Tensor, ""], target: Gradient | None, scale: float = 1.0) -> Tensor | None:
+        """Run the backward pass to the layers' outputs, and return the rows' scores, (n,), by a target's gradient.
+
+        Row i's part of the loss has the gradient g_i; its score is `-<g_i, target> / scale`. The graph is freed.
+
+        Args:
+            loss: a sum over the rows of the pass, with denominators that do not depend on the selection.
+            target: the target's gradient by the parameters' names; None: the rows are not scored.
+            scale: a factor that the loss was multiplied by, such as a gradient scaler's.
+
+        Raises:
+            Refused: the pass cannot be taken apart; the graph is untouched, so that `loss.backward()` still can run.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        check_uses(Outputs(loss), self._calls, self._layers, dict(self._parameters), covers_all=True)
+        edges = [call.edge for call in self._calls]
+        self._output_gradients = list(torch.autograd.grad(loss, edges, allow_unused=True))
+        if target is None:
+            return None
+        scores = loss.new_zeros(self._rows, dtype=torch.promote_types(loss.dtype, torch.float32))
+        with torch.no_grad():
+            for call, g in zip(self._calls, self._output_gradients, strict=True):
+                direction = {key: target[name] for key, name in call.layer.names.items() if name in target}
+                if g is not None and direction:
+                    scores -= _multiply(call, g, direction)
+        return scores / scale
+
+    def add_gradient(self, weights: Float[Tensor, " n"], total: Gradient | None = None) -> None:
+        """Add the gradient of the loss with a weight for each row to the parameters' `.grad`; call it once.
+
+        Args:
+            weights: the rows' weights; a row of weight 0 costs nothing.
+            total: where to add the gradient with all weights 1; None: nowhere. Rows of weight 0 then cost as others.
+        """
+        chosen = weights.nonzero().flatten()
+        with torch.no_grad():
+            while self._calls:
+                call, g = self._calls.pop(), self._output_gradients.pop()
+                if g is not None:
+                    self._add_call(call, g, weights.to(g.device), chosen.to(g.device), total)
+
+    def _add_call(self, call: Call, g: Tensor, weights: Tensor, chosen: Tensor, total: Gradient | None) -> None:
+        is_uniform = bool(len(chosen)) and bool((weights[chosen] == weights[chosen[0]]).all())
+        selected = _sum_rows(call, g, chosen, None if is_uniform else weights[chosen])
+        factor = float(weights[chosen[0]]) if is_uniform else 1.0
+        for name, tensor in selected.items():
+            _accumulate(self._parameters[name], tensor, factor)
+        if total is None:
+            return
+        if is_uniform:
+            rest = (weights == 0).nonzero().flatten()
+            parts = [selected, _sum_rows(call, g, rest, None)]
+        else:
+            parts = [_sum_rows(call, g, torch.arange(len(weights), device=g.device), None)]
+        for part in parts:
+            for name, tensor in part.items():
+                total[name] = total[name] + tensor if name in total else tensor.clone()
+
+
+@contextmanager
+def record_step(layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int) -> Iterator[Step]:
+    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context, for `Step.backward`.
+
+    Raises:
+        Refused: a hook on a parameter changes its gradient or acts on it, which only a plain backward pass calls.
+    """
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise Refused(f"A hook on the parameter `{name}` runs in a plain backward pass alone.")
+    step = Step(layers, parameters, rows)
+    handles = [layer.module.register_forward_hook(partial(_note_call, step, layer), prepend=True) for layer in layers]
+    try:
+        yield step
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_call(step: Step, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    if not torch.is_grad_enabled() or step._refusal is not None:
+        return None
+    x = args[0] if args else None
+    replaced = None
+    if step._rows > 1 and isinstance(module, nn.Embedding) and isinstance(x, Tensor) and len(x) == len(output) == 1:
+        # Positions that all rows share: each row needs an output of its own, at which its gradient arrives.
+        x, replaced = (tensor.expand(step._rows, *tensor.shape[1:]) for tensor in (x, output))
+        args, output = (x, *args[1:]), replaced
+    try:
+        step._calls.append(record_call(layer, args, output, step._rows))
+    except Refused as refusal:
+        step._refusal = refusal
+    return replaced
+
+
+def _multiply(call: Call, g: Tensor, direction: LayerTensors) -> Float[Tensor, " n"]:
+    """Return the products of the rows' gradients in a call's layer with a direction, in single precision at least."""
+    if g.dtype == torch.float16:  # small numbers would be 0
+        g = g.float()
+    return call.layer.rule.product(
+        call.layer.module, {k: t.to(g.dtype) for k, t in direction.items()}, _cast(call, g), g
+    )
+
+
+def _sum_rows(call: Call, g: Tensor, rows: Tensor, weights: Tensor | None) -> Gradient:
+    """Return the gradient in a call's parameters, by their names, summed over some rows; weights None: all 1."""
+    if not len(rows):
+        return {}
+    x = _cast(call, g)
+    if len(rows) < len(g):
+        x, g = x[rows], g[rows]
+    tensors = call.layer.rule.gradient(call.layer.module, x, g, None if weights is None else weights.to(g.dtype))
+    return {name: tensors[key] for key, name in call.layer.names.items()}
+
+
+def _cast(call: Call, g: Tensor) -> Tensor:
+    # Under autocast a layer computes in the precision of its output.
+    return call.x.to(g.dtype) if call.x.is_floating_point() else call.x
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor, factor: float) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient if factor == 1 else gradient * factor
+    else:
+        parameter.grad.add_(gradient, alpha=factor)

@@ -12,8 +12,10 @@ from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import measure_bytes as measure_bytes
 from whence.engines.per_record import record_gradient as record_gradient
 from whence.engines.probing import Along as Along
+from whence.engines.probing import Precision as Precision
 from whence.engines.probing import check_against_loop as check_against_loop
 from whence.engines.probing import check_mixing as check_mixing
+from whence.engines.probing import spread_evenly as spread_evenly
 from whence.engines.problem import Gradient as Gradient
 from whence.engines.problem import Problem as Problem
 from whence.engines.problem import Refused as Refused

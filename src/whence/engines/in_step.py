@@ -93,7 +93,10 @@ class Step:
             parts = [_sum_rows(call, g, torch.arange(len(weights), device=g.device), None)]
         for part in parts:
             for name, tensor in part.items():
-                total[name] = total[name] + tensor if name in total else tensor.clone()
+                if name in total:
+                    total[name] += tensor
+                else:
+                    total[name] = tensor.to(self._parameters[name].dtype, copy=True)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def check_against_loop(problem: Problem, engine: Engine) -> None:
     probe = _take_probe(problem)
     with problem.restored():
         try:
-            direction = _spread(record_gradient(probe, 0))
+            direction = spread_evenly(record_gradient(probe, 0))
         except Exception:  # the loop fails on this policy, so there is nothing to compare with
             return
 
@@ -125,7 +125,7 @@ def _reorder(problem: Problem, index: Tensor) -> Problem:
     return replace(problem, records=records, prepared=prepared, known_inputs=None)
 
 
-def _spread(gradient: Gradient) -> Gradient:
+def spread_evenly(gradient: Gradient) -> Gradient:
     """Return the gradient with every parameter's part scaled so that its product with the gradient is 1."""
     sizes = {name: tensor.norm() for name, tensor in gradient.items()}
     if not sizes:
@@ -137,8 +137,8 @@ def _spread(gradient: Gradient) -> Gradient:
     }
 
 
-def _measure_precision(probe: Problem) -> "_Precision":
-    precision = _Precision()
+def _measure_precision(probe: Problem) -> "Precision":
+    precision = Precision()
     with precision:
         probe.outputs()
     return precision
@@ -167,7 +167,7 @@ class Along:
         return torch.stack([(params[name] * one).sum() for name, one in self.gradient.items()]).sum()
 
 
-class _Precision(TorchDispatchMode):
+class Precision(TorchDispatchMode):
     """Notes the least precise floating type that operations returned, whatever the parameters' type."""
 
     def __init__(self) -> None:

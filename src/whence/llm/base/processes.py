@@ -44,7 +44,7 @@ class Processes:
     accelerator: Accelerator | None = None
 
     def __post_init__(self) -> None:
-        if self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES:
+        if self.accelerator is None or self.hold_copies:
             return
         is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if not is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
@@ -53,6 +53,11 @@ class Processes:
                 "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "
                 "(--use_deepspeed), or processes that hold a copy each (--multi_gpu)."
             )
+
+    @property
+    def hold_copies(self) -> bool:
+        """Whether each process has the whole model."""
+        return self.accelerator is None or self.accelerator.distributed_type in _KINDS_WITH_COPIES
 
     @property
     def number(self) -> int:

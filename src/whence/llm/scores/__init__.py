@@ -1,5 +1,10 @@
 """Scores of language models' rows: targets, objectives, and how they are computed."""
 
+from whence.llm.scores.in_step import RoundChooser as RoundChooser
+from whence.llm.scores.in_step import Way as Way
+from whence.llm.scores.in_step import choose_way as choose_way
+from whence.llm.scores.in_step import log_way as log_way
+from whence.llm.scores.in_step import scale_gradients as scale_gradients
 from whence.llm.scores.language_targets import SequenceReturn as SequenceReturn
 from whence.llm.scores.language_targets import TokenReturn as TokenReturn
 from whence.llm.scores.language_targets import ValidationLoss as ValidationLoss

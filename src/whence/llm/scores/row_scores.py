@@ -4,9 +4,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whence.attribution import score_targets
+from whence.attribution import open_problem, score_targets
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
-from whence.engines import Summed
+from whence.engines import Gradient, Summed, target_gradients
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes, language_view
 from whence.llm.scores.language_targets import target_share
@@ -72,6 +72,24 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
         rows.ids.cpu().clone(),
         replace(influence.provenance, target=target_name(scoring.target), records=rows.fingerprint),
     )
+
+
+def compute_target_gradient(model: Any, rows: RecordBatch, scoring: Scoring) -> Gradient:
+    """Return the gradient of the scoring's target by the parameters' names, in every process; see `score`."""
+    processes, accelerator = scoring.processes, scoring.processes.accelerator
+    local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
+    with (
+        accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext(),
+        open_problem(
+            language_view(model, temperature=scoring.temperature),
+            local_rows,
+            targets=[local_target],
+            objective=scoring.objective,
+            chunk_size=scoring.chunk_size,
+            summed=reduce,
+        ) as problem,
+    ):
+        return target_gradients(problem)[0]
 
 
 def split_work(rows: RecordBatch, target: Target, processes: Processes) -> tuple[RecordBatch, Target, Summed | None]:

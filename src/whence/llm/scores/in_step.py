@@ -1,0 +1,294 @@
+"""Choosing rows inside the steps that train on them: where it can be, by which target, and what a round chose."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from whence.core import (
+    NonFinite,
+    Objective,
+    RecordBatch,
+    Target,
+    WhenceError,
+    first_line,
+    preserve_buffers,
+    preserve_rng_state,
+    target_name,
+)
+from whence.engines import Gradient, Layer, Precision, Refused, covered_layers, record_step, spread_evenly
+from whence.influence import Influence, Provenance
+from whence.llm.base import Processes, language_view
+from whence.llm.scores.row_scores import Scoring, compute_target_gradient
+from whence.selection import KeepAll, Progress, Selection, SelectionRule
+
+log = logging.getLogger("whence")
+
+Way = Literal["in_step", "before"]
+"""When rows are chosen: inside the step that first trains on them, or all before the first step."""
+
+
+def choose_way(
+    select: Way | None, rule: SelectionRule, objective: Objective | None, model: nn.Module, processes: Processes
+) -> Way:
+    """Return when a trainer's rows are chosen; if `select` is None, in the step where that can be, and else say why.
+
+    Args:
+        select: what the user asks for.
+        rule: the selection rule.
+        objective: the user's own objective; None: that of the training.
+        model: the model that trains.
+        processes: the processes of the training.
+
+    Raises:
+        WhenceError: `select` is neither way, or "in_step" where that cannot be; the message says why.
+    """
+    if select not in (None, "in_step", "before"):
+        raise WhenceError(f"select is {select!r}; 'in_step', 'before' or None is needed.")
+    if select == "before":
+        return "before"
+    obstacle = _find_obstacle(rule, objective, model, processes)
+    if obstacle is None:
+        return "in_step"
+    if select == "in_step":
+        raise WhenceError(f"Rows cannot be chosen in the step: {obstacle}. Leave out select='in_step'.")
+    if rule.needs_influence:
+        log_way(obstacle)
+    return "before"
+
+
+def log_way(obstacle: str) -> None:
+    """Say that rows are chosen before the steps, and why."""
+    log.warning("Rows are scored in passes of their own, before the steps: %s.", obstacle)
+
+
+def _find_obstacle(
+    rule: SelectionRule, objective: Objective | None, model: nn.Module, processes: Processes
+) -> str | None:
+    """Return why rows cannot be chosen in the step; None: they can."""
+    name, unit = type(rule).__name__, getattr(rule, "unit", "record")
+    if not rule.needs_influence:
+        return f"{name} reads no scores"
+    if hasattr(rule, "score"):
+        return f"{name} brings its own scores, which are of the whole round"
+    if unit not in ("record", "row"):
+        return f"{name} drops by the {unit}, of which a step may have a part only"
+    if objective is not None:
+        return "scores in the step are of the loss that trains, and another objective was given"
+    if not processes.hold_copies:
+        return "each process holds a part of the model only"
+    parameters = language_view(model).parameters()  # which also registers the rules of the model's layers
+    if len({parameter.device for parameter in parameters.values()}) > 1:
+        return "the model is spread over several devices"
+    try:
+        covered_layers(dict(model.named_modules()), parameters)
+    except Refused as refusal:
+        return first_line(refusal).rstrip(".")
+    return None
+
+
+class RoundChooser:
+    """Chooses a round's rows in the passes of its first epoch, by a gradient of the target that is known before.
+
+    A target with rows of its own is differentiated when a round begins, one over drawn rows when a round ends, over
+    that round's. Without a target the gradient is the round's own: the mean over the first epoch's steps, by the loss
+    that trains. Until there is one, all rows train.
+
+    Args:
+        model: the model that trains.
+        rule: the selection rule.
+        scoring: how the target is differentiated.
+        target: the target; None: the last round's own gradient.
+        refresh_every: the rounds that a gradient serves.
+
+    Attributes:
+        parameters: the parameters that train, by name.
+        layers: the layers that hold them.
+        gradient: the target's gradient by the parameters' names, to be raised; None: there is none yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, rule: SelectionRule, scoring: Scoring, target: Target | None, refresh_every: int
+    ) -> None:
+        self._model, self._rule, self._scoring, self._target = model, rule, scoring, target
+        self._refresh_every = refresh_every
+        self.parameters: dict[str, Any] = language_view(model).parameters()
+        self.layers: list[Layer] = covered_layers(dict(model.named_modules()), self.parameters)
+        self.gradient: Gradient | None = None
+        self._sum: Gradient | None = None
+        self._rows: RecordBatch | None = None
+        self._progress = Progress()
+
+    def confirm(self, compute_loss: Callable[[bool], Tensor]) -> str | None:
+        """Compare a recorded pass on two rows with a plain backward pass; return how they differ, None: they do not.
+
+        Nothing of the model changes. Call it in every process.
+
+        Args:
+            compute_loss: evaluates the model, and returns the loss of two rows, or if its argument is True the first
+                one's part of it.
+        """
+        with preserve_buffers(self._model.modules()):
+            try:
+                reason = _compare_with_plain(self.layers, self.parameters, compute_loss)
+            except (Refused, RuntimeError) as failure:
+                reason = first_line(failure).rstrip(".")
+        differs_elsewhere = self._scoring.processes.agree_on_most(int(reason is not None))
+        return reason or ("another process's pass differs from a plain one" if differs_elsewhere else None)
+
+    def begin(self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None = None) -> None:
+        """Begin a round with the rows of all processes; call it, and all that follows, in every process.
+
+        Args:
+            rows: the round's rows.
+            progress: how far training has come.
+            draw_rows: draws rows for the target, which has none, in each round that needs them; None: it has some, or
+                is over the rows of the round before.
+        """
+        self._rows, self._progress, self._draws = rows, progress, draw_rows is not None
+        self._keep, self._weights = torch.ones(len(rows), dtype=torch.bool), torch.ones(len(rows))
+        self._reasons: list[str | None] = [None] * len(rows)
+        self._scores = torch.zeros(len(rows))
+        self._name = "" if self._target is None else target_name(self._target)
+        due = self._is_due(progress.round)
+        self._sum, self._steps = ({} if due and self._target is None else None), 0
+        if due and draw_rows is not None:
+            self._differentiate(replace(self._target, rows=draw_rows()), rows)  # type: ignore[type-var]
+        elif due and getattr(self._target, "rows", None) is not None:
+            self._differentiate(self._target, rows)
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self._scoring.processes.accelerator, "scaler", None)
+
+    def _is_due(self, number: int) -> bool:
+        return self.gradient is None or (number - 1) % self._refresh_every == 0
+
+    def _differentiate(self, target: Any, rows: RecordBatch) -> None:
+        self._name = target_name(target)
+        self.gradient = compute_target_gradient(self._model, rows, replace(self._scoring, target=target))
+
+    def choose(self, positions: Int[Tensor, " b"], scores: Float[Tensor, " b"]) -> Selection:
+        """Return the selection among the rows of a pass, of all processes.
+
+        Args:
+            positions: the rows' places in the round.
+            scores: their scores; not read as long as there is no gradient of the target.
+
+        Raises:
+            NonFinite: a score is not finite, and no gradient scaler leaves out the step.
+        """
+        assert self._rows is not None
+        rows, scores = self._rows.take(positions), scores.detach().float().cpu()
+        if self.gradient is None:
+            return KeepAll().select(rows)
+        if not torch.isfinite(scores).all():
+            if self._scaler is None:
+                ids = rows.ids[~torch.isfinite(scores)].tolist()
+                raise NonFinite(
+                    f"the score of record {ids[0]} is not finite. No step was taken on it: lower the learning rate, or "
+                    "scale the rewards down.",
+                    record_ids=ids,
+                )
+            return KeepAll().select(rows)  # scaled gradients overflow as a rule; a score of 0 stands for none
+        selection = self._rule.select(rows, self._make_influence(rows, scores), self._progress)
+        self._scores[positions], self._keep[positions] = scores, selection.keep
+        self._weights[positions] = selection.weights.float()
+        for position, reason in zip(positions.tolist(), selection.reasons, strict=True):
+            self._reasons[position] = reason
+        return selection
+
+    @property
+    def selection(self) -> Selection:
+        """What the round's passes have chosen so far; rows that had no pass are kept."""
+        return Selection(self._keep, self._weights, self._reasons)
+
+    def open_total(self) -> Gradient | None:
+        """Return where the passes of a step are to add the gradient of the loss of all their rows; None: nowhere."""
+        return self._sum if self._sum is None or self._scaler is None else {}
+
+    def close_total(self, total: Gradient | None, scale: float = 1.0) -> None:
+        """End a step whose passes added to what `open_total` returned the gradient of a loss times `scale`."""
+        if self._sum is None or total is None:
+            return
+        if total is not self._sum:
+            overflows = not all(bool(tensor.isfinite().all()) for tensor in total.values())
+            if self._scoring.processes.agree_on_most(int(overflows)):
+                return
+            for name, tensor in total.items():
+                self._sum[name] = self._sum.get(name, 0) + tensor / scale
+        self._steps += 1
+
+    def end(self) -> tuple[Influence | None, Selection]:
+        """End a round; return its rows' scores, each at its own first step, and what was selected.
+
+        There are no scores as long as there was no gradient of the target.
+        """
+        assert self._rows is not None
+        rows, steps = self._rows, self._steps
+        influence = None if self.gradient is None else self._make_influence(rows, self._scores, rows.fingerprint)
+        if self._sum is not None:
+            total = {name: self._sum.get(name, torch.zeros_like(p)) for name, p in self.parameters.items()}
+            if steps:
+                whole = self._scoring.processes.sum_tensors(total)
+                self.gradient = {name: tensor / -steps for name, tensor in whole.items()}
+            self._sum = None
+        elif not self._draws and getattr(self._target, "rows", None) is None and self._is_due(self._progress.round + 1):
+            self._differentiate(self._target, rows)
+        return influence, self.selection
+
+    def _make_influence(self, rows: RecordBatch, scores: Tensor, records: str | None = None) -> Influence:
+        about = Provenance(
+            target=self._name or "the last round's own gradient",
+            objective="the loss that trains",
+            engine="in_step",
+            engine_reason="the target's gradient is known before the steps",
+            parameters=tuple(self.parameters),
+            records=records,
+        )
+        return Influence(scores, rows.ids.cpu().clone(), about)
+
+
+def _compare_with_plain(
+    layers: list[Layer], parameters: dict[str, nn.Parameter], compute_loss: Callable[[bool], Tensor]
+) -> str | None:
+    """Return how a recorded pass on two rows differs from a plain backward pass of the first; None: it does not."""
+    with preserve_rng_state(), Precision() as precision:  # the same dropout in both passes
+        loss = compute_loss(True)
+    derivatives = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    plain = {n: each for n, each in zip(parameters, derivatives, strict=True) if each is not None}
+    direction, before = spread_evenly(plain), {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        with preserve_rng_state(), record_step(layers, parameters, 2) as step:
+            loss = compute_loss(False)
+        scores = step.backward(loss, direction)
+        step.add_gradient(torch.tensor([1.0, 0.0]))
+        recorded = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    assert scores is not None
+    tolerance = precision.tolerance(1e-3)
+    largest = max((float(each.norm()) for each in plain.values()), default=0.0)
+    for name in parameters:
+        zero = torch.zeros_like(parameters[name])
+        one, other = plain.get(name, zero), recorded.get(name, zero)
+        if not float((one - other).norm()) <= tolerance * max(float(one.norm()), 1e-3 * largest):
+            return f"on two rows the gradient of `{name}` differs from that of a plain backward pass"
+    expected = -float(torch.stack([(plain[name] * each).sum() for name, each in direction.items()]).sum())
+    if not abs(float(scores[0]) - expected) <= tolerance * abs(expected):
+        return f"on two rows a score is {float(scores[0]):.4g}, and {expected:.4g} by a plain backward pass"
+    return None
+
+
+def scale_gradients(parameters: dict[str, nn.Parameter], factor: float) -> None:
+    """Multiply the gradients: at the end of a step, so that it is the mean over the rows that were kept."""
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    if factor != 1 and gradients:
+        torch._foreach_mul_(gradients, factor)

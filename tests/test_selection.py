@@ -1,3 +1,8 @@
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,10 +11,14 @@ from hypothesis import strategies as st
 from whence import (
     IIF,
     IPPO,
+    AdvantageMagnitude,
     BelowMean,
+    FromMask,
     Influence,
     InvalidInfluence,
+    InvalidRecords,
     KeepAll,
+    MaxVariance,
     NegativeRandom,
     NonPositive,
     Progress,
@@ -17,18 +26,176 @@ from whence import (
     RecordBatch,
     Selection,
     WhenceError,
+    ZeroVariance,
 )
 from whence.influence import Provenance
+from whence.selection import label_units
 
 
-def scored(scores: list[float], ids: list[int] | None = None) -> tuple[RecordBatch, Influence]:
-    n = len(scores)
-    zeros = torch.zeros(n)
-    records = RecordBatch(
-        observations=zeros, actions=zeros, log_probs=zeros, advantages=zeros, record_ids=ids or list(range(n))
-    )
+def scored(scores: list[float], ids: list[int] | None = None, **columns: Any) -> tuple[RecordBatch, Influence]:
+    zeros = dict.fromkeys(("observations", "actions", "log_probs", "advantages"), torch.zeros(len(scores)))
+    records = RecordBatch(**zeros, record_ids=ids or list(range(len(scores))), **columns)
     provenance = Provenance("f", "l", "loop", "", (), records.fingerprint)
     return records, Influence(torch.tensor(scores), records.ids, provenance)
+
+
+LIKE = (IIF(0.5), NonPositive(), IIF(1.0, unit="episode"), ZeroVariance(), MaxVariance(2), FromMask([0, 5]))
+
+
+def grouped(rewards: Any, groups: list[int] | None = None, **columns: Any) -> RecordBatch:
+    """Records of one group, unless groups are named, with these rewards."""
+    zeros = dict.fromkeys(("observations", "actions", "log_probs", "advantages"), torch.zeros(len(rewards)))
+    return RecordBatch(**zeros | {"rewards": rewards, "group_ids": groups or [7] * len(rewards)} | columns)
+
+
+def dropped(rule: Any, records: RecordBatch, influence: Influence | None = None) -> list[int]:
+    selection = rule.select(records, influence)
+    assert [reason is None for reason in selection.reasons] == selection.keep.tolist()
+    return records.ids[~selection.keep].tolist()
+
+
+# Two environments side by side; the first one's episode ends after its second step. The rollout cuts the other two.
+EPISODES = {"env_index": [0, 1] * 3, "episode_starts": [True, False, False, False, True, False]}
+
+
+@pytest.mark.parametrize(
+    ("unit", "columns", "labels"),
+    [
+        ("record", {}, [0, 1, 2, 3, 4, 5]),
+        ("row", {}, [0, 1, 2, 3, 4, 5]),
+        ("episode", EPISODES, [0, 2, 0, 2, 1, 2]),
+        ("episode", {"episode_ids": [4, 9, 4, 9, 5, 9]}, [0, 2, 0, 2, 1, 2]),
+        ("episode", {"episode_ids": [4, 4, 4, 4, 5, 4], "env_index": [0, 1] * 3}, [0, 2, 0, 2, 1, 2]),
+        ("episode", EPISODES | {"episode_ids": [-1, -1, -1, -1, 5, -1]}, [0, 2, 0, 2, 1, 2]),
+        ("group", {"group_ids": [3, 1, 1, 3, 9, 9]}, [1, 0, 0, 1, 2, 2]),
+    ],
+)
+def test_units_are_told_by_the_records(unit: Any, columns: dict[str, Any], labels: list[int]) -> None:
+    found = label_units(grouped([0.0] * 6, **columns), unit)
+    assert len(found.unique()) == len(set(labels)) == len(set(zip(found.tolist(), labels, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("unit", "columns", "message"),
+    [
+        ("episode", {}, "pass episode_ids, or episode_starts and env_index"),
+        ("episode", {"episode_ids": [0, -1]}, "where episodes begin"),
+        ("group", {"group_ids": [-1, 1]}, "pass group_ids to RecordBatch or make_rows"),
+    ],
+)
+def test_units_that_the_records_do_not_tell_are_refused(unit: Any, columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRecords, match=message):
+        AdvantageMagnitude(0.5, unit=unit).select(grouped([0.0, 0.0], **columns))
+
+
+def test_units_share_a_fate_by_their_mean() -> None:
+    # Means: -2 (records 0, 2), 3 (record 4) and -1 (1, 3, 5): two units are below 0, and below their mean, 0.
+    records, influence = scored([-1.0, 2, -3, -4, 3, -1], **EPISODES)
+    assert dropped(IIF(0.5, unit="episode"), records, influence) == [0, 2]
+    assert dropped(BelowMean(1.0, unit="episode"), records, influence) == [0, 1, 2, 3, 5]
+    assert dropped(NonPositive(unit="episode"), records, influence) == [0, 1, 2, 3, 5]
+    assert IPPO(unit="episode").select(records, influence).weights.tolist() == [0, 0, 0, 0, 1, 0]
+    assert dropped(NegativeRandom(0.5, unit="episode"), records, influence) in ([0, 2], [1, 3, 5])
+    by_chance = {tuple(dropped(RandomDrop(0.5, seed, unit="episode"), records, influence)) for seed in range(20)}
+    assert by_chance == {(0, 2), (1, 3, 5), (4,)}
+    assert IIF(0.5, unit="episode").select(records, influence).reasons[0] == (
+        "influence of its episode among the lowest 50% of those below 0"
+    )
+    # Weights: 3 for the records of one unit, 1 for the other's; 2 on average.
+    better, influence = scored([3.0, 1, 3, 1], group_ids=[0, 1, 0, 1])
+    assert IPPO(unit="group").select(better, influence).weights.tolist() == [1.5, 0.5, 1.5, 0.5]
+
+
+def test_of_equal_units_that_of_the_lowest_record_goes_first() -> None:
+    records, influence = scored([-1.0, -3, -2, -2], ids=[40, 10, 30, 20], group_ids=[0, 0, 1, 1])
+    assert dropped(IIF(0.5, unit="group"), records, influence) == [40, 10]
+    assert dropped(AdvantageMagnitude(0.5, unit="group"), records) == [40, 10]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "expected"),
+    [
+        ([1.0, 1, 0, 1], [0, 0, 1, 1], [0, 1]),
+        ([-2.0, -2, -2, -2, -1], [0, 1, 0, 1, 1], [0, 2]),  # all negative
+        ([0.0, 0, 5], [4, 4, 2], [0, 1]),  # a group of one is kept
+        ([0.3, 0.1 + 0.2, 1e6, 1e6 + 1], [0, 0, 1, 1], [0, 1]),  # equal but for rounding; far from 0, and different
+    ],
+)
+def test_groups_of_one_reward_are_dropped(rewards: list[float], groups: list[int], expected: list[int]) -> None:
+    assert dropped(ZeroVariance(), grouped(torch.tensor(rewards, dtype=torch.float64), groups)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep", "expected"),
+    [
+        ([0.0, 1, 5, 2], 2, [1, 3]),
+        ([-1.0, -9, -5, -2], 3, [2]),  # all negative; -5 instead of -2 has 10.7 for 12.7
+        ([1.0, 1, 1, 1], 2, [0, 1]),  # all equal
+        ([0.0, 1, 0, 1], 3, [0]),  # 0, 1, 1 and 0, 0, 1 are as good
+        ([3.0], 2, []),
+        ([3.0, 1], 2, []),
+        ([3.0, 1, 2], 1, [1, 2]),
+    ],
+)
+def test_the_rewards_of_largest_variance_are_kept(rewards: list[float], keep: int, expected: list[int]) -> None:
+    assert dropped(MaxVariance(keep), grouped(rewards)) == expected
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.integers(1, 6))
+def test_no_subset_has_a_larger_variance(rewards: list[int], keep: int) -> None:
+    halves = grouped(
+        [value / 2 for pair in zip(rewards, rewards[::-1], strict=True) for value in pair], [0, 1] * len(rewards)
+    )
+    kept = MaxVariance(keep).select(halves).keep
+    assert halves.rewards is not None
+    for group in (0, 1):
+        values, chosen = halves.rewards[group::2].double(), kept[group::2]
+        assert int(chosen.sum()) == min(keep, len(rewards))
+        largest = max(
+            values[list(one)].var(correction=0) for one in combinations(range(len(rewards)), int(chosen.sum()))
+        )
+        assert float(values[chosen].var(correction=0)) == pytest.approx(float(largest), abs=1e-9)
+
+
+def test_the_smallest_advantages_are_dropped() -> None:
+    records = grouped([0.0] * 4, [0, 0, 1, 1], advantages=[-3.0, 1.0, 2.0, -0.5])
+    assert dropped(AdvantageMagnitude(0.5), records) == [1, 3]
+    assert dropped(AdvantageMagnitude(0.5, unit="group"), records) == [2, 3]  # 2 and 1.25
+    assert AdvantageMagnitude(0.5, warmup=1).select(records).keep.all()
+
+
+def test_what_was_flagged_is_dropped(tmp_path: Path) -> None:
+    records = grouped([0.0] * 4, [0, 1, 0, 1])
+    for number, text in enumerate(("[3, 0]", "0\n3\n", "3,0")):
+        (tmp_path / f"{number}.txt").write_text(text)
+    sources = ([3, 0, 900], torch.tensor([0, 3]), np.array([3, 3, 0]), *(tmp_path / f"{n}.txt" for n in range(3)))
+    assert all(dropped(FromMask(source), records) == [0, 3] for source in sources)
+    assert dropped(FromMask([3], unit="group"), records) == [1, 3]
+    assert repr(FromMask([3, 0], unit="group")) == "FromMask(ids=(0, 3), unit='group')"
+    long = [repr(FromMask(range(first, first + 99))) for first in (0, 1)]
+    assert long[0] != long[1]
+    assert all(text.startswith("FromMask(ids=<99 ids, digest") for text in long)
+    for wrong in ([1.5], [-1], 7, ["a"]):
+        with pytest.raises(WhenceError, match="for a record's id; ids are whole numbers"):
+            FromMask(wrong)
+    with pytest.raises(WhenceError, match="cannot be read from"):
+        FromMask(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize("rule", LIKE, ids=repr)
+def test_a_control_drops_as_many_units_at_random(rule: Any) -> None:
+    columns = EPISODES | {"rewards": [1.0, 1, 2, 0, 0.5, 0], "group_ids": [0, 0, 0, 1, 0, 1]}
+    records, influence = scored([-1.0, 2, -3, -4, 3, -1], **columns)
+    scores = influence if rule.needs_influence else None
+    unit = getattr(rule, "unit", "record")
+    expected, labels = rule.select(records, scores).keep, label_units(records, unit)
+    draws = [RandomDrop(like=rule, seed=seed).select(records, scores).keep for seed in range(12)]
+    assert RandomDrop(like=rule).needs_influence is rule.needs_influence
+    for keep in draws:
+        assert len(labels[~keep].unique()) == len(labels[~expected].unique()) > 0
+        assert len(labels[keep].unique()) + len(labels[~keep].unique()) == len(labels.unique())
+    assert any(not torch.equal(keep, draws[0]) for keep in draws)
 
 
 def test_iif_drops_the_lowest_of_the_negative() -> None:

@@ -28,9 +28,12 @@ from .rounds import attribute_round as attribute_round
 from .runs import RunDirectory as RunDirectory
 from .selection import IIF as IIF
 from .selection import IPPO as IPPO
+from .selection import AdvantageMagnitude as AdvantageMagnitude
 from .selection import AdvantageMismatch as AdvantageMismatch
 from .selection import BelowMean as BelowMean
+from .selection import FromMask as FromMask
 from .selection import KeepAll as KeepAll
+from .selection import MaxVariance as MaxVariance
 from .selection import NegativeRandom as NegativeRandom
 from .selection import NonPositive as NonPositive
 from .selection import Progress as Progress
@@ -38,5 +41,6 @@ from .selection import RandomDrop as RandomDrop
 from .selection import Selection as Selection
 from .selection import SelectionRule as SelectionRule
 from .selection import TDErrorPriority as TDErrorPriority
+from .selection import ZeroVariance as ZeroVariance
 
 __version__: str

@@ -55,7 +55,7 @@ from whence.sb3.round_result import (
 )
 from whence.sb3.supported_models import check_model
 from whence.sb3.training_run import TrainingRun, holds_policy
-from whence.selection import Progress, Selection, SelectionRule, add_selection, check_rule
+from whence.selection import AGENT_UNITS, Progress, Selection, SelectionRule, add_selection, check_rule
 
 log = logging.getLogger("whence")
 
@@ -123,7 +123,7 @@ class InfluenceCallback(BaseCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
-        check_rule(rule)
+        check_rule(rule, AGENT_UNITS)
         check_engine(engine)
         check_memory(memory)
         if last not in get_args(Last):

@@ -127,21 +127,25 @@ def build_rule(text: str) -> SelectionRule:
     Raises:
         WhenceError: it is no rule of whence's with plain arguments.
     """
-    wrong = WhenceError(f"The rule {text!r} cannot be built from its text. Pass it: rule=...")
     try:
         call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            raise wrong
-        name = call.func.id
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        positional = [ast.literal_eval(argument) for argument in call.args]
-        kind = getattr(selection, name, None)
-        if not isinstance(kind, type) or not hasattr(kind, "needs_influence") or kind is SelectionRule:
-            raise wrong
-        rule: SelectionRule = kind(*positional, **arguments)
-    except (SyntaxError, TypeError, ValueError) as failure:
-        raise wrong from failure
-    return rule
+        if isinstance(call, ast.Call):
+            rule: SelectionRule = _build(call)
+            return rule
+        failure: Exception | None = None
+    except (SyntaxError, TypeError, ValueError) as error:
+        failure = error
+    raise WhenceError(f"The rule {text!r} cannot be built from its text. Pass it: rule=...") from failure
+
+
+def _build(node: ast.expr) -> Any:
+    """Return a plain value, or a rule, whose arguments may be rules."""
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    kind = getattr(selection, node.func.id, None) if isinstance(node.func, ast.Name) else None
+    if not isinstance(kind, type) or not hasattr(kind, "needs_influence") or kind is SelectionRule:
+        raise ValueError("no rule of whence's")
+    return kind(*map(_build, node.args), **{str(keyword.arg): _build(keyword.value) for keyword in node.keywords})
 
 
 def resume(

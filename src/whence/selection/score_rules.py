@@ -1,43 +1,47 @@
-"""Selection rules by scores."""
+"""Selection rules by scores, and their controls by chance."""
 
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import InvalidInfluence, RecordBatch, WhenceError
-from whence.influence import Influence, argsort_ascending
+from whence.core import InvalidInfluence, RecordBatch
+from whence.influence import Influence
 from whence.selection.selections import (
     DEFAULT_SHARE,
     START,
+    CheckedRule,
     Progress,
     Selection,
+    SelectionRule,
     Share,
-    check_share,
+    check_rule,
     count_to_drop,
-    drop_positions,
+    drop_units,
     share_at,
 )
+from whence.selection.units import Unit, average_by_unit, label_units, name_owner, rank_units
 
 
-class _Rule:
-    """A rule that reads scores; its settings are checked when it is made."""
+class _ScoreRule(CheckedRule):
+    """A rule that reads scores."""
 
     needs_influence = True
+    unit: Unit
 
-    def __post_init__(self) -> None:
-        check_share(getattr(self, "drop", 1.0), getattr(self, "warmup", 0))
-        seed = getattr(self, "seed", 0)
-        if not isinstance(seed, Integral) or seed < 0:
-            raise WhenceError(f"seed is {seed!r}; a whole number is needed, 0 or more.")
+    def _score_units(
+        self, records: RecordBatch, influence: Influence | None
+    ) -> tuple[Int[Tensor, " n"], Float[Tensor, " m"]]:
+        """Return the number of each record's unit, and each unit's score."""
+        scores, labels = read_scores(records, influence), label_units(records, self.unit)
+        return labels, average_by_unit(scores, labels)
 
 
-@dataclass(frozen=True)
-class IIF(_Rule):
+@dataclass(frozen=True, repr=False)
+class IIF(_ScoreRule):
     """Iterative influence-based filtering: drop the `floor(drop * m)` lowest of the m negative scores (LDA Alg. 1).
 
     Among equal scores the record with the lower id is dropped first.
@@ -48,19 +52,22 @@ class IIF(_Rule):
             own settings: 0.5 for FrozenLake, Acrobot and Highway, 0.125 for MiniGrid and LunarLander, 0.0625 for
             BipedalWalker.
         warmup: number of rounds at the start in which records are scored and none is dropped.
+        unit: what is kept or dropped as one: "record", "episode", "row" or "group", see `Unit`. A unit's score is the
+            mean of its records' scores.
     """
 
     drop: Share = DEFAULT_SHARE
     warmup: int = 0
+    unit: Unit = "record"
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores = read_scores(records, influence)
-        return _drop_lowest(self, records, scores, int((scores < 0).sum()), progress, "those below 0")
+        labels, scores = self._score_units(records, influence)
+        return _drop_lowest(self, records, labels, scores, int((scores < 0).sum()), progress, "those below 0")
 
 
-@dataclass(frozen=True)
-class BelowMean(_Rule):
+@dataclass(frozen=True, repr=False)
+class BelowMean(_ScoreRule):
     """IIF with another threshold: drop the `floor(drop * m)` lowest of the m scores below the mean score.
 
     PPO's loss is a mean over records, so leaving a record out of one SGD step raises the target if the record scores
@@ -69,38 +76,42 @@ class BelowMean(_Rule):
     Attributes:
         drop: as in `IIF`, of the records below the mean.
         warmup: as in `IIF`.
+        unit: as in `IIF`.
     """
 
     drop: Share = DEFAULT_SHARE
     warmup: int = 0
+    unit: Unit = "record"
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
-        scores = read_scores(records, influence).double()
+        labels, scores = self._score_units(records, influence)
         count = int((scores < scores.mean()).sum())
-        return _drop_lowest(self, records, scores, count, progress, "those below the mean")
+        return _drop_lowest(self, records, labels, scores, count, progress, "those below the mean")
 
 
-@dataclass(frozen=True)
-class NonPositive(_Rule):
+@dataclass(frozen=True, repr=False)
+class NonPositive(_ScoreRule):
     """Drop every record that does not score above 0 (LDA §5.3, for RLHF).
 
     Attributes:
         warmup: as in `IIF`.
+        unit: as in `IIF`.
     """
 
     warmup: int = 0
+    unit: Unit = "record"
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the records whose score is not positive."""
-        scores = read_scores(records, influence)
-        warm = progress.round <= self.warmup
-        dropped = [] if warm else (scores <= 0).nonzero().flatten().tolist()
-        return drop_positions(dropped, len(records), "influence not above 0")
+        labels, scores = self._score_units(records, influence)
+        nonpositive = (scores <= 0).nonzero().flatten()
+        dropped = nonpositive[:0] if progress.round <= self.warmup else nonpositive
+        return drop_units(dropped, labels, f"influence{name_owner(self.unit)} not above 0")
 
 
-@dataclass(frozen=True)
-class IPPO(_Rule):
+@dataclass(frozen=True, repr=False)
+class IPPO(_ScoreRule):
     """Drop every record that does not score above 0, and weight the others by their scores (I-PPO).
 
     A kept record's weight is its score divided by the mean of the kept scores, so that weights are 1 on average.
@@ -108,46 +119,76 @@ class IPPO(_Rule):
     Attributes:
         weighted: False gives all kept records the same weight.
         warmup: as in `IIF`.
+        unit: as in `IIF`; all records of a unit have its score.
     """
 
     weighted: bool = True
     warmup: int = 0
+    unit: Unit = "record"
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the records whose score is not positive, and weight the others."""
-        positive = NonPositive(self.warmup).select(records, influence, progress)
+        positive = NonPositive(self.warmup, self.unit).select(records, influence, progress)
         if not self.weighted or progress.round <= self.warmup or not positive.keep.any():
             return positive
-        scores = read_scores(records, influence).double() * positive.keep
+        labels, scores_of_units = self._score_units(records, influence)
+        scores = scores_of_units[labels] * positive.keep
         weights = scores / scores[positive.keep].mean()
         return Selection(positive.keep, weights.float(), positive.reasons)
 
 
-@dataclass(frozen=True)
-class RandomDrop(_Rule):
-    """The control for IIF: drop as many records as IIF would, chosen at random from all (LDA §5.2).
+@dataclass(frozen=True, repr=False)
+class RandomDrop(_ScoreRule):
+    """The control of a rule: drop as many units as it would, chosen at random from all (LDA §5.2).
 
     Attributes:
         drop: IIF's share, which sets how many to drop.
         seed: seed of the rule's generator; no global generator is used. Rounds differ through their record ids.
         warmup: as in `IIF`.
         zeros: whether to count scores of 0 as negative, as `NonPositive` does.
+        unit: as in `IIF`: as many units are dropped as IIF would drop.
+        like: the rule whose number of dropped units counts, instead of IIF's; of the other settings, `seed` alone is
+            then read. Where `like` needs no influence, its control needs none.
     """
 
     drop: Share = DEFAULT_SHARE
     seed: int = 0
     warmup: int = 0
     zeros: bool = False
+    unit: Unit = "record"
+    like: SelectionRule | None = None
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.like is not None:
+            check_rule(self.like)
+            object.__setattr__(self, "unit", getattr(self.like, "unit", "record"))
+
+    @property
+    def needs_influence(self) -> bool:  # type: ignore[override]
+        """Whether the size depends on scores."""
+        return self.like is None or self.like.needs_influence
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the size depends on the responses to one prompt."""
+        return getattr(self.like, "needs_groups", False)
+
+    def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Drop at random."""
-        scores = read_scores(records, influence)
-        count = int(((scores <= 0) if self.zeros else (scores < 0)).sum())
-        return _drop_at_random(self, records, np.arange(len(records)), count, progress, "drawn at random")
+        if self.like is None:
+            labels, scores = self._score_units(records, influence)
+            candidates = int(((scores <= 0) if self.zeros else (scores < 0)).sum())
+            count = count_to_drop(share_at(self.drop, self.warmup, progress), candidates)
+        else:
+            labels = label_units(records, self.unit)
+            count = len(labels[~self.like.select(records, influence, progress).keep].unique())
+        everything = np.arange(int(labels.max()) + 1)
+        return _drop_at_random(self.seed, records, labels, everything, count, "drawn at random")
 
 
-@dataclass(frozen=True)
-class NegativeRandom(_Rule):
+@dataclass(frozen=True, repr=False)
+class NegativeRandom(_ScoreRule):
     """The control between IIF and chance: drop as many as IIF would, chosen at random from the negatively scored.
 
     It uses the score's sign and ignores its rank.
@@ -156,16 +197,20 @@ class NegativeRandom(_Rule):
         drop: IIF's share.
         seed: as in `RandomDrop`.
         warmup: as in `IIF`.
+        unit: as in `IIF`.
     """
 
     drop: Share = DEFAULT_SHARE
     seed: int = 0
     warmup: int = 0
+    unit: Unit = "record"
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop at random among the negative."""
-        negative = (read_scores(records, influence) < 0).nonzero().flatten().numpy()
-        return _drop_at_random(self, records, negative, len(negative), progress, "drawn at random from the negative")
+        labels, scores = self._score_units(records, influence)
+        negative = (scores < 0).nonzero().flatten().numpy()
+        count = count_to_drop(share_at(self.drop, self.warmup, progress), len(negative))
+        return _drop_at_random(self.seed, records, labels, negative, count, "drawn at random from the negative")
 
 
 def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
@@ -188,23 +233,29 @@ def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tens
 
 
 def _drop_lowest(
-    rule: IIF | BelowMean, records: RecordBatch, scores: Tensor, count: int, progress: Progress, which: str
+    rule: IIF | BelowMean,
+    records: RecordBatch,
+    labels: Int[Tensor, " n"],
+    scores: Float[Tensor, " m"],
+    count: int,
+    progress: Progress,
+    which: str,
 ) -> Selection:
-    """Drop the rule's share of the `count` lowest scores."""
+    """Drop the rule's share of the `count` lowest scores of units."""
     share = share_at(rule.drop, rule.warmup, progress)
-    lowest = argsort_ascending(scores, records.ids.cpu())[: count_to_drop(share, count)]
-    return drop_positions(lowest, len(records), f"influence among the lowest {100 * share:.3g}% of {which}")
+    lowest = rank_units(scores, records, labels)[: count_to_drop(share, count)]
+    owner = name_owner(rule.unit)
+    return drop_units(lowest, labels, f"influence{owner} among the lowest {100 * share:.3g}% of {which}")
 
 
 def _drop_at_random(
-    rule: RandomDrop | NegativeRandom,
+    seed: int,
     records: RecordBatch,
+    labels: Int[Tensor, " n"],
     candidates: NDArray[np.int64],
     count: int,
-    progress: Progress,
     reason: str,
 ) -> Selection:
-    """Drop the rule's share of `count` records at random among the candidates."""
-    generator = np.random.default_rng([rule.seed, int(records.ids.min())])
-    size = count_to_drop(share_at(rule.drop, rule.warmup, progress), count)
-    return drop_positions(generator.choice(candidates, size=size, replace=False), len(records), reason)
+    """Drop `count` of the units at random."""
+    generator = np.random.default_rng([seed, int(records.ids.min())])
+    return drop_units(torch.as_tensor(generator.choice(candidates, size=count, replace=False)), labels, reason)

@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, get_args, runtime_checkable
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.core import RecordBatch, WhenceError
 from whence.influence import Influence
+from whence.selection.units import Unit, check_unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +89,19 @@ class SelectionRule(Protocol):
         ...
 
 
-def check_rule(rule: object) -> None:
-    """Refuse what is no selection rule, such as the class of one."""
+def check_rule(rule: object, units: Sequence[str] = get_args(Unit), fix: str = "") -> None:
+    """Refuse what is no selection rule, such as the class of one, or a rule by another unit than a trainer's `units`.
+
+    A rule's `unit` says what it keeps or drops as one, `needs_groups` that it compares the responses to one prompt.
+    `fix` says how the trainer gets the missing unit.
+    """
     if isinstance(rule, type) or not isinstance(rule, SelectionRule):
         raise WhenceError(
             f"rule is {rule!r}; pass an instance, such as IIF(drop=0.125), with `needs_influence` and `select`."
         )
+    needed = "group" if getattr(rule, "needs_groups", False) else getattr(rule, "unit", "record")
+    if needed not in units:
+        raise WhenceError(f"{rule!r} selects by {needed}; the units here are {', '.join(units)}.{fix}")
 
 
 START = Progress()
@@ -109,7 +115,28 @@ class KeepAll:
 
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Keep all."""
-        return drop_positions([], len(records), "")
+        return Selection.dropping(torch.ones(len(records), dtype=torch.bool), "")
+
+
+_LATER = ("unit", "like")
+"""Settings that a rule's text has only where they are not the default. Older runs lack them, and are compared by it."""
+
+
+class CheckedRule:
+    """A rule with settings, which are checked when it is made."""
+
+    def __post_init__(self) -> None:
+        check_share(getattr(self, "drop", 1.0), getattr(self, "warmup", 0))
+        check_unit(getattr(self, "unit", "record"))
+        seed = getattr(self, "seed", 0)
+        if not isinstance(seed, Integral) or seed < 0:
+            raise WhenceError(f"seed is {seed!r}; a whole number is needed, 0 or more.")
+
+    def __repr__(self) -> str:
+        rule: Any = self
+        settings = [(each.name, getattr(rule, each.name), each.default) for each in fields(rule)]
+        shown = [f"{name}={value!r}" for name, value, default in settings if name not in _LATER or value != default]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def share_at(drop: Share, warmup: int, progress: Progress) -> float:
@@ -145,8 +172,6 @@ def check_share(drop: Share, warmup: int) -> None:
         raise WhenceError(f"warmup is {warmup!r}; it is a number of rounds, 0 or more.")
 
 
-def drop_positions(positions: Tensor | NDArray[np.int64] | Sequence[int], total: int, reason: str) -> Selection:
-    """Return the selection that drops the records at these positions, of `total`."""
-    keep = torch.ones(total, dtype=torch.bool)
-    keep[torch.as_tensor(positions, dtype=torch.int64)] = False
-    return Selection.dropping(keep, reason)
+def drop_units(units: Int[Tensor, " k"], labels: Int[Tensor, " n"], reason: str) -> Selection:
+    """Return the selection that drops the records with these labels."""
+    return Selection.dropping(~torch.isin(labels, units), reason)

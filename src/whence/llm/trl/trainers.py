@@ -40,7 +40,7 @@ from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, ma
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
-from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
+from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule
 
 
 class _SelectingTrainer:
@@ -64,7 +64,7 @@ class _SelectingTrainer:
         **kwargs: Any,
     ) -> None:
         self.rule: SelectionRule = KeepAll() if rule is None else rule
-        check_rule(self.rule)
+        check_rule(self.rule, LANGUAGE_UNITS)
         super().__init__(*args, **kwargs)
         trainer: Any = self
         selects = type(self.rule) is not KeepAll

@@ -226,6 +226,21 @@ def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: lis
     assert toy.rollout_buffer.full
 
 
+def test_the_records_of_an_episode_share_a_fate(tmp_path: Path) -> None:
+    toy = model(n_envs=3, n_steps=16, batch_size=8)
+    callback = InfluenceCallback(IIF(1.0, unit="episode"), run=tmp_path, recordings=[1])
+    toy.learn(48, callback=callback)
+    table = RunDirectory.open(tmp_path).round("records", 1)
+    episodes = table.group_by("env_index", "episode_id").agg(pl.col("keep").n_unique().alias("fates"), "keep", "score")
+    assert (episodes["fates"] == 1).all()
+    assert episodes["keep"].list.first().to_list() == (episodes["score"].list.mean() >= 0).to_list()
+    assert 0 < episodes["keep"].list.first().sum() < len(episodes)
+    assert (table.filter(pl.col("keep"))["score"] < 0).any()
+    assert callback.recording is not None
+    trained = torch.cat([*callback.recording.minibatches]).unique()  # of eight records, from several episodes
+    assert callback.recording.records.ids[trained].sort().values.tolist() == sorted(table.filter("keep")["record_id"])
+
+
 def test_strict_raises_instead() -> None:
     with pytest.raises(WhenceError, match="keeps 1 of 32 records"):
         model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
@@ -389,6 +404,8 @@ def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) 
     [
         ({"rule": IIF}, "rule is <class"),
         ({"rule": 0.5}, "rule is 0.5; pass an instance"),
+        ({"rule": whence.MaxVariance(2)}, "selects by group; the units here are record, episode"),
+        ({"rule": IIF(0.5, unit="row")}, "selects by row; the units here are record, episode"),
         ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
         ({"rule": KeepAll(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
         ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),

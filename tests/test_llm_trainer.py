@@ -19,7 +19,17 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from whence import KeepAll, NonPositive, Selection, WhenceError
+from whence import (
+    AdvantageMagnitude,
+    FromMask,
+    KeepAll,
+    MaxVariance,
+    NonPositive,
+    RandomDrop,
+    Selection,
+    WhenceError,
+    ZeroVariance,
+)
 from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, make_rows
@@ -167,6 +177,44 @@ def test_keeping_all_is_training_without_a_rule(tmp_path):
         ends.append(copy_state(trainer))
     assert same(ends[0], ends[1])
     assert same(ends[0], ends[2])
+
+
+UNSCORED = [
+    ZeroVariance(),
+    MaxVariance(2),
+    AdvantageMagnitude(0.5),
+    FromMask([0, 3, 4, 6, 900]),
+    FromMask([5], unit="group"),
+]
+UNSCORED += [RandomDrop(like=UNSCORED[0]), RandomDrop(like=UNSCORED[1])]
+"""Rules that keep half of a batch of eight rewarded by `one_flat_group`, and need no scores."""
+
+
+def one_flat_group(prompts, completions, **columns):
+    return [2.0, 2.0, 2.0, 2.0, 0.0, 1.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("rule", UNSCORED, ids=repr)
+def test_rows_dropped_without_scores_cost_no_pass(tmp_path, rule, monkeypatch):
+    sizes, seen = [], []
+    trainer = make_trainer(
+        *(tmp_path, rule),
+        **{
+            "num_generations": 4,
+            "rounds": 1,
+            "reward": one_flat_group,
+            "on_rollout": lambda *about: seen.append(about),
+        },
+    )
+    trainer.model.register_forward_pre_hook(
+        lambda model, args, columns: sizes.append(len(columns["input_ids"]) * model.training), with_kwargs=True
+    )
+    trainer.train()
+    ((rollout, influence, _, row),) = seen
+    assert len(set(rollout.responses.prompts[:4])) == len(set(rollout.responses.prompts[4:])) == 1
+    assert influence is None
+    assert row["kept"] == 4
+    assert sum(sizes) == 2 * 4  # two epochs
 
 
 def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
@@ -579,6 +627,20 @@ class TestRefusals:
     def test_a_class_for_a_rule(self, tmp_path):
         with pytest.raises(WhenceError, match="pass an instance"):
             make_trainer(tmp_path, NonPositive)
+
+    @pytest.mark.parametrize(
+        ("rule", "message"),
+        [
+            (ZeroVariance(), r"selects by group; the units here are record, row\. PPOConfig\(num_generations=8\)"),
+            (RandomDrop(like=MaxVariance(2)), "selects by group"),
+            (NonPositive(unit="episode"), "selects by episode; the units here are record, row"),
+        ],
+    )
+    def test_units_that_rows_do_not_have(self, tmp_path, rule, message):
+        with pytest.raises(WhenceError, match=message):
+            make_trainer(tmp_path, rule)
+        with pytest.raises(WhenceError, match="batch_size is 8, of which num_generations=3 is no divisor"):
+            make_config(tmp_path, num_generations=3)
 
 
 def test_a_run_directory_tells_of_every_round(tmp_path):

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from languages import language_model
 from test_llm_trainer import (
     PROMPTS,
+    UNSCORED,
     Drawing,
     Keep,
     Killed,
@@ -25,6 +26,7 @@ from test_llm_trainer import (
     list_results,
     make_model,
     make_tokenizer,
+    one_flat_group,
     same,
     vowels,
 )
@@ -180,13 +182,13 @@ def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch
         close(found, of_kept_alone("rloo", trainer, state, batches[0], positions, weights, monkeypatch))
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_dropped_completions_cost_no_pass(kind, tmp_path, monkeypatch):
-    sizes, positions = [], [0, 1, 2, 6]
+def count_rows(monkeypatch):
+    """Return a list, to which each pass of TRL's loss adds the number of its rows."""
+    sizes = []
     for trainer_class in (GRPOTrainer, RLOOTrainer):
         compute_loss = trainer_class._compute_loss
 
-        def count_rows(self, model, inputs, compute_loss=compute_loss):
+        def count(self, model, inputs, compute_loss=compute_loss):
             handle = self.model.register_forward_pre_hook(
                 lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
             )
@@ -195,12 +197,28 @@ def test_dropped_completions_cost_no_pass(kind, tmp_path, monkeypatch):
             finally:
                 handle.remove()
 
-        monkeypatch.setattr(trainer_class, "_compute_loss", count_rows)
+        monkeypatch.setattr(trainer_class, "_compute_loss", count)
+    return sizes
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_dropped_completions_cost_no_pass(kind, tmp_path, monkeypatch):
+    sizes, positions = count_rows(monkeypatch), [0, 1, 2, 6]
     make_trainer(kind, tmp_path, Keep(positions)).train()
     assert sum(sizes) == len(positions)  # in two minibatches of four; TRL shuffles them
     sizes.clear()
     make_trainer(kind, tmp_path, Keep([3])).train()
     assert sizes == [1, 1]  # a minibatch needs a row, even one without weight
+
+
+@pytest.mark.parametrize("rule", UNSCORED, ids=repr)
+def test_completions_dropped_without_scores_cost_no_pass(tmp_path, rule, monkeypatch):
+    sizes = count_rows(monkeypatch)
+    more = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "reward_funcs": one_flat_group}
+    trainer = make_trainer("grpo", tmp_path, rule, **more)
+    trainer.train()
+    assert trainer.influence is None
+    assert sizes == [4]
 
 
 @pytest.fixture(scope="module", params=TRAINERS)

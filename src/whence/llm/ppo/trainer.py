@@ -47,7 +47,7 @@ from whence.llm.text import (
 )
 from whence.nonfinite import check_parameters, name_round
 from whence.runs import Checkpoint, time_stage
-from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule
+from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
@@ -116,7 +116,8 @@ class PPOTrainer:
         on_rollout: OnRollout | None = None,
     ) -> None:
         self.rule: SelectionRule = KeepAll() if rule is None else rule
-        check_rule(self.rule)
+        units = LANGUAGE_UNITS if config.num_generations > 1 else LANGUAGE_UNITS[:2]
+        check_rule(self.rule, units, " PPOConfig(num_generations=8) draws groups: eight responses to each prompt.")
         check_tokenizer(tokenizer)
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
         self.reward, self.about = reward, dict(about or {})
@@ -267,11 +268,12 @@ class PPOTrainer:
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
-        size = self.config.batch_size
+        times = self.config.num_generations
+        size = self.config.batch_size // times
         while len(self._prompt_queue) < size:
             self._prompt_queue += torch.randperm(len(self.prompts), generator=self._generator).tolist()
         numbers, self._prompt_queue = self._prompt_queue[:size], self._prompt_queue[size:]
-        return self.prompts.take(numbers)
+        return self.prompts.take([number for number in numbers for _ in range(times)])
 
     def _generate(self, prompts: Prompts) -> Responses:
         return generate(self.model.language_model, self.tokenizer, prompts.ids, self.config, self.processes)

@@ -1,7 +1,9 @@
 """Scores against SB3's own loss: the gradient that `train()` itself would take on each record, by autograd."""
 
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,11 @@ def loss_scores(toy: Any, ent_coef: float) -> Tensor:
     return torch.stack([gradient @ target for gradient in train_gradients(toy, [[record] for record in range(n)])])
 
 
-def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto") -> whence.RecordBatch:
+def check_scores(toy: Any, *, ent_coef: float = 0.0, engine: str = "auto", before: Any = None) -> whence.RecordBatch:
     toy.ent_coef = ent_coef
     records = fill_buffer(toy)
+    if before is not None:
+        before(toy.policy, records)
     objective = model_objective(toy)
     scores = whence.attribute(toy.policy, records, target=whence.Return(), objective=objective, engine=engine).scores
     expected = loss_scores(toy, ent_coef)
@@ -268,9 +272,24 @@ class Shifted(Toy):
         self.action_space = spaces.Discrete(3, start=-1)
 
 
+@pytest.mark.parametrize("warn", [None, warn_of_log_probs])
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_what_sb3_trains_is_scored_as_sb3_trains_it(case: str) -> None:
-    check_scores(UNUSUAL[case]())
+def test_what_sb3_trains_is_scored_as_sb3_trains_it(case: str, warn: Any) -> None:
+    check_scores(UNUSUAL[case](), before=warn)
+
+
+def test_stored_log_probs_that_are_not_the_policys_are_counted(caplog: Any) -> None:
+    toy = with_extractor()
+    toy = PPO(toy.policy_class, Toy(), n_steps=512, batch_size=16, policy_kwargs=toy.policy_kwargs, seed=0)
+    records = fill_buffer(toy)
+    log_probs = records.log_probs.clone()
+    log_probs[[2, 101, 303]] += 1
+    warn_of_log_probs(toy.policy, replace(records, log_probs=log_probs))
+    toy.policy.features_extractor = Small(toy.observation_space)  # what is stored is the old one's
+    warn_of_log_probs(toy.policy, records)
+    few, many = caplog.messages
+    assert re.search("in 3 of 512 records: .* for record 2[.]", few)
+    assert int(re.search(r"in (\d+) of 512 records", many)[1]) > 256  # type: ignore[index]
 
 
 def record_round(toy: Any) -> whence.RoundRecording:

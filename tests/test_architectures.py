@@ -351,3 +351,54 @@ def test_what_has_no_score_is_refused(message: str, engine: str) -> None:
     net, records = make_case(*REFUSED[message])
     with pytest.raises(Unsupported, match=message):
         whence.attribute(whence.ModuleView(net, log_probs), records, target=Return(), engine=engine)
+
+
+class Steps(nn.Module):
+    """The log-probability of each action of a sequence, and the value before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def forward(self, inputs: Any) -> whence.Outputs:
+        latent = self.body(inputs["observations"]).tanh()
+        log_probs = self.actor(latent).log_softmax(-1).gather(-1, inputs["actions"][..., None]).squeeze(-1)
+        return whence.Outputs(log_probs, self.critic(latent).squeeze(-1))
+
+
+def v_trace(outputs: Any, records: Any) -> Tensor:
+    """IMPALA's objectives of actor and critic (1802.01561, §4): weights and values of V-trace have no gradient."""
+    values, rewards = outputs.value, records.observations[..., 0]
+    with torch.no_grad():
+        ratios = (outputs.log_prob - records.observations[..., 1]).exp().clamp(max=1.0)
+        nexts = F.pad(values[:, 1:], (0, 1))
+        errors, corrections = ratios * (rewards + 0.9 * nexts - values), [torch.zeros(len(values))]
+        for step in reversed(range(LENGTH)):
+            corrections.insert(0, errors[:, step] + 0.9 * ratios[:, step] * corrections[0])
+        advantages = ratios * (rewards + 0.9 * (nexts + torch.stack(corrections[1:], 1)) - values)
+        targets = values + torch.stack(corrections[:-1], 1)
+    return (advantages * outputs.log_prob - 0.5 * (targets - values).square()).sum(1)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "forward", "vmap", "loop"])
+def test_v_traces_weights_have_no_gradient(engine: str) -> None:
+    torch.manual_seed(3)
+    net, observations = Steps(), torch.randn(RECORDS, LENGTH, 4)
+    actions = torch.randint(3, (RECORDS, LENGTH))
+    records = whence.RecordBatch(
+        observations=observations, actions=actions, log_probs=torch.zeros(RECORDS), advantages=torch.randn(RECORDS)
+    )
+    view = whence.ModuleView(net, lambda net, inputs: net(inputs))
+
+    def target(view: Any, params: Any, records: Any) -> Tensor:
+        return (view(params, view.prepare(records)).log_prob.sum(1) * records.advantages).mean()
+
+    def differentiate(value: Tensor) -> Tensor:
+        gradients = torch.autograd.grad(value, [*net.parameters()], allow_unused=True, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    along = differentiate((net(view.prepare(records)).log_prob.sum(1) * records.advantages).mean())
+    singles = [records.take(slice(i, i + 1)) for i in range(RECORDS)]
+    expected = torch.stack([differentiate(v_trace(net(view.prepare(one)), one).sum()) @ along for one in singles])
+    scores = whence.attribute(view, records, target=target, objective=v_trace, engine=engine).scores
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

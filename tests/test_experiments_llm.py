@@ -29,7 +29,7 @@ from whence.llm.lab.laboratory import make_character_tokenizer
 from whence.llm.lab.laboratory import make_model as make_lab_model
 from whence.page import write_report
 from whence.runs import RunDirectory
-from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
+from whence.selection import IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
 
 REWARDS = """
 from dataclasses import dataclass
@@ -133,8 +133,11 @@ class TestConfig:
             ("iif-validation", NonPositive(), "validation"),
             ("ippo", IPPO(), "validation"),
             ("ippo-unweighted", IPPO(weighted=False), "validation"),
+            ("max-variance", MaxVariance(2), None),  # of four
+            ("random-max-variance", RandomDrop(seed=3, like=MaxVariance(2)), None),
+            ("random-iif-token", RandomDrop(seed=3, like=NonPositive()), "token"),
         ):
-            config = tiny(arm, seed=3)
+            config = tiny(arm, seed=3, settings={"num_generations": 4})
             assert (config.make_rule(), config.target) == (rule, target)
 
     def test_it_survives_json(self):
@@ -150,7 +153,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"arm": "iiff"}, "selection 'iiff' is unknown"),
+            ({"arm": "iiff"}, "arm 'iiff' is unknown"),
             ({"arm": "iif-tokens"}, "target 'tokens' is unknown"),
             ({"arm": "ppo-token"}, "has no effect: ppo scores nothing"),
             ({"arm": "iif", "task": "algebra"}, "task 'algebra' is unknown"),
@@ -178,6 +181,9 @@ class TestConfig:
             ({"arm": "iif", "algorithm": "grpo", "settings": {"entropy_coef": 0.1}}, "selected with entropy_coef"),
             ({"arm": "random", "algorithm": "grpo", "settings": {"loss_type": "bnpo"}}, "bnpo' with several passes"),
             ({"arm": "iif", "settings": {"gamma": 2}}, "gamma is 2"),
+            ({"arm": "random-zero-variance"}, "needs several responses to a prompt: --settings"),
+            ({"arm": "iif", "unit": "group"}, "needs several responses to a prompt: --settings"),
+            ({"arm": "max-variance", "unit": "row", "algorithm": "grpo"}, "max-variance selects by row"),
         ],
     )
     def test_what_is_refused(self, fields, message):

@@ -229,8 +229,9 @@ def test_attribute_writes_all_scores(lake: Path, tmp_path: Path) -> None:
 
 def test_list_names_all_there_is() -> None:
     content = parsed(whence("list", "--json").stdout)
-    assert content.keys() == {"arms", "presets", "engines", "targets"}
+    assert content.keys() == {"arms", "arms of language models", "presets", "engines", "targets"}
     assert list(content["arms"]) == list(ARMS)
+    assert content["arms of language models"]["zero-variance"].items() >= {"unit": "group", "needs": "groups"}.items()
     assert list(content["presets"]) == list(presets())
     assert list(content["engines"]) == ["auto", *ENGINES]
     assert list(content["targets"]) == list(TARGETS)
@@ -240,7 +241,7 @@ def test_list_names_all_there_is() -> None:
     assert len({*about.values()}) == len(about)  # no two look alike
     assert "what the paper prints: gradients clipped" in whence("list", "presets").output
     text = whence("list", "arms").output
-    assert "negative-random" in text
+    assert all(name in text for name in ("negative-random", "zero-variance", "none"))
     assert "ghost" not in text
 
 

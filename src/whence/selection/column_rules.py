@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import InvalidRecords, RecordBatch, WhenceError
+from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, label_units
 from whence.influence import Influence
 from whence.selection.selections import (
     START,
@@ -22,7 +22,7 @@ from whence.selection.selections import (
     drop_units,
     share_at,
 )
-from whence.selection.units import Unit, average_by_unit, label_units, name_owner, rank_units
+from whence.selection.units import average_by_unit, name_owner, rank_units
 
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""

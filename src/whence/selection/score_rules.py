@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import InvalidInfluence, RecordBatch
+from whence.core import InvalidInfluence, RecordBatch, Unit, label_units
 from whence.influence import Influence
 from whence.selection.selections import (
     DEFAULT_SHARE,
@@ -23,7 +23,7 @@ from whence.selection.selections import (
     drop_units,
     share_at,
 )
-from whence.selection.units import Unit, average_by_unit, label_units, name_owner, rank_units
+from whence.selection.units import average_by_unit, name_owner, rank_units
 
 
 class _ScoreRule(CheckedRule):

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whence.core import RecordBatch, WhenceError
+from whence.core import RecordBatch, Unit, WhenceError, check_unit
 from whence.influence import Influence
-from whence.selection.units import Unit, check_unit
 
 
 @dataclass(frozen=True, eq=False)

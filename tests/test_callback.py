@@ -208,20 +208,25 @@ def seen_by_train(toy: Any, callback: BaseCallback | None) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("kept", "sizes"), [(0, []), (1, []), (2, [2, 2]), (65, [65, 65]), (66, [64, 2, 64, 2]), (100, [64, 36, 64, 36])]
+    ("kept", "last", "sizes"),
+    [
+        *((0, "keep", []), (1, "keep", []), (2, "keep", [2]), (65, "keep", [65]), (66, "keep", [64, 2])),
+        *((100, "keep", [64, 36]), (100, "drop", [64])),
+    ],
 )
-def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: list[int]) -> None:
+def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, last: Any, sizes: list[int]) -> None:
     toy = model(n_steps=128, batch_size=64)
     before = parameters(toy)
-    callback = InfluenceCallback(Fixed(kept))
+    callback = InfluenceCallback(Fixed(kept), last=last)
+    assert callback.settings().get("last", "keep") == last
     seen = seen_by_train(toy, callback)
-    assert [len(advantages) for advantages in seen] == sizes
+    assert [len(advantages) for advantages in seen] == 2 * sizes
     assert identical(before, parameters(toy)) == (kept < 2)
     assert callback.skipped_rounds == (kept < 2)
-    if kept >= 2:
+    if kept == sum(sizes):
         assert callback.round is not None
         expected = sorted(callback.round.records.advantages[:kept].tolist())
-        assert sorted(torch.cat(seen[: len(sizes) // 2]).tolist()) == expected
+        assert sorted(torch.cat([torch.zeros(0), *seen[: len(sizes)]]).tolist()) == expected
     toy.learn(128)  # the next training is whole again
     assert toy.rollout_buffer.full
 
@@ -244,12 +249,6 @@ def test_the_records_of_an_episode_share_a_fate(tmp_path: Path) -> None:
 def test_strict_raises_instead() -> None:
     with pytest.raises(WhenceError, match="keeps 1 of 32 records"):
         model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
-
-
-def test_a_short_last_minibatch_may_be_left_out() -> None:
-    callback = InfluenceCallback(Fixed(100), last="drop")
-    assert [len(advantages) for advantages in seen_by_train(model(n_steps=128, batch_size=64), callback)] == [64, 64]
-    assert callback.settings()["last"] == "drop"
 
 
 def pristine(toy: Any) -> bool:

@@ -1,10 +1,10 @@
 """Selection: the records of a round that train, and the rules that choose them."""
 
-from whence.selection.advantage_rules import AdvantageMismatch as AdvantageMismatch
-from whence.selection.advantage_rules import TDErrorPriority as TDErrorPriority
 from whence.selection.column_rules import AdvantageMagnitude as AdvantageMagnitude
+from whence.selection.column_rules import AdvantageMismatch as AdvantageMismatch
 from whence.selection.column_rules import FromMask as FromMask
 from whence.selection.column_rules import MaxVariance as MaxVariance
+from whence.selection.column_rules import TDErrorPriority as TDErrorPriority
 from whence.selection.column_rules import ZeroVariance as ZeroVariance
 from whence.selection.score_rules import IIF as IIF
 from whence.selection.score_rules import IPPO as IPPO

@@ -122,7 +122,8 @@ def reads(config: RunConfig, name: str) -> bool:
     """Return whether a run's arm reads a field: drop, warmup, unit, or one that says how records are scored."""
     if config.arm.removeprefix(CONTROL) not in ARMS:  # a study's
         return True
-    return hasattr(config.rule(), name) if name in ("drop", "warmup", "unit") else config.rule().needs_influence
+    rule: Any = config.rule()
+    return name in rule.__dataclass_fields__ if name in ("drop", "warmup", "unit") else bool(rule.needs_influence)
 
 
 def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[RunConfig]:

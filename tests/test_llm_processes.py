@@ -32,9 +32,12 @@ def test_trls_trainers_score_and_select_over_two_processes(two_process_run):
         for batch in found[kind]["scores"]:
             assert batch["rows"] == 16  # those of both
             assert batch["apart"] < 1e-4
-        assert [at for at, kept in enumerate(found[kind]["kept"]) if kept] == KEPT
-        assert found[kind]["apart"] < 1e-5
-        assert found[kind]["alike"]
+        for scored, step in enumerate(found[kind]["steps"]):
+            assert step["in_step"] == bool(scored)
+            assert [at for at, kept in enumerate(step["kept"]) if kept] == KEPT
+            assert step["gradient"] < 1e-5
+            assert step["scores"] < 1e-4
+            assert step["alike"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

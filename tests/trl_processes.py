@@ -5,17 +5,32 @@ import os
 
 import torch
 
-from test_llm_trainer import Keep
 from test_llm_trl import TRAINERS, Watch, make_trainer
-from whence import NonPositive, attribute
+from test_llm_trl_steps import make_target
+from whence import NonPositive, Selection, attribute
 from whence.llm import TokenReturn, language_view
+from whence.llm.trl.supported_settings import averages_rows
 
 KEPT = [0, 1, 2, 9]
 """The rows that are kept: other numbers of them in the two processes."""
 
 
-def distance_from_kept_rows(trainer, rows, watch):
-    """Return the distance of the first step's gradient from that of the kept rows, at the policy that drew them."""
+class KeepIds:
+    """Keeps the rows of some ids, whichever rows it sees."""
+
+    def __init__(self, *, scored):
+        self.needs_influence = scored
+
+    def select(self, records, influence=None, progress=None):
+        return Selection.dropping(torch.isin(records.ids, torch.tensor(KEPT)), "for the test")
+
+
+def distances_at_the_step(trainer, batch, watch):
+    """Return the distances of the first step's gradient and scores from those at the policy that drew the rows.
+
+    The gradient is that of the kept rows alone; scores are the loop's.
+    """
+    rows = batch.take(torch.tensor(KEPT))
     model = trainer.accelerator.unwrap_model(trainer.model)
     now = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = {name.removeprefix("module."): tensor for name, tensor in watch.states[0].items()}
@@ -23,14 +38,20 @@ def distance_from_kept_rows(trainer, rows, watch):
     model.zero_grad()
     view = language_view(model, temperature=trainer.temperature)
     outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
-    (-trainer.scoring.objective(outputs, rows).mean()).backward()
+    count = len(rows) if averages_rows(trainer) else rows.observations["response_mask"].sum()
+    (-trainer.scoring.objective(outputs, rows).sum() / count).backward()
     gradients = {name.removeprefix("module."): tensor for name, tensor in watch.gradients[0].items()}
     apart = [
         float((gradients[name] - p.grad).abs().max() / p.grad.abs().max().clamp(min=1e-8))
         for name, p in model.named_parameters()
     ]
+    scores = torch.zeros(1)
+    if trainer.influence is not None:
+        how = {"target": trainer.scoring.target, "objective": trainer.scoring.objective, "engine": "loop"}
+        truth = attribute(view, batch, **how).scores
+        scores = (trainer.influence.scores - truth).abs() / truth.abs().max()
     model.load_state_dict(now, strict=False)
-    return max(apart)
+    return max(apart), float(scores.max())
 
 
 def main(folder):
@@ -49,9 +70,10 @@ def main(folder):
             return influence
 
         TRAINERS[kind][0]._score_rows = score_and_compare
-        trainer = make_trainer(kind, folder / kind, NonPositive(), target=TokenReturn(), activation_checkpointing=True)
+        ways = {"activation_checkpointing": True, "select": "before"}
+        trainer = make_trainer(kind, folder / kind, NonPositive(), target=TokenReturn(), **ways)
         trainer.train()
-        watch, batches = Watch(), []
+        batches = []
         make_rows = TRAINERS[kind][0]._make_rows
 
         def keep_rows(self, output, make_rows=make_rows, batches=batches):
@@ -59,12 +81,17 @@ def main(folder):
             return batches[-1]
 
         TRAINERS[kind][0]._make_rows = keep_rows
-        means = {"loss_type": "grpo"} if kind == "grpo" else {}  # over rows; TRL's default is over tokens
-        kept = make_trainer(kind, folder / f"{kind}-kept", Keep(KEPT), watch=watch, **means)
-        kept.train()
-        results[kind] = {"scores": batches_scored, "kept": kept.selection.keep.tolist()}
-        results[kind]["apart"] = distance_from_kept_rows(kept, batches[0].take(torch.tensor(KEPT)), watch)
-        copies = [kept.accelerator.gather(p.detach().reshape(1, -1)) for p in kept.model.parameters()]
-        results[kind]["alike"] = all(torch.equal(one, other) for one, other in copies)
+        results[kind] = {"scores": batches_scored, "steps": []}
+        for scored in (False, True):  # chosen before the step, and in it
+            watch = Watch()
+            more = {"loss_type": "dapo" if scored else "grpo"} if kind == "grpo" else {}
+            rule, target = KeepIds(scored=scored), make_target()
+            kept = make_trainer(kind, folder / f"{kind}-{scored}", rule, watch=watch, target=target, **more)
+            kept.train()
+            gradient, scores = distances_at_the_step(kept, batches[-1], watch)
+            copies = [kept.accelerator.gather(p.detach().reshape(1, -1)) for p in kept.model.parameters()]
+            alike = all(torch.equal(one, other) for one, other in copies)
+            step = {"gradient": gradient, "scores": scores, "kept": kept.selection.keep.tolist(), "alike": alike}
+            results[kind]["steps"].append({**step, "in_step": kept.chooser is not None})
     if os.environ["RANK"] == "0":
         (folder / "groups.json").write_text(json.dumps(results))

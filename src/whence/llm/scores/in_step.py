@@ -15,8 +15,8 @@ from whence.core import (
     RecordBatch,
     Target,
     WhenceError,
+    eval_mode,
     first_line,
-    preserve_buffers,
     preserve_rng_state,
     target_name,
 )
@@ -132,7 +132,9 @@ class RoundChooser:
             compute_loss: evaluates the model, and returns the loss of two rows, or if its argument is True the first
                 one's part of it.
         """
-        with preserve_buffers(self._model.modules()):
+        # Without dropout, of which a row by itself gets other numbers; checkpointing is as in training.
+        modules = [each for each in self._model.modules() if each is not self._model]
+        with eval_mode(each for each in modules if not getattr(each, "gradient_checkpointing", False)):
             try:
                 reason = _compare_with_plain(self.layers, self.parameters, compute_loss)
             except (Refused, RuntimeError) as failure:

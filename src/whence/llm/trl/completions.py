@@ -108,6 +108,19 @@ KEPT = "kept_row"
 """Added to TRL's batches: whether a row trains."""
 
 
+ROW = "row_number"
+"""Added to TRL's batches: the place of a row in the generation batch of all processes."""
+
+
+def take_rows(inputs: Mapping[str, Any], places: Tensor) -> dict[str, Any]:
+    """Return some rows of a minibatch; what is not of its rows stays."""
+    count = len(inputs["completion_ids"])
+    return {
+        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == (count,) else column
+        for name, column in inputs.items()
+    }
+
+
 def take_kept(inputs: Mapping[str, Any], count: int, *, averages: bool) -> tuple[dict[str, Any], Tensor]:
     """Return `count` rows of a minibatch, the kept ones first, and the factor of their loss.
 
@@ -115,10 +128,7 @@ def take_kept(inputs: Mapping[str, Any], count: int, *, averages: bool) -> tuple
     """
     mask = inputs[KEPT]
     places = (~mask).long().argsort(stable=True)[:count].sort().values
-    rows = {
-        name: column[places] if isinstance(column, Tensor) and column.shape[:1] == mask.shape else column
-        for name, column in inputs.items()
-    }
+    rows = take_rows(inputs, places)
     scale: Tensor = inputs[SCALE][0]
     return rows, scale * len(places) / len(mask) if averages else scale
 

@@ -1,5 +1,6 @@
 """Settings of TRL's trainers: the objective that they mean, and whether completions can be selected."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from whence.core import Unsupported
@@ -66,3 +67,20 @@ def make_group_objective(args: Any) -> GroupObjective:
         level=args.importance_sampling_level,
         ratio_cap=min(1.0, float(highest)) if args.loss_type == "cispo" else 1.0,
     )
+
+
+def averages_rows(trainer: Any) -> bool:
+    """Tell whether a trainer's loss is a mean over rows, including the dropped ones, and not over tokens."""
+    return getattr(trainer, "loss_type", None) not in TOKEN_LOSSES
+
+
+def measure_denominator(trainer: Any, inputs: Mapping[str, Any]) -> float:
+    """Return what divides the sum of the rows' objectives in TRL's loss of a pass on a minibatch."""
+    passes, loss_type = trainer.current_gradient_accumulation_steps, getattr(trainer, "loss_type", None)
+    if averages_rows(trainer):
+        length = trainer.max_completion_length if loss_type == "dr_grpo" else 1
+        return float(passes * len(inputs["completion_ids"]) * length)
+    if loss_type == "bnpo":
+        return float((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum().clamp(min=1) * passes)
+    tokens = float(inputs["num_items_in_batch"].clamp(min=1)) / trainer.accelerator.num_processes
+    return float(tokens * passes / trainer.args.steps_per_generation)

@@ -1,13 +1,14 @@
 """GRPO and RLOO by TRL's trainers, on the completions that a rule keeps.
 
-TRL's own methods run unchanged. The generation batch that they return is edited: the tokens of a dropped completion
-leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is rescaled to the kept completions. TRL's loss of a
-minibatch then gets the kept rows alone, so that dropped ones cost no pass. A step is on the kept completions, while the
-groups' statistics are over all of them.
+TRL's own methods run unchanged. Where completions are chosen in the first step on a generation batch, Accelerate's
+backward pass is replaced in it (`choosing.py`). For later steps, and for all if they are chosen before, the batch is
+edited: the tokens of a dropped completion leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is
+rescaled to the kept ones. TRL's loss of a minibatch then gets the kept rows alone, so that dropped ones cost no pass. A
+step is on the kept completions, while the groups' statistics are over all of them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from trl import GRPOTrainer, RLOOTrainer
 from whence.core import Objective, RecordBatch, Target, as_objective, as_target, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes
-from whence.llm.scores import Scoring, SequenceReturn, score
+from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
+from whence.llm.trl.choosing import PassChooser
 from whence.llm.trl.completions import (
     KEPT,
+    ROW,
     SCALE,
     check_group_rewards,
     disable_autocast,
@@ -36,7 +39,7 @@ from whence.llm.trl.completions import (
     sum_rewards,
     take_kept,
 )
-from whence.llm.trl.supported_settings import TOKEN_LOSSES, check_selectable, make_group_objective
+from whence.llm.trl.supported_settings import averages_rows, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
@@ -54,6 +57,8 @@ class _SelectingTrainer:
         *args: Any,
         rule: SelectionRule | None = None,
         target: Target | None = None,
+        select: Way | None = None,
+        refresh_target_every: int = 1,
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
@@ -71,6 +76,7 @@ class _SelectingTrainer:
         if selects:
             check_selectable(trainer.args, has_router_loss=getattr(self, "aux_loss_enabled", False))
         self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
+        way = choose_way(select, self.rule, objective, trainer.model, self._processes)
         self.scoring = Scoring(
             target=as_target(SequenceReturn() if target is None else target),
             objective=make_group_objective(trainer.args) if objective is None else as_objective(objective),
@@ -82,12 +88,18 @@ class _SelectingTrainer:
             autocast=autocast,
         )
         self.scoring.check()
+        self.chooser: PassChooser | None = None
+        if way == "in_step":
+            known_target = None if target is None else self.scoring.target
+            self.chooser = PassChooser(self, known_target, refresh_target_every)
+        self._is_confirmed = False
         self.influence: Influence | None = None
         self.selection: Selection | None = None
         self.rows: RecordBatch | None = None
         self._run = None if run is None else RunCallback(self, run, about, overwrite=overwrite)
         if self._run is not None:
             trainer.add_callback(self._run)
+        self._rewards = torch.zeros(0)
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
         self._held_rates: list[tuple[dict[str, Any], float]] = []
@@ -127,13 +139,31 @@ class _SelectingTrainer:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
         if type(self.rule) is not KeepAll:
-            with time_stage(self.seconds, "scoring"):
-                output = self._score_and_select(output)
+            with time_stage(self.seconds, "scoring"), preserve_rng_state():
+                self.rows = self._make_rows(output)
+                part = self._processes.part(len(self.rows))
+                output[ROW] = torch.arange(len(self.rows), device=output["advantages"].device)[part]
+                self._confirm_steps(output)
+                if self.chooser is not None:
+                    self.chooser.begin(self.rows, self._progress)
+                    return output
+                self.influence = self._score_rows(self.rows) if self.rule.needs_influence else None
+            self._note_selection(self.rule.select(self.rows, self.influence, self._progress), [output])
         elif self._run is not None:
             self.rows = None if find_other_inputs(output) else self._make_rows(output)
-        if self._run is not None:
             self._run.note_batch()
         return output
+
+    def _confirm_steps(self, output: Mapping[str, Any]) -> None:
+        """Before the first step, take back the choice within steps if a recorded pass differs from a plain one."""
+        has_gradient = self.chooser is not None and bool(output["advantages"].any())
+        if self._is_confirmed or not self._processes.agree_on_most(int(has_gradient)):
+            return
+        self._is_confirmed = True
+        assert self.chooser is not None
+        if difference := self.chooser.find_difference(output):
+            self.chooser = None
+            log_way(difference)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Return TRL's rewards of each function, (n, functions); an infinite one is refused, but in evaluation."""
@@ -142,22 +172,26 @@ class _SelectingTrainer:
             names: Any = self.reward_func_names  # type: ignore[attr-defined]
             with name_round(self._batches_done + 1):
                 check_group_rewards(rewards, names, self._batches_done * len(rewards))
-            self._rewards: Tensor = sum_rewards(rewards, self.reward_weights)  # type: ignore[attr-defined]
+            self._rewards = sum_rewards(rewards, self.reward_weights)  # type: ignore[attr-defined]
         return rewards
 
-    def _score_and_select(self, output: dict[str, Any]) -> dict[str, Any]:
-        with preserve_rng_state():
-            rows = self.rows = self._make_rows(output)
-            self.influence = self._score_rows(rows) if self.rule.needs_influence else None
-        steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
-        progress = Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
-        self.selection = self.rule.select(rows, self.influence, progress)
+    def _note_selection(self, selection: Selection, batches: Iterable[dict[str, Any]]) -> None:
+        """Let later steps be on the selected completions of a generation batch, of which `batches` are the parts."""
+        self.selection = selection
         metrics = self._metrics["train"]  # type: ignore[attr-defined]
-        metrics["influence/kept_share"].append(float(self.selection.keep.double().mean()))
+        metrics["influence/kept_share"].append(float(selection.keep.double().mean()))
         if self.influence is not None:
             metrics["influence/mean"].append(float(self.influence.scores.mean()))
             metrics["influence/negative_share"].append(float((self.influence.scores < 0).double().mean()))
-        return self._apply_selection(output, self.selection)
+        for batch in batches:
+            self._apply_selection(batch, selection)
+        if self._run is not None:
+            self._run.note_batch()
+
+    @property
+    def _progress(self) -> Progress:
+        steps = max(1, self.state.max_steps)  # type: ignore[attr-defined]
+        return Progress(self._batches_done + 1, 1 - self.state.global_step / steps)  # type: ignore[attr-defined]
 
     @property
     def _batches_done(self) -> int:
@@ -178,31 +212,23 @@ class _SelectingTrainer:
         forget_passes(self.model_wrapped)  # type: ignore[attr-defined]
         return influence
 
-    def _apply_selection(self, output: dict[str, Any], selection: Selection) -> dict[str, Any]:
-        """Return the batch with dropped rows out of the loss, kept rows weighted, and the factor of the loss."""
-        part = self._processes.part(len(selection.keep))
-        device = output["advantages"].device
-        keep, count = selection.keep[part].to(device), int(selection.keep.sum())
+    def _apply_selection(self, batch: dict[str, Any], selection: Selection) -> None:
+        """Edit a batch: dropped rows leave the loss, kept rows get weights, and the loss a factor."""
+        assert self.rows is not None
+        rows, device = batch[ROW].to(selection.keep.device), batch["advantages"].device
+        keep, count = selection.keep[rows].to(device), int(selection.keep.sum())
         # With a mean of 1 over the kept rows, weights do not change the size of a step.
-        weights = selection.weights[part].to(output["advantages"]) * (
-            count / max(float(selection.weights.sum()), 1e-30)
-        )
-        weights = weights.reshape(-1, *[1] * (output["advantages"].ndim - 1))
-        output["advantages"] = output["advantages"] * weights if count else torch.zeros_like(output["advantages"])
+        weights = selection.weights[rows].to(batch["advantages"]) * (count / max(float(selection.weights.sum()), 1e-30))
+        weights = weights.reshape(-1, *[1] * (batch["advantages"].ndim - 1))
+        batch["advantages"] = batch["advantages"] * weights if count else torch.zeros_like(batch["advantages"])
         if self._drops_by_mask:
-            mask = output["completion_mask"] * output.get("tool_mask", 1)
-            output["tool_mask"] = output.get("tool_mask", torch.ones_like(output["completion_mask"])) * keep[:, None]
-            total = self._processes.sum_tensors({"": (mask * keep[:, None]).sum()})[""]
-            output["num_items_in_batch"] = total.to(output["num_items_in_batch"])
-        scale = len(selection.keep) / count if count and self._averages_rows else float(count > 0)
-        output[SCALE] = torch.full(keep.shape, scale, device=device)
-        output[KEPT] = keep
-        return output
-
-    @property
-    def _averages_rows(self) -> bool:
-        """Whether the loss is a mean over rows, including the dropped ones."""
-        return getattr(self, "loss_type", None) not in TOKEN_LOSSES
+            columns: Any = self.rows.observations
+            total = columns["response_mask"][selection.keep.to(columns["response_mask"].device)].sum()
+            batch["tool_mask"] = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * keep[:, None]
+            batch["num_items_in_batch"] = total.to(batch["num_items_in_batch"])
+        scale = len(selection.keep) / count if count and averages_rows(self) else float(count > 0)
+        batch[SCALE] = torch.full(keep.shape, scale, device=device)
+        batch[KEPT] = keep
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
         self._minibatch_size = len(inputs["completion_ids"])
@@ -210,19 +236,26 @@ class _SelectingTrainer:
         if SCALE in inputs:
             # TRL gathers a number of each row, so every process's minibatch has as many rows.
             count = self._processes.agree_on_most(max(1, int(inputs[KEPT].sum())))
-            rows, factor = take_kept(inputs, count, averages=self._averages_rows)
-        loss: Tensor = super()._compute_loss(model, rows)  # type: ignore[misc]
+            rows, factor = take_kept(inputs, count, averages=averages_rows(self))
+        # Selected rows are marked.
+        chooser = self.chooser if model.training and SCALE not in inputs else None
+        with nullcontext() if chooser is None else chooser.record(model, inputs):
+            loss = self._compute_trl_loss(model, rows)
         loss = loss if factor is None else loss * factor
         if model.training and self._steps_in_backward:
             self._guard_next_step(model, loss.detach())
         return loss
+
+    def _compute_trl_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
+        return super()._compute_loss(model, inputs)  # type: ignore[misc,no-any-return]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""
         if self._removal is not None:
             self._removal.remove()
             self._removal = None
-        with time_stage(self.seconds, "optimisation"):
+        chooser = self.chooser
+        with time_stage(self.seconds, "optimisation"), chooser.replace_backward() if chooser else nullcontext():
             try:
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
             finally:
@@ -231,6 +264,9 @@ class _SelectingTrainer:
                     group["lr"] = rate
             if not self._steps_in_backward:
                 self._check_gradient(model, loss)
+        if chooser is not None and chooser.choice is not None:
+            (self.influence, selection), chooser.choice = chooser.choice, None
+            self._note_selection(selection, self._buffered_inputs)  # type: ignore[attr-defined]
         if self.selection is not None and not self.selection.keep.any():
             optimizer: Any = self.optimizer  # type: ignore[attr-defined]
             self._removal = discard_gradients(model.parameters(), getattr(optimizer, "optimizer", optimizer))
@@ -272,7 +308,13 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
     Args:
         *args: arguments of GRPOTrainer.
         rule: the selection rule; None: all completions train, and none is scored.
-        target: the target of the scores; None: `SequenceReturn()`.
+        target: the target of the scores; None: in the step the last generation batch's own gradient, before it
+            `SequenceReturn()`.
+        select: "in_step": each pass of the first step on a generation batch scores its rows, by a gradient of the
+            target that is known before, and trains on those that the rule keeps among them; this costs no further pass.
+            "before": the rule sees the whole batch, which is scored in passes of its own. None: in the step where that
+            can be; if not, a warning says why. As long as there is no gradient of the target, all rows train.
+        refresh_target_every: in the step, the number of generation batches that a gradient of the target serves.
         objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
@@ -284,8 +326,9 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         **kwargs: arguments of GRPOTrainer.
 
     Attributes:
-        influence: scores of the last generation batch, of all processes; None if the rule needs none.
-        selection: the completions of this batch that train; None without a rule.
+        influence: scores of the last generation batch, of all processes; None if the rule needs none, or as long as
+            there is no gradient of the target.
+        selection: the completions of this batch that train; None without a rule, and before they are chosen in a step.
         rows: the rows of this batch, of all processes; None without a rule and a run.
         seconds: seconds by stage ("generation", with rewards; "scoring"; "optimisation") and clock ("cpu", "wall"),
             since the dictionary was last emptied; with `run` it is emptied after every batch.

@@ -193,6 +193,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if self._directory is not None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             content = {"run": self._directory.notes[_RUN_ID], "processes": states, "files": read_digests(folder)}
+            if (chooser := self._trainer.chooser) is not None:
+                content["target_gradient"] = chooser.gradient
             save_tree(folder / _FILE, content)
 
     def _read_state(self) -> dict[str, Any]:
@@ -210,7 +212,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer._step, trainer._buffered_inputs = step * trainer.args.gradient_accumulation_steps, None
         if not (checkpoint / _FILE).exists():
             return
-        state = load_tree(checkpoint / _FILE)["processes"][trainer.args.process_index]
+        content = load_tree(checkpoint / _FILE)
+        if trainer.chooser is not None and (gradient := content.get("target_gradient")) is not None:
+            trainer.chooser.gradient = {n: each.to(trainer.accelerator.device) for n, each in gradient.items()}
+        state = content["processes"][trainer.args.process_index]
         for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
             part.load_state_dict(stored)
         if state["reference"] is not None and self._moves_reference():

@@ -1,0 +1,123 @@
+"""Choosing completions inside TRL's own steps, between the two halves of a pass's backward pass."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whence.core import Target
+from whence.engines import Gradient, Step, record_step
+from whence.influence import Influence
+from whence.llm.scores import RoundChooser, scale_gradients
+from whence.llm.trl.completions import ROW, disable_autocast, take_rows
+from whence.llm.trl.fused_head import FusedHead
+from whence.llm.trl.supported_settings import averages_rows, measure_denominator
+from whence.selection import Selection
+
+
+class PassChooser(RoundChooser):
+    """Chooses the completions of a generation batch in the passes of the first step on it; see `RoundChooser`.
+
+    Args:
+        trainer: a trainer of `whence.llm.trl.trainers`.
+        target: see `RoundChooser`.
+        refresh_every: see `RoundChooser`.
+
+    Attributes:
+        choice: scores and selection of a generation batch whose passes are done; None before.
+    """
+
+    def __init__(self, trainer: Any, target: Target | None, refresh_every: int) -> None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        super().__init__(model, trainer.rule, trainer.scoring, target, refresh_every)
+        self._trainer = trainer
+        self._step: Step | None = None
+        self._total: Gradient | None = None
+        self._head = FusedHead(model.get_output_embeddings())
+        self.layers.append(self._head.describe({id(p): name for name, p in self.parameters.items()}))
+        self.choice: tuple[Influence | None, Selection] | None = None
+
+    def find_difference(self, output: Mapping[str, Any]) -> str | None:
+        """Return how a recorded pass on two rows of a generation batch differs from a plain one; None: it does not."""
+        trainer, advantages = self._trainer, output["advantages"]
+        order = advantages.reshape(len(advantages), -1).abs().sum(dim=1).argsort(descending=True)
+        places = order[: 2 if len(order) > 1 else 1].repeat(2)[:2]
+        metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+
+        def compute_loss(alone: bool) -> Tensor:
+            inputs = take_rows(output, places[:1] if alone else places)
+            with nullcontext() if alone else self._head.replace(inputs["completion_mask"]):
+                loss: Tensor = trainer._compute_trl_loss(trainer.model, inputs)
+            return loss * measure_denominator(trainer, inputs)
+
+        try:
+            return self.confirm(compute_loss)
+        finally:
+            trainer._metrics["train"].clear()
+            trainer._metrics["train"].update(metrics)
+
+    @contextmanager
+    def record(self, model: Any, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Record a pass on a minibatch, whose loss is computed inside."""
+        self._inputs, mask = inputs, inputs["completion_mask"]
+        # DDP would wait for the gradients of parameters, which are averaged over processes at the end of the step.
+        with (
+            self._trainer.accelerator.no_sync(model),
+            self._head.replace(mask),
+            record_step(self.layers, self.parameters, len(mask)) as self._step,
+        ):
+            yield
+
+    @contextmanager
+    def replace_backward(self) -> Iterator[None]:
+        """Let Accelerate's backward pass choose the rows of a pass that was recorded."""
+        accelerator = self._trainer.accelerator
+        accelerator.backward = partial(self._run_backward, accelerator.backward)
+        try:
+            yield
+        finally:
+            del accelerator.backward
+            self._step = None
+
+    def _run_backward(self, backward: Any, loss: Tensor, **settings: Any) -> None:
+        if self._step is None:
+            backward(loss, **settings)
+            return
+        leaf = loss.detach().requires_grad_()
+        backward(leaf, **settings)  # whose gradient is Accelerate's factor: of accumulation, and of a gradient scaler
+        assert leaf.grad is not None
+        unit = float(leaf.grad) / measure_denominator(self._trainer, self._inputs)
+        scores = self._step.backward(loss * leaf.grad, self.gradient, unit)
+        processes, count = self._scoring.processes, len(self._inputs[ROW]) * self._scoring.processes.number
+        positions = processes.gather(self._inputs[ROW], count).cpu()
+        if scores is None:
+            scores = loss.new_zeros(len(self._inputs[ROW]))
+        selection = self.choose(positions, processes.gather(scores, count))
+        self._total = self.open_total() if self._total is None else self._total
+        self._step.add_gradient(selection.weights[processes.part(count)].to(loss.device), self._total)
+        if self._trainer.accelerator.sync_gradients:
+            self._finish_step(unit)
+
+    def _finish_step(self, unit: float) -> None:
+        """End the batch: its gradient becomes the mean over processes and over the kept rows; `unit` is a row's."""
+        assert self._rows is not None
+        selection, number = self.selection, self._scoring.processes.number
+        keep, count = selection.keep, int(selection.keep.sum())
+        scale = len(keep) / max(float(selection.weights.sum()), 1e-30)
+        if not averages_rows(self._trainer):
+            columns: Any = self._rows.observations
+            tokens = columns["response_mask"].sum(dim=1).cpu()
+            scale *= count / len(keep) * float(tokens.sum() / tokens[keep].sum().clamp(min=1))
+        self._scoring.processes.sum_gradients(self.parameters.values())
+        for parameter in self.parameters.values() if not count else ():
+            parameter.grad = torch.zeros_like(parameter)  # which a gradient scaler needs
+        scale_gradients(self.parameters, scale / number)
+        if self._total is not None:
+            torch._foreach_mul_([*self._total.values()], 1 / (unit * len(keep)))  # the mean over rows, negated
+        self.close_total(self._total)
+        self._total = None
+        with nullcontext() if self._scoring.autocast else disable_autocast(self._model):
+            self.choice = self.end()

@@ -1,0 +1,117 @@
+"""TRL's fused output layer, as a layer that engines know.
+
+TRL computes log-probs from hidden states and the output layer's weight, tile by tile, and does not call the layer.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from whence.engines import Layer, LayerRule, LayerTensors, dot, weigh
+
+_NAME = "_ChunkedLogProbFunction"
+"""The function that TRL calls; before TRL 1.16 there is none."""
+
+
+class FusedHead(nn.Module):
+    """A model's output layer as TRL uses it: it takes the numbers of a pass's tokens and returns their log-probs.
+
+    Args:
+        head: the output layer.
+    """
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+        self.function: Any = getattr(trl_utils, _NAME, None)
+        self.state = SimpleNamespace()
+        self._inputs: tuple[Any, ...] = ()
+        self._columns: tuple[Any, ...] = ()
+
+    def describe(self, names: Mapping[int, str]) -> Layer:
+        """Return the layer for engines; `names` are those of the parameters that train, by the parameter's `id`."""
+        trained = {key: names[id(p)] for key, p in self._parameters.items() if id(p) in names}
+        return Layer(self, LayerRule(_multiply, _sum_rows), trained)
+
+    def forward(self, numbers: Int[Tensor, "n T"]) -> Float[Tensor, "n T"]:
+        """Return the log-probs of the tokens with these numbers, all in order; -1 is none and gives 0."""
+        self._columns = self.function.apply(*self._inputs)
+        log_probs: Tensor = self._columns[0]
+        node: Any = log_probs.grad_fn  # it holds what a backward pass needs, until that has run
+        names = ("saved_tensors", "compute_dtype", "chunk_size", "kernel_args")
+        self.state = SimpleNamespace(**{name: getattr(node, name, None) for name in names})
+        return log_probs.new_zeros(numbers.shape).masked_scatter(numbers >= 0, log_probs)
+
+    @contextmanager
+    def replace(self, completion_mask: Int[Tensor, "n T"]) -> Iterator[None]:
+        """Let TRL's call for the completions of a pass go through this layer, where it uses the layer's weight."""
+        mask = completion_mask.bool()
+        numbers = torch.where(mask, mask.flatten().cumsum(0).reshape(mask.shape) - 1, -1)
+
+        def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any) -> Any:
+            if weight is not self.weight or not torch.is_grad_enabled():
+                return self.function.apply(hidden, weight, bias, targets, *settings)
+            places = torch.arange(len(hidden), device=hidden.device)
+            if len(hidden) != mask.sum():  # without Triton, TRL computes prompts, too, and masks them afterwards
+                places = places.reshape(len(mask), -1)[:, -mask.shape[1] :][mask]
+            constants = (tensor if tensor is None else tensor.detach() for tensor in (weight, bias))
+            self._inputs = (hidden[places], *constants, targets[places], *settings)
+            columns = (self(numbers)[mask], *self._columns[1:])
+            return tuple(
+                None if column is None else column.new_zeros(len(hidden)).index_put((places,), column)
+                for column in columns
+            )
+
+        if self.function is None:
+            yield
+            return
+        setattr(trl_utils, _NAME, SimpleNamespace(apply=apply))
+        try:
+            yield
+        finally:
+            setattr(trl_utils, _NAME, self.function)
+
+
+def _find_tokens(head: FusedHead, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Return the row of each token that has a gradient, this gradient, and what TRL keeps for them."""
+    rows, columns = ((x >= 0) & (g != 0)).nonzero(as_tuple=True)
+    hidden, weight, bias, targets, log_z, _ = head.state.saved_tensors
+    numbers = x[rows, columns]
+    return rows, g[rows, columns].float(), (hidden[numbers], weight, bias, targets[numbers], log_z[numbers])
+
+
+def _sum_rows(head: FusedHead, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
+    """Return the weighted sum of the rows' gradients, by TRL's own backward pass; see `LayerRule`."""
+    _, g, kept = _find_tokens(head, x, weigh(g, weights))
+    needs = (False, True, head.bias is not None)
+    context = SimpleNamespace(**vars(head.state) | {"saved_tensors": (*kept, kept[-1]), "needs_input_grad": needs})
+    _, weight, bias, *_ = head.function.backward(context, g, None)
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def _multiply(head: FusedHead, direction: LayerTensors, x: Tensor, g: Tensor) -> Float[Tensor, " n"]:
+    """Return the products of the rows' gradients with a direction, tile by tile as TRL goes; see `LayerRule`."""
+    from trl.kernels import chunked_logprob as kernels  # which only TRL 1.16 or later has
+
+    rows, g, (hidden, weight, bias, targets, log_z) = _find_tokens(head, x, g)
+    step = direction["weight"] if "weight" in direction else torch.zeros_like(weight)
+    total, size = torch.zeros_like(g), head.state.chunk_size
+    flags = {"HAS_LOGPROB_GRAD": True, "HAS_ENTROPY_GRAD": False, "BLOCK_SIZE": 0}
+    for tokens in torch.arange(len(g), device=g.device).split(kernels.TOKEN_CHUNK_SIZE):
+        inputs = hidden[tokens].to(head.state.compute_dtype)
+        for start in range(0, len(weight), size):
+            part = slice(start, start + size)
+            tile, change = (
+                inputs @ matrix[part].to(inputs.dtype).T + (0 if shift is None else shift[part].to(inputs.dtype))
+                for matrix, shift in ((weight, bias), (step, direction.get("bias")))
+            )
+            columns = (targets[tokens], log_z[tokens], None, g[tokens], None)
+            kernels._backward_tile(tile, 0, *columns, start, tile.shape[1], **head.state.kernel_args, **flags)
+            total[tokens] += dot(tile, change)
+    return total.new_zeros(len(x)).index_add_(0, rows, total)

@@ -160,51 +160,46 @@ def test_bfloat16_is_scored_and_shown() -> None:
     assert len(whence.IIF(1).select(records, influence).reasons) == 24
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.integers(2, 30), st.sampled_from([*ENGINES]))
-def test_targets_add(seed: int, n: int, engine: str) -> None:
+DRAWS = settings(max_examples=20, deadline=None)
+SEEDS = st.integers(0, 2**31)
+
+
+def draw_records(seed: int, n: int = 24) -> tuple[whence.ModuleView, RecordBatch]:
     torch.manual_seed(seed)
     view = mlp_view(dtype=torch.float64)
-    records = records_for(view, n, dtype=torch.float64)
+    return view, records_for(view, n, dtype=torch.float64)
+
+
+@DRAWS
+@given(SEEDS, st.integers(2, 30), st.sampled_from([*ENGINES]))
+def test_targets_add(seed: int, n: int, engine: str) -> None:
+    view, records = draw_records(seed, n)
     action = Action(records.observations[:2], records.actions[:2])
     parts = attribute(view, records, target={"a": Return(), "b": action}, engine=engine)
     whole = attribute(view, records, target=lambda v, p, r: Return()(v, p, r) + action(v, p, r), engine=engine)
     torch.testing.assert_close((parts["a"] + parts["b"]).scores, whole.scores)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.integers(2, 30), st.sampled_from(["none", "buffer"]), st.sampled_from([*ENGINES]))
-def test_permuting_records_permutes_scores(seed: int, n: int, norm: str, engine: str) -> None:
-    torch.manual_seed(seed)
-    view = mlp_view(dtype=torch.float64)
-    records = records_for(view, n, dtype=torch.float64)
+@DRAWS
+@given(SEEDS, st.integers(2, 30), st.integers(1, 40), st.sampled_from(["none", "buffer"]), st.sampled_from([*ENGINES]))
+def test_permuting_records_permutes_scores_whatever_the_chunks(
+    seed: int, n: int, chunk_size: int, norm: str, engine: str
+) -> None:
+    view, records = draw_records(seed, n)
     order = torch.randperm(n)
-    objective = PPOClip(advantage_norm=norm)  # type: ignore[arg-type]
-    scores = attribute(view, records, target=Return(), objective=objective, engine=engine).scores
-    permuted = attribute(view, records.take(order), target=Return(), objective=objective, engine=engine)
+    settings: dict[str, Any] = {"objective": PPOClip(advantage_norm=norm), "engine": engine}  # type: ignore[arg-type]
+    scores = attribute(view, records, target=Return(), **settings).scores
+    permuted = score_targets(view, records.take(order), {"": Return()}, chunk_size=chunk_size, **settings)[""]
     torch.testing.assert_close(permuted.scores, scores[order])
     assert permuted.record_ids.tolist() == order.tolist()
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 40), st.sampled_from([*ENGINES]))
-def test_chunks_do_not_change_scores(seed: int, chunk_size: int, engine: str) -> None:
-    torch.manual_seed(seed)
-    view = mlp_view(dtype=torch.float64)
-    records = records_for(view, 23, dtype=torch.float64)
-    whole = attribute(view, records, target=Return(), engine=engine)
-    parts = score_targets(view, records, {"": Return()}, engine=engine, chunk_size=chunk_size)[""]
-    torch.testing.assert_close(parts.scores, whole.scores)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 23), st.floats(-10, 10), st.sampled_from([*ENGINES]))
+@DRAWS
+@given(SEEDS, st.integers(0, 23), st.floats(-10, 10), st.sampled_from([*ENGINES]))
 def test_scaling_an_advantage_scales_its_score_for_a_fixed_target(
     seed: int, which: int, factor: float, engine: str
 ) -> None:
-    torch.manual_seed(seed)
-    view = mlp_view(dtype=torch.float64)
-    records = records_for(view, dtype=torch.float64)
+    view, records = draw_records(seed)
     factors = torch.ones(len(records), dtype=torch.float64)
     factors[which] = factor
     scaled = records.with_advantages(records.advantages * factors)

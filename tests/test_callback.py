@@ -208,20 +208,25 @@ def seen_by_train(toy: Any, callback: BaseCallback | None) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("kept", "sizes"), [(0, []), (1, []), (2, [2, 2]), (65, [65, 65]), (66, [64, 2, 64, 2]), (100, [64, 36, 64, 36])]
+    ("kept", "last", "sizes"),
+    [
+        *((0, "keep", []), (1, "keep", []), (2, "keep", [2]), (65, "keep", [65]), (66, "keep", [64, 2])),
+        *((100, "keep", [64, 36]), (100, "drop", [64])),
+    ],
 )
-def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, sizes: list[int]) -> None:
+def test_rounds_that_keep_few_records_train_or_are_skipped(kept: int, last: Any, sizes: list[int]) -> None:
     toy = model(n_steps=128, batch_size=64)
     before = parameters(toy)
-    callback = InfluenceCallback(Fixed(kept))
+    callback = InfluenceCallback(Fixed(kept), last=last)
+    assert callback.settings().get("last", "keep") == last
     seen = seen_by_train(toy, callback)
-    assert [len(advantages) for advantages in seen] == sizes
+    assert [len(advantages) for advantages in seen] == 2 * sizes
     assert identical(before, parameters(toy)) == (kept < 2)
     assert callback.skipped_rounds == (kept < 2)
-    if kept >= 2:
+    if kept == sum(sizes):
         assert callback.round is not None
         expected = sorted(callback.round.records.advantages[:kept].tolist())
-        assert sorted(torch.cat(seen[: len(sizes) // 2]).tolist()) == expected
+        assert sorted(torch.cat([torch.zeros(0), *seen[: len(sizes)]]).tolist()) == expected
     toy.learn(128)  # the next training is whole again
     assert toy.rollout_buffer.full
 
@@ -244,12 +249,6 @@ def test_the_records_of_an_episode_share_a_fate(tmp_path: Path) -> None:
 def test_strict_raises_instead() -> None:
     with pytest.raises(WhenceError, match="keeps 1 of 32 records"):
         model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
-
-
-def test_a_short_last_minibatch_may_be_left_out() -> None:
-    callback = InfluenceCallback(Fixed(100), last="drop")
-    assert [len(advantages) for advantages in seen_by_train(model(n_steps=128, batch_size=64), callback)] == [64, 64]
-    assert callback.settings()["last"] == "drop"
 
 
 def pristine(toy: Any) -> bool:
@@ -448,10 +447,13 @@ class Sized(Toy):
 gym.register("Sized-v0", Sized)
 
 
-def first_round(path: Path, size: Any = 1, *, algorithm: Any = PPO, more: Any = None, **kwargs: Any) -> dict[str, Any]:
+def first_round(
+    path: Path, size: Any = 1, *, algorithm: Any = PPO, more: Any = None, normalised: Any = None, **kwargs: Any
+) -> dict[str, Any]:
     """Train for one round and return the configuration that its directory holds."""
     more = {} if more is None else more
-    env = DummyVecEnv([lambda: gym.make("Sized-v0", disable_env_checker=True, size=size)])
+    env: Any = DummyVecEnv([lambda: gym.make("Sized-v0", disable_env_checker=True, size=size)])
+    env = env if normalised is None else VecNormalize(env, **normalised)
     if algorithm is PPO:
         kwargs = {"batch_size": 16, "n_epochs": 1, **kwargs}
     algorithm("MlpPolicy", env, n_steps=32, device="cpu", **kwargs).learn(
@@ -473,6 +475,7 @@ def first_round(path: Path, size: Any = 1, *, algorithm: Any = PPO, more: Any = 
         ({"clip_range": lambda left: 0.1 * left}, {"clip_range": lambda left: 0.1 * left**2}),
         ({"clip_range_vf": None}, {"clip_range_vf": 0.1}),
         ({"target_kl": None}, {"target_kl": 0.1}),
+        ({"normalised": {}}, {"normalised": {"clip_obs": 5.0}}),
     ],
 )
 def test_a_run_of_other_settings_is_another_run(tmp_path: Path, one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -698,15 +701,3 @@ def test_a_summed_target_has_no_errors_and_trains(tmp_path: Path, caplog: pytest
     (warning,) = [record.message for record in caplog.records if "without errors" in record.message]
     assert warning.startswith("round 1: scores are written without errors. The target")
     assert "is no mean over the scored records" in warning
-
-
-def test_settings_of_vec_normalize_are_part_of_the_configuration(tmp_path: Path) -> None:
-    def train(**settings: Any) -> None:
-        env = VecNormalize(DummyVecEnv([Toy]), **settings)
-        toy = PPO("MlpPolicy", env, n_steps=32, batch_size=16, n_epochs=1, device="cpu")
-        toy.learn(32, callback=InfluenceCallback(KeepAll(), run=tmp_path))
-
-    train()
-    train()
-    with pytest.raises(whence.RunDirectoryError, match=r"VecNormalize\.clip_obs was 10\.0, now 5\.0"):
-        train(clip_obs=5.0)

@@ -96,39 +96,6 @@ class TestHelp:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ([], "Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not none."),
-            (["FrozenLake-v1", "--workers", "0"], "workers is 0; at least 1 is needed."),
-        ],
-    )
-    def test_what_whence_refuses(self, whence, tmp_path, arguments, message):
-        code, out, err = whence("compare", *arguments, "--out", tmp_path / "out")
-        assert code == 2
-        assert err.startswith("Error: ")
-        assert message in err
-        assert "Traceback" not in err
-        assert out == ""
-        assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["compare", "FrozenLake-v1", "--sedes", "3"], "No such option: --sedes"),
-            (["compare", "FrozenLake-v1", "--seeds", "three"], "Invalid value for '--seeds'"),
-            (["compere"], "No such command 'compere'"),
-        ],
-    )
-    def test_what_the_command_line_refuses(self, whence, monkeypatch, tmp_path, arguments, message):
-        monkeypatch.chdir(tmp_path)
-        code, out, err = whence(*arguments)
-        assert code == 2
-        assert message in err
-        assert "Traceback" not in err
-        assert out == ""
-        assert list(tmp_path.iterdir()) == []
-
     def test_as_a_process(self):
         # A command that starts fast: the others end by the same lines.
         code, out, err = wait_for(start("list", "armz"))
@@ -353,6 +320,10 @@ class TestWrongInput:
             ("report broken", "broken/config.json cannot be read as JSON: Unterminated string"),
             ("report other", "other/config.json is marked as version 99; this version of whence reads"),
             ("trian", "No such command 'trian'. Did you mean 'train'?"),
+            ("compare", "Error: Give either an environment, such as LunarLander-v3, or --preset NAME; not both, not n"),
+            ("compare FrozenLake-v1 --workers 0", "Error: workers is 0; at least 1 is needed."),
+            ("compare FrozenLake-v1 --sedes 3", "No such option: --sedes"),
+            ("compare FrozenLake-v1 --seeds three", "Invalid value for '--seeds'"),
         ],
     )
     def test_of_a_command(self, whence, wrong_runs, monkeypatch, line, message):

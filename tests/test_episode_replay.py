@@ -108,15 +108,6 @@ def test_every_record_of_the_six_environments_is_observed_again(tmp_path, name):
     assert directory.round("records", 1)["observation_digest"].null_count() == 0
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "BipedalWalker-v3", "Pendulum-v1"])
-def test_a_callbacks_run_is_played_again(tmp_path, env):
-    # A walker's world is fresh in its first episode only.
-    directory = learn(tmp_path / "run", gym.make(env))
-    assert replay_episode(directory, 0).mismatch is None
-    if env != "BipedalWalker-v3":
-        assert check_all(directory) == 128
-
-
 class Legacy(Summing):
     """It draws from another generator than Gymnasium's."""
 
@@ -130,49 +121,52 @@ class Legacy(Summing):
         return self._sum, {}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda seed: np.random.Generator(np.random.MT19937(seed)),
-        lambda seed: np.random.Generator(np.random.Philox(seed)),
-        lambda seed: np.random.Generator(np.random.SFC64(seed)),
-    ],
-)
-def test_episodes_of_other_generators_are_played_again(tmp_path, make):
-    directory = learn(tmp_path / "run", RecordResets(Legacy(make)))
-    assert check_all(directory, env=lambda: Legacy(make)) == 128
+def legacy(kind):
+    return lambda: Legacy(lambda seed: np.random.Generator(kind(seed)))
 
 
-def test_actions_are_clipped_to_their_bounds_as_in_training(tmp_path):
-    assert check_all(learn(tmp_path / "run", Summing()), env=Summing) == 128
+PLAYED = {
+    "discrete": (lambda: gym.make("CartPole-v1"), None, 128),
+    "continuous": (lambda: gym.make("Pendulum-v1"), None, 128),
+    "clipped actions": (Summing, Summing, 128),
+    **{
+        kind.__name__: (lambda kind=kind: RecordResets(legacy(kind)()), legacy(kind), 128)
+        for kind in (np.random.MT19937, np.random.Philox, np.random.SFC64)
+    },
+    "normalised": (lambda: VecNormalize(make_vec_env("CartPole-v1", 8)), None, 2 * 8 * 64),
+    "stacked": (lambda: VecFrameStack(make_vec_env("CartPole-v1", 2), 3), None, 2 * 2 * 64),
+}
+"""Environments in training, what makes them again where their id does not, and how many records there are."""
 
 
-def test_eight_environments_under_normalised_observations(tmp_path):
-    env = VecNormalize(make_vec_env("CartPole-v1", 8))
-    directory = learn(tmp_path / "run", env)
-    assert directory.config["vec_wrappers"] == ["VecNormalize"]
-    assert check_all(directory) == 2 * 8 * 64
+@pytest.mark.parametrize("name", PLAYED)
+def test_a_callbacks_run_is_played_again(tmp_path, name):
+    make, again, count = PLAYED[name]
+    directory = learn(tmp_path / "run", make())
+    assert check_all(directory, **({} if again is None else {"env": again})) == count
+    assert name != "normalised" or directory.config["vec_wrappers"] == ["VecNormalize"]
 
 
-def test_stacked_frames(tmp_path):
-    env = VecFrameStack(make_vec_env("CartPole-v1", 2), 3)
-    assert check_all(learn(tmp_path / "run", env)) == 2 * 2 * 64
+def test_a_walkers_world_is_fresh_in_its_first_episode(tmp_path):
+    assert replay_episode(learn(tmp_path / "run", gym.make("BipedalWalker-v3")), 0).mismatch is None
 
 
 def test_dict_observations(tmp_path):
     env = DummyVecEnv([lambda: gym.wrappers.TimeLimit(Toy(observation="dict"), 9)] * 2)
-    directory = learn(tmp_path / "run", env, policy="MultiInputPolicy")
+    small = {"features_extractor_kwargs": {"cnn_output_dim": 4}}
+    directory = learn(tmp_path / "run", env, policy="MultiInputPolicy", policy_kwargs=small)
     with pytest.raises(ReplayError, match="no id for"):
         replay_episode(directory, 0)
     assert check_all(directory, env=lambda: gym.wrappers.TimeLimit(Toy(observation="dict"), 9)) == 2 * 2 * 64
 
 
 def test_subprocesses_need_the_wrapper_and_have_it(tmp_path):
-    with closing(make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv)) as env:
+    settings = {"vec_env_cls": SubprocVecEnv, "vec_env_kwargs": {"start_method": "fork"}}
+    with closing(make_vec_env("CartPole-v1", 2, **settings)) as env:
         plain = learn(tmp_path / "plain", env)
     with pytest.raises(ReplayError, match=r"RecordResets"):
         replay_episode(plain, 0)
-    with closing(make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv, wrapper_class=RecordResets)) as env:
+    with closing(make_vec_env("CartPole-v1", 2, wrapper_class=RecordResets, **settings)) as env:
         wrapped = learn(tmp_path / "run", env)
     assert check_all(wrapped) == 2 * 2 * 64
 

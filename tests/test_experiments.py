@@ -24,7 +24,7 @@ from whence.experiments import (
     load_comparison,
     plan_comparison,
 )
-from whence.experiments.arms import ARMS, counts_scoring, place_arm
+from whence.experiments.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.config import HYPERPARAMETERS
 from whence.experiments.rl.environments import (
@@ -177,7 +177,7 @@ class TestPlan:
             "seed": 0,
             **{
                 "policy_kwargs": {},
-                "warmup": 0,
+                **{"warmup": 0, "unit": None},
                 "target": "return",
                 "target_args": {},
                 "engine": "auto",
@@ -730,6 +730,7 @@ class TestRefusals:
             "nonpositive": ("NonPositive(warmup=2)", True),
             "negative-random": ("NegativeRandom(drop=0.3, seed=7, warmup=2)", True),
             "random": ("RandomDrop(drop=0.3, seed=7, warmup=2, zeros=False)", False),
+            "advantage-magnitude": ("AdvantageMagnitude(drop=0.3, warmup=2)", True),
             "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", True),
             "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", True),
             "td-error": ("TDErrorPriority(exponent=0.6)", True),
@@ -737,6 +738,16 @@ class TestRefusals:
             "ppo-lr-2": ("KeepAll()", False),
             "ppo-lr-4": ("KeepAll()", False),
         }
+        for arm in (*ARMS.values(), *LANGUAGE_ARMS.values()):  # what `whence list arms` says of them
+            rule = arm.make_rule(drop=0.3, keep=2)
+            assert ("unit" in rule.__dataclass_fields__) == (arm.unit == ANY)
+            assert getattr(rule, "needs_groups", False) == (arm.needs == GROUPS)
+            assert rule.needs_influence == (arm.needs == SCORES)
+        control = RunConfig("FrozenLake-v1", "random-iif", 7, drop=0.3, unit="episode")
+        assert repr(control.rule().like) == "IIF(drop=0.3, warmup=0, unit='episode')"
+        assert control.rule().seed == 7
+        assert reads(control, "unit")
+        assert not counts_scoring("random-iif")
 
     def test_a_name_that_no_arm_has_is_refused(self, tmp_path):
         with pytest.raises(WhenceError, match=r"The arm 'iff' is unknown\. Did you mean iif"):
@@ -745,7 +756,7 @@ class TestRefusals:
         with pytest.raises(WhenceError, match=r"The arm 'iif-guarded' is unknown"):
             run(config, tmp_path / "run")
         assert not (tmp_path / "run").exists()
-        assert [place_arm(name) for name in ("td-error", "ppo-matched", "ppo-lr-0.5")] == [8, 8.5, 9]
+        assert [place_arm(name) for name in ("td-error", "ppo-matched", "ppo-lr-0.5")] == [9, 9.5, 10]
         assert [counts_scoring(name) for name in ("iif", "iif-guarded", "ppo-matched")] == [True, True, False]
 
 

@@ -29,7 +29,7 @@ from whence.llm.lab.laboratory import make_character_tokenizer
 from whence.llm.lab.laboratory import make_model as make_lab_model
 from whence.page import write_report
 from whence.runs import RunDirectory
-from whence.selection import IPPO, KeepAll, NonPositive, RandomDrop
+from whence.selection import IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
 
 REWARDS = """
 from dataclasses import dataclass
@@ -133,8 +133,11 @@ class TestConfig:
             ("iif-validation", NonPositive(), "validation"),
             ("ippo", IPPO(), "validation"),
             ("ippo-unweighted", IPPO(weighted=False), "validation"),
+            ("max-variance", MaxVariance(2), None),  # of four
+            ("random-max-variance", RandomDrop(seed=3, like=MaxVariance(2)), None),
+            ("random-iif-token", RandomDrop(seed=3, like=NonPositive()), "token"),
         ):
-            config = tiny(arm, seed=3)
+            config = tiny(arm, seed=3, settings={"num_generations": 4})
             assert (config.make_rule(), config.target) == (rule, target)
 
     def test_it_survives_json(self):
@@ -150,7 +153,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"arm": "iiff"}, "selection 'iiff' is unknown"),
+            ({"arm": "iiff"}, "arm 'iiff' is unknown"),
             ({"arm": "iif-tokens"}, "target 'tokens' is unknown"),
             ({"arm": "ppo-token"}, "has no effect: ppo scores nothing"),
             ({"arm": "iif", "task": "algebra"}, "task 'algebra' is unknown"),
@@ -178,6 +181,9 @@ class TestConfig:
             ({"arm": "iif", "algorithm": "grpo", "settings": {"entropy_coef": 0.1}}, "selected with entropy_coef"),
             ({"arm": "random", "algorithm": "grpo", "settings": {"loss_type": "bnpo"}}, "bnpo' with several passes"),
             ({"arm": "iif", "settings": {"gamma": 2}}, "gamma is 2"),
+            ({"arm": "random-zero-variance"}, "needs several responses to a prompt: --settings"),
+            ({"arm": "iif", "unit": "group"}, "needs several responses to a prompt: --settings"),
+            ({"arm": "max-variance", "unit": "row", "algorithm": "grpo"}, "max-variance selects by row"),
         ],
     )
     def test_what_is_refused(self, fields, message):
@@ -198,24 +204,36 @@ class TestConfig:
 
 
 class TestRun:
-    def test_a_run_leaves_curve_tables_and_model(self, tmp_path):
-        config, reported = tiny("ippo"), []
-        run(config, tmp_path / "run", lambda number, row: reported.append(number))
+    @pytest.mark.parametrize(("algorithm", "arm"), [("ppo", "ippo"), ("grpo", "ippo"), ("rloo", "ppo")])
+    def test_a_run_leaves_curve_tables_and_model(self, tmp_path, algorithm, arm):
+        config, reported = tiny(arm, algorithm=algorithm), []
+        assert algorithm == "ppo" or config.rounds == 2
+        run(config, tmp_path, lambda number, row: reported.append(number))
         assert reported == [0, 1, 2]
-        assert is_finished(config, tmp_path / "run")
-        found = read_curve(config, tmp_path / "run")
+        assert is_finished(config, tmp_path)
+        found = read_curve(config, tmp_path)
         assert len(found.returns) == 3
         assert (found.seconds > 0).all()
-        directory = RunDirectory.open(tmp_path / "run")
-        assert directory.config["arm"] == "ippo"
-        table = directory.round("records", 2)
+        directory = RunDirectory.open(tmp_path)
+        table, metrics, timings = directory.round("records", 2), directory.table("metrics"), directory.table("timings")
+        assert directory.config["arm"] == arm
         assert table.height == 8
-        assert {"prompt", "response", "reward", "score", "keep", "weight", "reason"} <= set(table.columns)
+        assert {"prompt", "response", "reward", "keep", "weight", "reason"} <= set(table.columns)
+        assert ("score" in table.columns) == (arm == "ippo")
+        assert metrics["kept"][1] == table["keep"].sum()
+        assert directory.rounds("answers") == [0, 1, 2]
+        assert directory.round("answers", 2).columns == ["prompt", "response", "reward"]
+        rewards = [float(check(row["prompt"], row["response"]).right) for row in table.iter_rows(named=True)]
+        assert table["reward"].to_list() == rewards
+        assert (timings["generation_cpu"] > 0).all()
+        assert (timings["optimisation_cpu"] > 0).all()
+        assert ("scoring_cpu" in timings.columns) == (arm == "ippo")
+        write_report(directory, tmp_path / "report.html")
         reported.clear()
-        run(config, tmp_path / "run", lambda number, row: reported.append(number))
+        run(config, tmp_path, lambda number, row: reported.append(number))
         assert reported == [2]  # it was finished
-        with pytest.raises(RunDirectoryError, match="arm was 'ippo', now 'iif'"):
-            is_finished(tiny("iif"), tmp_path / "run")
+        with pytest.raises(RunDirectoryError, match=f"arm was '{arm}', now 'iif'"):
+            is_finished(tiny("iif", algorithm=algorithm), tmp_path)
 
     def test_a_control_is_not_charged_for_scoring(self, tmp_path):
         for arm in ("random", "iif"):
@@ -263,31 +281,6 @@ class TestRun:
             tmp_path / "elsewhere" / "model.safetensors"
         ).read_bytes()
         assert reported == []  # nothing was trained
-
-    @pytest.mark.parametrize(("algorithm", "arm"), [("grpo", "ippo"), ("rloo", "ppo")])
-    def test_trls_trainers_leave_the_same(self, tmp_path, algorithm, arm):
-        config, reported = tiny(arm, algorithm=algorithm), []
-        assert config.rounds == 2
-        run(config, tmp_path, lambda number, row: reported.append(number))
-        assert reported == [0, 1, 2]
-        assert is_finished(config, tmp_path)
-        found = read_curve(config, tmp_path)
-        assert len(found.returns) == 3
-        assert (found.seconds > 0).all()
-        directory = RunDirectory.open(tmp_path)
-        table, metrics = directory.round("records", 2), directory.table("metrics")
-        assert table.height == 8
-        assert ("score" in table.columns) == (arm == "ippo")
-        assert metrics["kept"][1] == table["keep"].sum()
-        assert directory.rounds("answers") == [0, 1, 2]
-        assert directory.round("answers", 2).columns == ["prompt", "response", "reward"]
-        rewards = [float(check(row["prompt"], row["response"]).right) for row in table.iter_rows(named=True)]
-        assert table["reward"].to_list() == rewards
-        timings = directory.table("timings")
-        assert (timings["generation_cpu"] > 0).all()
-        assert (timings["optimisation_cpu"] > 0).all()
-        assert ("scoring_cpu" in timings.columns) == (arm == "ippo")
-        write_report(directory, tmp_path / "report.html")
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
     def test_in_half_precision(self, tmp_path, algorithm):
@@ -365,19 +358,6 @@ class TestCommand:
             assert re.search(message, str(done.exception))
         assert not (tmp_path / "run" / "metrics.parquet").exists()
 
-    @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-    def test_an_error_in_a_reward_names_its_line(self, own, tmp_path, algorithm):
-        file = tmp_path / "mine.py"
-        file.write_text("def reward(prompts, responses):\n    return [points(text) for text in responses]\n\n\n")
-        file.write_text(file.read_text() + "def points(text):\n    return {'known': 1.0}[text + '!']\n")
-        settings = settings_of_own(algorithm)
-        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{file}:reward"]
-        arguments += ["--algorithm", algorithm, "--selection", "none", "--run", tmp_path / "run"]
-        done = invoke("llm", "train", *arguments, "--settings", json.dumps(settings))
-        assert isinstance(done.exception, WhenceError), done.output
-        assert re.match(rf"The reward reward failed in {file}, line 6: KeyError: '.*!'\. ", str(done.exception))
-        assert isinstance(done.exception.__cause__, KeyError)
-
     def test_a_reward_that_has_changed_is_another_run(self, own, tmp_path):
         mine = tmp_path / "mine.py"
         mine.write_text(MINE)
@@ -394,17 +374,19 @@ class TestCommand:
         assert {reward % 3 for reward in RunDirectory.open(tmp_path / "run").round("records", 1)["reward"]} == {0}
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-    def test_a_run_that_failed_in_its_first_round_need_not_be_deleted(self, own, tmp_path, algorithm):
-        mine, folder = tmp_path / "mine.py", tmp_path / "run"
-        mine.write_text("def reward(prompts, responses):\n    return [len(text) / 0 for text in responses]\n")
+    def test_an_error_in_a_reward_names_its_line_and_leaves_nothing_to_delete(self, own, tmp_path, algorithm):
+        file, folder = tmp_path / "mine.py", tmp_path / "run"
+        file.write_text("def reward(prompts, responses):\n    return [points(text) for text in responses]\n\n\n")
+        file.write_text(file.read_text() + "def points(text):\n    return {'known': 1.0}[text + '!']\n")
         settings = settings_of_own(algorithm)
-        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--selection", "none"]
-        arguments += ["--reward", f"{mine}:reward", "--run", folder, "--algorithm", algorithm]
-        assert "division by zero" in str(
-            invoke("llm", "train", *arguments, "--settings", json.dumps(settings)).exception
-        )
+        arguments = ["--model", own / "model", "--dataset", own / "prompts", "--reward", f"{file}:reward"]
+        arguments += ["--algorithm", algorithm, "--selection", "none", "--run", folder]
+        done = invoke("llm", "train", *arguments, "--settings", json.dumps(settings))
+        assert isinstance(done.exception, WhenceError), done.output
+        assert re.match(rf"The reward reward failed in {file}, line 6: KeyError: '.*!'\. ", str(done.exception))
+        assert isinstance(done.exception.__cause__, KeyError)
         (folder / "model").mkdir()  # that of a run which was there before
-        mine.write_text("def reward(prompts, responses):\n    return [len(text) for text in responses]\n")
+        file.write_text("def reward(prompts, responses):\n    return [len(text) for text in responses]\n")
         settings["learning_rate"] = 1e-4
         done = invoke("llm", "train", *arguments, "--settings", json.dumps(settings))
         assert done.exit_code == 0, done.output

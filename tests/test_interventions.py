@@ -218,19 +218,8 @@ class TestRounds:
         assert parse_rounds("--rounds", text) == rounds
 
 
-CART = [
-    "CartPole-v1",
-    "--selection",
-    "ppo",
-    "--n-steps",
-    "64",
-    "--batch-size",
-    "32",
-    "--n-epochs",
-    "2",
-    "--rounds",
-    "3",
-]
+CART = ["CartPole-v1", "--selection", "ppo", "--rounds", "3"]
+CART += ["--n-steps", "64", "--batch-size", "32", "--n-epochs", "2"]
 
 
 def whence(*arguments):

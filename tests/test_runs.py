@@ -232,50 +232,36 @@ class TestWrittenAtomically:
     @pytest.mark.parametrize(
         ("failure", "raised"), [(OSError, RunDirectoryError), (KeyboardInterrupt, KeyboardInterrupt)]
     )
-    def test_a_run_keeps_its_tables_when_a_write_fails(self, run, monkeypatch, failure, raised):
-        run.append("metrics", {"round": 1})
-        run.write_round("records", 1, records())
-        before = files(run.path)
+    def test_a_run_and_an_influence_stay_what_they_were_when_a_write_fails(self, run, monkeypatch, failure, raised):
+        def list_writes(number):
+            scores = torch.full((1,), float(number))
+            return (
+                lambda: run.append("metrics", {"round": number}),
+                lambda: run.write_round("records", 1, records(2 * number)),
+                lambda: run.write_policy(1, {"w": scores}),
+                lambda: influence(scores).save(run.path / "round.influence"),
+            )
 
         def write_half(target, content):
             with target.open("wb") as file:
                 file.write(content[: len(content) // 2])
             raise failure("No space left on device")
 
+        for write in list_writes(1):
+            write()
+        before = files(run.path)
         with monkeypatch.context() as patch:
             patch.setattr(Path, "write_bytes", write_half)
-            for write in (
-                lambda: run.append("metrics", {"round": 2}),
-                lambda: run.write_round("records", 1, records(2)),
-            ):
+            patch.setattr(whence.runs.files, "save_file", lambda tensors, target, metadata: write_half(target, b"half"))
+            for write in list_writes(2):
                 with pytest.raises(raised):
                     write()
         assert files(run.path) == before
         assert run.table("metrics").rows() == [(1,)]
+        assert_frame_equal(run.round("records", 1), records(2))
+        assert run.policy(1)["w"].item() == Influence.load(run.path / "round.influence").scores.item() == 1
         run.append("metrics", {"round": 3})
         assert run.table("metrics").rows() == [(1,), (3,)]  # the row that failed is not written with the next one
-        assert_frame_equal(run.round("records", 1), records())
-
-    @pytest.mark.parametrize(
-        ("failure", "raised"), [(OSError, RunDirectoryError), (KeyboardInterrupt, KeyboardInterrupt)]
-    )
-    def test_a_run_and_an_influence_keep_their_tensors_when_a_write_fails(self, run, monkeypatch, failure, raised):
-        run.write_policy(1, {"w": torch.ones(1)})
-        influence(torch.ones(1)).save(run.path / "round.influence")
-        before = files(run.path)
-
-        def write_half(tensors, target, metadata):
-            target.write_bytes(b"half")
-            raise failure("No space left on device")
-
-        monkeypatch.setattr(whence.runs.files, "save_file", write_half)
-        with pytest.raises(raised):
-            run.write_policy(1, {"w": torch.zeros(1)})
-        with pytest.raises(raised):
-            influence(torch.zeros(1)).save(run.path / "round.influence")
-        assert files(run.path) == before
-        assert run.policy(1)["w"].item() == 1
-        assert Influence.load(run.path / "round.influence").scores.item() == 1
 
 
 class TestRefusedWrites:

@@ -296,14 +296,6 @@ def test_weights_that_differ_become_sampling_probabilities() -> None:
     assert float(share) == pytest.approx(0.75, abs=0.03)
 
 
-def test_the_buffers_own_get_is_back_after_an_exception() -> None:
-    buffer = filled().rollout_buffer
-    with pytest.raises(KeyError), select_from(buffer, keeping([1, 2], 32)):
-        raise KeyError
-    assert "get" not in vars(buffer)
-    assert len(next(buffer.get(32)).advantages) == 32
-
-
 @pytest.mark.parametrize(
     ("kept", "last", "join", "sizes"),
     [

@@ -28,8 +28,8 @@ from whence import (
     WhenceError,
     ZeroVariance,
 )
+from whence.core import label_units
 from whence.influence import Provenance
-from whence.selection import label_units
 
 
 def scored(scores: list[float], ids: list[int] | None = None, **columns: Any) -> tuple[RecordBatch, Influence]:

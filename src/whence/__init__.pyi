@@ -19,6 +19,7 @@ from .core.policies import Outputs as Outputs
 from .core.policies import PolicyView as PolicyView
 from .core.records import RecordBatch as RecordBatch
 from .core.targets import Action as Action
+from .core.targets import MeanObjective as MeanObjective
 from .core.targets import Return as Return
 from .experiments.rl.stored import replay_episode as replay_episode
 from .influence import Influence as Influence

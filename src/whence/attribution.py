@@ -20,14 +20,18 @@ from whence.core import (
     RecordBatch,
     Return,
     Target,
+    Unit,
     Unsupported,
     WhenceError,
     as_objective,
     as_target,
     as_view,
+    bind_objective,
     check_records,
+    check_unit,
     eval_mode,
     is_in_shards,
+    label_units,
     preserve_attributes,
     preserve_rng_state,
     release_whole,
@@ -41,6 +45,7 @@ from whence.engines import (
     add_masks,
     check_memory,
     check_mixing,
+    leave_out,
     record_gradient,
     solve,
     target_gradients,
@@ -50,6 +55,7 @@ from whence.folds import (
     balance_folds,
     check_batch_target,
     check_mean,
+    check_mean_target,
     count_folds,
     number_episodes,
     split_target,
@@ -68,6 +74,7 @@ def attribute(
     engine: str = ...,
     memory: int = ...,
     folds: int | None = ...,
+    leave_one_out: Unit | None = ...,
 ) -> dict[str, Influence]: ...
 @overload
 def attribute(
@@ -79,6 +86,7 @@ def attribute(
     engine: str = ...,
     memory: int = ...,
     folds: int | None = ...,
+    leave_one_out: Unit | None = ...,
 ) -> Influence: ...
 def attribute(
     policy: object,
@@ -89,6 +97,7 @@ def attribute(
     engine: str = "auto",
     memory: int = 2**31,
     folds: int | None = None,
+    leave_one_out: Unit | None = None,
 ) -> Influence | dict[str, Influence]:
     """Score every record by `<grad target, grad objective_i>` at the present policy (LDA §3.3; snapshot).
 
@@ -108,6 +117,10 @@ def attribute(
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
             have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
             target that reads the scored records, as `Return` does.
+        leave_one_out: score each record by the mean over the other units alone: "record", "episode", "row" or "group".
+            The target is then a mean over the scored records, as `Return` is. A unit's own part of the target raises
+            its score: of a mean objective by the square of its gradient. A unit without others scores 0. None: the
+            target is over all records.
 
     Returns:
         The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
@@ -116,19 +129,26 @@ def attribute(
         Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
         InvalidRecords: `records` is no `RecordBatch`.
         NonFinite: a gradient or score is not finite; the message names record and parameter.
-        WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy; or `folds` has
-            too few episodes or a target that reads no records.
+        WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy; `folds` has
+            too few episodes or a target that reads no records; or `leave_one_out` a target that is no mean, or `folds`.
     """
     check_records(records)
     by_name = dict(target) if isinstance(target, Mapping) else {"": target}
     if not by_name:
         raise WhenceError("target is an empty mapping; name at least one target, such as {'return': Return()}.")
+    if folds is not None and leave_one_out is not None:
+        raise WhenceError(
+            f"folds is {folds} and leave_one_out is {leave_one_out!r}: errors are of scores by the whole target. Leave "
+            "out one of them."
+        )
     if folds is not None:
         for each in by_name.values():  # before anything is computed
             check_batch_target(as_target(each))
         balance_folds(records, folds)
     policy = as_view(policy)
-    influences = score_targets(policy, records, by_name, objective=objective, engine=engine, memory=memory)
+    influences = score_targets(
+        policy, records, by_name, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
+    )
     if folds is not None:
         influences = {
             name: add_errors(
@@ -156,6 +176,7 @@ def score_targets(
     memory: int = 2**31,
     chunk_size: int | None = None,
     summed: Summed | None = None,
+    leave_one_out: Unit | None = None,
 ) -> dict[str, Influence]:
     """Score records as `attribute` does: in passes of a given size, or a process's part of the records.
 
@@ -169,19 +190,27 @@ def score_targets(
         chunk_size: the most records in one pass; None: as many as `memory` allows. Scores do not depend on it.
         summed: takes a gradient, one tensor per parameter, and returns its sum over the processes, each of which
             scores a part of the records. Their targets then add up to the quantity to raise.
+        leave_one_out: see `attribute`; each unit's records are in one process.
     """
     check_memory(memory)
+    if leave_one_out is not None:
+        check_unit(leave_one_out)
+        for each in targets.values():
+            check_mean_target(each)
     with open_problem(
         policy, records, targets=[*targets.values()], objective=objective, chunk_size=chunk_size, summed=summed
     ) as problem:
-        products, engine, reason = solve(problem, engine, memory if chunk_size is None else None)
+        limit = memory if chunk_size is None else None
+        products, engine, reason = solve(problem, engine, limit)
+        if leave_one_out is not None:
+            products = leave_out(problem, products, label_units(records, leave_one_out), engine, limit)
         _check_scores(products, problem)
     return {
         name: Influence(
             scores=row.detach().cpu().clone(),
             record_ids=records.ids.cpu().clone(),
             provenance=Provenance(
-                target=target_name(each),
+                target=target_name(each) + ("" if leave_one_out is None else f" over the other {leave_one_out}s"),
                 objective=repr(problem.objective),
                 engine=engine,
                 engine_reason=reason,
@@ -288,7 +317,8 @@ def open_problem(
         Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
     """
     view, objective = as_view(policy), as_objective(objective)
-    modules, targets = dict(view.module.named_modules()), [as_target(target) for target in targets]
+    targets = [bind_objective(as_target(target), objective) for target in targets]
+    modules = dict(view.module.named_modules())
     with (
         preserve_rng_state(),
         preserve_attributes(modules.values()),

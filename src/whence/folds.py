@@ -1,15 +1,25 @@
 """Folds of a rollout's episodes, targets on one fold's records, and the errors of scores that these give."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapreplace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whence.core import BatchTarget, Outputs, RecordBatch, Target, WhenceError, target_name
+from whence.core import (
+    BatchTarget,
+    MeanTarget,
+    Objective,
+    Outputs,
+    RecordBatch,
+    Target,
+    WhenceError,
+    bind_objective,
+    target_name,
+)
 
 if TYPE_CHECKING:
     from whence.core import Params, PolicyView
@@ -43,6 +53,15 @@ class PartialTarget:
         return frozenset(getattr(self.target, "reads", Outputs._fields))
 
     @property
+    def reads_prepared(self) -> bool:
+        """Whether the target reads the records that the objective prepared."""
+        return bool(getattr(self.target, "reads_prepared", False))
+
+    def with_objective(self, objective: Objective) -> Self:
+        """Return the target for the scoring's objective."""
+        return replace(self, target=bind_objective(self.target, objective))  # type: ignore[arg-type]
+
+    @property
     def linear(self) -> bool:
         """Whether the target's derivatives in the outputs do not depend on them."""
         return bool(getattr(self.target, "linear", False))
@@ -71,6 +90,20 @@ def check_batch_target(target: Target) -> BatchTarget:
             "without folds."
         )
     return target
+
+
+def check_mean_target(target: Target) -> None:
+    """Refuse a target that is no mean over the scored records, so that no unit can be left out of it.
+
+    Raises:
+        WhenceError: see above.
+    """
+    if not isinstance(target, MeanTarget):
+        raise WhenceError(
+            f"leave_one_out needs a target that is a mean over the scored records, and {target_name(target)} is none: "
+            "pass Return(), MeanObjective() or, for language models, SequenceReturn() or TokenReturn() without rows of "
+            "their own; or leave out leave_one_out."
+        )
 
 
 def check_folds(folds: int | None) -> int | None:

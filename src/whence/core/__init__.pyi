@@ -22,6 +22,7 @@ from .objectives import A2C as A2C
 from .objectives import Objective as Objective
 from .objectives import PPOClip as PPOClip
 from .objectives import as_objective as as_objective
+from .objectives import policy_part as policy_part
 from .policies import COLUMNS as COLUMNS
 from .policies import LazyOutputs as LazyOutputs
 from .policies import ModuleView as ModuleView
@@ -44,12 +45,18 @@ from .records import check_records as check_records
 from .records import to_numpy as to_numpy
 from .targets import Action as Action
 from .targets import BatchTarget as BatchTarget
+from .targets import MeanObjective as MeanObjective
+from .targets import MeanTarget as MeanTarget
 from .targets import Return as Return
 from .targets import SummedTarget as SummedTarget
 from .targets import Target as Target
 from .targets import as_target as as_target
+from .targets import bind_objective as bind_objective
 from .targets import target_name as target_name
 from .trees import Tree as Tree
 from .trees import map_tree as map_tree
 from .trees import named_leaves as named_leaves
 from .trees import take as take
+from .units import Unit as Unit
+from .units import check_unit as check_unit
+from .units import label_units as label_units

@@ -1,8 +1,8 @@
 """Objectives: what a round's optimisation raises, one value per record (LDA §2.1, eq. 1)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -70,6 +70,10 @@ class _ActorCritic:
         """The policy's outputs that the objective reads; the others need not be computed."""
         value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
         return frozenset(["log_prob", *value, *entropy])
+
+    def policy_part(self) -> Self:
+        """Return the objective without its terms of entropy and value."""
+        return replace(self, ent_coef=0.0, vf_coef=0.0)  # type: ignore[type-var]
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Return the records with the advantages normalised as `advantage_norm` says."""
@@ -166,3 +170,12 @@ def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tenso
             "`function(outputs, records)` that returns one value per record."
         )
     return objective if isinstance(objective, Objective) else FunctionObjective(objective)
+
+
+def policy_part(objective: Objective) -> Objective:
+    """Return an objective without its terms of value, entropy and divergence, by its optional method `policy_part`.
+
+    One without that method counts whole.
+    """
+    part: Callable[[], Objective] | None = getattr(objective, "policy_part", None)
+    return objective if part is None else part()

@@ -2,17 +2,20 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from whence.core.errors import WhenceError
+from whence.core.objectives import Objective, policy_part
+from whence.core.policies import COLUMNS
 from whence.core.records import RecordBatch, check_one_per_record
 from whence.core.trees import Tree, named_leaves
+from whence.core.units import Unit, check_unit, label_units
 
 if TYPE_CHECKING:
     from whence.core.policies import Outputs, Params, PolicyView
@@ -44,6 +47,19 @@ class BatchTarget(Protocol):
 
 
 @runtime_checkable
+class MeanTarget(BatchTarget, Protocol):
+    """A batch target that is a mean over the scored records, so that some of them can be left out of it."""
+
+    def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the values whose mean the target is; a record's value does not depend on other records."""
+        ...
+
+    def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the values' weights in the mean, from all records."""
+        ...
+
+
+@runtime_checkable
 class SummedTarget(Protocol):
     """A target that is a sum of parts, each of which runs the policy on other records.
 
@@ -70,13 +86,84 @@ class Return:
     reads = frozenset(["log_prob"])
     linear = True
 
+    def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return each record's log-prob times its advantage."""
+        return check_one_per_record("log_prob", outputs.log_prob) * records.advantages
+
+    def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return ones."""
+        return torch.ones_like(records.advantages)
+
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
-        return (check_one_per_record("log_prob", outputs.log_prob) * records.advantages).mean()
+        return self.values(outputs, records).mean()
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
         return self.from_outputs(view(params, view.prepare(records)), records)
+
+
+@dataclass(frozen=True)
+class MeanObjective:
+    """The mean over units of their records' mean objective: what training itself raises, by its policy part (DTV).
+
+    The objective is that of the scoring, without terms of value, entropy and divergence (`policy_part`). Its advantages
+    are those of the objective, normalised or not.
+
+    Attributes:
+        unit: what the mean is over: "record", "episode", "row" or "group"; see `Unit`.
+    """
+
+    unit: Unit = "record"
+    total: float | None = field(default=None, repr=False)  # the weights of all processes' records
+    objective: Objective | None = field(default=None, repr=False)
+
+    reads_prepared = True
+
+    def __post_init__(self) -> None:
+        check_unit(self.unit)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The outputs that the objective reads."""
+        return frozenset(getattr(self._bound, "reads", COLUMNS))
+
+    @property
+    def _bound(self) -> Objective:
+        if self.objective is None:
+            raise WhenceError(
+                "MeanObjective() takes its objective from the scoring, as in attribute(..., target=MeanObjective()). "
+                "It is no target by itself, nor of scores of a whole round: pass Return() there."
+            )
+        return self.objective
+
+    def with_objective(self, objective: Objective) -> Self:
+        """Return the target for the scoring's objective."""
+        return replace(self, objective=policy_part(objective))
+
+    def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return the policy part of each record's objective; the records are those that the objective prepared."""
+        return self._bound(outputs, records)
+
+    def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return one over the number of records of each record's unit."""
+        units = label_units(records, self.unit)
+        return (1 / units.bincount()[units]).to(records.advantages)
+
+    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target from the outputs of all records."""
+        weights = self.weights(records)
+        return (weights * self.values(outputs, records)).sum() / (self.total or weights.sum())
+
+    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the target, a scalar."""
+        return self.from_outputs(view(params, view.prepare(records)), records)
+
+
+def bind_objective(target: Target, objective: Objective) -> Target:
+    """Return a target as it is with a scoring's objective; most do not depend on it."""
+    bind: Callable[[Objective], Target] | None = getattr(target, "with_objective", None)
+    return target if bind is None else bind(objective)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from whence.engines.in_step import Step as Step
 from whence.engines.in_step import record_step as record_step
 from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import measure_bytes as measure_bytes
+from whence.engines.own_parts import leave_out as leave_out
 from whence.engines.per_record import record_gradient as record_gradient
 from whence.engines.probing import Along as Along
 from whence.engines.probing import Precision as Precision
@@ -23,9 +24,11 @@ from whence.engines.problem import Summed as Summed
 from whence.engines.problem import check_scalar as check_scalar
 from whence.engines.problem import compute_seeds as compute_seeds
 from whence.engines.problem import target_gradients as target_gradients
+from whence.engines.rules import Factors as Factors
 from whence.engines.rules import LayerRule as LayerRule
 from whence.engines.rules import LayerTensors as LayerTensors
 from whence.engines.rules import dot as dot
+from whence.engines.rules import linear_factors as linear_factors
 from whence.engines.rules import linear_product as linear_product
 from whence.engines.rules import register_rule as register_rule
 from whence.engines.rules import rule_for as rule_for

@@ -61,7 +61,7 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
     if engine in ("ghost", "forward", "vmap"):
         return _run_checked(problem, engine, memory), engine, "asked for"
     if engine != "auto":  # the loop, or a user's, which may approximate
-        return _run(problem, engine, memory), engine, "asked for"
+        return run_engine(problem, ENGINES[engine], memory), engine, "asked for"
     reasons = []
     for name in ("ghost", "forward", "vmap"):
         try:
@@ -70,7 +70,7 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
             reasons.append(f"{name}: {refusal}")
         else:
             return products, name, " ".join(reasons) or "every trainable layer has a ghost rule"
-    return _run(problem, "loop", memory), "loop", " ".join(reasons)
+    return run_engine(problem, loop, memory), "loop", " ".join(reasons)
 
 
 def check_engine(engine: object) -> None:
@@ -82,15 +82,15 @@ def check_engine(engine: object) -> None:
 def _run_checked(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:
     try:
         check_against_loop(problem, ENGINES[engine])
-        return _run(problem, engine, memory)
+        return run_engine(problem, ENGINES[engine], memory)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, RuntimeError) as missing:  # what the engine's transform lacks, or all engines fail on
         raise Refused(f"It fails on this policy: {first_line(missing)} Use engine='auto'.") from missing
 
 
-def _run(problem: Problem, engine: str, memory: int | None) -> Float[Tensor, "targets n"]:
-    run = ENGINES[engine]
+def run_engine(problem: Problem, run: Engine, memory: int | None) -> Float[Tensor, "targets n"]:
+    """Run an engine within `memory` bytes; None: by the problem's chunk size."""
     return run(
         problem if memory is None else fit_chunk_size(problem, _loop_parts_that_grow if run is loop else run, memory)
     )

@@ -88,6 +88,10 @@ class Problem:
             return self.known_inputs
         return map_tree(lambda tensor: tensor.detach(), self.view.prepare(self.records))
 
+    def read_by(self, target: object) -> RecordBatch:
+        """Return the records as a target reads them: the user's own, or those that the objective prepared."""
+        return self.prepared if getattr(target, "reads_prepared", False) else self.records
+
     def part(self, index: slice | Tensor) -> "Problem":
         """Return the problem of the records at `index`, for the same targets."""
         known = take(self.inputs, index) if "inputs" in self.__dict__ else None
@@ -180,7 +184,7 @@ def bind_batch_targets(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
     """Return the batch targets as functions of the outputs of all records."""
 
     def bind(target: BatchTarget) -> Callable[[Outputs], Tensor]:
-        return lambda outputs: check_scalar(target.from_outputs(outputs, problem.records), target)
+        return lambda outputs: check_scalar(target.from_outputs(outputs, problem.read_by(target)), target)
 
     return [bind(target) for target in problem.targets if isinstance(target, BatchTarget)]
 
@@ -233,7 +237,7 @@ def plain_target_gradient(problem: Problem, target: Target) -> Gradient:
     """Return the gradient of `target(view, params, records)` by one backward pass; a `SummedTarget`'s part by part."""
     total = Gradient()
     for part in target.parts() if isinstance(target, SummedTarget) else [target]:
-        value = check_scalar(part(problem.view, problem.params, problem.records), target)
+        value = check_scalar(part(problem.view, problem.params, problem.read_by(part)), target)
         if value.requires_grad:
             derivatives: list[Tensor | None] = list(
                 torch.autograd.grad(value, list(problem.params.values()), allow_unused=True)

@@ -19,10 +19,13 @@ from .sweepfile import read_sweep as read_sweep
 # isort: split
 # What only other rooms of whence import.
 from .arms import ARMS as ARMS
+from .arms import CONTROL as CONTROL
 from .arms import LANGUAGE_ARMS as LANGUAGE_ARMS
 from .arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from .arms import STANDARD as STANDARD
+from .arms import Arm as Arm
 from .arms import split_arm as split_arm
+from .llm.language_config import OF_RULES as OF_RULES
 from .llm.language_config import SOURCE as SOURCE
 from .rl.changes import compare_policies as compare_policies
 from .rl.config import HYPERPARAMETERS as HYPERPARAMETERS

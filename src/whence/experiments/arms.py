@@ -1,7 +1,7 @@
 """The arms of a comparison, as data: ways to train an agent, and to select a language model's responses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,13 @@ STANDARD = "ppo"
 """The arm that the others are measured against."""
 
 
+SCORES, GROUPS, DISCRETE = "scores", "groups", "discrete"
+"""What a rule needs: scores; several responses to a prompt; discrete states and actions."""
+
+ANY = "any"
+"""The unit of a rule that can keep or drop by any."""
+
+
 @dataclass(frozen=True)
 class Arm:
     """One way to train.
@@ -23,7 +30,11 @@ class Arm:
         about: one line for people.
         rule_settings: arguments of the rule that a run does not set.
         learning_rate_scale: factor of the run's learning rate.
-        target: what a language model's responses are scored by, unless a run names another; None: nothing is scored.
+        target: what a language model's responses are scored by, unless a run names another; None: nothing is scored,
+            or the rule brings its own.
+        unit: what the rule keeps or drops as one; `ANY`: what the run says, by default a record.
+        needs: what the rule needs besides the records.
+        is_control: whether as many units are dropped as the rule would drop, but at random.
     """
 
     rule: str
@@ -31,57 +42,75 @@ class Arm:
     rule_settings: Mapping[str, Any] = field(default_factory=dict)
     learning_rate_scale: float = 1.0
     target: str | None = None
+    unit: str = ANY
+    needs: str = SCORES
+    is_control: bool = False
 
-    def make_rule(self, **run_fields: float) -> "SelectionRule":
-        """Return the selection rule of a run, with those of the run's fields that the rule has."""
+    def make_rule(self, **run_fields: Any) -> "SelectionRule":
+        """Return the selection rule of a run, with those of the run's fields that the rule has; None is no setting."""
         from whence import selection  # it imports torch, which a list of arms does not need
 
         rule_class = getattr(selection, self.rule)
-        of_run = {name: value for name, value in run_fields.items() if name in rule_class.__dataclass_fields__}
+        known = rule_class.__dataclass_fields__
+        of_run = {name: value for name, value in run_fields.items() if name in known and value is not None}
         rule: SelectionRule = rule_class(**{**of_run, **self.rule_settings})
-        return rule
+        return selection.RandomDrop(seed=run_fields["seed"], like=rule) if self.is_control else rule
 
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
-        STANDARD: Arm("KeepAll", "PPO as it is: every record trains"),
+        STANDARD: Arm("KeepAll", "PPO as it is: every record trains", unit="", needs=""),
         "iif": Arm("IIF", "drop the share `drop` of the records below 0"),
         "mean": Arm("BelowMean", "drop the share `drop` of those below the mean"),
         "nonpositive": Arm("NonPositive", "drop every record that scores 0 or less"),
         "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0"),
         "random": Arm("RandomDrop", "as many as iif, at random among all"),
+        "advantage-magnitude": Arm("AdvantageMagnitude", "drop the share `drop` of advantages closest to 0", needs=""),
         "advantage-1": Arm(
             "AdvantageMismatch",
             "drop the share `drop` of those whose advantage has another sign than the return, furthest first",
             {"order": "distance"},
+            unit="record",
+            needs=DISCRETE,
         ),
         "advantage-2": Arm(
-            "AdvantageMismatch", "the same, lowest product with the return's first", {"order": "product"}
+            "AdvantageMismatch",
+            "the same, lowest product with the return's first",
+            {"order": "product"},
+            unit="record",
+            needs=DISCRETE,
         ),
-        "td-error": Arm("TDErrorPriority", "draw records of large TD errors more often"),
+        "td-error": Arm("TDErrorPriority", "draw records of large TD errors more often", unit="record", needs=""),
         **{
-            f"ppo-lr-{scale:g}": Arm("KeepAll", f"PPO at {scale:g} times the learning rate", learning_rate_scale=scale)
+            f"ppo-lr-{scale:g}": Arm(
+                *("KeepAll", f"PPO at {scale:g} times the learning rate"), learning_rate_scale=scale, unit="", needs=""
+            )
             for scale in (0.5, 2.0, 4.0)
         },
     }
 )
 """Every arm of agents. A study trains in further ways with `run(..., make_callback=...)`, under names of its own."""
 
+CONTROL = "random-"
+"""What the name of an arm's control begins with: `random-ARM` drops as many as ARM, at random."""
 
-def find_arm(name: str) -> Arm:
-    """Return an arm by its name.
+
+def find_arm(name: str, arms: Mapping[str, Arm] = ARMS) -> Arm:
+    """Return an arm by its name, or the control of one.
 
     Raises:
         WhenceError: there is none of this name.
     """
-    if name not in ARMS:
-        raise WhenceError(f"The arm {name!r} is unknown.{suggest(name, ARMS)}")
-    return ARMS[name]
+    if name in arms:
+        return arms[name]
+    if (controlled := name.removeprefix(CONTROL)) == name or controlled not in arms:
+        raise WhenceError(f"The arm {name!r} is unknown.{suggest(name, arms)}")
+    return replace(arms[controlled], about=f"as many as {controlled}, at random", is_control=True)
 
 
 def counts_scoring(name: str) -> bool:
     """Return whether the seconds of an arm include scoring; a control scores only to know how much to drop."""
-    return name not in (STANDARD, "random") and not name.startswith(f"{STANDARD}-")
+    return name not in (STANDARD, "random") and not name.startswith((f"{STANDARD}-", CONTROL))
 
 
 def place_arm(name: str) -> float:
@@ -92,7 +121,7 @@ def place_arm(name: str) -> float:
 
 LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
     {
-        STANDARD: Arm("KeepAll", "PPO itself: every response trains"),
+        STANDARD: Arm("KeepAll", "every response trains", unit="", needs=""),
         "random": Arm(
             "RandomDrop",
             "drop as many responses as iif, at random",
@@ -111,6 +140,21 @@ LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
             rule_settings={"weighted": False},
             target="validation",
         ),
+        "zero-variance": Arm(
+            "ZeroVariance", "drop the responses to a prompt if all have one reward (DAPO)", unit="group", needs=GROUPS
+        ),
+        "max-variance": Arm(
+            "MaxVariance",
+            "keep the half of a prompt's responses whose rewards differ most (PODS)",
+            unit="row",
+            needs=GROUPS,
+        ),
+        "advantage-magnitude": Arm(
+            "AdvantageMagnitude",
+            "drop the half of the responses whose advantages are closest to 0 (CPPO)",
+            {"drop": 0.5},
+            needs="",
+        ),
     }
 )
 """Selections by name; the command calls the standard one `none`."""
@@ -126,7 +170,7 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
 
 def split_arm(arm: str) -> tuple[str, str | None]:
     """Return an arm's selection, and its target if the arm's name has one."""
-    if arm in LANGUAGE_ARMS:
+    if arm.removeprefix(CONTROL) in LANGUAGE_ARMS:
         return arm, None
     for target in LANGUAGE_TARGETS:
         if arm.endswith(f"-{target}"):

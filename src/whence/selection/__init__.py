@@ -1,10 +1,10 @@
 """Selection: the records of a round that train, and the rules that choose them."""
 
-from whence.selection.advantage_rules import AdvantageMismatch as AdvantageMismatch
-from whence.selection.advantage_rules import TDErrorPriority as TDErrorPriority
 from whence.selection.column_rules import AdvantageMagnitude as AdvantageMagnitude
+from whence.selection.column_rules import AdvantageMismatch as AdvantageMismatch
 from whence.selection.column_rules import FromMask as FromMask
 from whence.selection.column_rules import MaxVariance as MaxVariance
+from whence.selection.column_rules import TDErrorPriority as TDErrorPriority
 from whence.selection.column_rules import ZeroVariance as ZeroVariance
 from whence.selection.score_rules import IIF as IIF
 from whence.selection.score_rules import IPPO as IPPO
@@ -24,9 +24,7 @@ from whence.selection.tables import read_weights as read_weights
 from whence.selection.tables import summarise_selection as summarise_selection
 from whence.selection.units import AGENT_UNITS as AGENT_UNITS
 from whence.selection.units import LANGUAGE_UNITS as LANGUAGE_UNITS
-from whence.selection.units import Unit as Unit
 from whence.selection.units import average_by_unit as average_by_unit
-from whence.selection.units import label_units as label_units
 from whence.selection.visits import compute_td_errors as compute_td_errors
 from whence.selection.visits import has_single_actions as has_single_actions
 from whence.selection.visits import measure_by_visits as measure_by_visits

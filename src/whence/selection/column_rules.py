@@ -1,28 +1,31 @@
-"""Selection rules without scores: by rewards, advantages, or the ids of records that somebody flagged."""
+"""Selection rules without scores: by rewards, advantages, TD errors (LDA §C.4, C.5), or ids that somebody flagged."""
 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import InvalidRecords, RecordBatch, WhenceError
+from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, label_units
 from whence.influence import Influence
 from whence.selection.selections import (
+    DEFAULT_SHARE,
     START,
     CheckedRule,
     Progress,
     Selection,
     Share,
-    count_to_drop,
     drop_units,
-    share_at,
 )
-from whence.selection.units import Unit, average_by_unit, label_units, name_owner, rank_units
+from whence.selection.units import average_by_unit, name_owner, rank_units
+from whence.selection.visits import compute_td_errors, measure_by_visits, read_column
+
+Order: TypeAlias = Literal["distance", "product"]
 
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""
@@ -122,10 +125,9 @@ class AdvantageMagnitude(CheckedRule):
         """Drop the smallest."""
         labels = label_units(records, self.unit)
         sizes = average_by_unit(records.advantages.double().abs(), labels)
-        share = share_at(self.drop, self.warmup, progress)
-        smallest = rank_units(sizes, records, labels)[: count_to_drop(share, len(sizes))]
-        reason = f"advantage{name_owner(self.unit)} among the {100 * share:.3g}% closest to 0"
-        return drop_units(smallest, labels, reason)
+        smallest = rank_units(sizes, records, labels)[: self.count(len(sizes), progress)]
+        share = f"{100 * self.share(progress):.3g}%"
+        return drop_units(smallest, labels, f"advantage{name_owner(self.unit)} among the {share} closest to 0")
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,6 +163,78 @@ class FromMask(CheckedRule):
         labels = label_units(records, self.unit)
         flagged = torch.isin(records.ids.cpu(), torch.tensor(self.ids, dtype=torch.int64))
         return drop_units(labels[flagged], labels, f"flagged, or another record{name_owner(self.unit)}")
+
+
+@dataclass(frozen=True, repr=False)
+class AdvantageMismatch(CheckedRule):
+    """Drop records whose advantage and its Monte-Carlo estimate differ in sign (LDA §C.4).
+
+    The estimate is the mean discounted return of a record's state and action over the rollout, minus that of its
+    state. It needs states that occur again, so discrete states (compared by the bytes of the observation) and discrete
+    actions. Of the m records that disagree, `floor(drop * m)` are dropped.
+
+    Attributes:
+        order: "distance" drops the records furthest from the estimate (LDA's Advantage 1), "product" those whose
+            product with the estimate is lowest (Advantage 2).
+        drop: as in `IIF`, but of the records that disagree.
+        warmup: as in `IIF`.
+    """
+
+    order: Order = "distance"
+    drop: Share = DEFAULT_SHARE
+    warmup: int = 0
+    needs_influence = False
+    needs_discrete = True
+    """Whether the rule needs observations that occur again and actions that are single integers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.order not in get_args(Order):
+            raise WhenceError(f"order is {self.order!r}; it is one of {', '.join(get_args(Order))}.")
+
+    def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
+        """Drop the records that disagree most.
+
+        Raises:
+            InvalidRecords: a column is missing, or an action is not a single integer.
+        """
+        advantages = read_column(records, "advantages")
+        estimate = measure_by_visits(records, type(self).__name__).advantages
+        disagree = np.flatnonzero(np.sign(estimate) != np.sign(advantages))
+        agreement = -np.abs(estimate - advantages) if self.order == "distance" else estimate * advantages
+        order = np.lexsort((records.ids.cpu().numpy()[disagree], agreement[disagree]))
+        dropped = torch.from_numpy(disagree[order[: self.count(len(disagree), progress)]])
+        return drop_units(dropped, torch.arange(len(records)), "advantage of another sign than the return shows")
+
+
+@dataclass(frozen=True)
+class TDErrorPriority:
+    """Keep every record, with a weight by the rank of its TD error's size: `(1 / rank) ** exponent` (LDA §C.5).
+
+    `whence.sb3` turns weights into sampling probabilities.
+
+    Attributes:
+        exponent: at least 0; 0 gives all records the same weight.
+    """
+
+    exponent: float = 0.6
+    needs_influence = False
+
+    def __post_init__(self) -> None:
+        if not self.exponent >= 0:
+            raise WhenceError(f"exponent is {self.exponent}; it is 0 or more (prioritised replay's usual value: 0.6).")
+
+    def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
+        """Weight records by rank.
+
+        Raises:
+            InvalidRecords: a column is missing, or gamma or GAE's lambda.
+        """
+        sizes = np.abs(compute_td_errors(records))
+        ranks = np.empty(len(sizes))
+        ranks[np.lexsort((records.ids.cpu().numpy(), -sizes))] = np.arange(1, len(sizes) + 1)
+        weights = torch.from_numpy(ranks**-self.exponent)
+        return Selection(torch.ones(len(records), dtype=torch.bool), weights, [None] * len(records))
 
 
 def _read_groups(records: RecordBatch, name: str) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import InvalidInfluence, RecordBatch
+from whence.core import InvalidInfluence, RecordBatch, Unit, label_units
 from whence.influence import Influence
 from whence.selection.selections import (
     DEFAULT_SHARE,
@@ -19,18 +19,15 @@ from whence.selection.selections import (
     SelectionRule,
     Share,
     check_rule,
-    count_to_drop,
     drop_units,
-    share_at,
 )
-from whence.selection.units import Unit, average_by_unit, label_units, name_owner, rank_units
+from whence.selection.units import average_by_unit, name_owner, rank_units
 
 
 class _ScoreRule(CheckedRule):
     """A rule that reads scores."""
 
     needs_influence = True
-    unit: Unit
 
     def _score_units(
         self, records: RecordBatch, influence: Influence | None
@@ -59,35 +56,33 @@ class IIF(_ScoreRule):
     drop: Share = DEFAULT_SHARE
     warmup: int = 0
     unit: Unit = "record"
+    _bound = "0"
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
         """Drop the lowest."""
         labels, scores = self._score_units(records, influence)
-        return _drop_lowest(self, records, labels, scores, int((scores < 0).sum()), progress, "those below 0")
+        below = int((scores < self._measure_bound(scores)).sum())
+        lowest = rank_units(scores, records, labels)[: self.count(below, progress)]
+        share = f"{100 * self.share(progress):.3g}%"
+        reason = f"influence{name_owner(self.unit)} among the lowest {share} of those below {self._bound}"
+        return drop_units(lowest, labels, reason)
+
+    def _measure_bound(self, scores: Float[Tensor, " m"]) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, repr=False)
-class BelowMean(_ScoreRule):
+class BelowMean(IIF):
     """IIF with another threshold: drop the `floor(drop * m)` lowest of the m scores below the mean score.
 
     PPO's loss is a mean over records, so leaving a record out of one SGD step raises the target if the record scores
-    below the mean, not below 0.
-
-    Attributes:
-        drop: as in `IIF`, of the records below the mean.
-        warmup: as in `IIF`.
-        unit: as in `IIF`.
+    below the mean, not below 0. Attributes are those of `IIF`.
     """
 
-    drop: Share = DEFAULT_SHARE
-    warmup: int = 0
-    unit: Unit = "record"
+    _bound = "the mean"
 
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
-        """Drop the lowest."""
-        labels, scores = self._score_units(records, influence)
-        count = int((scores < scores.mean()).sum())
-        return _drop_lowest(self, records, labels, scores, count, progress, "those below the mean")
+    def _measure_bound(self, scores: Float[Tensor, " m"]) -> float:
+        return float(scores.mean())
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,8 +173,7 @@ class RandomDrop(_ScoreRule):
         """Drop at random."""
         if self.like is None:
             labels, scores = self._score_units(records, influence)
-            candidates = int(((scores <= 0) if self.zeros else (scores < 0)).sum())
-            count = count_to_drop(share_at(self.drop, self.warmup, progress), candidates)
+            count = self.count(int(((scores <= 0) if self.zeros else (scores < 0)).sum()), progress)
         else:
             labels = label_units(records, self.unit)
             count = len(labels[~self.like.select(records, influence, progress).keep].unique())
@@ -209,7 +203,7 @@ class NegativeRandom(_ScoreRule):
         """Drop at random among the negative."""
         labels, scores = self._score_units(records, influence)
         negative = (scores < 0).nonzero().flatten().numpy()
-        count = count_to_drop(share_at(self.drop, self.warmup, progress), len(negative))
+        count = self.count(len(negative), progress)
         return _drop_at_random(self.seed, records, labels, negative, count, "drawn at random from the negative")
 
 
@@ -230,22 +224,6 @@ def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tens
             "Score these records: attribute(policy, records, ...), and pass the whole influence, not top() or bottom()."
         )
     return influence.scores
-
-
-def _drop_lowest(
-    rule: IIF | BelowMean,
-    records: RecordBatch,
-    labels: Int[Tensor, " n"],
-    scores: Float[Tensor, " m"],
-    count: int,
-    progress: Progress,
-    which: str,
-) -> Selection:
-    """Drop the rule's share of the `count` lowest scores of units."""
-    share = share_at(rule.drop, rule.warmup, progress)
-    lowest = rank_units(scores, records, labels)[: count_to_drop(share, count)]
-    owner = name_owner(rule.unit)
-    return drop_units(lowest, labels, f"influence{owner} among the lowest {100 * share:.3g}% of {which}")
 
 
 def _drop_at_random(

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from whence.core import RecordBatch, WhenceError
+from whence.core import RecordBatch, Unit, WhenceError, check_unit
 from whence.influence import Influence
-from whence.selection.units import Unit, check_unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +124,22 @@ _LATER = ("unit", "like")
 class CheckedRule:
     """A rule with settings, which are checked when it is made."""
 
+    drop: Share = 1.0
+    warmup: int = 0
+    unit: Unit = "record"
+    seed: int = 0
+
     def __post_init__(self) -> None:
-        check_share(getattr(self, "drop", 1.0), getattr(self, "warmup", 0))
-        check_unit(getattr(self, "unit", "record"))
-        seed = getattr(self, "seed", 0)
-        if not isinstance(seed, Integral) or seed < 0:
-            raise WhenceError(f"seed is {seed!r}; a whole number is needed, 0 or more.")
+        if not callable(self.drop) and not (isinstance(self.drop, Real) and 0 < self.drop <= 1):
+            raise WhenceError(
+                f"drop is {self.drop!r}; it is the share of records to drop, in (0, 1], or a function of the remaining "
+                "progress. Pass 0.125 to drop an eighth of them; KeepAll(), the arm ppo, drops none."
+            )
+        if not isinstance(self.warmup, Integral) or self.warmup < 0:
+            raise WhenceError(f"warmup is {self.warmup!r}; it is a number of rounds, 0 or more.")
+        check_unit(self.unit)
+        if not isinstance(self.seed, Integral) or self.seed < 0:
+            raise WhenceError(f"seed is {self.seed!r}; a whole number is needed, 0 or more.")
 
     def __repr__(self) -> str:
         rule: Any = self
@@ -138,38 +147,27 @@ class CheckedRule:
         shown = [f"{name}={value!r}" for name, value, default in settings if name not in _LATER or value != default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def share(self, progress: Progress) -> float:
+        """Return the share to drop in a round: 0 in the warm-up, then `drop` or its value as a schedule.
 
-def share_at(drop: Share, warmup: int, progress: Progress) -> float:
-    """Return the share to drop in a round: 0 in the warm-up, then `drop` or its value as a schedule.
+        Raises:
+            WhenceError: the schedule's value is not in [0, 1].
+        """
+        if progress.round <= self.warmup:
+            return 0.0
+        if not callable(self.drop):
+            return self.drop
+        share = float(self.drop(progress.remaining))
+        if not 0 <= share <= 1:
+            raise WhenceError(
+                f"The drop schedule gives {share} at {progress.remaining:g} remaining; a share is in [0, 1]."
+            )
+        return share
 
-    Raises:
-        WhenceError: the schedule's value is not in [0, 1].
-    """
-    if progress.round <= warmup:
-        return 0.0
-    if not callable(drop):
-        return drop
-    share = float(drop(progress.remaining))
-    if not 0 <= share <= 1:
-        raise WhenceError(f"The drop schedule gives {share} at {progress.remaining:g} remaining; a share is in [0, 1].")
-    return share
-
-
-def count_to_drop(share: float, candidates: int) -> int:
-    """Return `floor(share * candidates)`."""
-    # 0.29 * 100 is 28.999...96 in floating point, so the product is rounded first.
-    return math.floor(round(share * candidates, 9))
-
-
-def check_share(drop: Share, warmup: int) -> None:
-    """Refuse a share to drop outside (0, 1], or a negative warm-up."""
-    if not callable(drop) and not (isinstance(drop, Real) and 0 < drop <= 1):
-        raise WhenceError(
-            f"drop is {drop!r}; it is the share of records to drop, in (0, 1], or a function of the remaining "
-            "progress. Pass 0.125 to drop an eighth of them; KeepAll(), the arm ppo, drops none."
-        )
-    if not isinstance(warmup, Integral) or warmup < 0:
-        raise WhenceError(f"warmup is {warmup!r}; it is a number of rounds, 0 or more.")
+    def count(self, candidates: int, progress: Progress) -> int:
+        """Return how many of the candidates to drop in a round."""
+        # 0.29 * 100 is 28.999...96 in floating point, so the product is rounded first.
+        return math.floor(round(self.share(progress) * candidates, 9))
 
 
 def drop_units(units: Int[Tensor, " k"], labels: Int[Tensor, " n"], reason: str) -> Selection:

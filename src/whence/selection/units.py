@@ -1,64 +1,14 @@
 """Units of selection: the records that a rule keeps or drops as one."""
 
-from typing import Literal, TypeAlias, get_args
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import InvalidRecords, RecordBatch, WhenceError, suggest
+from whence.core import RecordBatch, Unit
 from whence.influence import argsort_ascending
-
-Unit: TypeAlias = Literal["record", "episode", "row", "group"]
-"""What a rule keeps or drops as one.
-
-"record": each record on its own. "row": the same, of a language model, a record of which is a response. "episode": a
-stretch of one environment between ends of episodes, or of the rollout. "group": all responses to one prompt.
-"""
-
 
 AGENT_UNITS = ("record", "episode")
 LANGUAGE_UNITS = ("record", "row", "group")
-
-
-def label_units(records: RecordBatch, unit: Unit = "record") -> Int[Tensor, " n"]:
-    """Return the number of each record's unit, from 0, (n,) int64 on the CPU.
-
-    Raises:
-        InvalidRecords: the records do not say which of them belong together.
-    """
-    if unit in ("record", "row"):
-        return torch.arange(len(records))
-    if unit == "group":
-        if (groups := _read_known(records.group_ids)) is None:
-            raise InvalidRecords(
-                "unit='group' needs the number of each record's prompt, which these records lack: pass group_ids to "
-                "RecordBatch or make_rows, one number for all responses to a prompt."
-            )
-        return _number_rows([groups])
-    ids, environments = _read_known(records.episode_ids), _read_known(records.env_index)
-    if ids is None and records.episode_starts is not None and environments is not None:
-        # An environment's records are in the order of time, but those of several may alternate.
-        order = environments.argsort(stable=True)
-        ids = torch.empty_like(order)
-        ids[order] = records.episode_starts.cpu()[order].cumsum(0)
-    if ids is None:
-        raise InvalidRecords(
-            "unit='episode' needs to know where episodes begin, and these records do not say: pass episode_ids, or "
-            "episode_starts and env_index, to RecordBatch. whence.flatten_rollout makes them of a rollout's "
-            "episode_starts."
-        )
-    return _number_rows([ids] if environments is None else [ids, environments])
-
-
-def _read_known(numbers: Int[Tensor, " n"] | None) -> Int[Tensor, " n"] | None:
-    return None if numbers is None or (numbers < 0).any() else numbers.cpu()
-
-
-def _number_rows(columns: list[Int[Tensor, " n"]]) -> Int[Tensor, " n"]:
-    """Return a number for each record, the same where all columns are the same."""
-    labels: Tensor = torch.stack(columns).unique(dim=1, return_inverse=True)[1]
-    return labels
 
 
 def average_by_unit(values: Float[Tensor, " n"], labels: Int[Tensor, " n"]) -> Float[Tensor, " m"]:
@@ -77,9 +27,3 @@ def rank_units(scores: Float[Tensor, " m"], records: RecordBatch, labels: Int[Te
 def name_owner(unit: Unit) -> str:
     """Return " of its episode", or "" where a unit is a record; for the reasons of a selection."""
     return "" if unit in ("record", "row") else f" of its {unit}"
-
-
-def check_unit(unit: object) -> None:
-    """Refuse a name that is no unit's."""
-    if unit not in get_args(Unit):
-        raise WhenceError(f"unit is {unit!r}.{suggest(str(unit), get_args(Unit))}")

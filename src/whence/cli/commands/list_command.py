@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from whence.cli.terminal import AsJson, console, make_table, print_json, print_line
-from whence.experiments import ARMS, presets
+from whence.experiments import ARMS, LANGUAGE_ARMS, STANDARD, Arm, presets
 
 ENGINES = {
     "auto": "ghost where every layer has a rule, else forward, else vmap, else loop",
@@ -34,22 +34,36 @@ def list_(
 
     Example: whence list arms
     """
-    lists: dict[str, Mapping[str, str]] = {
-        "arms": {name: arm.about for name, arm in ARMS.items()},
+    language_arms = {"none" if name == STANDARD else name: arm for name, arm in LANGUAGE_ARMS.items()}
+    lists: dict[str, Mapping[str, Any]] = {
+        "arms": {name: _describe_arm(arm) for name, arm in ARMS.items()},
+        "arms of language models": {name: _describe_arm(arm) for name, arm in language_arms.items()},
         "presets": {name: _describe_preset(values) for name, values in presets().items()},
         "engines": ENGINES,
         "targets": TARGETS,
     }
-    chosen = lists if what is None else {what: lists[what]}
+    chosen = {kind: entries for kind, entries in lists.items() if what is None or kind.startswith(what)}
     if json:
         print_json(chosen)
         return
     for kind, entries in chosen.items():
-        console.print(make_table(kind, ("name", "what it is"), entries.items()))
+        if kind.startswith("arms"):
+            rows = [(name, *arm.values()) for name, arm in entries.items()]
+            console.print(make_table(kind, ("name", "unit", "needs", "costs", "what it is"), rows))
+        else:
+            console.print(make_table(kind, ("name", "what it is"), entries.items()))
+    if "arms" in chosen:
+        print_line("random-ARM drops as many as ARM, at random. any: --unit says what is kept or dropped as one.")
+        print_line("groups: several responses to a prompt. discrete: states and actions.")
     if "presets" in chosen:
         print_line(
             "lda-code/... are what LDA's published code runs, paper/... what the paper prints: gradients clipped."
         )
+
+
+def _describe_arm(arm: Arm) -> dict[str, str]:
+    costs = "scoring" if "scores" in arm.needs else "-"
+    return {"unit": arm.unit or "-", "needs": arm.needs or "-", "costs": costs, "about": arm.about}
 
 
 def _describe_preset(values: Mapping[str, Any]) -> str:

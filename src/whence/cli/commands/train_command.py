@@ -33,9 +33,11 @@ from whence.cli.terminal import (
 )
 from whence.core import WhenceError, suggest
 from whence.experiments import (
+    CONTROL,
     HYPERPARAMETERS,
     LANGUAGE_ARMS,
     LANGUAGE_TARGETS,
+    OF_RULES,
     SOURCE,
     STANDARD,
     AnyConfig,
@@ -244,7 +246,8 @@ def compare_language(
 ) -> None:
     """Train each selection on each seed, and tell what it gains and costs compared with training on every response.
 
-    Interrupted, the same command goes on where it was. How responses are scored is set for the arms that score.
+    Interrupted, the same command goes on where it was. How responses are scored is set for the arms that score, the
+    unit for those that have a choice. random-ARM is ARM's control: as many, at random.
 
     Example: whence llm compare --task arithmetic --arms none,iif-sequence,ippo --seeds 3
     """
@@ -252,11 +255,11 @@ def compare_language(
     if not names or len(set(names)) < len(names):
         raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {_SELECTIONS}.")
     overrides = _collect_language_fields(values)
-    scoring = {"held_out": overrides.pop("held_out")} if "held_out" in overrides else {}
+    shared = {name: overrides.pop(name) for name in OF_RULES if name in overrides}
     plain = [LanguageConfig(name, 0, settings=_parse_settings(settings, rounds), **overrides) for name in names]
     if plain[0].task is None and plain[0].test_dataset is None:
         raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
-    first_seed = [config if config.target is None else replace(config, **scoring) for config in plain]
+    first_seed = [replace(one, **{name: shared[name] for name in shared if one.reads(name)}) for one in plain]
     configs = [replace(config, seed=seed) for seed in range(seeds) for config in first_seed]
     runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
@@ -284,7 +287,7 @@ def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_arm(selection: str, target: str | None = None) -> str:
     """Return the arm of a selection and a target."""
-    if split_arm(selection)[0] not in (_NONE, *LANGUAGE_ARMS):
+    if split_arm(selection)[0].removeprefix(CONTROL) not in (_NONE, *LANGUAGE_ARMS):
         raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, _SELECTIONS.split(', '))}")
     selection = STANDARD if selection == _NONE else selection
     return selection if target is None else f"{selection}-{target}"

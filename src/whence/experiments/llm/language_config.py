@@ -15,9 +15,9 @@ from typing import Annotated, Any, Self
 from whence.core import RunDirectoryError, WhenceError, suggest
 from whence.efficiency import Curve, make_curve
 from whence.engines import ENGINES
-from whence.experiments.arms import LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
+from whence.experiments.arms import ANY, GROUPS, LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, find_arm, split_arm
 from whence.runs import RunDirectory
-from whence.selection import SelectionRule
+from whence.selection import LANGUAGE_UNITS, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic",)
@@ -55,7 +55,8 @@ class LanguageConfig:
     Transformers nor TRL.
 
     Attributes:
-        arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token".
+        arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token"; "random-" before it makes it
+            the control.
         seed: seed of all random draws.
         task: a laboratory that makes its own small model and problems; None: the next eight fields say what trains.
         model: directory or id of a causal language model of Transformers.
@@ -74,6 +75,8 @@ class LanguageConfig:
             rows.
         test_problems: number of the test's prompts in an evaluation.
         samples: sampled answers to each of them, next to the greedy one.
+        unit: what is kept or dropped as one, by its responses' mean score: row or group, all responses to a prompt;
+            None: row.
         engine: how scores are computed; see `whence list engines`.
         algorithm: what trains: ppo (whence's own), grpo or rloo (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
@@ -97,14 +100,14 @@ class LanguageConfig:
     held_out: Natural = 0
     test_problems: Count = 512
     samples: Count = 4
+    unit: Annotated[str, one_of(LANGUAGE_UNITS)] | None = None
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
     algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         selection, target = split_arm(self.arm)
-        if selection not in LANGUAGE_ARMS:
-            raise WhenceError(f"The selection {selection!r} is unknown.{suggest(selection, LANGUAGE_ARMS)}")
+        arm = find_arm(selection, LANGUAGE_ARMS)
         if target is not None and target not in LANGUAGE_TARGETS:
             raise WhenceError(f"The target {target!r} is unknown.{suggest(target, LANGUAGE_TARGETS)}")
         for name, value, least in (("rounds", self.rounds, 1), ("eval_every", self.eval_every, 0)):
@@ -114,8 +117,14 @@ class LanguageConfig:
         missing = [name for name in ("model", "dataset") if name not in sources]
         missing += [] if {"reward", "reward_model"} & set(sources) else ["reward"]
         taken = sorted(self.settings.keys() & {"output_dir", "seed", "max_steps"})
-        scores = LANGUAGE_ARMS[selection].target
+        scores = arm.target
+        in_groups = GROUPS in arm.needs or "group" in (self.unit, arm.unit)
         refusals = [
+            (self.unit and arm.unit != ANY, f"unit has no effect: {selection} selects by {arm.unit or 'nothing'}."),
+            (
+                in_groups and self.responses_per_prompt < 2,
+                f"The arm {self.arm} needs several responses to a prompt: --settings '{{\"num_generations\": 8}}'.",
+            ),
             (target and not scores, f"The target {target!r} has no effect: {selection} scores nothing."),
             (
                 self.dtype == "bfloat16" and not self.lora,
@@ -147,7 +156,7 @@ class LanguageConfig:
     def target(self) -> str | None:
         """The target of the scores; None if nothing is scored."""
         selection, target = split_arm(self.arm)
-        return target or LANGUAGE_ARMS[selection].target
+        return target or find_arm(selection, LANGUAGE_ARMS).target
 
     @property
     def env(self) -> str:
@@ -172,13 +181,26 @@ class LanguageConfig:
         return {**task_settings(self.task, self.size, self.algorithm), **self.settings}
 
     @property
+    def responses_per_prompt(self) -> int:
+        """Responses to one prompt in a round."""
+        default = {"ppo": 1, "grpo": 8, "rloo": 2}[self.algorithm]  # TRL's
+        return self.all_settings.get("num_generations") or default
+
+    @property
     def selects(self) -> bool:
         """Whether the arm's rule drops or weights responses."""
         return split_arm(self.arm)[0] != STANDARD
 
+    def reads(self, name: str) -> bool:
+        """Return whether the arm reads a field of `OF_RULES`."""
+        return (
+            find_arm(split_arm(self.arm)[0], LANGUAGE_ARMS).unit == ANY if name == "unit" else self.target is not None
+        )
+
     def make_rule(self) -> SelectionRule:
         """Return the arm's selection rule."""
-        return LANGUAGE_ARMS[split_arm(self.arm)[0]].make_rule(seed=self.seed)
+        arm, half = find_arm(split_arm(self.arm)[0], LANGUAGE_ARMS), max(2, self.responses_per_prompt // 2)
+        return arm.make_rule(seed=self.seed, unit=self.unit, keep=half)
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types."""
@@ -199,6 +221,9 @@ SOURCE = (
     *("demonstrations", "test_dataset", "test_reward"),
 )
 """The fields for a user's model and data."""
+
+OF_RULES = ("held_out", "unit")
+"""The fields that some arms do not read."""
 
 
 @contextmanager

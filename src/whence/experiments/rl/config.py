@@ -12,7 +12,7 @@ from whence.engines import ENGINES
 from whence.experiments.arms import find_arm
 from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
 from whence.sb3 import to_json_types
-from whence.selection import DEFAULT_SHARE, IIF, SelectionRule
+from whence.selection import AGENT_UNITS, DEFAULT_SHARE, IIF, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
@@ -41,6 +41,7 @@ class RunConfig:
         arm: a key of `ARMS`, or the name of a study's own; see `run`.
         drop: the share to drop; with iif, of the records that score below 0.
         warmup: rounds at the start in which nothing is dropped.
+        unit: what is kept or dropped as one, by its records' mean score: record or episode; None: record.
         target: what a record's score says it raises: return, or action (of an observation).
         target_args: passed to the target.
         engine: how scores are computed; see `whence list engines`.
@@ -66,6 +67,7 @@ class RunConfig:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = DEFAULT_SHARE
     warmup: int = 0
+    unit: Annotated[str, one_of(AGENT_UNITS)] | None = None
     target: Annotated[str, one_of(TARGETS)] = "return"
     target_args: Mapping[str, Any] = field(default_factory=dict)
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
@@ -95,7 +97,7 @@ class RunConfig:
         Raises:
             WhenceError: the arm is a study's own.
         """
-        return find_arm(self.arm).make_rule(drop=self.drop, warmup=self.warmup, seed=self.seed)
+        return find_arm(self.arm).make_rule(drop=self.drop, warmup=self.warmup, unit=self.unit, seed=self.seed)
 
     def make_target(self) -> Target:
         """Return the target.

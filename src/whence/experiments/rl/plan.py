@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.core import Action, WhenceError, preserve_rng_state, suggest
-from whence.experiments.arms import ARMS, STANDARD, find_arm
+from whence.experiments.arms import ARMS, CONTROL, STANDARD, find_arm
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import check_environment, list_libraries, make_training_env
 from whence.experiments.rl.presets import presets
@@ -119,10 +119,11 @@ def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]
 
 
 def reads(config: RunConfig, name: str) -> bool:
-    """Return whether a run's arm reads a field: drop, warmup, or one that says how records are scored."""
-    if config.arm not in ARMS:  # a study's
+    """Return whether a run's arm reads a field: drop, warmup, unit, or one that says how records are scored."""
+    if config.arm.removeprefix(CONTROL) not in ARMS:  # a study's
         return True
-    return hasattr(config.rule(), name) if name in ("drop", "warmup") else config.rule().needs_influence
+    rule: Any = config.rule()
+    return name in rule.__dataclass_fields__ if name in ("drop", "warmup", "unit") else bool(rule.needs_influence)
 
 
 def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[RunConfig]:

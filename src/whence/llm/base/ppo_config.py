@@ -20,7 +20,7 @@ class PPOConfig:
         output_dir: the run directory, with checkpoints, the trained model and the tables of responses.
         rounds: rollouts to train on.
         batch_size: rows (a prompt with its response) of a rollout, over all processes.
-        num_generations: responses to each prompt of a rollout; rules that compare them need several.
+        num_generations: responses to each prompt of a rollout, which rules that compare them need; None: one.
         mini_batch_size: rows of one forward and backward pass, on each process.
         gradient_accumulation_steps: passes per step of the optimiser.
         ppo_epochs: passes over the rows of a rollout.
@@ -56,7 +56,7 @@ class PPOConfig:
     output_dir: str
     rounds: Count = 100
     batch_size: Annotated[int, Field(ge=2)] = 256
-    num_generations: Count = 1
+    num_generations: Count | None = None
     mini_batch_size: Count = 16
     gradient_accumulation_steps: Count = 1
     ppo_epochs: Count = 4
@@ -88,7 +88,7 @@ class PPOConfig:
     seed: Natural = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size % self.num_generations:
+        if self.batch_size % (self.num_generations or 1):
             raise WhenceError(
                 f"batch_size is {self.batch_size}, of which num_generations={self.num_generations} is no divisor; each "
                 "prompt of a rollout gets as many responses."

@@ -101,11 +101,7 @@ class TrainingRun:
             settings={
                 "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
                 **trainer.scoring.describe(),
-                "ppo": {
-                    name: value
-                    for name, value in trainer.config.to_json().items()
-                    if name not in elsewhere and (name, value) != ("num_generations", 1)  # which older runs lack
-                },
+                "ppo": {name: value for name, value in trainer.config.to_json().items() if name not in elsewhere},
             },
         )
 

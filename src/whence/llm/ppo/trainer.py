@@ -116,7 +116,7 @@ class PPOTrainer:
         on_rollout: OnRollout | None = None,
     ) -> None:
         self.rule: SelectionRule = KeepAll() if rule is None else rule
-        units = LANGUAGE_UNITS if config.num_generations > 1 else LANGUAGE_UNITS[:2]
+        units = LANGUAGE_UNITS if (config.num_generations or 1) > 1 else LANGUAGE_UNITS[:2]
         check_rule(self.rule, units, " PPOConfig(num_generations=8) draws groups: eight responses to each prompt.")
         check_tokenizer(tokenizer)
         self.config, self.tokenizer, self.evaluate, self.on_rollout = config, tokenizer, evaluate, on_rollout
@@ -268,7 +268,7 @@ class PPOTrainer:
 
     def _draw_prompts(self) -> Prompts:
         """Draw prompts without replacement; when all have been drawn, start again with all of them."""
-        times = self.config.num_generations
+        times = self.config.num_generations or 1
         size = self.config.batch_size // times
         while len(self._prompt_queue) < size:
             self._prompt_queue += torch.randperm(len(self.prompts), generator=self._generator).tolist()

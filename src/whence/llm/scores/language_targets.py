@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whence.core import (
     InvalidRecords,
+    MeanObjective,
     Objective,
     Outputs,
     Params,
@@ -51,9 +52,18 @@ class _MeanTarget(ABC):
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         """Return each row's part of the mean's numerator."""
 
+    def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return each row's weight in the mean: the number of its response tokens."""
+        mask: Tensor = records.observations["response_mask"]
+        return mask.sum(dim=1).to(records.advantages)
+
+    def values(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return each row's value, the mean of its tokens'."""
+        return self._terms(outputs, records) / self.weights(records).clamp(min=1)
+
     def _count(self, rows: RecordBatch) -> int:
-        """Return the denominator of the mean: the number of response tokens."""
-        return int(rows.observations["response_mask"].sum())
+        """Return the denominator of the mean."""
+        return int(self.weights(rows).double().sum())
 
     def _from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         return self._terms(outputs, records).sum() / (self.total or max(self._count(records), 1))
@@ -117,6 +127,8 @@ class _Terms:
 
 def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
     """Return the share of process `rank` of `number` in a target over all processes' rows; shares sum to the target."""
+    if isinstance(target, MeanObjective):
+        return replace(target, total=float(target.weights(rows).sum()))
     if not isinstance(target, _MeanTarget):
         # A user's function may combine rows in any way, so each process evaluates it over all of them.
         return lambda view, params, records: target(view, params, rows) / number
@@ -175,8 +187,9 @@ class SequenceReturn(_MeanTarget):
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         return _mask_log_probs(outputs, rows).sum(dim=1) * rows.advantages
 
-    def _count(self, rows: RecordBatch) -> int:
-        return len(rows)
+    def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
+        """Return ones."""
+        return torch.ones_like(records.advantages)
 
 
 class TokenReturn(_MeanTarget):

@@ -1,7 +1,7 @@
 """Objectives of rows: PPO's, as a mean over response tokens, and those of GRPO and RLOO."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from jaxtyping import Float
@@ -54,6 +54,10 @@ class TokenPPO:
         value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
         return frozenset(["log_prob", *value, *entropy])
 
+    def policy_part(self) -> Self:
+        """Return the objective without its terms of value and entropy."""
+        return replace(self, vf_coef=0.0, ent_coef=0.0)
+
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""
         return _check_columns(records, "log_probs", "advantages", *(["values", "returns"] if self.vf_coef else []))
@@ -97,6 +101,10 @@ class GroupObjective:
     level: str = "token"
     ratio_cap: float = 1.0
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
+
+    def policy_part(self) -> Self:
+        """Return the objective without the divergence."""
+        return replace(self, beta=0.0)
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""

@@ -3,6 +3,7 @@
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -103,20 +104,16 @@ def test_small_budgets_give_the_same_parameters(wide, truth, monkeypatch):
     monkeypatch.setattr(
         retrain_module, "_train_side_by_side", lambda round, w, o: counts.append(len(w)) or train(round, w, o)
     )
-    sizes = set()
+    sizes, trained = set(), []
     for memory in (1, 4 * 10**6, 10**8):
-
-        def train_within(memory=memory):
-            counts.clear()
-            return retrain(model.policy, recording, kept, orders=orders, memory=memory)
-
-        peak = max(measure_bytes(train_within))
+        counts.clear()
+        run = partial(retrain, model.policy, recording, kept, orders=orders, memory=memory)
+        peak = max(measure_bytes(lambda run=run: trained.append(run())))
         assert counts[:2] == [1, 2]  # measured
         sizes.add(counts[2])
         assert counts[2] == 1 or peak < memory
-        again = train_within()
         for name, tensor in whole.items():
-            assert torch.allclose(again[name], tensor, rtol=0, atol=1e-6), name
+            assert torch.allclose(trained[-1][name], tensor, rtol=0, atol=1e-6), name
     assert sizes >= {1, 5}
     assert len(sizes) == 3
 

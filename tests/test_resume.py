@@ -146,7 +146,7 @@ def total(model):
 def train(make, path, *, until=None, rule=None, **options):
     """Train a fresh model with a run directory; interrupted after the share `until` of all steps."""
     model = make()
-    callbacks = [InfluenceCallback(rule or IIF(0.5), run=path, **{"save_every": 1, **options})]
+    callbacks = [InfluenceCallback(rule or IIF(0.5), run=path, **{"save_every": 1, "folds": None, **options})]
     if until is None:
         model.learn(total(model), callback=callbacks)
     else:
@@ -203,12 +203,13 @@ class TestTheSameScript:
         "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in MODELS]
     )
     def test_it_ends_with_the_same_bits(self, tmp_path, name, caplog):
-        whole = train(MODELS[name], tmp_path / "whole")
+        folds = 8 if name == "walk" else None  # errors of scores take most of the time
+        whole = train(MODELS[name], tmp_path / "whole", folds=folds)
         after = torch.rand(3), np.random.random(3)
-        train(MODELS[name], tmp_path / "parts", until=0.9).env.close()
+        train(MODELS[name], tmp_path / "parts", until=0.9, folds=folds).env.close()
         assert list_checkpoints(tmp_path / "parts") == [3, 4]
         torch.manual_seed(99), np.random.seed(99)
-        model = train(MODELS[name], tmp_path / "parts")
+        model = train(MODELS[name], tmp_path / "parts", folds=folds)
         assert torch.equal(torch.rand(3), after[0])
         assert np.array_equal(np.random.random(3), after[1])
         for each in (whole, model):
@@ -353,8 +354,8 @@ class TestFinished:
 class TestResume:
     @pytest.mark.parametrize("name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked"])
     def test_from_the_directory_alone(self, tmp_path, name):
-        whole = train(MODELS[name], tmp_path / "whole")
-        train(MODELS[name], tmp_path / "parts", until=0.7)
+        whole = train(MODELS[name], tmp_path / "whole", folds=8)
+        train(MODELS[name], tmp_path / "parts", until=0.7, folds=8)
         model, callback = resume(tmp_path / "parts", MODELS[name]().env)
         assert model.num_timesteps == 3 * model.n_steps * model.n_envs
         model.learn(total(model) - model.num_timesteps, callback=callback, reset_num_timesteps=False)

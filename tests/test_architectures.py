@@ -290,20 +290,23 @@ def make_case(kind: str, run: Run, *parts: Callable[[], Any]) -> tuple[nn.Module
     return net.eval(), whence.RecordBatch(observations=observations, actions=torch.arange(RECORDS) % 3, **numbers)
 
 
-def score_by_autograd(net: nn.Module, records: whence.RecordBatch, objective: Any) -> Tensor:
-    """Return the products of the gradient of `Return()` with each record's, from the module as it is."""
+def read_outputs(net: nn.Module, part: whence.RecordBatch) -> whence.Outputs:
+    return whence.Outputs(log_probs(net, {"observations": part.observations, "actions": part.actions}))
+
+
+def score_by_autograd(
+    net: nn.Module, records: whence.RecordBatch, objective: Any, evaluate: Any = read_outputs, target: Any = None
+) -> Tensor:
+    """Return the products of the gradient of a target's mean with each record's, from the module as it is."""
 
     def differentiate(value: Tensor) -> Tensor:
         parameters = [p for p in net.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
         return torch.cat([gradient.to_dense().flatten() for gradient in gradients])
 
-    def evaluate(part: whence.RecordBatch) -> whence.Outputs:
-        return whence.Outputs(log_probs(net, {"observations": part.observations, "actions": part.actions}))
-
-    target = differentiate(times_advantage(evaluate(records), records).mean())
+    along = differentiate((target or times_advantage)(evaluate(net, records), records).mean())
     singles = [records.take(slice(i, i + 1)) for i in range(RECORDS)]
-    return torch.stack([differentiate(objective(evaluate(one), one).sum()) @ target for one in singles])
+    return torch.stack([differentiate(objective(evaluate(net, one), one).sum()) @ along for one in singles])
 
 
 @pytest.mark.filterwarnings("ignore")  # of TorchScript and sparse gradients
@@ -384,21 +387,16 @@ def v_trace(outputs: Any, records: Any) -> Tensor:
 def test_v_traces_weights_have_no_gradient(engine: str) -> None:
     torch.manual_seed(3)
     net, observations = Steps(), torch.randn(RECORDS, LENGTH, 4)
-    actions = torch.randint(3, (RECORDS, LENGTH))
-    records = whence.RecordBatch(
-        observations=observations, actions=actions, log_probs=torch.zeros(RECORDS), advantages=torch.randn(RECORDS)
-    )
+    numbers = {"log_probs": torch.zeros(RECORDS), "advantages": torch.randn(RECORDS)}
+    records = whence.RecordBatch(observations=observations, actions=torch.randint(3, (RECORDS, LENGTH)), **numbers)
     view = whence.ModuleView(net, lambda net, inputs: net(inputs))
 
+    def sum_steps(outputs: Any, records: Any) -> Tensor:
+        return outputs.log_prob.sum(1) * records.advantages
+
     def target(view: Any, params: Any, records: Any) -> Tensor:
-        return (view(params, view.prepare(records)).log_prob.sum(1) * records.advantages).mean()
+        return sum_steps(view(params, view.prepare(records)), records).mean()
 
-    def differentiate(value: Tensor) -> Tensor:
-        gradients = torch.autograd.grad(value, [*net.parameters()], allow_unused=True, materialize_grads=True)
-        return torch.cat([gradient.flatten() for gradient in gradients])
-
-    along = differentiate((net(view.prepare(records)).log_prob.sum(1) * records.advantages).mean())
-    singles = [records.take(slice(i, i + 1)) for i in range(RECORDS)]
-    expected = torch.stack([differentiate(v_trace(net(view.prepare(one)), one).sum()) @ along for one in singles])
+    expected = score_by_autograd(net, records, v_trace, lambda net, part: net(view.prepare(part)), sum_steps)
     scores = whence.attribute(view, records, target=target, objective=v_trace, engine=engine).scores
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

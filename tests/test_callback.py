@@ -410,6 +410,10 @@ def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) 
         ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
         ({"rule": KeepAll(), "target": Return}, "target is <class"),
         ({"rule": KeepAll(), "run": 5}, "run is 5; pass the directory's path"),
+        *(
+            ({"rule": KeepAll(), "recordings": numbers}, r"recordings is .*; give .*, from 1, such as \[5, 20\]")
+            for numbers in (5, "12", [0], [2.5], [None])
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -523,12 +527,6 @@ def test_a_run_with_functions_of_ones_own_can_be_started_over(tmp_path: Path) ->
         more = {"target": Target(), "objective": lambda outputs, records: outputs.log_prob}
         config = first_round(tmp_path, size=lambda: 1, more=more)
     assert "0x" not in str(config)
-
-
-@pytest.mark.parametrize("recordings", [5, "12", [0], [2.5], [None]])
-def test_rounds_to_record_are_numbers(recordings):
-    with pytest.raises(WhenceError, match=r"recordings is .*; give the rounds to record, from 1, such as \[5, 20\]"):
-        InfluenceCallback(IIF(), recordings=recordings)
 
 
 @pytest.mark.parametrize("seeded", [True, False])

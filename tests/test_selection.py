@@ -1,3 +1,5 @@
+"""What each rule keeps and drops, with numbers worked by hand."""
+
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import whence
 from whence import (
     IIF,
     IPPO,
@@ -32,20 +35,15 @@ from whence.core import label_units
 from whence.influence import Provenance
 
 
-def scored(scores: list[float], ids: list[int] | None = None, **columns: Any) -> tuple[RecordBatch, Influence]:
-    zeros = dict.fromkeys(("observations", "actions", "log_probs", "advantages"), torch.zeros(len(scores)))
-    records = RecordBatch(**zeros, record_ids=ids or list(range(len(scores))), **columns)
+def make_records(n: int, **columns: Any) -> RecordBatch:
+    zeros = dict.fromkeys(("observations", "actions", "log_probs", "advantages"), torch.zeros(n))
+    return RecordBatch(**zeros | columns)
+
+
+def scored(scores: list[float], **columns: Any) -> tuple[RecordBatch, Influence]:
+    records = make_records(len(scores), **columns)
     provenance = Provenance("f", "l", "loop", "", (), records.fingerprint)
     return records, Influence(torch.tensor(scores), records.ids, provenance)
-
-
-LIKE = (IIF(0.5), NonPositive(), IIF(1.0, unit="episode"), ZeroVariance(), MaxVariance(2), FromMask([0, 5]))
-
-
-def grouped(rewards: Any, groups: list[int] | None = None, **columns: Any) -> RecordBatch:
-    """Records of one group, unless groups are named, with these rewards."""
-    zeros = dict.fromkeys(("observations", "actions", "log_probs", "advantages"), torch.zeros(len(rewards)))
-    return RecordBatch(**zeros | {"rewards": rewards, "group_ids": groups or [7] * len(rewards)} | columns)
 
 
 def dropped(rule: Any, records: RecordBatch, influence: Influence | None = None) -> list[int]:
@@ -56,214 +54,57 @@ def dropped(rule: Any, records: RecordBatch, influence: Influence | None = None)
 
 # Two environments side by side; the first one's episode ends after its second step. The rollout cuts the other two.
 EPISODES = {"env_index": [0, 1] * 3, "episode_starts": [True, False, False, False, True, False]}
+MEANS = [-1.0, 2, -3, -6, 3, -1]  # of the episodes: -2 (records 0, 2), 3 (record 4) and -5/3 (1, 3, 5)
+PAIRS = {"group_ids": [0, 0, 1, 1], "record_ids": [40, 10, 30, 20]}
+
+BY_SCORES = {
+    "the lowest": (IIF(0.5), [-1, 3, -9, 0, -2, -4, -3, 7], {}, [2, 5]),  # 2.5 of five
+    "ties": (IIF(0.5), [-1] * 4, {"record_ids": [40, 10, 30, 20]}, [10, 20]),
+    "all negative": (IIF(1), [-1, 0, 1, -2], {}, [0, 3]),
+    # The mean is 2; five lie below it, two of them above 0: floor(0.8 * 5) = 4 go, not 0.8 of the three below 0.
+    "below the mean": (BelowMean(0.8), [-1, 9, 1, 1.5, -3, -2, 8.5], {}, [0, 2, 4, 5]),
+    "zero": (NonPositive(), [-1, 0, 1, -2, 3], {}, [0, 1, 3]),
+    "units": (IIF(0.5, unit="episode"), MEANS, EPISODES, [0, 2]),
+    "units below the mean": (BelowMean(1.0, unit="episode"), MEANS, EPISODES, [0, 1, 2, 3, 5]),
+    "units not above 0": (NonPositive(unit="episode"), MEANS, EPISODES, [0, 1, 2, 3, 5]),
+    "tied units": (IIF(0.5, unit="group"), [-1, -3, -2, -2], PAIRS, [40, 10]),
+}
 
 
-@pytest.mark.parametrize(
-    ("unit", "columns", "labels"),
-    [
-        ("record", {}, [0, 1, 2, 3, 4, 5]),
-        ("row", {}, [0, 1, 2, 3, 4, 5]),
-        ("episode", EPISODES, [0, 2, 0, 2, 1, 2]),
-        ("episode", {"episode_ids": [4, 9, 4, 9, 5, 9]}, [0, 2, 0, 2, 1, 2]),
-        ("episode", {"episode_ids": [4, 4, 4, 4, 5, 4], "env_index": [0, 1] * 3}, [0, 2, 0, 2, 1, 2]),
-        ("episode", EPISODES | {"episode_ids": [-1, -1, -1, -1, 5, -1]}, [0, 2, 0, 2, 1, 2]),
-        ("group", {"group_ids": [3, 1, 1, 3, 9, 9]}, [1, 0, 0, 1, 2, 2]),
-    ],
-)
-def test_units_are_told_by_the_records(unit: Any, columns: dict[str, Any], labels: list[int]) -> None:
-    found = label_units(grouped([0.0] * 6, **columns), unit)
-    assert len(found.unique()) == len(set(labels)) == len(set(zip(found.tolist(), labels, strict=True)))
+@pytest.mark.parametrize("case", BY_SCORES)
+def test_what_a_rule_drops_by_scores(case: str) -> None:
+    rule, scores, columns, expected = BY_SCORES[case]
+    assert dropped(rule, *scored([float(score) for score in scores], **columns)) == expected
 
 
-@pytest.mark.parametrize(
-    ("unit", "columns", "message"),
-    [
-        ("episode", {}, "pass episode_ids, or episode_starts and env_index"),
-        ("episode", {"episode_ids": [0, -1]}, "where episodes begin"),
-        ("group", {"group_ids": [-1, 1]}, "pass group_ids to RecordBatch or make_rows"),
-    ],
-)
-def test_units_that_the_records_do_not_tell_are_refused(unit: Any, columns: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRecords, match=message):
-        AdvantageMagnitude(0.5, unit=unit).select(grouped([0.0, 0.0], **columns))
-
-
-def test_units_share_a_fate_by_their_mean() -> None:
-    # Means: -2 (records 0, 2), 3 (record 4) and -1 (1, 3, 5): two units are below 0, and below their mean, 0.
-    records, influence = scored([-1.0, 2, -3, -4, 3, -1], **EPISODES)
-    assert dropped(IIF(0.5, unit="episode"), records, influence) == [0, 2]
-    assert dropped(BelowMean(1.0, unit="episode"), records, influence) == [0, 1, 2, 3, 5]
-    assert dropped(NonPositive(unit="episode"), records, influence) == [0, 1, 2, 3, 5]
-    assert IPPO(unit="episode").select(records, influence).weights.tolist() == [0, 0, 0, 0, 1, 0]
-    assert dropped(NegativeRandom(0.5, unit="episode"), records, influence) in ([0, 2], [1, 3, 5])
-    by_chance = {tuple(dropped(RandomDrop(0.5, seed, unit="episode"), records, influence)) for seed in range(20)}
-    assert by_chance == {(0, 2), (1, 3, 5), (4,)}
+def test_reasons_name_the_share_and_the_unit() -> None:
+    records, influence = scored(MEANS, **EPISODES)
+    assert BelowMean(0.8).select(records, influence).reasons[3] == (
+        "influence among the lowest 80% of those below the mean"
+    )
     assert IIF(0.5, unit="episode").select(records, influence).reasons[0] == (
         "influence of its episode among the lowest 50% of those below 0"
     )
-    # Weights: 3 for the records of one unit, 1 for the other's; 2 on average.
-    better, influence = scored([3.0, 1, 3, 1], group_ids=[0, 1, 0, 1])
-    assert IPPO(unit="group").select(better, influence).weights.tolist() == [1.5, 0.5, 1.5, 0.5]
 
 
-def test_of_equal_units_that_of_the_lowest_record_goes_first() -> None:
-    records, influence = scored([-1.0, -3, -2, -2], ids=[40, 10, 30, 20], group_ids=[0, 0, 1, 1])
-    assert dropped(IIF(0.5, unit="group"), records, influence) == [40, 10]
-    assert dropped(AdvantageMagnitude(0.5, unit="group"), records) == [40, 10]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "groups", "expected"),
-    [
-        ([1.0, 1, 0, 1], [0, 0, 1, 1], [0, 1]),
-        ([-2.0, -2, -2, -2, -1], [0, 1, 0, 1, 1], [0, 2]),  # all negative
-        ([0.0, 0, 5], [4, 4, 2], [0, 1]),  # a group of one is kept
-        ([0.3, 0.1 + 0.2, 1e6, 1e6 + 1], [0, 0, 1, 1], [0, 1]),  # equal but for rounding; far from 0, and different
-    ],
-)
-def test_groups_of_one_reward_are_dropped(rewards: list[float], groups: list[int], expected: list[int]) -> None:
-    assert dropped(ZeroVariance(), grouped(torch.tensor(rewards, dtype=torch.float64), groups)) == expected
-
-
-@pytest.mark.parametrize(
-    ("rewards", "keep", "expected"),
-    [
-        ([0.0, 1, 5, 2], 2, [1, 3]),
-        ([-1.0, -9, -5, -2], 3, [2]),  # all negative; -5 instead of -2 has 10.7 for 12.7
-        ([1.0, 1, 1, 1], 2, [0, 1]),  # all equal
-        ([0.0, 1, 0, 1], 3, [0]),  # 0, 1, 1 and 0, 0, 1 are as good
-        ([3.0], 2, []),
-        ([3.0, 1], 2, []),
-        ([3.0, 1, 2], 1, [1, 2]),
-    ],
-)
-def test_the_rewards_of_largest_variance_are_kept(rewards: list[float], keep: int, expected: list[int]) -> None:
-    assert dropped(MaxVariance(keep), grouped(rewards)) == expected
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.integers(1, 6))
-def test_no_subset_has_a_larger_variance(rewards: list[int], keep: int) -> None:
-    halves = grouped(
-        [value / 2 for pair in zip(rewards, rewards[::-1], strict=True) for value in pair], [0, 1] * len(rewards)
-    )
-    kept = MaxVariance(keep).select(halves).keep
-    assert halves.rewards is not None
-    for group in (0, 1):
-        values, chosen = halves.rewards[group::2].double(), kept[group::2]
-        assert int(chosen.sum()) == min(keep, len(rewards))
-        largest = max(
-            values[list(one)].var(correction=0) for one in combinations(range(len(rewards)), int(chosen.sum()))
-        )
-        assert float(values[chosen].var(correction=0)) == pytest.approx(float(largest), abs=1e-9)
-
-
-def test_the_smallest_advantages_are_dropped() -> None:
-    records = grouped([0.0] * 4, [0, 0, 1, 1], advantages=[-3.0, 1.0, 2.0, -0.5])
-    assert dropped(AdvantageMagnitude(0.5), records) == [1, 3]
-    assert dropped(AdvantageMagnitude(0.5, unit="group"), records) == [2, 3]  # 2 and 1.25
-    assert AdvantageMagnitude(0.5, warmup=1).select(records).keep.all()
-
-
-def test_what_was_flagged_is_dropped(tmp_path: Path) -> None:
-    records = grouped([0.0] * 4, [0, 1, 0, 1])
-    for number, text in enumerate(("[3, 0]", "0\n3\n", "3,0")):
-        (tmp_path / f"{number}.txt").write_text(text)
-    sources = ([3, 0, 900], torch.tensor([0, 3]), np.array([3, 3, 0]), *(tmp_path / f"{n}.txt" for n in range(3)))
-    assert all(dropped(FromMask(source), records) == [0, 3] for source in sources)
-    assert dropped(FromMask([3], unit="group"), records) == [1, 3]
-    assert repr(FromMask([3, 0], unit="group")) == "FromMask(ids=(0, 3), unit='group')"
-    long = [repr(FromMask(range(first, first + 99))) for first in (0, 1)]
-    assert long[0] != long[1]
-    assert all(text.startswith("FromMask(ids=<99 ids, digest") for text in long)
-    for wrong in ([1.5], [-1], 7, ["a"]):
-        with pytest.raises(WhenceError, match="for a record's id; ids are whole numbers"):
-            FromMask(wrong)
-    with pytest.raises(WhenceError, match="cannot be read from"):
-        FromMask(tmp_path / "none.txt")
-
-
-@pytest.mark.parametrize("rule", LIKE, ids=repr)
-def test_a_control_drops_as_many_units_at_random(rule: Any) -> None:
-    columns = EPISODES | {"rewards": [1.0, 1, 2, 0, 0.5, 0], "group_ids": [0, 0, 0, 1, 0, 1]}
-    records, influence = scored([-1.0, 2, -3, -4, 3, -1], **columns)
-    scores = influence if rule.needs_influence else None
-    unit = getattr(rule, "unit", "record")
-    expected, labels = rule.select(records, scores).keep, label_units(records, unit)
-    draws = [RandomDrop(like=rule, seed=seed).select(records, scores).keep for seed in range(12)]
-    assert RandomDrop(like=rule).needs_influence is rule.needs_influence
-    for keep in draws:
-        assert len(labels[~keep].unique()) == len(labels[~expected].unique()) > 0
-        assert len(labels[keep].unique()) + len(labels[~keep].unique()) == len(labels.unique())
-    assert any(not torch.equal(keep, draws[0]) for keep in draws)
-
-
-def test_iif_drops_the_lowest_of_the_negative() -> None:
-    # Five are negative; floor(0.5 * 5) = 2 are dropped: -9 and -4.
-    records, influence = scored([-1, 3, -9, 0, -2, -4, -3, 7])
-    selection = IIF(drop=0.5).select(records, influence)
-    assert selection.keep.tolist() == [True, True, False, True, True, False, True, True]
-    assert selection.weights.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
-    assert [reason is None for reason in selection.reasons] == selection.keep.tolist()
-    assert selection.reasons[2] == "influence among the lowest 50% of those below 0"
-
-
-def test_of_equal_scores_the_lower_id_goes_first() -> None:
-    records, influence = scored([-1, -1, -1, -1], ids=[40, 10, 30, 20])
-    assert IIF(drop=0.5).select(records, influence).keep.tolist() == [True, False, True, False]
-
-
-def test_all_negative_are_dropped_at_one_and_zero_is_not_negative() -> None:
-    records, influence = scored([-1, 0, 1, -2])
-    assert IIF(drop=1).select(records, influence).keep.tolist() == [False, True, True, False]
-
-
-@pytest.mark.parametrize(("drop", "negative", "dropped"), [(0.29, 100, 29), (0.125, 15, 1), (0.5, 1, 0), (0.1, 30, 3)])
-def test_the_share_is_rounded_down_and_not_by_floating_point(drop: float, negative: int, dropped: int) -> None:
+@pytest.mark.parametrize(("drop", "negative", "count"), [(0.29, 100, 29), (0.125, 15, 1), (0.5, 1, 0), (0.1, 30, 3)])
+def test_the_share_is_rounded_down_and_not_by_floating_point(drop: float, negative: int, count: int) -> None:
     records, influence = scored([-1.0] * negative + [1.0] * 5)
     for rule in (IIF(drop), RandomDrop(drop)):
-        assert int((~rule.select(records, influence).keep).sum()) == dropped
-
-
-def test_below_mean_drops_the_lowest_of_those_below_the_mean() -> None:
-    # The mean is 2; five lie below it, two of them above 0: floor(0.8 * 5) = 4 are dropped, not 0.8 of the negative 3.
-    records, influence = scored([-1, 9, 1, 1.5, -3, -2, 8.5])
-    selection = BelowMean(drop=0.8).select(records, influence)
-    assert selection.keep.tolist() == [False, True, False, True, False, False, True]
-    assert selection.reasons[0] == "influence among the lowest 80% of those below the mean"
-
-
-def test_nonpositive_drops_zero_too() -> None:
-    records, influence = scored([-1, 0, 1, -2, 3])
-    assert NonPositive().select(records, influence).keep.tolist() == [False, False, True, False, True]
-
-
-def test_negative_random_draws_from_the_negative_alone() -> None:
-    records, influence = scored([-1.0] * 60 + [1.0] * 40)
-    state = torch.get_rng_state()
-    keep = NegativeRandom(0.5, seed=1).select(records, influence).keep
-    assert torch.equal(torch.get_rng_state(), state)
-    assert int((~keep).sum()) == 30
-    assert keep[60:].all()
-    assert torch.equal(keep, NegativeRandom(0.5, seed=1).select(records, influence).keep)
-    assert not torch.equal(keep, NegativeRandom(0.5, seed=2).select(records, influence).keep)
-    # Not the lowest: rank plays no part.
-    ranked, graded = scored([float(score) for score in range(-60, 40)])
-    dropped = ~NegativeRandom(0.5, seed=1).select(ranked, graded).keep
-    assert dropped[30:60].any()
+        assert len(dropped(rule, records, influence)) == count
 
 
 def test_ippo_weighs_what_is_positive_by_its_score() -> None:
     # Kept: 3, 1 and 8, whose mean is 4.
     records, influence = scored([3.0, -1.0, 0.0, 1.0, 8.0])
-    selection = IPPO().select(records, influence)
-    assert selection.keep.tolist() == [True, False, False, True, True]
-    assert selection.weights.tolist() == [0.75, 0, 0, 0.25, 2]
+    assert dropped(IPPO(), records, influence) == [1, 2]
+    assert IPPO().select(records, influence).weights.tolist() == [0.75, 0, 0, 0.25, 2]
     assert IPPO(weighted=False).select(records, influence).weights.tolist() == [1, 0, 0, 1, 1]
     assert IPPO(warmup=1).select(records, influence).weights.tolist() == [1] * 5
-    nothing = IPPO().select(*scored([-1.0, -2.0]))
-    assert not nothing.keep.any()
-    assert nothing.weights.tolist() == [0, 0]
+    assert IPPO().select(*scored([-1.0, -2.0])).weights.tolist() == [0, 0]
+    # Of units, 3 and 1: they average to 2 over the records.
+    pairs = scored([3.5, 1, 2.5, 1, -1], group_ids=[0, 1, 0, 1, 2])
+    assert IPPO(unit="group").select(*pairs).weights.tolist() == [1.5, 0.5, 1.5, 0.5, 0]
 
 
 @pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, NonPositive, RandomDrop, NegativeRandom])
@@ -277,23 +118,27 @@ def test_nothing_is_dropped_while_warming_up(rule: type[IIF]) -> None:
 @pytest.mark.parametrize("rule", [IIF, BelowMean, RandomDrop, NegativeRandom])
 def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
     records, influence = scored([-4, -3, -2, -1, 10])
-    for remaining, dropped in ((1.0, 4), (0.5, 2), (0.25, 1), (0.0, 0)):
+    for remaining, count in ((1.0, 4), (0.5, 2), (0.25, 1), (0.0, 0)):
         keep = rule(drop=lambda remaining: remaining).select(records, influence, Progress(1, remaining)).keep
-        assert int((~keep).sum()) == dropped
+        assert int((~keep).sum()) == count
     with pytest.raises(WhenceError, match=r"drop schedule gives -0\.5 at 0\.5 remaining"):
         rule(drop=lambda remaining: -remaining).select(records, influence, Progress(1, 0.5))
 
 
-def test_other_types_are_refused() -> None:
-    for drop in ("0.5", None):
-        with pytest.raises(WhenceError, match=rf"drop is {drop!r}; .*in \(0, 1\]"):
-            IIF(drop)
-    with pytest.raises(WhenceError, match=r"warmup is 1\.5; it is a number of rounds"):
-        IIF(warmup=1.5)
-    for rule in (RandomDrop, NegativeRandom):
-        for seed in (-1, "a", None):
-            with pytest.raises(WhenceError, match=rf"seed is {seed!r}; a whole number is needed"):
-                rule(seed=seed)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"drop": drop}, rf"drop is {drop!r}; .*in \(0, 1\]") for drop in ("0.5", None, 0, -0.1, 1.01, float("nan"))),
+        *(({"seed": seed}, rf"seed is {seed!r}; a whole number is needed") for seed in (-1, "a", None)),
+        ({"warmup": 1.5}, r"warmup is 1\.5; it is a number of rounds"),
+        ({"unit": "episodes"}, "unit is 'episodes'. Did you mean episode"),
+        ({"like": IIF}, "pass an instance"),
+    ],
+)
+def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    for rule in (RandomDrop, IIF if {"drop", "warmup", "unit"} & arguments.keys() else RandomDrop):
+        with pytest.raises(WhenceError, match=message):
+            rule(**arguments)
 
 
 @settings(deadline=None)
@@ -301,62 +146,165 @@ def test_other_types_are_refused() -> None:
 def test_iif_drops_only_negative_and_nothing_kept_is_lower(scores: list[float], drop: float) -> None:
     records, influence = scored(scores)
     keep = IIF(drop).select(records, influence).keep
-    dropped = influence.scores[~keep]
-    assert (dropped < 0).all()
-    if len(dropped) and keep.any():
-        assert influence.scores[keep].min() >= dropped.max()
+    lowest = influence.scores[~keep]
+    assert (lowest < 0).all()
+    if len(lowest) and keep.any():
+        assert influence.scores[keep].min() >= lowest.max()
 
 
-def test_random_drop_draws_from_all_records_by_its_own_generator() -> None:
-    records, influence = scored([-1.0] * 60 + [1.0] * 40)
+@pytest.mark.parametrize("rule", [RandomDrop, NegativeRandom])
+def test_controls_draw_by_their_own_generator(rule: Any) -> None:
+    scores = [float(score) for score in range(-60, 40)]
+    records, influence = scored(scores)
     state = torch.get_rng_state()
-    keep = RandomDrop(0.5, seed=1).select(records, influence).keep
-    assert int((~keep).sum()) == 30
-    assert (~keep[60:]).any()
+    keep = rule(0.5, seed=1).select(records, influence).keep
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(keep, RandomDrop(0.5, seed=1).select(records, influence).keep)
-    assert not torch.equal(keep, RandomDrop(0.5, seed=2).select(records, influence).keep)
-    next_round, next_influence = scored([-1.0] * 60 + [1.0] * 40, ids=list(range(100, 200)))
-    assert not torch.equal(keep, RandomDrop(0.5, seed=1).select(next_round, next_influence).keep)
+    assert int((~keep).sum()) == 30
+    assert (~keep[30:60]).any()  # rank plays no part
+    assert (~keep[60:]).any() == (rule is RandomDrop)  # nor does the sign, or it does
+    assert torch.equal(keep, rule(0.5, seed=1).select(records, influence).keep)
+    assert not torch.equal(keep, rule(0.5, seed=2).select(records, influence).keep)
+    assert not torch.equal(keep, rule(0.5, seed=1).select(*scored(scores, record_ids=range(100, 200))).keep)
+    units = {tuple(dropped(rule(0.5, seed, unit="episode"), *scored(MEANS, **EPISODES))) for seed in range(20)}
+    assert units == {(0, 2), (1, 3, 5), (4,)} - ({(4,)} if rule is NegativeRandom else set())
 
 
-def test_keep_all_needs_no_influence() -> None:
-    records, _ = scored([-1, 1])
-    assert not KeepAll().needs_influence
-    selection = KeepAll().select(records)
-    assert selection.keep.all()
-    assert selection.uniform
+LIKE = (IIF(0.5), NonPositive(), IIF(1.0, unit="episode"), ZeroVariance(), MaxVariance(2), FromMask([0, 5]))
 
 
-@pytest.mark.parametrize("rule", [IIF, RandomDrop])
-@pytest.mark.parametrize("drop", [0, -0.1, 1.01, float("nan")])
-def test_shares_outside_zero_to_one_are_refused(rule: type[IIF] | type[RandomDrop], drop: float) -> None:
-    with pytest.raises(WhenceError, match=rf"drop is {drop}; .*in \(0, 1\]"):
-        rule(drop=drop)
+@pytest.mark.parametrize("rule", LIKE, ids=repr)
+def test_a_control_drops_as_many_units_as_the_rule_that_it_is_like(rule: Any) -> None:
+    records, influence = scored(MEANS, **EPISODES, rewards=[1.0, 1, 2, 0, 0.5, 0], group_ids=[0, 0, 0, 1, 0, 1])
+    scores = influence if rule.needs_influence else None
+    expected, labels = rule.select(records, scores).keep, label_units(records, getattr(rule, "unit", "record"))
+    draws = [RandomDrop(like=rule, seed=seed).select(records, scores).keep for seed in range(12)]
+    assert RandomDrop(like=rule).needs_influence is rule.needs_influence
+    for keep in draws:
+        assert len(labels[~keep].unique()) == len(labels[~expected].unique()) > 0
+        assert len(labels[keep].unique()) + len(labels[~keep].unique()) == len(labels.unique())
+    assert any(not torch.equal(keep, draws[0]) for keep in draws)
+
+
+@pytest.mark.parametrize(
+    ("unit", "columns", "labels"),
+    [
+        ("record", {}, [0, 1, 2, 3, 4, 5]),
+        ("row", {}, [0, 1, 2, 3, 4, 5]),
+        ("episode", EPISODES, [0, 2, 0, 2, 1, 2]),
+        ("episode", {"episode_ids": [4, 9, 4, 9, 5, 9]}, [0, 2, 0, 2, 1, 2]),
+        ("episode", {"episode_ids": [4, 4, 4, 4, 5, 4], "env_index": [0, 1] * 3}, [0, 2, 0, 2, 1, 2]),
+        ("episode", EPISODES | {"episode_ids": [-1, -1, -1, -1, 5, -1]}, [0, 2, 0, 2, 1, 2]),
+        ("group", {"group_ids": [3, 1, 1, 3, 9, 9]}, [1, 0, 0, 1, 2, 2]),
+        ("episode", {}, "pass episode_ids, or episode_starts and env_index"),
+        ("episode", {"episode_ids": [0, -1] * 3}, "where episodes begin"),
+        ("group", {"group_ids": [-1, 1] * 3}, "pass group_ids to RecordBatch or make_rows"),
+    ],
+)
+def test_units_are_told_by_the_records(unit: Any, columns: dict[str, Any], labels: Any) -> None:
+    if isinstance(labels, str):
+        with pytest.raises(InvalidRecords, match=labels):
+            AdvantageMagnitude(0.5, unit=unit).select(make_records(6, **columns))
+        return
+    numbers = label_units(make_records(6, **columns), unit)
+    assert len(numbers.unique()) == len(set(labels)) == len(set(zip(numbers.tolist(), labels, strict=True)))
+
+
+ADVANTAGES = {"advantages": [-3.0, 1.0, 2.0, -0.5], "group_ids": [0, 0, 1, 1]}
+WITHOUT_SCORES = {
+    "equal": (ZeroVariance(), {"rewards": [1.0, 1, 0, 1], "group_ids": [0, 0, 1, 1]}, [0, 1]),
+    "equal negative": (ZeroVariance(), {"rewards": [-2.0, -2, -2, -2, -1], "group_ids": [0, 1, 0, 1, 1]}, [0, 2]),
+    "a group of one": (ZeroVariance(), {"rewards": [0.0, 0, 5], "group_ids": [4, 4, 2]}, [0, 1]),
+    # The first two differ by rounding, the others by 1 and by half.
+    "nearly equal": (
+        ZeroVariance(),
+        {
+            "rewards": torch.tensor([0.3, 0.1 + 0.2, 1e6, 1e6 + 1, 1e-9, 2e-9], dtype=torch.float64),
+            "group_ids": [0, 0, 1, 1, 2, 2],
+        },
+        [0, 1],
+    ),
+    "extremes": (MaxVariance(2), {"rewards": [0.0, 1, 5, 2]}, [1, 3]),
+    "all negative": (MaxVariance(3), {"rewards": [-1.0, -9, -5, -2]}, [2]),  # -5 in place of -2: 10.7 for 12.7
+    "all equal": (MaxVariance(2), {"rewards": [1.0, 1, 1, 1]}, [0, 1]),
+    "a mirror": (MaxVariance(3), {"rewards": [0.0, 1, 0, 1]}, [0]),  # 0, 1, 1 and 0, 0, 1 are as good
+    "one of one": (MaxVariance(2), {"rewards": [3.0]}, []),
+    "two of two": (MaxVariance(2), {"rewards": [3.0, 1]}, []),
+    "one of three": (MaxVariance(1), {"rewards": [3.0, 1, 2]}, [1, 2]),
+    "close to 0": (AdvantageMagnitude(0.5), ADVANTAGES, [1, 3]),
+    "groups close to 0": (AdvantageMagnitude(0.5, unit="group"), ADVANTAGES, [2, 3]),  # means of 2 and 1.25
+    "tied groups": (AdvantageMagnitude(0.5, unit="group"), {"advantages": [1.0] * 4} | PAIRS, [40, 10]),
+    "warm-up": (AdvantageMagnitude(0.5, warmup=1), ADVANTAGES, []),
+    "flagged": (FromMask([3, 0, 900]), {"group_ids": [0, 1, 0, 1]}, [0, 3]),
+    "groups of the flagged": (FromMask([3], unit="group"), {"group_ids": [0, 1, 0, 1]}, [1, 3]),
+    "nothing": (KeepAll(), {"group_ids": [0, 1]}, []),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_SCORES)
+def test_what_a_rule_drops_without_scores(case: str) -> None:
+    rule, columns, expected = WITHOUT_SCORES[case]
+    n = len(next(iter(columns.values())))
+    assert not rule.needs_influence
+    assert dropped(rule, make_records(n, **{"group_ids": [7] * n} | columns)) == expected
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.integers(1, 6))
+def test_no_subset_has_a_larger_variance(rewards: list[int], keep: int) -> None:
+    both = [value / 2 for pair in zip(rewards, rewards[::-1], strict=True) for value in pair]
+    kept = MaxVariance(keep).select(make_records(len(both), rewards=both, group_ids=[0, 1] * len(rewards))).keep
+    for group in (0, 1):
+        values, chosen = torch.tensor(both[group::2]).double(), kept[group::2]
+        assert int(chosen.sum()) == min(keep, len(rewards))
+        subsets = combinations(range(len(rewards)), int(chosen.sum()))
+        largest = max(float(values[list(subset)].var(correction=0)) for subset in subsets)
+        assert float(values[chosen].var(correction=0)) == pytest.approx(largest, abs=1e-9)
+
+
+def test_flagged_ids_come_from_lists_arrays_and_files(tmp_path: Path) -> None:
+    for number, text in enumerate(("[3, 0]", "0\n3\n", "3,0")):
+        (tmp_path / f"{number}.txt").write_text(text)
+    sources = ([3, 0, 3], torch.tensor([0, 3]), np.array([3, 0]), *(tmp_path / f"{number}.txt" for number in range(3)))
+    assert {repr(FromMask(source, unit="group")) for source in sources} == {"FromMask(ids=(0, 3), unit='group')"}
+    long = [repr(FromMask(range(first, first + 99))) for first in (0, 1)]
+    assert long[0] != long[1]
+    assert all(text.startswith("FromMask(ids=<99 ids, digest") for text in long)
+    for wrong in ([1.5], [-1], 7, ["a"]):
+        with pytest.raises(WhenceError, match="for a record's id; ids are whole numbers"):
+            FromMask(wrong)
+    with pytest.raises(WhenceError, match="cannot be read from"):
+        FromMask(tmp_path / "none.txt")
+    with pytest.raises(WhenceError, match="keep is 0; it is the number of responses"):
+        whence.MaxVariance(0)
+    with pytest.raises(InvalidRecords, match="ZeroVariance needs rewards, which"):
+        ZeroVariance().select(make_records(2, group_ids=[0, 0]))
 
 
 def test_scores_of_other_records_are_refused() -> None:
     records, influence = scored([-1, 1, 2])
-    other, _ = scored([-1, 1, 2], ids=[3, 4, 5])
-    with pytest.raises(InvalidInfluence, match="needs an influence"):
-        IIF().select(records, None)
-    with pytest.raises(InvalidInfluence, match="other records than the 3"):
-        IIF().select(other, influence)
-    with pytest.raises(InvalidInfluence, match="not top"):
-        IIF().select(records, influence.bottom(2))
-    with pytest.raises(InvalidInfluence, match="other records"):
-        IIF().select(records.with_advantages(records.advantages + 1), influence)
+    other, _ = scored([-1, 1, 2], record_ids=[3, 4, 5])
+    changed = records.with_advantages(records.advantages + 1)
+    for asked, scores, message in (
+        (records, None, "needs an influence"),
+        (other, influence, "other records than the 3"),
+        (records, influence.bottom(2), "not top"),
+        (changed, influence, "other records"),
+    ):
+        with pytest.raises(InvalidInfluence, match=message):
+            IIF().select(asked, scores)
 
 
-def test_a_selection_is_checked() -> None:
-    keep = torch.tensor([True, False])
-    with pytest.raises(WhenceError, match="n reasons"):
-        Selection(keep, torch.ones(2), [None])
-    with pytest.raises(WhenceError, match="0 for dropped"):
-        Selection(keep, torch.ones(2), [None, "why"])
-    with pytest.raises(WhenceError, match="not negative"):
-        Selection(keep, torch.tensor([-1.0, 0]), [None, "why"])
+@pytest.mark.parametrize(
+    ("weights", "reasons", "message"),
+    [
+        ([1.0, 1.0], [None], "n reasons"),
+        ([1.0, 1.0], [None, "why"], "0 for dropped"),
+        ([-1.0, 0.0], [None, "why"], "not negative"),
+        ([0.0, 0.0], [None, "why"], r"keeps 1 of 2 records and gives all of them weight 0"),
+    ],
+)
+def test_a_selection_is_checked(weights: list[float], reasons: list[str | None], message: str) -> None:
+    with pytest.raises(WhenceError, match=message):
+        Selection(torch.tensor([True, False]), torch.tensor(weights), reasons)
     assert not Selection(torch.ones(2, dtype=torch.bool), torch.tensor([1.0, 2.0]), [None, None]).uniform
-    with pytest.raises(WhenceError, match=r"keeps 1 of 2 records and gives all of them weight 0"):
-        Selection(keep, torch.zeros(2), [None, "why"])
-    assert not Selection(torch.zeros(2, dtype=torch.bool), torch.zeros(2), ["why", "why"]).keep.any()
+    assert Selection(torch.zeros(2, dtype=torch.bool), torch.zeros(2), ["why", "why"]).uniform

@@ -96,11 +96,8 @@ class MaxVariance:
     def _choose(self, rewards: Float[Tensor, " g"]) -> list[int]:
         """Return the positions of the responses that are kept, of a group in ascending order of its rewards."""
         size, keep = len(rewards), min(self.keep, len(rewards))
-        choices = [[*range(keep - high), *range(size - high, size)] for high in range(keep, -1, -1)]
-        variances = [float(rewards[choice].var(correction=0)) for choice in choices]
-        # Choices that mirror each other have variances that differ by rounding.
-        most = max(variances) * (1 - 1e-9)
-        return next(choice for choice, variance in zip(choices, variances, strict=True) if variance >= most)
+        choices = [[*range(keep - high), *range(size - high, size)] for high in range(keep, 0, -1)]
+        return max(choices, key=lambda choice: float(rewards[choice].var(correction=0)))
 
 
 @dataclass(frozen=True, repr=False)

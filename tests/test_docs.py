@@ -141,14 +141,26 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page != "README"])
-def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch):
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     monkeypatch.setattr("whence.experiments.cluster.run_all", run_one_by_one)
     monkeypatch.setattr(PPO, "__init__", partialmethod(PPO.__init__, n_epochs=1))  # ten show nothing more
-    names = {"__name__": "__main__"}
+    names, divisor = {"__name__": "__main__"}, 8 if page == "README" else 4
     for number, block in enumerate(blocks(page, "python"), start=1):
-        small = re.sub(r"(?<=n_steps=)\d+|(?<=learn\()[\d_]+", lambda number: str(int(number[0]) // 4), block)
+        small = re.sub(r"(?<=n_steps=)\d+|(?<=learn\()[\d_]+", lambda number: str(int(number[0]) // divisor), block)
         exec(compile(small, f"{page}.md, block {number}", "exec"), names)
+    if page == "README":
+        shown = capsys.readouterr().out
+        assert "record_id" in shown
+        assert "…" not in shown  # all of the records that it asks for
+        assert len(list(elsewhere.glob("runs/readme/records/*.parquet"))) == 10
+
+
+def test_the_readmes_make_commands_are_the_makefiles():
+    shown, makefile = "\n".join(blocks("README", "bash")), (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert f"make {target}" in shown
+        assert f"\n{target}:" in makefile
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"\b(compare|run_sweep)\(", PAGES[page])])

@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNorm
 
 import whence
 from toys import OnRolloutEnd, Toy, model
-from whence import IIF, KeepAll, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
+from whence import DTV, IIF, KeepAll, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
 from whence.sb3.base.model_description import HYPERPARAMETERS
 
@@ -92,7 +92,8 @@ class ScoreAndKeepAll(KeepAll):
 @pytest.mark.parametrize(("algorithm", "kwargs"), VARIANTS, ids=named)
 def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any]) -> None:
     trained = []
-    for callback in (None, InfluenceCallback(KeepAll()), InfluenceCallback(ScoreAndKeepAll())):
+    rules = (KeepAll(), DTV(leave_one_out=True, warmup=9))
+    for callback in (None, *map(InfluenceCallback, rules)):
         evaluation = evaluating(algorithm, **kwargs)
         toy = model(algorithm, **kwargs)
         for rounds in (2, 1):

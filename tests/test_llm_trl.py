@@ -31,7 +31,7 @@ from test_llm_trainer import (
     vowels,
 )
 from toys import flip_bit
-from whence import IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
+from whence import DTV, IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
 from whence.llm.text import join_messages
@@ -231,7 +231,7 @@ def plain_training(request, tmp_path_factory):
     return request.param, settings, dict(trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize("rule", [None, KeepAll(), ScoreAndKeepAll()], ids=["none", "keep all", "scored"])
+@pytest.mark.parametrize("rule", [None, KeepAll(), DTV(leave_one_out=True, warmup=9)], ids=["none", "keep all", "dtv"])
 def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule):
     kind, settings, expected = plain_training
     trainer = make_trainer(kind, tmp_path, rule, **settings)

@@ -27,6 +27,7 @@ from .rollouts import flatten_rollout as flatten_rollout
 from .rounds import RoundRecording as RoundRecording
 from .rounds import attribute_round as attribute_round
 from .runs import RunDirectory as RunDirectory
+from .selection import DTV as DTV
 from .selection import IIF as IIF
 from .selection import IPPO as IPPO
 from .selection import AdvantageMagnitude as AdvantageMagnitude

@@ -210,7 +210,7 @@ def score_targets(
             scores=row.detach().cpu().clone(),
             record_ids=records.ids.cpu().clone(),
             provenance=Provenance(
-                target=target_name(each) + ("" if leave_one_out is None else f" over the other {leave_one_out}s"),
+                target=name_target(each, leave_one_out),
                 objective=repr(problem.objective),
                 engine=engine,
                 engine_reason=reason,
@@ -221,6 +221,11 @@ def score_targets(
         )
         for (name, each), row in zip(targets.items(), products, strict=True)
     }
+
+
+def name_target(target: Target, leave_one_out: Unit | None) -> str:
+    """Return a target's name for provenance, with the units that it is over."""
+    return target_name(target) + ("" if leave_one_out is None else f" over the other {leave_one_out}s")
 
 
 def add_errors(

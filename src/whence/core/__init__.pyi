@@ -60,3 +60,4 @@ from .trees import take as take
 from .units import Unit as Unit
 from .units import check_unit as check_unit
 from .units import label_units as label_units
+from .units import resolve_unit as resolve_unit

@@ -111,10 +111,10 @@ class MeanObjective:
     are those of the objective, normalised or not.
 
     Attributes:
-        unit: what the mean is over: "record", "episode", "row" or "group"; see `Unit`.
+        unit: what the mean is over: "record", "episode", "row" or "group"; see `Unit`; None: as in `DTV`.
     """
 
-    unit: Unit = "record"
+    unit: Unit | None = "record"
     total: float | None = field(default=None, repr=False)  # the weights of all processes' records
     objective: Objective | None = field(default=None, repr=False)
 

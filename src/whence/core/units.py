@@ -17,12 +17,19 @@ stretch of one environment between ends of episodes, or of the rollout. "group":
 """
 
 
-def label_units(records: RecordBatch, unit: Unit = "record") -> Int[Tensor, " n"]:
-    """Return the number of each record's unit, from 0, (n,) int64 on the CPU.
+def resolve_unit(records: RecordBatch, unit: Unit | None) -> Unit:
+    """Return the unit; None becomes the response of a language model, or the episode of an agent."""
+    is_language = isinstance(records.observations, dict) and "response_mask" in records.observations
+    return unit or ("row" if is_language else "episode")
+
+
+def label_units(records: RecordBatch, unit: Unit | None = "record") -> Int[Tensor, " n"]:
+    """Return the number of each record's unit, from 0, (n,) int64 on the CPU; `unit` is as in `resolve_unit`.
 
     Raises:
         InvalidRecords: the records do not say which of them belong together.
     """
+    unit = resolve_unit(records, unit)
     if unit in ("record", "row"):
         return torch.arange(len(records))
     if unit == "group":
@@ -58,6 +65,6 @@ def _number_rows(columns: list[Int[Tensor, " n"]]) -> Int[Tensor, " n"]:
 
 
 def check_unit(unit: object) -> None:
-    """Refuse a name that is no unit's."""
-    if unit not in get_args(Unit):
+    """Refuse a name that is no unit's; None is a rule's own choice."""
+    if unit is not None and unit not in get_args(Unit):
         raise WhenceError(f"unit is {unit!r}.{suggest(str(unit), get_args(Unit))}")

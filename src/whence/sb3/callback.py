@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,6 @@ from whence.core import (
     Target,
     WhenceError,
     as_objective,
-    as_target,
     suggest,
     target_name,
 )
@@ -55,7 +55,16 @@ from whence.sb3.round_result import (
 )
 from whence.sb3.supported_models import check_model
 from whence.sb3.training_run import TrainingRun, holds_policy
-from whence.selection import AGENT_UNITS, Progress, Selection, SelectionRule, add_selection, check_rule
+from whence.selection import (
+    AGENT_UNITS,
+    Progress,
+    Selection,
+    SelectionRule,
+    add_selection,
+    check_rule,
+    choose_target,
+    score_for,
+)
 
 log = logging.getLogger("whence")
 
@@ -129,7 +138,7 @@ class InfluenceCallback(BaseCallback):
         if last not in get_args(Last):
             raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
         self.rule, self.last, self.strict = rule, last, strict
-        self.target = as_target(Return() if target is None else target)
+        self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
         self.engine, self.memory = engine, memory
         self.folds = check_folds(folds)
@@ -169,14 +178,9 @@ class InfluenceCallback(BaseCallback):
         """
         influence = None
         if self.rule.needs_influence:
-            influence = attribute(
-                self.model.policy,
-                records,
-                target=self.target,
-                objective=self.objective or model_objective(self.model),
-                engine=self.engine,
-                memory=self.memory,
-            )
+            score: Any = partial(attribute, self.model.policy, engine=self.engine, memory=self.memory)
+            objective = self.objective or model_objective(self.model)
+            influence = score_for(self.rule, records, score, target=self.target, objective=objective)
         return Choice(influence, self.select(records, influence))
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:

@@ -6,6 +6,10 @@ from whence.selection.column_rules import FromMask as FromMask
 from whence.selection.column_rules import MaxVariance as MaxVariance
 from whence.selection.column_rules import TDErrorPriority as TDErrorPriority
 from whence.selection.column_rules import ZeroVariance as ZeroVariance
+from whence.selection.own_scores import DTV as DTV
+from whence.selection.own_scores import choose_target as choose_target
+from whence.selection.own_scores import find_scorer as find_scorer
+from whence.selection.own_scores import score_for as score_for
 from whence.selection.score_rules import IIF as IIF
 from whence.selection.score_rules import IPPO as IPPO
 from whence.selection.score_rules import BelowMean as BelowMean

@@ -24,7 +24,7 @@ from whence.selection.selections import (
 from whence.selection.units import average_by_unit, name_owner, rank_units
 
 
-class _ScoreRule(CheckedRule):
+class ScoreRule(CheckedRule):
     """A rule that reads scores."""
 
     needs_influence = True
@@ -38,7 +38,7 @@ class _ScoreRule(CheckedRule):
 
 
 @dataclass(frozen=True, repr=False)
-class IIF(_ScoreRule):
+class IIF(ScoreRule):
     """Iterative influence-based filtering: drop the `floor(drop * m)` lowest of the m negative scores (LDA Alg. 1).
 
     Among equal scores the record with the lower id is dropped first.
@@ -86,7 +86,7 @@ class BelowMean(IIF):
 
 
 @dataclass(frozen=True, repr=False)
-class NonPositive(_ScoreRule):
+class NonPositive(ScoreRule):
     """Drop every record that does not score above 0 (LDA §5.3, for RLHF).
 
     Attributes:
@@ -106,7 +106,7 @@ class NonPositive(_ScoreRule):
 
 
 @dataclass(frozen=True, repr=False)
-class IPPO(_ScoreRule):
+class IPPO(ScoreRule):
     """Drop every record that does not score above 0, and weight the others by their scores (I-PPO).
 
     A kept record's weight is its score divided by the mean of the kept scores, so that weights are 1 on average.
@@ -133,7 +133,7 @@ class IPPO(_ScoreRule):
 
 
 @dataclass(frozen=True, repr=False)
-class RandomDrop(_ScoreRule):
+class RandomDrop(ScoreRule):
     """The control of a rule: drop as many units as it would, chosen at random from all (LDA §5.2).
 
     Attributes:
@@ -182,7 +182,7 @@ class RandomDrop(_ScoreRule):
 
 
 @dataclass(frozen=True, repr=False)
-class NegativeRandom(_ScoreRule):
+class NegativeRandom(ScoreRule):
     """The control between IIF and chance: drop as many as IIF would, chosen at random from the negatively scored.
 
     It uses the score's sign and ignores its rank.

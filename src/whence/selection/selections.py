@@ -99,7 +99,7 @@ def check_rule(rule: object, units: Sequence[str] = get_args(Unit), fix: str = "
             f"rule is {rule!r}; pass an instance, such as IIF(drop=0.125), with `needs_influence` and `select`."
         )
     needed = "group" if getattr(rule, "needs_groups", False) else getattr(rule, "unit", "record")
-    if needed not in units:
+    if needed is not None and needed not in units:
         raise WhenceError(f"{rule!r} selects by {needed}; the units here are {', '.join(units)}.{fix}")
 
 

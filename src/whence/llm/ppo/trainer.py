@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
-from whence.core import Objective, RecordBatch, Target, WhenceError, as_objective, as_target, preserve_rng_state
+from whence.core import Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import (
     MOST_CORRECTION,
@@ -47,7 +47,15 @@ from whence.llm.text import (
 )
 from whence.nonfinite import check_parameters, name_round
 from whence.runs import Checkpoint, time_stage
-from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule
+from whence.selection import (
+    LANGUAGE_UNITS,
+    KeepAll,
+    Progress,
+    Selection,
+    SelectionRule,
+    check_rule,
+    choose_target,
+)
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
@@ -140,7 +148,7 @@ class PPOTrainer:
             for dataset in (held_out, sample_prompts)
         )
         self.scoring = Scoring(
-            target=as_target(SequenceReturn() if target is None else target),
+            target=choose_target(self.rule, target, SequenceReturn()),
             objective=TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective),
             temperature=config.temperature,
             engine=engine,
@@ -256,7 +264,7 @@ class PPOTrainer:
                 with time_stage(seconds, "held_out"):
                     target: Any = scoring.target
                     scoring = replace(scoring, target=replace(target, rows=self._draw_held_out(self.held_out, number)))
-            influence = score(self.model, rows, scoring)
+            influence = score(self.model, rows, scoring, self.rule)
         selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
         return influence, selection
 

@@ -24,7 +24,7 @@ from whence.engines import Gradient, Layer, Precision, Refused, covered_layers, 
 from whence.influence import Influence, Provenance
 from whence.llm.base import Processes, language_view
 from whence.llm.scores.row_scores import Scoring, compute_target_gradient
-from whence.selection import KeepAll, Progress, Selection, SelectionRule
+from whence.selection import KeepAll, Progress, Selection, SelectionRule, find_scorer
 
 log = logging.getLogger("whence")
 
@@ -73,7 +73,7 @@ def _find_obstacle(
     name, unit = type(rule).__name__, getattr(rule, "unit", "record")
     if not rule.needs_influence:
         return f"{name} reads no scores"
-    if hasattr(rule, "score"):
+    if find_scorer(rule) is not None:
         return f"{name} brings its own scores, which are of the whole round"
     if unit not in ("record", "row"):
         return f"{name} drops by the {unit}, of which a step may have a part only"

@@ -4,12 +4,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whence.attribution import open_problem, score_targets
-from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
+from whence.attribution import name_target, open_problem, score_targets
+from whence.core import Objective, RecordBatch, Target, Unit, Unsupported, WhenceError
 from whence.engines import Gradient, Summed, target_gradients
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes, language_view
 from whence.llm.scores.language_targets import target_share
+from whence.selection import SelectionRule, score_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +50,26 @@ class Scoring:
         return {"autocast": True} if self.autocast else {}
 
 
-def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
-    """Return the influence of every row of a rollout on a target, in every process, which has all rows."""
+def score(model: Any, rows: RecordBatch, scoring: Scoring, rule: SelectionRule | None = None) -> Influence:
+    """Return the scores of a rollout's rows in every process, which has all rows; a rule may bring its own."""
+
+    def attribute(rows: RecordBatch, *, leave_one_out: Unit | None = None, **settings: Any) -> Influence:
+        return _score_rows(model, rows, replace(scoring, **settings), leave_one_out)
+
+    if rule is None:
+        return attribute(rows)
+    return score_for(rule, rows, attribute, target=scoring.target, objective=scoring.objective)
+
+
+def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring, leave_one_out: Unit | None) -> Influence:
+    # Of fewer rows than processes, each process scores all.
     processes, accelerator = scoring.processes, scoring.processes.accelerator
+    processes = processes if len(rows) >= processes.number else ONE
+    if processes.number > 1 and "group" in (leave_one_out, getattr(scoring.target, "unit", None)):
+        raise Unsupported(
+            "The mean over groups, or over other groups, needs all responses to a prompt in one process: score by rows "
+            "(unit='row'), or train in one process."
+        )
     local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
     limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
     with accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext():
@@ -62,6 +80,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
             objective=scoring.objective,
             engine=scoring.engine,
             summed=reduce,
+            leave_one_out=leave_one_out,
             **limits,
         )[""]
     if processes.number == 1:
@@ -70,7 +89,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     return Influence(
         processes.gather(influence.scores.to(device), len(rows)).cpu(),
         rows.ids.cpu().clone(),
-        replace(influence.provenance, target=target_name(scoring.target), records=rows.fingerprint),
+        replace(influence.provenance, target=name_target(scoring.target, leave_one_out), records=rows.fingerprint),
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from whence.core import Objective, RecordBatch, Target, as_objective, as_target, preserve_rng_state
+from whence.core import Objective, RecordBatch, Target, as_objective, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes
 from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
@@ -43,7 +43,15 @@ from whence.llm.trl.supported_settings import averages_rows, check_selectable, m
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
-from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule
+from whence.selection import (
+    LANGUAGE_UNITS,
+    KeepAll,
+    Progress,
+    Selection,
+    SelectionRule,
+    check_rule,
+    choose_target,
+)
 
 
 class _SelectingTrainer:
@@ -78,7 +86,7 @@ class _SelectingTrainer:
         self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
         way = choose_way(select, self.rule, objective, trainer.model, self._processes)
         self.scoring = Scoring(
-            target=as_target(SequenceReturn() if target is None else target),
+            target=choose_target(self.rule, target, SequenceReturn()),
             objective=make_group_objective(trainer.args) if objective is None else as_objective(objective),
             temperature=float(trainer.temperature),
             engine=engine,
@@ -208,7 +216,7 @@ class _SelectingTrainer:
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
         with nullcontext() if self.scoring.autocast else disable_autocast(model):
-            influence = score(model, rows, self.scoring)
+            influence = score(model, rows, self.scoring, self.rule)
         forget_passes(self.model_wrapped)  # type: ignore[attr-defined]
         return influence
 

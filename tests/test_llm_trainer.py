@@ -38,7 +38,7 @@ from whence.llm.base.run_description import describe_rows, name_object, to_json
 from whence.llm.ppo import PPOTrainer, make_rollout
 from whence.llm.ppo import trainer as trainer_module
 from whence.llm.ppo.ppo_round import evaluate_rows, optimise
-from whence.llm.scores import TokenReturn, ValidationLoss, score
+from whence.llm.scores import TokenReturn, ValidationLoss, in_step, score
 from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts
 from whence.runs import RunDirectory, checkpoints, lock_directory
@@ -97,6 +97,7 @@ _ARGUMENTS = (
     "on_rollout",
     "engine",
     "autocast",
+    "select",
     "held_out",
     "evaluate",
     "sample_prompts",
@@ -264,7 +265,7 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
         advantage = given["advantages"][row][own]
         clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
         error = 0.5 * (values[row][own] - given["returns"][row][own]).square().mean()
-        total = total - factors[row] * clipped / factors.sum() + 0.1 * error / 3
+        total = total - factors[row] * (clipped - 0.1 * error) / factors.sum()
     total.backward()
     for name, parameter in start.named_parameters():
         largest = float(parameter.grad.abs().max())
@@ -466,7 +467,7 @@ class Noisy:
         self.generator.bit_generator.state = state["generator"]
 
 
-SETTINGS = {"rounds": 5, "save_every": 1, "adap_kl_ctrl": True}
+SETTINGS = {"rounds": 5, "save_every": 1, "adap_kl_ctrl": True, "refresh_target_every": 2}
 
 
 def make_noisy_trainer(folder, rule=None, **more):
@@ -509,7 +510,7 @@ def break_off(monkeypatch, place, count):
 PLACES = {
     "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
     "rewards": (trainer_module, "make_rollout", 5),
-    "scoring": (trainer_module, "score", 3),
+    "scoring": (in_step, "compute_target_gradient", 2),
     "optimisation": (losses, "value_loss", 10),
     "writing records": (trainer_module, "make_response_table", 3),
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
@@ -653,6 +654,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         *(tmp_path, NonPositive()),
         evaluate=measured,
         on_rollout=lambda *about: seen.append(about),
+        select="before",
         eval_every=2,
         rounds=3,
     )
@@ -678,7 +680,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         kept = table.filter("keep")["reward"]
         assert row["reward_kept"] == pytest.approx(kept.mean()) if len(kept) else row["reward_kept"] is None
         assert row["reward"] == pytest.approx(table["reward"].mean())
-    alone = make_trainer(tmp_path / "alone", NonPositive(), rounds=3)
+    alone = make_trainer(tmp_path / "alone", NonPositive(), select="before", rounds=3)
     alone.train()
     assert same(copy_state(trainer), copy_state(alone))  # measuring draws nothing of training's
 
@@ -779,7 +781,7 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
         state_of._reset_state()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     seen = []
-    trainer = make_trainer(tmp_path, NonPositive(), on_rollout=lambda *about: seen.append(about))
+    trainer = make_trainer(tmp_path, NonPositive(), select="before", on_rollout=lambda *about: seen.append(about))
     before = copy_state(trainer)
     assert trainer.accelerator.mixed_precision == "bf16"
     try:
@@ -810,7 +812,7 @@ def test_autocast_scores_in_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "score", score_and_compare)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     AcceleratorState._reset_state(reset_partial_state=True)
-    trainer = make_trainer(tmp_path, NonPositive(), autocast=True)
+    trainer = make_trainer(tmp_path, NonPositive(), select="before", autocast=True)
     trainer.train()
     assert 1e-4 < max(distances) < 0.1
     assert trainer._run.directory.config["autocast"] is True

@@ -35,6 +35,7 @@ class PPOConfig:
         init_kl_coef: weight of each token's divergence from the start model.
         adap_kl_ctrl: whether this weight is steered towards `target`.
         target: the intended divergence of a response, in nats.
+        refresh_target_every: rounds that a gradient of the target serves where rows are chosen in the step; None: one.
         horizon: rows over which the weight is steered.
         max_new_tokens: the most tokens of a response.
         max_prompt_length: the most tokens of a prompt; longer ones are refused. None: what the model's context leaves.
@@ -71,6 +72,7 @@ class PPOConfig:
     init_kl_coef: NotNegative = 0.04
     adap_kl_ctrl: bool = True
     target: Positive = 6.0
+    refresh_target_every: Count | None = None
     horizon: Count = 10_000
     max_new_tokens: Count = 32
     max_prompt_length: int | None = None

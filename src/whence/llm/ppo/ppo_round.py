@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import torch
@@ -11,10 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.advantages import gae
-from whence.core import ModuleView, NonFinite, Outputs, RecordBatch, eval_mode
+from whence.core import ModuleView, NonFinite, Outputs, RecordBatch, eval_mode, train_mode
+from whence.engines import record_step
 from whence.influence import Influence
 from whence.llm.base import ONE, PPOConfig, Processes, Reference, WithValueHead, language_view, list_tokens, make_rows
 from whence.llm.base import token_losses as losses
+from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.nonfinite import check_gradients, measure_gradients
 from whence.selection import Selection, add_selection, summarise_selection
@@ -192,6 +194,28 @@ def make_optimizer(model: WithValueHead, config: PPOConfig) -> torch.optim.Adam:
     )
 
 
+class _Terms(NamedTuple):
+    """What the p rows of a pass contribute to the loss and the metrics of a step, each a mean over response tokens."""
+
+    policy: Float[Tensor, " p"]
+    value: Float[Tensor, " p"]
+    approx_kl: Float[Tensor, " p"]
+    clipped: Float[Tensor, " p"]
+
+    def add_up(self, weights: Float[Tensor, " p"], total: float, vf_coef: float) -> Float[Tensor, ""]:
+        """Return the rows' part of a step's loss; `total` is the sum of the weights of the step's rows."""
+        weights = weights.to(self.policy)
+        return -(weights * self.policy).sum() / total + vf_coef * (weights * self.value).sum() / total
+
+    @torch.no_grad()
+    def measure(self, weights: Float[Tensor, " p"], total: float, count: int) -> Float[Tensor, "4"]:
+        """Return the rows' part of MEANS in a step on `count` rows; dropped ones have weight 0."""
+        weights = weights.to(self.policy)
+        sums = [-(weights * self.policy).sum() / total, (weights * self.value).sum() / total]
+        sums += [torch.where(weights > 0, column, 0.0).sum() / count for column in (self.approx_kl, self.clipped)]
+        return torch.stack(sums).cpu()
+
+
 def optimise(
     model: Any,
     optimizer: Any,
@@ -201,13 +225,25 @@ def optimise(
     config: PPOConfig,
     generator: torch.Generator,
     processes: Processes,
+    chooser: RoundChooser | None = None,
 ) -> dict[str, float | None]:
     """Train on the selected rows and return `MEANS`, each None if no step was taken.
 
     Let `p_i` and `v_i` be the means over a row's response tokens of the clipped objective and of the value loss. A step
-    is on the selected rows alone; its loss is `-sum_i w_i p_i / sum_i w_i + vf_coef mean_i v_i`. The generator, in the
-    same state in every process, draws the order of rows, and each process takes a part of every step's rows. The model
-    is left in training mode.
+    is on the selected rows alone; its loss is `-sum_i w_i (p_i - vf_coef v_i) / sum_i w_i`. The generator, in the same
+    state in every process, draws the order of rows, and each process takes a part of every step's rows. The model is
+    left in training mode.
+
+    Args:
+        model: the model that trains.
+        optimizer: its optimiser.
+        rows: the rows of the round, of all processes.
+        selection: what trains; with a chooser, what may train.
+        config: the settings.
+        generator: draws the order of rows.
+        processes: the processes of the training.
+        chooser: chooses rows in the steps of the first epoch, after whose gradients' sum they count; None: all of
+            `selection` train.
 
     Raises:
         NonFinite: a gradient is not finite; the step on it is not taken.
@@ -219,14 +255,19 @@ def optimise(
     # One flag for all accelerators of the process; a trainer that was stopped between two steps leaves it False, and
     # then `optimizer.step` does nothing.
     accelerator.sync_gradients = True
-    for _ in range(config.ppo_epochs):
+    for epoch in range(config.ppo_epochs):
         # The order is drawn over all rows and then filtered, so that runs that drop different rows share their orders.
         order = torch.randperm(len(rows), generator=generator)
         selected = order[selection.keep[order]]
         for step_rows in selected.split(size) if len(selected) else ():
-            part = step_rows[processes.part(len(step_rows))]
-            means = _accumulate_gradient(view, rows, part, step_rows, selection.weights, config, accelerator)
-            processes.sum_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
+            if chooser is not None and epoch == 0:
+                means = _choose_in_step(view, rows, step_rows, chooser, config, processes)
+                if means is None:
+                    continue
+                step_rows = step_rows[chooser.selection.keep[step_rows]]
+            else:
+                means = _accumulate_gradient(view, rows, step_rows, selection.weights, config, processes)
+                processes.sum_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
             if accelerator.scaler is None:  # scaled gradients overflow as a rule, and the scaler leaves out the step
                 ids = rows.ids[step_rows].tolist()
                 loss = means[:2].sum() if processes.number == 1 else None
@@ -237,6 +278,8 @@ def optimise(
                 accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
+        if chooser is not None and epoch == 0:
+            selection = chooser.selection
     if not step_means:
         return dict.fromkeys(MEANS)
     mean = torch.stack(step_means).mean(dim=0).to(accelerator.device)
@@ -246,34 +289,86 @@ def optimise(
 def _accumulate_gradient(
     view: ModuleView,
     rows: RecordBatch,
-    part: Int[Tensor, " p"],
     step_rows: Int[Tensor, " b"],
     weights: Float[Tensor, " n"],
     config: PPOConfig,
-    accelerator: Accelerator,
+    processes: Processes,
 ) -> Float[Tensor, "4"]:
-    """Add the gradient of the rows `part` of a step on `step_rows`; return these rows' part of MEANS."""
-    total, params, means = float(weights[step_rows].sum()) or 1.0, view.parameters(), torch.zeros(4)
+    """Add the gradient of this process's part of a step's rows; return these rows' part of MEANS."""
+    assert processes.accelerator is not None
+    total, means = float(weights[step_rows].sum()) or 1.0, torch.zeros(4)
+    part = step_rows[processes.part(len(step_rows))]
     for chunk in part.split(config.mini_batch_size) if len(part) else ():
-        batch = rows.take(chunk).to(accelerator.device)
-        with accelerator.autocast():
-            outputs = view.only({"log_prob", "value"}, params, view.prepare(batch))
-        assert outputs.value is not None
-        assert isinstance(batch.observations, dict)
-        columns = batch.observations
-        mask, old_log_probs = columns["response_mask"], columns["log_probs"]
-        policy = losses.masked_mean(
-            losses.surrogate(outputs.log_prob, old_log_probs, columns["advantages"], config.cliprange), mask
-        )
-        value = losses.masked_mean(
-            losses.value_loss(outputs.value, columns["values"], columns["returns"], config.cliprange_value), mask
-        )
-        policy_loss = -(weights[chunk].to(policy) * policy).sum() / total
-        accelerator.backward(policy_loss + config.vf_coef * value.sum() / len(step_rows))
-        with torch.no_grad():
-            ratio = (outputs.log_prob - old_log_probs).exp()
-            approx_kl = losses.masked_mean(ratio - 1 - (outputs.log_prob - old_log_probs), mask).sum()
-            clipped = losses.masked_mean(((ratio - 1).abs() > config.cliprange).to(ratio), mask).sum()
-            row_means = torch.stack([value.sum(), approx_kl, clipped]).cpu() / len(step_rows)
-            means += torch.cat([policy_loss.detach().cpu().reshape(1), row_means])
+        terms = evaluate_terms(view, rows.take(chunk), config, processes.accelerator)
+        processes.accelerator.backward(terms.add_up(weights[chunk], total, config.vf_coef))
+        means += terms.measure(weights[chunk], total, len(step_rows))
     return means
+
+
+def _choose_in_step(
+    view: ModuleView,
+    rows: RecordBatch,
+    step_rows: Int[Tensor, " b"],
+    chooser: RoundChooser,
+    config: PPOConfig,
+    processes: Processes,
+) -> Float[Tensor, "4"] | None:
+    """Set the gradient of the rows of a step that the chooser keeps; return MEANS of this process's, None: none train.
+
+    All rows of a pass have the denominator that they have if all rows of the step train.
+    """
+    accelerator, total, parts = processes.accelerator, chooser.open_total(), []
+    assert accelerator is not None
+    scaler = accelerator.scaler
+    for pass_rows in step_rows.split(config.mini_batch_size * processes.number):
+        local = processes.part(len(pass_rows))
+        chunk, scores = pass_rows[local], torch.zeros(len(pass_rows), device=accelerator.device)
+        if len(chunk):
+            with record_step(chooser.layers, chooser.parameters, len(chunk)) as step:
+                terms = evaluate_terms(view, rows.take(chunk), config, accelerator)
+                loss = terms.add_up(torch.ones(len(chunk)), len(step_rows), config.vf_coef)
+                loss = loss if scaler is None else scaler.scale(loss)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            local_scores = step.backward(loss, chooser.gradient, scale / len(step_rows))
+            if local_scores is not None:
+                scores[local] = local_scores.to(scores)
+        weights = chooser.choose(pass_rows, processes.sum_tensors({"": scores})[""]).weights[local]
+        if len(chunk):
+            step.add_gradient(weights, total)
+            parts.append((terms, weights))
+    chooser.close_total(total, 1.0 if scaler is None else scaler.get_scale())
+    selection = chooser.selection
+    weight, count = float(selection.weights[step_rows].sum()), int(selection.keep[step_rows].sum())
+    if not weight:
+        return None
+    processes.sum_gradients(chooser.parameters.values())
+    scale_gradients(chooser.parameters, len(step_rows) / weight)
+    return torch.stack([torch.zeros(4), *(terms.measure(part, weight, count) for terms, part in parts)]).sum(dim=0)
+
+
+def compute_pair_loss(
+    model: Any, rows: RecordBatch, config: PPOConfig, accelerator: Accelerator, alone: bool
+) -> Float[Tensor, ""]:
+    """Return the loss of the two rows with the largest advantages; `alone`: the first one's part of it."""
+    pair = rows.take(rows.advantages.abs().topk(2).indices)
+    with train_mode(model):
+        terms = evaluate_terms(language_view(model, temperature=config.temperature), pair, config, accelerator)
+    return terms.add_up(torch.tensor([1.0, float(not alone)]), 2.0, config.vf_coef)
+
+
+def evaluate_terms(view: ModuleView, rows: RecordBatch, config: PPOConfig, accelerator: Accelerator) -> _Terms:
+    """Return what the rows of a pass contribute to a step, with a graph."""
+    batch = rows.to(accelerator.device)
+    with accelerator.autocast():
+        outputs = view.only({"log_prob", "value"}, view.parameters(), view.prepare(batch))
+    assert outputs.value is not None
+    assert isinstance(batch.observations, dict)
+    columns = batch.observations
+    mask, old_log_probs = columns["response_mask"], columns["log_probs"]
+    objective = losses.surrogate(outputs.log_prob, old_log_probs, columns["advantages"], config.cliprange)
+    value = losses.value_loss(outputs.value, columns["values"], columns["returns"], config.cliprange_value)
+    with torch.no_grad():
+        ratio = (outputs.log_prob - old_log_probs).exp()
+        approx_kl = ratio - 1 - (outputs.log_prob - old_log_probs)
+        clipped = ((ratio - 1).abs() > config.cliprange).to(ratio)
+    return _Terms(*(losses.masked_mean(column, mask) for column in (objective, value, approx_kl, clipped)))

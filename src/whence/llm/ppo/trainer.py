@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from whence.llm.base import (
 )
 from whence.llm.ppo.ppo_round import (
     Rollout,
+    compute_pair_loss,
     make_metrics_row,
     make_optimizer,
     make_response_table,
@@ -32,7 +34,17 @@ from whence.llm.ppo.ppo_round import (
     optimise,
 )
 from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
-from whence.llm.scores import Scoring, SequenceReturn, TokenPPO, check_held_out, score
+from whence.llm.scores import (
+    RoundChooser,
+    Scoring,
+    SequenceReturn,
+    TokenPPO,
+    Way,
+    check_held_out,
+    choose_way,
+    log_way,
+    score,
+)
 from whence.llm.text import (
     Evaluate,
     Prompt,
@@ -67,7 +79,7 @@ class PPOTrainer:
     A round draws a response to each of `batch_size` prompts, rewards it, and computes advantages over the whole
     rollout; scores the rows and selects among them; and takes steps on the selected rows. A step's loss is
 
-        -sum_i w_i p_i / sum_i w_i + vf_coef * mean_i v_i
+        -sum_i w_i (p_i - vf_coef * v_i) / sum_i w_i
 
     over the selected rows alone, with `p_i` and `v_i` the means over a row's response tokens of the clipped objective
     and of the value loss. A round without a selected row takes no step.
@@ -83,10 +95,14 @@ class PPOTrainer:
             these names: `reward(prompts, responses, answer)`.
         prompts: texts or chats; or a data set with a column "prompt", or its rows, each a dict.
         rule: the selection rule; None: all rows train, and none is scored.
-        target: the target of the scores; None: `SequenceReturn()`.
+        target: the target of the scores; None: where rows are chosen in the step, the last round's own gradient, and
+            else `SequenceReturn()`.
         held_out: further prompts, answered in every round; the target is over these responses. None: the target is
             over the scored rows.
-        objective: the objective of a row's training; None: the clipped objective without the value loss.
+        objective: the objective of a row's training; None: in the step the loss that trains, and else the clipped
+            objective without the value loss.
+        select: when rows are chosen: "in_step", in the passes of the first epoch, which costs little more than those;
+            "before", by passes of their own before the first step; None: in the step where that can be.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
@@ -115,6 +131,7 @@ class PPOTrainer:
         target: Target | None = None,
         held_out: Sequence[Prompt] | Any | None = None,
         objective: Objective | None = None,
+        select: Way | None = None,
         engine: str = "auto",
         memory: int | None = None,
         autocast: bool = False,
@@ -160,6 +177,11 @@ class PPOTrainer:
         if self.held_out is not None:
             check_held_out(self.scoring.target, len(self.held_out), self.processes)
         self.scoring.check()
+        self._chooser: RoundChooser | None = None
+        if choose_way(select, self.rule, objective, self.model, self.processes) == "in_step":
+            known = target if held_out is None else self.scoring.target
+            self._chooser = RoundChooser(self.model, self.rule, self.scoring, known, config.refresh_target_every or 1)
+        self._is_confirmed = False
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
         # computed in the model's own precision.
@@ -233,7 +255,10 @@ class PPOTrainer:
         with time_stage(seconds, "forward"), self.accelerator.autocast(), name_round(number):
             rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
         with time_stage(seconds, "scoring"), name_round(number):
-            influence, selection = self._choose(rollout, number, seconds)
+            if (chooser := self._open_chooser(rollout.rows, number, seconds)) is None:
+                influence, selection = self._choose(rollout, number, seconds)
+            else:
+                influence, selection = None, chooser.selection
         with time_stage(seconds, "optimisation"), name_round(number):
             means = optimise(
                 self.model,
@@ -243,8 +268,12 @@ class PPOTrainer:
                 config=config,
                 generator=self._generator,
                 processes=self.processes,
+                chooser=chooser,
             )
             check_parameters((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        if chooser is not None:
+            with time_stage(seconds, "scoring"), name_round(number):
+                influence, selection = chooser.end()
         row = {**make_metrics_row(number, rollout, selection, influence), "kl_coef": self.kl_coef, **means}
         self.kl_coef = steer_kl_coef(self.kl_coef, row["kl"], config)
         self.metrics.append(row)
@@ -261,16 +290,36 @@ class PPOTrainer:
         if self.rule.needs_influence:
             scoring = self.scoring
             if self.held_out is not None:
-                with time_stage(seconds, "held_out"):
-                    target: Any = scoring.target
-                    scoring = replace(scoring, target=replace(target, rows=self._draw_held_out(self.held_out, number)))
+                target: Any = scoring.target
+                drawn = self._draw_held_out(self.held_out, number, seconds)
+                scoring = replace(scoring, target=replace(target, rows=drawn))
             influence = score(self.model, rows, scoring, self.rule)
-        selection = self.rule.select(rows, influence, Progress(number, 1 - (number - 1) / self.config.rounds))
-        return influence, selection
+        return influence, self.rule.select(rows, influence, self._tell_progress(number))
 
-    def _draw_held_out(self, prompts: Prompts, number: int) -> RecordBatch:
+    def _tell_progress(self, number: int) -> Progress:
+        return Progress(number, 1 - (number - 1) / self.config.rounds)
+
+    def _open_chooser(
+        self, rows: RecordBatch, number: int, seconds: dict[str, dict[str, float]]
+    ) -> RoundChooser | None:
+        """Begin a round whose rows are chosen in the steps; None: they are chosen before, also if two rows differ."""
+        if self._chooser is None:
+            return None
+        if not self._is_confirmed:
+            self._is_confirmed = True
+            compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.accelerator)
+            if (reason := self._chooser.confirm(compute_loss)) is not None:
+                log_way(reason)
+                self._chooser = None
+                return None
+
+        draw_rows = None if self.held_out is None else partial(self._draw_held_out, self.held_out, number, seconds)
+        self._chooser.begin(rows, self._tell_progress(number), draw_rows)
+        return self._chooser
+
+    def _draw_held_out(self, prompts: Prompts, number: int, seconds: dict[str, dict[str, float]]) -> RecordBatch:
         """Return responses to held-out prompts as rows, without changing the draws of training."""
-        with preserve_rng_state(), self.accelerator.autocast():
+        with time_stage(seconds, "held_out"), preserve_rng_state(), self.accelerator.autocast():
             set_seed(self._derive_seed(number))
             return self._make_rollout(self._generate(prompts), prompts).rows
 
@@ -334,6 +383,7 @@ class PPOTrainer:
             "queue": self._prompt_queue,
             "generator": self._generator.get_state(),
             "advice": sorted(self._kinds_of_advice),
+            "target": None if self._chooser is None else self._chooser.gradient,
             "processes": self.processes.gather_states({"user": [part.state_dict() for part in self._stateful_parts()]}),
         }
 
@@ -347,6 +397,8 @@ class PPOTrainer:
         self.kl_coef, self._prompt_queue = content["kl_coef"], list(content["queue"])
         self._generator.set_state(content["generator"])
         self._kinds_of_advice = set(content["advice"])
+        if self._chooser is not None and content.get("target") is not None:
+            self._chooser.gradient = {name: t.to(self.accelerator.device) for name, t in content["target"].items()}
         state = self.processes.load_state(content["processes"])
         for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
             part.load_state_dict(stored)

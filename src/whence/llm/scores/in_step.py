@@ -71,6 +71,7 @@ def _find_obstacle(
 ) -> str | None:
     """Return why rows cannot be chosen in the step; None: they can."""
     name, unit = type(rule).__name__, getattr(rule, "unit", "record")
+    unit = "group" if getattr(rule, "needs_groups", False) else unit
     if not rule.needs_influence:
         return f"{name} reads no scores"
     if find_scorer(rule) is not None:

@@ -36,7 +36,8 @@ def make_target(name):
     return {"token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(name, summed_by_hand)
 
 
-TARGETS = ("token", "validation", "held out", "function")
+TARGETS = ("token", "validation", "held out", "function", "own")
+"""Targets; rows are chosen in the step by the second, the third and the last, which is the last round's gradient."""
 
 
 def by_the_column(prompts, responses, text):
@@ -59,12 +60,17 @@ def train(folder, target, processes, **more):
         folder,
         IPPO() if target == "validation" else NonPositive(),
         model=model,
-        target=make_target(target),
+        target=None if target == "own" else make_target(target),
+        select="before" if target in ("token", "function") else "in_step",
         reward=by_the_column,
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),
         on_rollout=lambda rollout, influence, selection, row: rounds.append(
-            {"scores": influence.scores.tolist(), "reward": row["reward"], "loss": row["train/value_loss"]}
+            {
+                "scores": None if influence is None else influence.scores.tolist(),
+                "reward": row["reward"],
+                "loss": row["train/value_loss"],
+            }
         ),
         **settings,
     )

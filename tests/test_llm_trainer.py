@@ -467,7 +467,7 @@ class Noisy:
         self.generator.bit_generator.state = state["generator"]
 
 
-SETTINGS = {"rounds": 5, "save_every": 1, "adap_kl_ctrl": True, "refresh_target_every": 2}
+SETTINGS = {"rounds": 5, "save_every": 1, "adap_kl_ctrl": True, "refresh_target_every": 4}
 
 
 def make_noisy_trainer(folder, rule=None, **more):

@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from test_llm_trainer import ScoreAndKeepAll, copy_state, make_model, make_tokenizer, make_trainer
-from whence import NonPositive, Selection, attribute
+from whence import NonPositive, Selection, WhenceError, attribute
 from whence.llm import language_view
 from whence.llm.scores import SequenceReturn, TokenPPO, ValidationLoss, in_step
 
@@ -50,8 +50,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("target", [None, demonstrations])
-def test_keeping_all_is_plain_ppo(name, target, tmp_path):
+def test_keeping_all_is_plain_ppo(name, tmp_path):
+    target = demonstrations if name == "checkpointed" else None
     settings = SETTINGS[name] | {"rounds": 2}
     make = settings.pop("model", make_model)
     plain, _ = train(tmp_path / "plain", None, model=make(), **settings)
@@ -75,8 +75,10 @@ class ByRecord:
         return Selection(weights > 0, weights, [None if weight else "for the test" for weight in weights.tolist()])
 
 
-@pytest.mark.parametrize("weights", [{1: 1.0, 4: 1.0, 6: 1.0}, {1: 0.5, 4: 2.0, 6: 1.0}, {}])
-@pytest.mark.parametrize(("size", "passes"), [(8, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("weights", "size", "passes"),
+    [({1: 1.0, 4: 1.0, 6: 1.0}, 8, 1), ({1: 0.5, 4: 2.0, 6: 1.0}, 2, 4), ({}, 8, 1)],
+)
 def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tmp_path):
     trained = {}
     for select in ("before", "in_step"):
@@ -87,7 +89,8 @@ def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tm
     assert selection.weights.equal(expected.weights)
     assert list(selection.reasons) == list(expected.reasons)
     for name in ("kept", "train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "reward_kept"):
-        assert row[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
+        if row[name] is not None or weights:
+            assert row[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
     assert all(torch.allclose(one[name], tensor, rtol=0, atol=1e-5) for name, tensor in other.items())
 
 
@@ -137,8 +140,19 @@ def test_mixed_precision(tmp_path, monkeypatch):
     assert all(torch.allclose(copy_state(trainer)[n], t, rtol=0, atol=0.02) for n, t in copy_state(plain).items())
 
 
-class Scaled(nn.Module):
+class Gain(nn.Module):
     """A layer without a rule."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter of no layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -148,8 +162,47 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-class Halved(nn.Linear):
-    """A layer whose output is not that of its rule."""
+class Flipped(nn.Sequential):
+    """A layer that has the rows in another order."""
 
-    def _call_impl(self, x):
-        return super()._call_impl(x) * 1.0 + 0.5 * super()._call_impl(x.detach()).detach()
+    def forward(self, x):
+        return super().forward(x.flip(0)).flip(0)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (Gain, "rule for the layer `language_model.model.norm`"),
+        (Scaled, "norm.scale`"),
+        (Flipped, "on two rows the"),
+    ],
+)
+def test_what_steps_cannot_take_apart_is_scored_before_them(wrap, message, tmp_path, caplog):
+    model = make_model()
+    model.model.norm = wrap(model.model.norm)
+    _, seen = train(tmp_path, NonPositive(), model=model)
+    assert {influence.provenance.engine for _, influence, *_ in seen} & {"ghost", "forward", "loop"}
+    told = [record.getMessage() for record in caplog.records if "before the steps" in record.getMessage()]
+    assert len(told) == 1
+    assert message in told[0]
+    if wrap is Gain:
+        with pytest.raises(WhenceError, match="cannot be chosen in the step: The ghost engine has no rule"):
+            make_trainer(tmp_path, NonPositive(), model=model, select="in_step")
+
+
+class Own(ScoreAndKeepAll):
+    def score(self, records, attribute):
+        return None
+
+
+def test_refusals(tmp_path):
+    for rule, more, message in (
+        (None, {}, "KeepAll reads no scores"),
+        (NonPositive(), {"objective": TokenPPO()}, "another objective was given"),
+        (NonPositive(unit="group"), {"num_generations": 2}, "drops by the group"),
+        (Own(), {}, "Own brings its own scores"),
+    ):
+        with pytest.raises(WhenceError, match=message):
+            make_trainer(tmp_path, rule, select="in_step", **more)
+    with pytest.raises(WhenceError, match="'in_step', 'before' or None is needed"):
+        make_trainer(tmp_path, NonPositive(), select="after")

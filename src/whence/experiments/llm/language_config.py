@@ -10,7 +10,7 @@ from dataclasses import asdict, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from whence.core import RunDirectoryError, WhenceError, suggest
 from whence.efficiency import Curve, make_curve
@@ -78,6 +78,7 @@ class LanguageConfig:
         unit: what is kept or dropped as one, by its responses' mean score: row or group, all responses to a prompt;
             None: row.
         engine: how scores are computed; see `whence list engines`.
+        select: when responses are chosen: in_step or before the steps; None: in the step where that can be.
         algorithm: what trains: ppo (whence's own), grpo or rloo (TRL's).
         settings: settings that differ from the task's: of `PPOConfig`, or of TRL's GRPOConfig or RLOOConfig with
             `rounds` and `eval_every`.
@@ -102,6 +103,7 @@ class LanguageConfig:
     samples: Count = 4
     unit: Annotated[str, one_of(LANGUAGE_UNITS)] | None = None
     engine: Annotated[str, one_of(("auto", *ENGINES))] = "auto"
+    select: Literal["in_step", "before"] | None = None
     algorithm: Annotated[str, one_of(ALGORITHMS)] = "ppo"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -213,7 +215,8 @@ class LanguageConfig:
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        return read_table(cls, "A run", values)
+        # Older runs say by which layers they were scored.
+        return read_table(cls, "A run", {name: values[name] for name in values if name != "layers"})
 
 
 SOURCE = (
@@ -222,7 +225,7 @@ SOURCE = (
 )
 """The fields for a user's model and data."""
 
-OF_RULES = ("held_out", "unit")
+OF_RULES = ("held_out", "unit", "select")
 """The fields that some arms do not read."""
 
 

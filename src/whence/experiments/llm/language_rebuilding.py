@@ -293,7 +293,8 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
     products = score_target_rows(rebuilt.model, alone, 0, target=scoring.target, **settings)
     pulls = _describe_target_rows(rebuilt).with_columns(part=pl.Series(products.tolist())).sort("part", descending=True)
     tokens = split_text(rebuilt.tokenizer, row["response_ids"])
-    return Explanation(row, tokens, parts[: len(tokens)], pulls, _compare(table, row, float(products.sum())))
+    note = _compare(run, table, row, float(products.sum()))
+    return Explanation(row, tokens, parts[: len(tokens)], pulls, note)
 
 
 def _describe_target_rows(rebuilt: RebuiltRound) -> pl.DataFrame:
@@ -308,9 +309,14 @@ def _describe_target_rows(rebuilt: RebuiltRound) -> pl.DataFrame:
     return pl.DataFrame(texts).with_columns(record=pl.lit(None, pl.Int64), advantage=pl.lit(None, pl.Float64))
 
 
-def _compare(table: pl.DataFrame, row: Mapping[str, Any], score: float) -> str | None:
+def _compare(run: RunDirectory, table: pl.DataFrame, row: Mapping[str, Any], score: float) -> str | None:
     if row.get("score") is None or abs(score - row["score"]) <= NEARLY * table["score"].abs().max():  # type: ignore[operator]
         return None
+    if run.config.get("select") == "in_step":
+        return (
+            f"Before the round's steps the score is {score:.4g}. {row['score']:.4g} was stored: the run scored each "
+            "response in its own first step, by a gradient of the target that was known before."
+        )
     return (
         f"Computed again, the score is {score:.4g}, and {row['score']:.4g} was stored: the run had another precision, "
         "device or version, or its model or data have changed since."

@@ -13,7 +13,7 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
-from whence.core import Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
+from whence.core import MeanObjective, Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import (
     MOST_CORRECTION,
@@ -95,8 +95,8 @@ class PPOTrainer:
             these names: `reward(prompts, responses, answer)`.
         prompts: texts or chats; or a data set with a column "prompt", or its rows, each a dict.
         rule: the selection rule; None: all rows train, and none is scored.
-        target: the target of the scores; None: where rows are chosen in the step, the last round's own gradient, and
-            else `SequenceReturn()`.
+        target: the target of the scores; None: `MeanObjective()`, the last round's own gradient, where rows are chosen
+            in the step, and else, as with `held_out`, `SequenceReturn()`.
         held_out: further prompts, answered in every round; the target is over these responses. None: the target is
             over the scored rows.
         objective: the objective of a row's training; None: in the step the loss that trains, and else the clipped
@@ -164,8 +164,10 @@ class PPOTrainer:
             None if dataset is None else read_prompts(dataset, tokenizer, config, context, reward)
             for dataset in (held_out, sample_prompts)
         )
+        way = choose_way(select, self.rule, objective, self.model, self.processes)
+        default = MeanObjective() if way == "in_step" and held_out is None else SequenceReturn()
         self.scoring = Scoring(
-            target=choose_target(self.rule, target, SequenceReturn()),
+            target=choose_target(self.rule, target, default),
             objective=TokenPPO(clip_range=config.cliprange) if objective is None else as_objective(objective),
             temperature=config.temperature,
             engine=engine,
@@ -178,9 +180,8 @@ class PPOTrainer:
             check_held_out(self.scoring.target, len(self.held_out), self.processes)
         self.scoring.check()
         self._chooser: RoundChooser | None = None
-        if choose_way(select, self.rule, objective, self.model, self.processes) == "in_step":
-            known = target if held_out is None else self.scoring.target
-            self._chooser = RoundChooser(self.model, self.rule, self.scoring, known, config.refresh_target_every or 1)
+        if way == "in_step":
+            self._chooser = RoundChooser(self.model, self.rule, self.scoring, config.refresh_target_every or 1)
         self._is_confirmed = False
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are

@@ -10,10 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from whence.core import (
+    MeanObjective,
     NonFinite,
     Objective,
     RecordBatch,
-    Target,
     WhenceError,
     eval_mode,
     first_line,
@@ -96,14 +96,13 @@ class RoundChooser:
     """Chooses a round's rows in the passes of its first epoch, by a gradient of the target that is known before.
 
     A target with rows of its own is differentiated when a round begins, one over drawn rows when a round ends, over
-    that round's. Without a target the gradient is the round's own: the mean over the first epoch's steps, by the loss
-    that trains. Until there is one, all rows train.
+    that round's. That of `MeanObjective()` is the round's own gradient: the mean over the first epoch's steps, by the
+    loss that trains. Until there is one, all rows train.
 
     Args:
         model: the model that trains.
         rule: the selection rule.
-        scoring: how the target is differentiated.
-        target: the target; None: the last round's own gradient.
+        scoring: the target, and how it is differentiated.
         refresh_every: the rounds that a gradient serves.
 
     Attributes:
@@ -112,10 +111,10 @@ class RoundChooser:
         gradient: the target's gradient by the parameters' names, to be raised; None: there is none yet.
     """
 
-    def __init__(
-        self, model: nn.Module, rule: SelectionRule, scoring: Scoring, target: Target | None, refresh_every: int
-    ) -> None:
-        self._model, self._rule, self._scoring, self._target = model, rule, scoring, target
+    def __init__(self, model: nn.Module, rule: SelectionRule, scoring: Scoring, refresh_every: int) -> None:
+        self._model, self._rule, self._scoring, self._target = model, rule, scoring, scoring.target
+        self._is_own = isinstance(scoring.target, MeanObjective) and scoring.target.unit in ("record", "row")
+        self._has_rows = getattr(scoring.target, "rows", None) is not None
         self._refresh_every = refresh_every
         self.parameters: dict[str, Any] = language_view(model).parameters()
         self.layers: list[Layer] = covered_layers(dict(model.named_modules()), self.parameters)
@@ -156,12 +155,12 @@ class RoundChooser:
         self._keep, self._weights = torch.ones(len(rows), dtype=torch.bool), torch.ones(len(rows))
         self._reasons: list[str | None] = [None] * len(rows)
         self._scores = torch.zeros(len(rows))
-        self._name = "" if self._target is None else target_name(self._target)
+        self._name = target_name(self._target)
         due = self._is_due(progress.round)
-        self._sum, self._steps = ({} if due and self._target is None else None), 0
+        self._sum, self._steps = ({} if due and self._is_own else None), 0
         if due and draw_rows is not None:
             self._differentiate(replace(self._target, rows=draw_rows()), rows)  # type: ignore[type-var]
-        elif due and getattr(self._target, "rows", None) is not None:
+        elif due and self._has_rows:
             self._differentiate(self._target, rows)
 
     @property
@@ -240,13 +239,13 @@ class RoundChooser:
                 whole = self._scoring.processes.sum_tensors(total)
                 self.gradient = {name: tensor / -steps for name, tensor in whole.items()}
             self._sum = None
-        elif not self._draws and getattr(self._target, "rows", None) is None and self._is_due(self._progress.round + 1):
+        elif not (self._is_own or self._draws or self._has_rows) and self._is_due(self._progress.round + 1):
             self._differentiate(self._target, rows)
         return influence, self.selection
 
     def _make_influence(self, rows: RecordBatch, scores: Tensor, records: str | None = None) -> Influence:
         about = Provenance(
-            target=self._name or "the last round's own gradient",
+            target=self._name,
             objective="the loss that trains",
             engine="in_step",
             engine_reason="the target's gradient is known before the steps",

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.core import Target
 from whence.engines import Gradient, Step, record_step
 from whence.influence import Influence
 from whence.llm.scores import RoundChooser, scale_gradients
@@ -23,16 +22,15 @@ class PassChooser(RoundChooser):
 
     Args:
         trainer: a trainer of `whence.llm.trl.trainers`.
-        target: see `RoundChooser`.
         refresh_every: see `RoundChooser`.
 
     Attributes:
         choice: scores and selection of a generation batch whose passes are done; None before.
     """
 
-    def __init__(self, trainer: Any, target: Target | None, refresh_every: int) -> None:
+    def __init__(self, trainer: Any, refresh_every: int) -> None:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        super().__init__(model, trainer.rule, trainer.scoring, target, refresh_every)
+        super().__init__(model, trainer.rule, trainer.scoring, refresh_every)
         self._trainer = trainer
         self._step: Step | None = None
         self._total: Gradient | None = None

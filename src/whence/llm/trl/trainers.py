@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from whence.core import Objective, RecordBatch, Target, as_objective, preserve_rng_state
+from whence.core import MeanObjective, Objective, RecordBatch, Target, as_objective, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes
 from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
@@ -86,7 +86,7 @@ class _SelectingTrainer:
         self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
         way = choose_way(select, self.rule, objective, trainer.model, self._processes)
         self.scoring = Scoring(
-            target=choose_target(self.rule, target, SequenceReturn()),
+            target=choose_target(self.rule, target, MeanObjective() if way == "in_step" else SequenceReturn()),
             objective=make_group_objective(trainer.args) if objective is None else as_objective(objective),
             temperature=float(trainer.temperature),
             engine=engine,
@@ -98,8 +98,7 @@ class _SelectingTrainer:
         self.scoring.check()
         self.chooser: PassChooser | None = None
         if way == "in_step":
-            known_target = None if target is None else self.scoring.target
-            self.chooser = PassChooser(self, known_target, refresh_target_every)
+            self.chooser = PassChooser(self, refresh_target_every)
         self._is_confirmed = False
         self.influence: Influence | None = None
         self.selection: Selection | None = None
@@ -316,8 +315,8 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
     Args:
         *args: arguments of GRPOTrainer.
         rule: the selection rule; None: all completions train, and none is scored.
-        target: the target of the scores; None: in the step the last generation batch's own gradient, before it
-            `SequenceReturn()`.
+        target: the target of the scores; None: in the step `MeanObjective()`, the last generation batch's own
+            gradient, before it `SequenceReturn()`.
         select: "in_step": each pass of the first step on a generation batch scores its rows, by a gradient of the
             target that is known before, and trains on those that the rule keeps among them; this costs no further pass.
             "before": the rule sees the whole batch, which is scored in passes of its own. None: in the step where that

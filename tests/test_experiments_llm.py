@@ -286,7 +286,7 @@ class TestRun:
     def test_in_half_precision(self, tmp_path, algorithm):
         run(tiny("iif", dtype="bfloat16", lora=2, algorithm=algorithm), tmp_path)
         directory = RunDirectory.open(tmp_path)
-        assert directory.round("records", 1)["score"].is_finite().all()
+        assert directory.round("records", 2)["score"].is_finite().all()
         saved = load_file(tmp_path / "model" / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}  # in which small steps count
 

@@ -38,7 +38,7 @@ def runs(tmp_path_factory, cache):  # noqa: F811
     def make(name):
         if name not in made:
             path = tmp_path_factory.mktemp("run")
-            run(tiny(**RUNS[name]), path)
+            run(tiny(**RUNS[name], select="before"), path)
             made[name] = RunDirectory.open(path)
         return made[name]
 
@@ -80,6 +80,8 @@ def test_a_round_that_is_built_again_otherwise_says_so(runs, tmp_path):
     worst = int(table.sort("score")["record_id"][0])
     note = explain_response(bare, 2, worst).note
     assert note.startswith("Computed again, the score is ")
+    bare.config["select"] = "in_step"
+    assert explain_response(bare, 2, worst).note.startswith("Before the round's steps the score is ")
 
 
 class TestRefusals:

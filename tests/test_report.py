@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from pages import ASSETS
+from test_explorer import table_of
 from whence.core import preserve_rng_state
 from whence.efficiency import Curve, summarise
 from whence.experiments import Comparison, RunConfig, compare, plan_comparison
@@ -156,15 +157,10 @@ def by_hand(path, *, env="Some-v0", arms=("ppo", "iif"), env_kwargs=None, scored
 
 
 def records_of(n=60, *, scored=True, reason="too low", **columns) -> pl.DataFrame:
-    """A round's records as a run directory holds them; record i scores 7i mod n, less n/2."""
-    ids = np.arange(n)
-    scores = (7 * ids % n - n / 2).astype(np.float32)
-    keep = scores >= -n / 4
-    table = {"record_id": ids, "env_index": 0 * ids, "episode_id": ids // 10, "step": ids % 10, "action": ids % 4}
-    table |= {name: (ids / 7).astype(np.float32) for name in ("log_prob", "value", "advantage", "return")}
-    table |= {"observation": ids % 16, **columns} | ({"score": scores} if scored else {})
-    table |= {"keep": keep, "reason": [None if kept else reason for kept in keep]}
-    return pl.DataFrame({name: column for name, column in table.items() if column is not None})
+    """A round's records as a run without errors of scores holds them, of states with a number."""
+    table = table_of(n, reward=None, error=None, weight=None, **{"observation": np.arange(n) % 16, **columns})
+    table = table.with_columns(pl.when("keep").then(None).otherwise(pl.lit(reason)).alias("reason"))
+    return table if scored else table.drop("score")
 
 
 def run_of(path, config, rounds=(), **columns) -> RunDirectory:

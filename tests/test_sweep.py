@@ -265,18 +265,21 @@ class TestRunning:
         assert run_sweep(runs, sweep_copy, Recorder()) == {}
         assert not path.exists()
 
-    def test_an_interrupted_run_goes_on_to_the_same_results(self, in_process, finished_sweep, tmp_path, caplog):
+    def test_an_interrupted_run_goes_on_to_the_same_results(
+        self, in_process, finished_sweep, sweep_copy, tmp_path, caplog
+    ):
         runs = read_sweep(write_sweep(tmp_path, LAKE))
+        delete_runs(sweep_copy, runs[0].name)
 
         def interrupt(number, metrics):
             if number == 1:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt), preserve_rng_state():
-            run(runs[0].config, runs[0].run_path(tmp_path / "out"), interrupt)
-        assert run_sweep(runs, tmp_path / "out", Recorder()) == {}
+            run(runs[0].config, runs[0].run_path(sweep_copy), interrupt)
+        assert run_sweep(runs, sweep_copy, Recorder()) == {}
         assert "going on after round 1" in caplog.text
-        assert read_curves(tmp_path / "out") == read_curves(finished_sweep)
+        assert read_curves(sweep_copy) == read_curves(finished_sweep)
 
     @pytest.mark.parametrize(
         "change",

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import datasets
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -62,6 +64,10 @@ class Watch(TrainerCallback):
         self.states.append({name: p.detach().clone() for name, p in model.named_parameters()})
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         self.gradients.append(gradients)
+
+
+def make_target():
+    return ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], make_tokenizer())
 
 
 def make_config(kind, tmp_path, **more):
@@ -243,22 +249,25 @@ def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule):
         assert torch.equal(parameter, expected[name]), name
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+@dataclass
+class NotTheMiddle:
+    """Drops all rows of the second and third batch."""
+
+    needs_influence: bool
+
+    def select(self, records, influence=None, progress=None):
+        return Keep([] if progress.round in (2, 3) else [0, 1]).select(records)
+
+
+@pytest.mark.parametrize(("scaled", "in_step"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path, scaled):
-    class NotTheMiddle:
-        needs_influence, seen = False, 0
-
-        def select(self, records, influence=None, progress=None):
-            NotTheMiddle.seen += 1
-            return Keep([] if NotTheMiddle.seen in (2, 3) else [0, 1]).select(records)
-
-    watch = Watch()
-    trainer = make_trainer(kind, tmp_path, NotTheMiddle(), watch=watch, max_steps=4, weight_decay=0.1)
+def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path, scaled, in_step):
+    watch, how = Watch(), {"target": make_target(), "max_steps": 4, "weight_decay": 0.1}
+    trainer = make_trainer(kind, tmp_path, NotTheMiddle(in_step), watch=watch, **how)
     if scaled:  # as with fp16
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     trainer.train()
-    assert NotTheMiddle.seen == 4
+    assert (trainer.chooser is not None) == in_step
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
     states = [*watch.states, {name: p.detach() for name, p in trainer.model.named_parameters()}]
     moves = [not same(before, after) for before, after in pairwise(states)]
@@ -267,7 +276,7 @@ def test_a_batch_that_was_dropped_takes_no_step(kind, tmp_path, scaled):
 
 @pytest.mark.parametrize("kind", TRAINERS)
 @pytest.mark.parametrize("adapted", [False, True])
-def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
+def test_scores_are_those_of_the_loop(kind, tmp_path, adapted):
     from peft import LoraConfig, get_peft_model
 
     model = make_model()
@@ -276,34 +285,16 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted, monkeypatch):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-    rows = []
-    made = TRAINERS[kind][0]._make_rows
-
-    def noting(self, output):
-        found = made(self, output)
-        rows.append((found, copy.deepcopy(self.accelerator.unwrap_model(self.model).state_dict())))
-        return found
-
-    monkeypatch.setattr(TRAINERS[kind][0], "_make_rows", noting)
-    demonstrations = ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], make_tokenizer())
-    settings = {"temperature": 0.7, "beta": 0.05, **({"loss_type": "dr_grpo"} if adapted and kind == "grpo" else {})}
-    cases = [("ghost", target) for target in (SequenceReturn(), TokenReturn(), demonstrations)]
-    for engine, target in (*cases, ("in_step", demonstrations)):
-        rows.clear()
+    settings = {"temperature": 0.7, "beta": 0.05, "learning_rate": 0.0}
+    settings |= {"loss_type": "dr_grpo"} if adapted and kind == "grpo" else {}
+    cases = [("ghost", target) for target in (SequenceReturn(), TokenReturn(), make_target())]
+    for engine, target in (*cases, ("in_step", make_target())):
         how = {"target": target, "select": "before" if engine == "ghost" else None}
         trainer = make_trainer(kind, tmp_path, NonPositive(), model=copy.deepcopy(model), **how, **settings)
         trainer.train()
-        batch, state = rows[0]
-        trainer.model.load_state_dict(state)
-        truth = attribute(
-            language_view(trainer.model, temperature=0.7),
-            batch,
-            target=target,
-            objective=trainer.scoring.objective,
-            engine="loop",
-        )
-        apart = (trainer.influence.scores - truth.scores).abs().max() / truth.scores.abs().max()
-        assert float(apart) < 1e-4
+        view, objective = language_view(trainer.model, temperature=0.7), trainer.scoring.objective
+        truth = attribute(view, trainer.rows, target=target, objective=objective, engine="loop").scores
+        assert float((trainer.influence.scores - truth).abs().max() / truth.abs().max()) < 1e-4
         assert trainer.influence.engine == engine  # also where TRL makes a frozen model's embeddings require gradients
         assert trainer.selection.keep.tolist() == (trainer.influence.scores > 0).tolist()
 
@@ -656,65 +647,48 @@ def test_evaluation_is_trls_own(tmp_path):
     assert trainer.influence is None
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"loss_type": "bnpo"}, "bnpo.*divided by its own tokens"),
-            ({"steps_per_generation": 4}, "several optimiser steps on a generation batch"),
-            ({"entropy_coef": 0.01}, "entropy_coef=0.01. Set it to 0.0"),
-            ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
-            ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
-            ({"delta": 0.5}, "delta below 1"),
-        ],
-    )
-    def test_what_cannot_be_made_equal(self, tmp_path, settings, message):
-        with pytest.raises(Unsupported, match=message):
-            make_trainer("grpo", tmp_path, NonPositive(), **settings)
-        make_trainer("grpo", tmp_path, KeepAll(), **settings)  # where nothing is selected, nothing has to be
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "bnpo"}, "bnpo.*divided by its own tokens"),
+        ({"steps_per_generation": 4}, "several optimiser steps on a generation batch"),
+        ({"entropy_coef": 0.01}, "entropy_coef=0.01. Set it to 0.0"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
+        ({"delta": 0.5}, "delta below 1"),
+        ({"loss_type": "new"}, "loss_type='new'"),
+        ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": True}, "vLLM's importance sampling ratio"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+    ],
+)
+def test_settings_under_which_dropped_rows_would_count_are_refused(tmp_path, settings, message):
+    args = make_config("grpo", tmp_path)
+    for name, value in settings.items():
+        setattr(args, name, value)
+    with pytest.raises(Unsupported, match=message):
+        check_selectable(args)
 
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"loss_type": "new"}, "loss_type='new'"),
-            ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
-            ({"use_vllm": True, "vllm_importance_sampling_correction": True}, "vLLM's importance sampling ratio"),
-            ({"use_liger_kernel": True}, "use_liger_kernel"),
-        ],
-    )
-    def test_what_this_machine_or_trl_would_not_make(self, tmp_path, settings, message):
-        args = make_trainer("grpo", tmp_path, NonPositive()).args
-        for name, value in settings.items():
-            setattr(args, name, value)
-        with pytest.raises(Unsupported, match=message):
-            check_selectable(args)
+
+def test_refusals_are_the_trainers_where_something_is_selected(tmp_path):
+    with pytest.raises(Unsupported, match="delta below 1"):
+        make_trainer("grpo", tmp_path, NonPositive(), delta=0.5)
+    make_trainer("grpo", tmp_path, KeepAll(), delta=0.5)
+    with pytest.raises(WhenceError, match="KeepAll reads no scores"):
+        make_trainer("grpo", tmp_path, KeepAll(), select="in_step")
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path, monkeypatch):
-    from accelerate.state import AcceleratorState
-
-    found = {}
-    for half in (True, False):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        rows = []
-        made = TRAINERS[kind][0]._score_rows
-
-        def noting(self, batch, made=made, rows=rows):
-            rows.append(batch)
-            return made(self, rows[0])
-
-        with monkeypatch.context() as patch:
-            patch.setattr(TRAINERS[kind][0], "_score_rows", noting)
-            trainer = make_trainer(kind, tmp_path / str(half), NonPositive(), bf16=half, select="before")
-            trainer.train()
-        assert trainer.influence.engine == "ghost"
-        found[half] = trainer.influence.scores, rows[0]
-        state_of = trainer.model.state_dict()
-        assert all(tensor.dtype == torch.float32 for tensor in state_of.values())
+def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
-    if all(torch.equal(found[True][1].actions, found[False][1].actions) for _ in [0]):
-        assert torch.allclose(found[True][0], found[False][0], rtol=1e-3, atol=1e-4)
+    trainer = make_trainer(kind, tmp_path, NonPositive(), bf16=True, select="before", learning_rate=0.0)
+    trainer.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert trainer.influence.engine == "ghost"
+    assert all(tensor.dtype == torch.float32 for tensor in trainer.model.state_dict().values())
+    scoring = {"target": SequenceReturn(), "objective": trainer.scoring.objective}
+    truth = attribute(language_view(make_model()), trainer.rows, **scoring).scores
+    assert torch.allclose(trainer.influence.scores, truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
 
 
 def test_images_are_refused(tmp_path):

@@ -5,10 +5,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from languages import language_model, shaken
-from test_llm_trainer import ScoreAndKeepAll, make_model, make_tokenizer
-from test_llm_trl import make_trainer
-from whence import Selection
-from whence.llm import ValidationLoss
+from test_llm_trainer import ScoreAndKeepAll, make_model
+from test_llm_trl import Watch, count_rows, make_target, make_trainer
+from whence import NonPositive, Selection
+from whence.llm import language_view
+from whence.llm.trl import fused_head
 
 
 class KeepTwoOfThree:
@@ -21,10 +22,6 @@ class KeepTwoOfThree:
         keep = records.ids % 3 > 0
         weights = keep * (1.0 + records.ids % 2)
         return Selection(keep, weights, [None if kept else "a third" for kept in keep.tolist()])
-
-
-def make_target():
-    return ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], make_tokenizer())
 
 
 def train(folder, kind, style, rule, **settings):
@@ -74,3 +71,45 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
     if (kind, style, settings) in LONG:
         chosen = train(tmp_path, kind, style, ScoreAndKeepAll(), **settings)
         assert_close(chosen, train(tmp_path, kind, style, None, own=False, **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "dr_grpo"}], ids=["dapo", "dr_grpo"])
+def test_the_default_target_is_the_last_batchs_own_gradient_of_all_its_rows(tmp_path, settings):
+    watch = Watch()
+    trainer = train(tmp_path, "grpo", "llama", NonPositive(), watch=watch, max_steps=2, **settings)
+    assert 0 < trainer.selection.keep.sum() < 8
+    trainer.model.load_state_dict(watch.states[-1])
+    trainer.model.zero_grad()
+    view = language_view(trainer.model)
+    outputs = view.only({"log_prob"}, view.parameters(), view.prepare(trainer.rows))
+    trainer.scoring.objective(outputs, trainer.rows).mean().backward()
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.allclose(trainer.chooser.gradient[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_rows_dropped_in_the_first_step_cost_later_ones_no_pass(tmp_path, monkeypatch):
+    sizes = count_rows(monkeypatch)
+    rule = KeepTwoOfThree(scored=True)
+    train(tmp_path, "rloo", "llama", rule, target=make_target(), num_iterations=2, max_steps=2)
+    assert sizes[:4] == [1, 2, 4, 4]  # a plain pass on one row and a recorded one on two are compared at first
+    assert sum(sizes[4:]) == 5
+
+
+def test_where_two_rows_differ_from_a_plain_pass_rows_are_chosen_before(tmp_path, monkeypatch, caplog):
+    gradient = fused_head._sum_rows
+    monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+    chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True))
+    assert "the gradient of `lm_head.weight` differs" in caplog.text
+    assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
+    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False)))
+
+
+def test_accelerates_backward_pass_is_put_back_if_a_rule_fails(tmp_path):
+    class Failing(KeepTwoOfThree):
+        def select(self, *args):
+            raise ArithmeticError
+
+    trainer = make_trainer("grpo", tmp_path, Failing(scored=True), target=make_target())
+    with pytest.raises(ArithmeticError):
+        trainer.train()
+    assert "backward" not in vars(trainer.accelerator)

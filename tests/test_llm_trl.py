@@ -291,6 +291,8 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted):
     for engine, target in (*cases, ("in_step", make_target())):
         how = {"target": target, "select": "before" if engine == "ghost" else None}
         trainer = make_trainer(kind, tmp_path, NonPositive(), model=copy.deepcopy(model), **how, **settings)
+        if engine == "in_step":  # as with fp16
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         trainer.train()
         view, objective = language_view(trainer.model, temperature=0.7), trainer.scoring.objective
         truth = attribute(view, trainer.rows, target=target, objective=objective, engine="loop").scores
@@ -555,6 +557,7 @@ class TestGoingOn:
                 broken.train()
         again = make_noisy_trainer("grpo", tmp_path)
         again.train(resume_from_checkpoint=True)
+        assert again.chooser is not None  # in spite of dropout, which a row by itself draws otherwise
         assert_equal_trainings(again, whole_grpo)
         assert list_results(tmp_path / "run") == list_results(whole_grpo.args.output_dir + "/run")
 

@@ -22,25 +22,25 @@ class KeepIds:
         self.needs_influence = scored
 
     def select(self, records, influence=None, progress=None):
-        return Selection.dropping(torch.isin(records.ids, torch.tensor(KEPT)), "for the test")
+        return Selection.dropping(torch.isin(records.ids % 16, torch.tensor(KEPT)), "for the test")
 
 
 def distances_at_the_step(trainer, batch, watch):
-    """Return the distances of the first step's gradient and scores from those at the policy that drew the rows.
+    """Return the distances of the last step's gradient and scores from those at the policy that drew the rows.
 
     The gradient is that of the kept rows alone; scores are the loop's.
     """
     rows = batch.take(torch.tensor(KEPT))
     model = trainer.accelerator.unwrap_model(trainer.model)
     now = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = {name.removeprefix("module."): tensor for name, tensor in watch.states[0].items()}
+    state = {name.removeprefix("module."): tensor for name, tensor in watch.states[-1].items()}
     model.load_state_dict(state, strict=False)
     model.zero_grad()
     view = language_view(model, temperature=trainer.temperature)
     outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
     count = len(rows) if averages_rows(trainer) else rows.observations["response_mask"].sum()
     (-trainer.scoring.objective(outputs, rows).sum() / count).backward()
-    gradients = {name.removeprefix("module."): tensor for name, tensor in watch.gradients[0].items()}
+    gradients = {name.removeprefix("module."): tensor for name, tensor in watch.gradients[-1].items()}
     apart = [
         float((gradients[name] - p.grad).abs().max() / p.grad.abs().max().clamp(min=1e-8))
         for name, p in model.named_parameters()
@@ -86,7 +86,9 @@ def main(folder):
             watch = Watch()
             more = {"loss_type": "dapo" if scored else "grpo"} if kind == "grpo" else {}
             rule, target = KeepIds(scored=scored), make_target()
-            kept = make_trainer(kind, folder / f"{kind}-{scored}", rule, watch=watch, target=target, **more)
+            kept = make_trainer(
+                kind, folder / f"{kind}-{scored}", rule, watch=watch, target=target, max_steps=2, **more
+            )
             kept.train()
             gradient, scores = distances_at_the_step(kept, batches[-1], watch)
             copies = [kept.accelerator.gather(p.detach().reshape(1, -1)) for p in kept.model.parameters()]

@@ -21,7 +21,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
-from whence.core import MeanObjective, Objective, RecordBatch, Target, as_objective, preserve_rng_state
+from whence.core import (
+    MeanObjective,
+    Objective,
+    RecordBatch,
+    Target,
+    WhenceError,
+    as_objective,
+    preserve_rng_state,
+)
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes
 from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
@@ -96,9 +104,10 @@ class _SelectingTrainer:
             autocast=autocast,
         )
         self.scoring.check()
-        self.chooser: PassChooser | None = None
-        if way == "in_step":
-            self.chooser = PassChooser(self, refresh_target_every)
+        if refresh_target_every < 1:
+            raise WhenceError(f"refresh_target_every is {refresh_target_every}; at least 1 generation batch is needed.")
+        self.refresh_target_every = refresh_target_every
+        self.chooser = PassChooser(self, refresh_target_every) if way == "in_step" else None
         self._is_confirmed = False
         self.influence: Influence | None = None
         self.selection: Selection | None = None

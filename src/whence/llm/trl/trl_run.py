@@ -279,7 +279,11 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             data={"prompts": trainer.train_dataset},
             rounds=rounds,
             seed=trainer.args.seed,
-            settings={**trainer.scoring.describe(), "trl": _list_settings(trainer.args)},
+            settings={
+                **trainer.scoring.describe(),
+                **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
+                "trl": _list_settings(trainer.args),
+            },
         )
 
 

@@ -204,7 +204,7 @@ class TestConfig:
 
 
 class TestRun:
-    @pytest.mark.parametrize(("algorithm", "arm"), [("ppo", "ippo"), ("grpo", "ippo"), ("rloo", "ppo")])
+    @pytest.mark.parametrize(("algorithm", "arm"), [("ppo", "ippo"), ("grpo", "dtv-loo"), ("rloo", "ppo")])
     def test_a_run_leaves_curve_tables_and_model(self, tmp_path, algorithm, arm):
         config, reported = tiny(arm, algorithm=algorithm), []
         assert algorithm == "ppo" or config.rounds == 2
@@ -219,7 +219,7 @@ class TestRun:
         assert directory.config["arm"] == arm
         assert table.height == 8
         assert {"prompt", "response", "reward", "keep", "weight", "reason"} <= set(table.columns)
-        assert ("score" in table.columns) == (arm == "ippo")
+        assert ("score" in table.columns) == (arm != "ppo")
         assert metrics["kept"][1] == table["keep"].sum()
         assert directory.rounds("answers") == [0, 1, 2]
         assert directory.round("answers", 2).columns == ["prompt", "response", "reward"]
@@ -227,7 +227,7 @@ class TestRun:
         assert table["reward"].to_list() == rewards
         assert (timings["generation_cpu"] > 0).all()
         assert (timings["optimisation_cpu"] > 0).all()
-        assert ("scoring_cpu" in timings.columns) == (arm == "ippo")
+        assert ("scoring_cpu" in timings.columns) == (arm != "ppo")
         write_report(directory, tmp_path / "report.html")
         reported.clear()
         run(config, tmp_path, lambda number, row: reported.append(number))

@@ -17,7 +17,16 @@ from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceErro
 from whence.attribution import score_targets
 from whence.core import BatchTarget, notes_on
 from whence.engines import ghost, memory, problem, rules
-from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, make_rows, register_rmsnorm
+from whence.llm import (
+    SequenceReturn,
+    SequenceReward,
+    TokenPPO,
+    TokenReturn,
+    ValidationLoss,
+    language_view,
+    make_rows,
+    register_rmsnorm,
+)
 from whence.llm.base import EXTRA_PADDING, WithValueHead
 
 EXACT = 1e-4
@@ -254,6 +263,12 @@ def test_returns_by_hand() -> None:
     token = (first[0] - first[1] + 2 * first[2] - 2 * second[0] + 0.5 * second[1]) / 5
     assert float(SequenceReturn().from_outputs(said, ROWS)) == pytest.approx(sequence, abs=1e-6)
     assert float(TokenReturn().from_outputs(said, ROWS)) == pytest.approx(token, abs=1e-6)
+    rewarded = ROWS.with_columns({"rewards": torch.tensor([-2.0, 3.0, 5.0])})
+    reward = (-2.0 * sum(first) + 3.0 * sum(second)) / 3
+    assert float(SequenceReward().from_outputs(said, rewarded)) == pytest.approx(reward, abs=1e-6)
+    with pytest.raises(InvalidRecords, match="pass rewards to make_rows"):
+        SequenceReward().from_outputs(said, ROWS)
+    assert repr(SequenceReward(ROWS)) != repr(SequenceReward(rewarded))
     assert isinstance(SequenceReturn(), BatchTarget)
     assert not isinstance(SequenceReturn(ROWS), BatchTarget)
     assert repr(SequenceReturn()) == "SequenceReturn()"

@@ -63,6 +63,8 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         "iif": Arm("IIF", "drop the share `drop` of the records below 0"),
         "mean": Arm("BelowMean", "drop the share `drop` of those below the mean"),
         "nonpositive": Arm("NonPositive", "drop every record that scores 0 or less"),
+        "dtv": Arm("DTV", "drop the units whose gradient opposes the mean of all; an episode each by default"),
+        "dtv-loo": Arm("DTV", "the same, by the mean of the others", {"leave_one_out": True}),
         "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0"),
         "random": Arm("RandomDrop", "as many as iif, at random among all"),
         "advantage-magnitude": Arm("AdvantageMagnitude", "drop the share `drop` of advantages closest to 0", needs=""),
@@ -140,6 +142,8 @@ LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
             rule_settings={"weighted": False},
             target="validation",
         ),
+        "dtv": Arm("DTV", "drop the responses whose gradient opposes the mean, within a prompt's (DTV)"),
+        "dtv-loo": Arm("DTV", "the same, by the mean of the others (DTV-Loo)", {"leave_one_out": True}),
         "zero-variance": Arm(
             "ZeroVariance", "drop the responses to a prompt if all have one reward (DAPO)", unit="group", needs=GROUPS
         ),
@@ -163,6 +167,7 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
     {
         "sequence": "log-probs of whole responses, by the advantage of the last token",
         "token": "log-probs of tokens, each by its own advantage",
+        "reward": "log-probs of whole responses, by the reward alone",
         "validation": "likelihood of trusted demonstrations",
     }
 )

@@ -26,6 +26,7 @@ TARGETS = {
     "Return()": "return",
     "ValidationLoss": "likelihood of the demonstrations",
     "SequenceReturn": "return of whole responses",
+    "SequenceReward": "reward of whole responses",
     "TokenReturn": "return of tokens",
 }
 """What targets raise, in words, by the beginnings of their names in the configuration."""

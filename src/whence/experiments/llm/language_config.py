@@ -145,7 +145,7 @@ class LanguageConfig:
                 f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations).",
             ),
             (
-                self.held_out and self.target not in ("sequence", "token"),
+                self.held_out and self.target in (None, "validation"),
                 f"held_out has no effect: the target of the arm {self.arm} reads no responses to held-out prompts.",
             ),
             (self.held_out and self.algorithm != "ppo", "held_out is an option of PPO; leave it out with TRL."),

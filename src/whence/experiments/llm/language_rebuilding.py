@@ -19,10 +19,9 @@ from whence.experiments.llm.tasks import Task, load_task, make_trainer_config, m
 from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, WithValueHead, list_tokens, make_rows, pad_rows
 from whence.llm.ppo import evaluate_rows, load_parameters, make_rollout
 from whence.llm.scores import (
+    RESPONSE_TARGETS,
     Scoring,
-    SequenceReturn,
     TokenPPO,
-    TokenReturn,
     score_target_rows,
     score_tokens,
     split_mean,
@@ -97,7 +96,7 @@ def rebuild_round(
     if make_target is not None:
         target = make_target(task)
     else:
-        target = (TokenReturn if config.target == "token" else SequenceReturn)(rows, batch_size=size)
+        target = RESPONSE_TARGETS[config.target or "sequence"](rows, batch_size=size)
     scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
     return RebuiltRound(model, task.tokenizer, table, rows, scoring)
 

@@ -25,7 +25,7 @@ from whence.experiments.llm.tasks import (
 from whence.llm.base import PPOConfig
 from whence.llm.lab import arithmetic
 from whence.llm.ppo import PPOTrainer
-from whence.llm.scores import SequenceReturn, TokenReturn
+from whence.llm.scores import RESPONSE_TARGETS
 from whence.llm.text import (
     Reward,
     compute_rewards,
@@ -98,7 +98,7 @@ def run(
 def _make_target(config: LanguageConfig, task: Task) -> Any:
     if config.target == "validation":
         return make_validation_target(task)
-    return TokenReturn() if config.target == "token" else SequenceReturn()
+    return None if config.target is None else RESPONSE_TARGETS[config.target]()
 
 
 def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, *, overwrite: bool) -> None:

@@ -5,7 +5,9 @@ from whence.llm.scores.in_step import Way as Way
 from whence.llm.scores.in_step import choose_way as choose_way
 from whence.llm.scores.in_step import log_way as log_way
 from whence.llm.scores.in_step import scale_gradients as scale_gradients
+from whence.llm.scores.language_targets import RESPONSE_TARGETS as RESPONSE_TARGETS
 from whence.llm.scores.language_targets import SequenceReturn as SequenceReturn
+from whence.llm.scores.language_targets import SequenceReward as SequenceReward
 from whence.llm.scores.language_targets import TokenReturn as TokenReturn
 from whence.llm.scores.language_targets import ValidationLoss as ValidationLoss
 from whence.llm.scores.language_targets import check_held_out as check_held_out

@@ -104,7 +104,7 @@ def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objectiv
     if not isinstance(target, _MeanTarget):
         raise WhenceError(
             f"The target {target_name(target)} is no mean over rows, so it cannot be split into their terms. "
-            "SequenceReturn, TokenReturn and ValidationLoss can."
+            "SequenceReturn, SequenceReward, TokenReturn and ValidationLoss can."
         )
     mean_rows = rows if target.rows is None else target.rows
     return mean_rows, _Terms(target, max(target._count(mean_rows), 1))
@@ -169,7 +169,8 @@ def _mask_log_probs(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]
 def _describe_rows(rows: RecordBatch) -> str:
     """Return the number of rows and a digest that identifies them."""
     digest = hashlib.sha256()
-    for column in (rows.actions, rows.observations["input_ids"], rows.observations["response_mask"], rows.advantages):
+    tokens = (rows.actions, rows.observations["input_ids"], rows.observations["response_mask"])
+    for column in (*tokens, rows.advantages, *([] if rows.rewards is None else [rows.rewards])):
         digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{len(rows)} rows {digest.hexdigest()[:8]}"
 
@@ -190,6 +191,19 @@ class SequenceReturn(_MeanTarget):
     def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return ones."""
         return torch.ones_like(records.advantages)
+
+
+class SequenceReward(SequenceReturn):
+    """`mean(log pi(y|x) r)` over rows: log-probs summed over a response, times its reward (LDA's code for RLHF).
+
+    The reward is as the reward function gives it: without a penalty for the divergence, and without a baseline. So
+    where all rewards are above 0, every response speaks for itself. Attributes are those of `SequenceReturn`.
+    """
+
+    def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
+        if rows.rewards is None:
+            raise InvalidRecords("SequenceReward reads the rows' rewards, which they lack: pass rewards to make_rows.")
+        return _mask_log_probs(outputs, rows).sum(dim=1) * rows.rewards.to(outputs.log_prob)
 
 
 class TokenReturn(_MeanTarget):
@@ -263,7 +277,15 @@ def check_held_out(target: Target, count: int, processes: Processes) -> None:
     if not isinstance(target, SequenceReturn | TokenReturn) or target.rows is not None:
         raise WhenceError(
             f"held_out gives prompts for a target over drawn responses, and {target_name(target)} reads none of "
-            "them: use SequenceReturn() or TokenReturn(), without rows."
+            "them: use SequenceReturn(), SequenceReward() or TokenReturn(), without rows."
         )
     if count < processes.number:
         raise WhenceError(f"There are {count} held-out prompts; give one for each process at least.")
+
+
+RESPONSE_TARGETS: dict[str, Callable[..., Target]] = {
+    "sequence": SequenceReturn,
+    "token": TokenReturn,
+    "reward": SequenceReward,
+}
+"""The means over drawn responses, by the command's names."""

@@ -140,6 +140,13 @@ def test_mixed_precision(tmp_path, monkeypatch):
     assert all(torch.allclose(copy_state(trainer)[n], t, rtol=0, atol=0.02) for n, t in copy_state(plain).items())
 
 
+def test_a_gradient_of_0_is_passed_over(tmp_path):
+    settings = {"target": SequenceReturn(), "init_kl_coef": 0.0, "vf_coef": 0.0}
+    _, seen = train(tmp_path, NonPositive(), reward=lambda prompts, texts: [0.0] * len(texts), **settings)
+    assert [influence for _, influence, *_ in seen] == [None, None]
+    assert all(selection.keep.all() for *_, selection, _ in seen)
+
+
 class Gain(nn.Module):
     """A layer without a rule."""
 

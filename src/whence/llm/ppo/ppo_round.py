@@ -232,18 +232,7 @@ def optimise(
     Let `p_i` and `v_i` be the means over a row's response tokens of the clipped objective and of the value loss. A step
     is on the selected rows alone; its loss is `-sum_i w_i (p_i - vf_coef v_i) / sum_i w_i`. The generator, in the same
     state in every process, draws the order of rows, and each process takes a part of every step's rows. The model is
-    left in training mode.
-
-    Args:
-        model: the model that trains.
-        optimizer: its optimiser.
-        rows: the rows of the round, of all processes.
-        selection: what trains; with a chooser, what may train.
-        config: the settings.
-        generator: draws the order of rows.
-        processes: the processes of the training.
-        chooser: chooses rows in the steps of the first epoch, after whose gradients' sum they count; None: all of
-            `selection` train.
+    left in training mode. A chooser chooses among the selected rows in the steps of the first epoch.
 
     Raises:
         NonFinite: a gradient is not finite; the step on it is not taken.

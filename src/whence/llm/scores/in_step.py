@@ -171,8 +171,9 @@ class RoundChooser:
         return self.gradient is None or (number - 1) % self._refresh_every == 0
 
     def _differentiate(self, target: Any, rows: RecordBatch) -> None:
-        self._name = target_name(target)
-        self.gradient = compute_target_gradient(self._model, rows, replace(self._scoring, target=target))
+        gradient = compute_target_gradient(self._model, rows, replace(self._scoring, target=target))
+        if any(bool(tensor.any()) for tensor in gradient.values()):  # not if all rewards were equal, for instance
+            self.gradient, self._name = gradient, target_name(target)
 
     def choose(self, positions: Int[Tensor, " b"], scores: Float[Tensor, " b"]) -> Selection:
         """Return the selection among the rows of a pass, of all processes.
@@ -207,7 +208,7 @@ class RoundChooser:
     @property
     def selection(self) -> Selection:
         """What the round's passes have chosen so far; rows that had no pass are kept."""
-        return Selection(self._keep, self._weights, self._reasons)
+        return Selection(self._keep.clone(), self._weights.clone(), list(self._reasons))
 
     def open_total(self) -> Gradient | None:
         """Return where the passes of a step are to add the gradient of the loss of all their rows; None: nowhere."""

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import trl_processes
 from launching import end_process
 from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
-from whence import IPPO, NonPositive
+from whence import DTV, IPPO, NonPositive
 from whence.llm import TokenReturn, ValidationLoss
 from whence.llm.scores import compute_log_probs
 from whence.runs import RunDirectory
@@ -36,8 +36,8 @@ def make_target(name):
     return {"token": TokenReturn(), "held out": TokenReturn(batch_size=2)}.get(name, summed_by_hand)
 
 
-TARGETS = ("token", "validation", "held out", "function", "own")
-"""Targets; rows are chosen in the step by the second, the third and the last, which is the last round's gradient."""
+TARGETS = ("token", "validation", "held out", "function", "own", "dtv")
+"""Targets; rows are chosen in the step by the second, the third and "own", which is the last round's gradient."""
 
 
 def by_the_column(prompts, responses, text):
@@ -58,10 +58,10 @@ def train(folder, target, processes, **more):
     model = make_model(seed=int(os.environ.get("RANK", 0)))  # every process has to get the first one's
     trainer = make_trainer(
         folder,
-        IPPO() if target == "validation" else NonPositive(),
+        {"validation": IPPO(), "dtv": DTV(leave_one_out=True)}.get(target, NonPositive()),
         model=model,
-        target=None if target == "own" else make_target(target),
-        select="before" if target in ("token", "function") else "in_step",
+        target=None if target in ("own", "dtv") else make_target(target),
+        select="before" if target in ("token", "function", "dtv") else "in_step",
         reward=by_the_column,
         prompts=with_column(PROMPTS),
         held_out=held_out and with_column(held_out),

@@ -18,6 +18,7 @@ from whence.core import (
     Target,
     WhenceError,
     bind_objective,
+    number_pairs,
     target_name,
 )
 
@@ -169,13 +170,7 @@ def number_episodes(records: RecordBatch) -> Int[Tensor, " n"]:
             "These records have no episode_ids, so episodes cannot be told apart. Pass episode_ids to RecordBatch, or "
             "score without folds."
         )
-    numbers: Tensor
-    distinct, numbers = records.episode_ids.cpu().unique(return_inverse=True)
-    if records.env_index is not None:
-        # Pairs as one number each: `unique` along an axis takes a hundred times as long.
-        environments = records.env_index.cpu().unique(return_inverse=True)[1]
-        numbers = (environments * len(distinct) + numbers).unique(return_inverse=True)[1]
-    return numbers
+    return number_pairs(records.episode_ids, records.env_index)
 
 
 def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Tensor, "folds n"]:

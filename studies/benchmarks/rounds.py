@@ -18,9 +18,6 @@ WORLDS = {"lunar-lander": "mlp", "minigrid": "minigrid"}
 DROP = 0.125
 """The share of records that score below 0 that IIF drops."""
 
-KEPT = (1, 0.5, 0.25)
-"""The shares of a GRPO round's completions that are kept where the time they save is measured."""
-
 LEAST = 3
 """Rounds of each kind that are counted, at least; the first of each is not."""
 
@@ -29,9 +26,6 @@ def list_cells() -> Iterator[Cell]:
     """Yield a cell for each world."""
     for world in WORLDS:
         yield Cell(f"rounds/{world}", "rounds", partial(measure_world, world))
-    yield Cell("rounds/grpo", "rounds", measure_grpo)
-    for share in KEPT:
-        yield Cell(f"rounds/grpo-kept/{share:g}", "rounds", partial(measure_grpo, share=share))
 
 
 class Clock(BaseCallback):
@@ -72,10 +66,3 @@ def measure_world(world: str, setting: Setting) -> Result:
         "ratio": spread([one["round"] / other["round"] for other, one in pairs]),
         "share": spread([one["scoring"] / one["round"] for _, one in pairs]),
     }
-
-
-def measure_grpo(setting: Setting, share: float | None = None) -> Result:
-    """Return the seconds of a step of TRL's GRPO and of whence's; of a share of completions, without generation."""
-    from studies.benchmarks.grpo import measure_kept, measure_trainers  # TRL takes seconds to import
-
-    return measure_trainers(setting) if share is None else measure_kept(share, setting)

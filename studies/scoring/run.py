@@ -1,0 +1,94 @@
+"""What choosing costs on language models, in the step and before the steps, next to plain PPO and TRL's GRPO.
+
+Run: `python -m studies.scoring.run results/scoring [--only ppo/1M] [--repeats 5] [--device cuda]`. One torch thread. All
+ways of a cell take turns in one process, and a way's cost is its time over the plain one's in the same turn. Each
+finished cell is a line of cells.parquet, and is not measured again; `--list` shows the cells. Tables: `python -m
+studies.scoring.tables results/scoring`.
+
+- `TRAINER/SIZE/BATCH/EPOCHS`: seconds of a round of 64 responses in passes of BATCH rows, by stage.
+- `memory/TRAINER/SIZE/BATCH`: the most memory of a training of one epoch.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from studies.benchmarks.cells import Cell, Result, Setting, choose
+from studies.benchmarks.run import measure
+from studies.benchmarks.timing import check_device, measure_peak, spread
+from studies.scoring.trainings import STAGES, WAYS, Way, train_grpo, train_ppo
+from whence.core import WhenceError
+
+TRAINERS: dict[str, Callable[[str, int, int, Way, str], dict[str, float]]] = {"ppo": train_ppo, "grpo": train_grpo}
+SIZES, BATCHES, EPOCHS = ("1M", "10M", "100M"), (16, 64), (1, 4)
+
+
+def list_cells() -> list[Cell]:
+    """Return all cells, in the order in which they are measured."""
+    cells = [
+        Cell(f"{trainer}/{size}/{batch}/{epochs}", trainer, partial(measure_seconds, trainer, size, batch, epochs))
+        for size, trainer, batch, epochs in product(SIZES, TRAINERS, BATCHES, EPOCHS)
+    ]
+    for size, trainer, batch in product(SIZES, TRAINERS, BATCHES):
+        cells.append(Cell(f"memory/{trainer}/{size}/{batch}", "memory", partial(measure_memory, trainer, size, batch)))
+    return cells
+
+
+def measure_seconds(trainer: str, size: str, batch: int, epochs: int, setting: Setting) -> Result:
+    """Return the seconds of each way's stages, and its round without generation over the plain one's, turn by turn."""
+    turns = []
+    for _ in range(setting.repeats):
+        turns.append({way.name: TRAINERS[trainer](size, batch, epochs, way, setting.device) for way in WAYS})
+    plain = [turn["plain"] for turn in turns]
+    result: Result = {"seconds": spread([sum(stages.values()) for stages in plain])}
+    result["stages"] = {
+        way.name: {stage: spread([turn[way.name][stage] for turn in turns]) for stage in STAGES} for way in WAYS
+    }
+    result["ratio"] = {
+        way.name: spread([_sum_training(turn[way.name], turn["plain"]) / turn["plain"]["optimisation"] for turn in turns])
+        for way in WAYS
+    }
+    return result
+
+
+def _sum_training(stages: dict[str, float], plain: dict[str, float]) -> float:
+    """Return the seconds of scoring and of the steps; what generation takes more than the plain one's is scoring."""
+    return stages["optimisation"] + stages["scoring"] + stages["generation"] - plain["generation"]
+
+
+def measure_memory(trainer: str, size: str, batch: int, setting: Setting) -> Result:
+    """Return the most bytes of a training of one epoch, by way."""
+    def measure_way(way: Way) -> dict[str, int | None]:
+        return measure_peak(partial(TRAINERS[trainer], size, batch, 1, way, setting.device), setting.device)
+
+    return {"bytes": {way.name: measure_way(way) for way in WAYS if way.share in (0, 0.5)}}
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/scoring"),
+    only: Annotated[str | None, typer.Option(help="Names of cells, or their first parts, separated by commas.")] = None,
+    device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
+    repeats: Annotated[int, typer.Option(help="Turns of a measurement.", min=1)] = 5,
+    show: Annotated[bool, typer.Option("--list", help="Show the cells' names, and measure nothing.")] = False,
+) -> None:
+    """Measure, and write cells.parquet."""
+    try:
+        check_device(device)
+        cells = choose(list_cells(), only)
+    except WhenceError as failure:
+        raise SystemExit(f"studies.scoring.run: {failure}") from None
+    if show:
+        print("\n".join(cell.name for cell in cells))
+        return
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    measure(out, cells, device, repeats)
+
+
+if __name__ == "__main__":
+    typer.run(main)

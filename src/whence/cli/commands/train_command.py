@@ -343,9 +343,12 @@ def _print_comparison(comparison: Comparison) -> None:
     seeds = len({config.seed for config in comparison.configs})
     for verdict in summary.verdicts:
         print_line(verdict)
-    rows = [(metric, *(" ".join(cell).strip() for cell in cells)) for metric, cells in summary.rows]
+    lines = [("metric", *summary.headings)]
+    lines += [(metric, *(" ".join(cell).strip() for cell in cells)) for metric, cells in summary.rows]
+    if len(summary.headings) > len(summary.rows):  # many arms fit on a screen one below the other
+        lines = [*zip(*lines, strict=True)]
     title = f"{env}, {seeds} seeds, {comparison.configs[0].rounds} rounds"
-    table = make_table(title, ("metric", *summary.headings), rows)
+    table = make_table(title, lines[0], lines[1:])
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)

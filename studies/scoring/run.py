@@ -50,7 +50,9 @@ def measure_seconds(trainer: str, size: str, batch: int, epochs: int, setting: S
         way.name: {stage: spread([turn[way.name][stage] for turn in turns]) for stage in STAGES} for way in WAYS
     }
     result["ratio"] = {
-        way.name: spread([_sum_training(turn[way.name], turn["plain"]) / turn["plain"]["optimisation"] for turn in turns])
+        way.name: spread(
+            [_sum_training(turn[way.name], turn["plain"]) / turn["plain"]["optimisation"] for turn in turns]
+        )
         for way in WAYS
     }
     return result
@@ -63,6 +65,7 @@ def _sum_training(stages: dict[str, float], plain: dict[str, float]) -> float:
 
 def measure_memory(trainer: str, size: str, batch: int, setting: Setting) -> Result:
     """Return the most bytes of a training of one epoch, by way."""
+
     def measure_way(way: Way) -> dict[str, int | None]:
         return measure_peak(partial(TRAINERS[trainer], size, batch, 1, way, setting.device), setting.device)
 

@@ -40,7 +40,9 @@ def list_steps(cells: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["parameters, rows of a pass", "TRL: generation", "TRL: training", "in step, half dropped: all", "of TRL's"]
     for size, batch in product(SIZES, BATCHES):
         if (cell := cells.get(f"grpo/{size}/{batch}/1")) is not None:
-            plain, chosen = ({k: v["median"] for k, v in cell["stages"][way].items()} for way in ("plain", "in_step, 0.5"))
+            plain, chosen = (
+                {k: v["median"] for k, v in cell["stages"][way].items()} for way in ("plain", "in_step, 0.5")
+            )
             whole = sum(plain.values())
             figures = plain["generation"], plain["optimisation"], sum(chosen.values())
             yield [f"{size}, {batch}", *(f"{figure:.3g}" for figure in figures), f"{figures[-1] / whole:.2f}"]

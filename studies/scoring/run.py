@@ -1,7 +1,7 @@
 """What choosing costs on language models, in the step and before the steps, next to plain PPO and TRL's GRPO.
 
-Run: `python -m studies.scoring.run results/scoring [--only ppo/1M] [--repeats 5] [--device cuda]`. One torch thread. All
-ways of a cell take turns in one process, and a way's cost is its time over the plain one's in the same turn. Each
+Run: `python -m studies.scoring.run results/scoring [--only ppo/1M] [--repeats 5] [--device cuda]`. One torch thread.
+All ways of a cell take turns in one process, and a way's cost is its time over the plain one's in the same turn. Each
 finished cell is a line of cells.parquet, and is not measured again; `--list` shows the cells. Tables: `python -m
 studies.scoring.tables results/scoring`.
 
@@ -41,26 +41,22 @@ def list_cells() -> list[Cell]:
 
 def measure_seconds(trainer: str, size: str, batch: int, epochs: int, setting: Setting) -> Result:
     """Return the seconds of each way's stages, and its round without generation over the plain one's, turn by turn."""
-    turns = []
-    for _ in range(setting.repeats):
-        turns.append({way.name: TRAINERS[trainer](size, batch, epochs, way, setting.device) for way in WAYS})
-    plain = [turn["plain"] for turn in turns]
-    result: Result = {"seconds": spread([sum(stages.values()) for stages in plain])}
-    result["stages"] = {
-        way.name: {stage: spread([turn[way.name][stage] for turn in turns]) for stage in STAGES} for way in WAYS
-    }
-    result["ratio"] = {
-        way.name: spread(
-            [_sum_training(turn[way.name], turn["plain"]) / turn["plain"]["optimisation"] for turn in turns]
-        )
-        for way in WAYS
-    }
-    return result
+    turns = [
+        {way.name: TRAINERS[trainer](size, batch, epochs, way, setting.device) for way in WAYS}
+        for _ in range(setting.repeats)
+    ]
+    stages = {way.name: {stage: spread([turn[way.name][stage] for turn in turns]) for stage in STAGES} for way in WAYS}
+    ratios = {way.name: spread([_compare_with_plain(turn, way) for turn in turns]) for way in WAYS}
+    seconds = spread([sum(turn["plain"].values()) for turn in turns])
+    return {"seconds": seconds, "stages": stages, "ratio": ratios}
 
 
-def _sum_training(stages: dict[str, float], plain: dict[str, float]) -> float:
-    """Return the seconds of scoring and of the steps; what generation takes more than the plain one's is scoring."""
-    return stages["optimisation"] + stages["scoring"] + stages["generation"] - plain["generation"]
+def _compare_with_plain(turn: dict[str, dict[str, float]], way: Way) -> float:
+    """Return the seconds of scoring and of the steps over those of plain steps."""
+    stages, plain = turn[way.name], turn["plain"]
+    # TRL's trainers score before the steps in what counts as their generation.
+    scoring = stages["scoring"] + stages["generation"] - plain["generation"]
+    return (stages["optimisation"] + scoring) / plain["optimisation"]
 
 
 def measure_memory(trainer: str, size: str, batch: int, setting: Setting) -> Result:

@@ -48,6 +48,10 @@ def list_steps(cells: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [f"{size}, {batch}", *(f"{figure:.3g}" for figure in figures), f"{figures[-1] / whole:.2f}"]
 
 
+def _take_medians(cell: Mapping[str, Any], way: str) -> dict[str, float]:
+    return {stage: spread["median"] for stage, spread in cell["stages"][way].items()}
+
+
 def list_memory(cells: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the lines of memory: MiB in tensors at the most, and how many times those of the plain training."""
     ways = [way.name for way in WAYS if way.share in (0, 0.5)]

@@ -131,11 +131,12 @@ MODELS = {
     "gsde": lambda: small(monitored(Walk), use_sde=True, sde_sample_freq=4),
     "schedule": lambda: small(monitored(Walk), learning_rate=lambda left: 3e-3 * left, clip_range=lambda left: left),
     "masked": lambda: toys.model(MaskablePPO, seed=3, n_envs=2),
+    "masked dict": lambda: toys.model(MaskablePPO, observation="dict", seed=3),
     "dict": lambda: toys.model(observation="dict", seed=3),
     "image": lambda: toys.model(observation="image", seed=3),
 }
 
-SLOW = ("a2c", "plain a2c", "masked", "frames")
+SLOW = ("a2c", "plain a2c", "masked", "masked dict", "frames")
 """Models whose like is among the others."""
 
 
@@ -353,7 +354,7 @@ class TestFinished:
 
 
 class TestResume:
-    @pytest.mark.parametrize("name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked"])
+    @pytest.mark.parametrize("name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked", "masked dict"])
     def test_from_the_directory_alone(self, tmp_path, name):
         whole = train(MODELS[name], tmp_path / "whole", folds=8)
         train(MODELS[name], tmp_path / "parts", until=0.7, folds=8)

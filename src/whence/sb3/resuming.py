@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sb3_contrib import MaskablePPO
-from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common import policies
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence import selection
@@ -35,11 +33,7 @@ _REMEDY = "Build the model and the callback as the script did; learn() goes on b
 _ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}
 
 _POLICIES: Mapping[str, Any] = {
-    policy_class.__name__: policy_class
-    for policy_class in (
-        *(policies.ActorCriticPolicy, policies.ActorCriticCnnPolicy, policies.MultiInputActorCriticPolicy),
-        MaskableActorCriticPolicy,
-    )
+    policy.__name__: policy for algorithm in _ALGORITHMS.values() for policy in algorithm.policy_aliases.values()
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from languages import language_model, rows_for, tokens
 from test_attribution import two_records
-from toys import Softmax, categorical_view, difference, model, moved, records_for, softmax_view
+from toys import Softmax, categorical_view, difference, mlp_view, model, moved, records_for, softmax_view
 from whence import Action, MeanObjective, PPOClip, RecordBatch, Return, WhenceError, attribute, attribute_crossfit
 from whence.attribution import score_targets
 from whence.core import PolicyView, as_view, label_units
@@ -144,6 +144,16 @@ def test_by_hand() -> None:
         assert others.scores.tolist() == pytest.approx([-1, -1])
         one = records.with_columns({"episode_ids": torch.zeros(2, dtype=torch.int64)})
         assert attribute(view, one, target=target, leave_one_out="episode", **settings).scores.tolist() == [0, 0]
+
+
+def test_a_record_without_others_that_have_a_gradient_scores_zero() -> None:
+    view = mlp_view((5, 64, 3))
+    records, scores = records_for(view), []
+    for i in range(8):
+        alone = records.with_advantages(torch.where(torch.arange(24) == i, records.advantages, 0.0))
+        others = attribute(view, alone, target=Return(), leave_one_out="record", objective=PPOClip(ent_coef=0.1))
+        scores.append(float(others.scores[i]))
+    assert scores == [0] * 8
 
 
 def test_a_parameter_with_a_mask_and_folds_of_the_mean_objective() -> None:

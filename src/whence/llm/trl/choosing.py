@@ -35,7 +35,8 @@ class PassChooser(RoundChooser):
         self._step: Step | None = None
         self._total: Gradient | None = None
         self._head = FusedHead(model.get_output_embeddings())
-        self.layers.append(self._head.describe({id(p): name for name, p in self.parameters.items()}))
+        layer = self._head.describe({id(p): name for name, p in self.parameters.items()})
+        self.layers += [layer] if layer.names else []
         self.choice: tuple[Influence | None, Selection] | None = None
 
     def find_difference(self, output: Mapping[str, Any]) -> str | None:
@@ -47,8 +48,9 @@ class PassChooser(RoundChooser):
 
         def compute_loss(alone: bool) -> Tensor:
             inputs = take_rows(output, places[:1] if alone else places)
-            with nullcontext() if alone else self._head.replace(inputs["completion_mask"]):
-                loss: Tensor = trainer._compute_trl_loss(trainer.model, inputs)
+            replaced = nullcontext() if alone else self._head.replace(inputs["completion_mask"])
+            with trainer.accelerator.no_sync(trainer.model_wrapped), replaced:
+                loss: Tensor = trainer._compute_trl_loss(trainer.model_wrapped, inputs)
             return loss * measure_denominator(trainer, inputs)
 
         try:

@@ -50,12 +50,12 @@ class FusedHead(nn.Module):
 
     @contextmanager
     def replace(self, completion_mask: Int[Tensor, "n T"]) -> Iterator[None]:
-        """Let TRL's call for the completions of a pass go through this layer, where it uses the layer's weight."""
+        """Let TRL's call for the completions of a pass go through this layer, if the layer's weight trains."""
         mask = completion_mask.bool()
         numbers = torch.where(mask, mask.flatten().cumsum(0).reshape(mask.shape) - 1, -1)
 
         def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any) -> Any:
-            if weight is not self.weight or not torch.is_grad_enabled():
+            if weight is not self.weight or not weight.requires_grad:
                 return self.function.apply(hidden, weight, bias, targets, *settings)
             places = torch.arange(len(hidden), device=hidden.device)
             if len(hidden) != mask.sum():  # without Triton, TRL computes prompts, too, and masks them afterwards
@@ -63,6 +63,7 @@ class FusedHead(nn.Module):
             constants = (tensor if tensor is None else tensor.detach() for tensor in (weight, bias))
             self._inputs = (hidden[places], *constants, targets[places], *settings)
             columns = (self(numbers)[mask], *self._columns[1:])
+            self._inputs = self._columns = ()  # they hold the graph
             return tuple(
                 None if column is None else column.new_zeros(len(hidden)).index_put((places,), column)
                 for column in columns

@@ -158,35 +158,18 @@ WEIGHTED = pytest.mark.parametrize(("beta", "weights"), [(0.0, [2.0, 0.5, 1.0]),
 
 
 @WEIGHTED
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_step_of_grpo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, beta, weights):
-    positions, watch = [0, 3, 6], Watch()
-    more = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8} if loss == "bnpo" else {}
-    trainer = make_trainer(
-        *("grpo", tmp_path, Keep(positions, weights)),
-        watch=watch,
-        loss_type=loss,
-        beta=beta,
-        num_iterations=2,
-        max_steps=2,
-        **more,
-    )
+@pytest.mark.parametrize("loss", [*LOSSES, "rloo"])
+def test_a_step_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, beta, weights):
+    kind, positions, watch = "rloo" if loss == "rloo" else "grpo", [0, 3, 6], Watch()
+    more = {} if kind == "rloo" else {"loss_type": loss}
+    more |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8} if loss == "bnpo" else {}
+    more |= {"beta": beta, "num_iterations": 2, "max_steps": 2}
+    trainer = make_trainer(kind, tmp_path, Keep(positions, weights), watch=watch, **more)
     trainer.train()
     assert len(batches) == 1
     assert len(watch.gradients) == 2
     for state, found in zip(watch.states, watch.gradients, strict=True):
-        close(found, of_kept_alone("grpo", trainer, state, batches[0], positions, weights, monkeypatch))
-
-
-@WEIGHTED
-def test_a_step_of_rloo_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, beta, weights):
-    positions, watch = [1, 2, 7], Watch()
-    trainer = make_trainer(
-        "rloo", tmp_path, Keep(positions, weights), watch=watch, beta=beta, num_iterations=2, max_steps=2
-    )
-    trainer.train()
-    for state, found in zip(watch.states, watch.gradients, strict=True):
-        close(found, of_kept_alone("rloo", trainer, state, batches[0], positions, weights, monkeypatch))
+        close(found, of_kept_alone(kind, trainer, state, batches[0], positions, weights, monkeypatch))
 
 
 def count_rows(monkeypatch):

@@ -132,10 +132,11 @@ class TestScores:
         shutil.rmtree(directory.path / "model")
         assert measure_trained(directory, *QUESTION) is None
 
-    def test_a_run_whose_own_target_was_drawn(self, tmp_path):
-        run(tiny("iif", held_out=8, settings={"batch_size": 32, "rounds": 1}), tmp_path)
+    @pytest.mark.parametrize(("arm", "more"), [("iif", {"held_out": 8}), ("iif-objective", {})])
+    def test_a_run_whose_own_target_was_drawn(self, tmp_path, arm, more):
+        run(tiny(arm, **more, settings={"batch_size": 32, "rounds": 1}), tmp_path)
         directory = RunDirectory.open(tmp_path)
-        with pytest.raises(Unsupported, match="drawn in each round and not kept"):
+        with pytest.raises(Unsupported, match="in each round and not kept"):
             rebuild_round(directory, 1)
         table = directory.round("records", 1)
         directory.write_round("records", 1, table.with_columns(weight=pl.lit(1.0)))

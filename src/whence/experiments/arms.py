@@ -169,6 +169,7 @@ LANGUAGE_TARGETS: Mapping[str, str] = MappingProxyType(
         "token": "log-probs of tokens, each by its own advantage",
         "reward": "log-probs of whole responses, by the reward alone",
         "validation": "likelihood of trusted demonstrations",
+        "objective": "what training itself raises: in the step, by the last round's own gradient, which costs nothing",
     }
 )
 

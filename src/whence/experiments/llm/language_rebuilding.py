@@ -68,10 +68,10 @@ def rebuild_round(
         Unsupported: the target's rows were drawn in the round and not kept.
     """
     config, table = _read_config(run), run.round("records", number)
-    if make_target is None and config.held_out:
+    if make_target is None and (config.held_out or config.target == "objective"):
+        what = "over responses that were drawn" if config.held_out else "by the gradient of the steps that were taken"
         raise Unsupported(
-            "The target of this run is over responses that were drawn in each round and not kept, so its scores cannot "
-            "be taken apart."
+            f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
         )
     settings = make_trainer_config(config, str(run.path))
     policy = _locate_policy(run, config, settings, number)

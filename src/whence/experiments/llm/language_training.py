@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
+from whence.core import MeanObjective
 from whence.experiments.llm.language_config import LanguageConfig, describe, is_finished
 from whence.experiments.llm.language_config import read_curve as read_curve
 from whence.experiments.llm.loading import hide_progress_bars, ignore_old_names
@@ -98,6 +99,8 @@ def run(
 def _make_target(config: LanguageConfig, task: Task) -> Any:
     if config.target == "validation":
         return make_validation_target(task)
+    if config.target == "objective":
+        return MeanObjective()
     return None if config.target is None else RESPONSE_TARGETS[config.target]()
 
 

@@ -24,6 +24,7 @@ from whence import (
     attribute,
 )
 from whence.attribution import score_targets
+from whence.core import BatchTarget
 from whence.folds import PartialTarget, balance_folds, count_folds, standard_errors
 from whence.sb3 import InfluenceCallback, collect
 
@@ -231,12 +232,9 @@ class TestRefusals:
             InfluenceCallback(IIF(0.5), folds=2)
 
     def test_a_target_that_is_a_sum(self):
-        class Summed:
+        class Summed(BatchTarget):
             def from_outputs(self, outputs, records):
                 return (outputs.log_prob * records.advantages).sum()
-
-            def __call__(self, view, params, records):
-                return self.from_outputs(view(params, view.prepare(records)), records)
 
         view, records = small_records()
         with pytest.raises(WhenceError, match="no mean over"):
@@ -245,7 +243,7 @@ class TestRefusals:
     def test_no_episode_ids(self):
         view, records = small_records()
         nameless = RecordBatch(**{name: c for name, c in records.columns.items() if name != "episode_ids"})
-        with pytest.raises(WhenceError, match="no episode_ids"):
+        with pytest.raises(WhenceError, match="do not say where episodes begin"):
             attribute(view, nameless, target=Return(), folds=3)
 
 

@@ -178,7 +178,7 @@ def test_a_parameter_with_a_mask_and_folds_of_the_mean_objective() -> None:
         ({"target": Action(torch.zeros(5), 1)}, r"mean over the scored records, and Action.* is none: pass Return\(\)"),
         ({"target": Return(), "folds": 3}, "folds is 3 and leave_one_out is 'record'"),
         ({"target": Return(), "leave_one_out": "rows"}, "unit is 'rows'. Did you mean row"),
-        ({"target": Return(), "leave_one_out": "episode"}, "unit='episode' needs to know where episodes begin"),
+        ({"target": Return(), "leave_one_out": "episode"}, "do not say where episodes begin: pass episode_ids"),
     ],
 )
 def test_what_has_no_meaning_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -352,21 +352,18 @@ class TestMemory:
         model, recording = long
         short = replace(recording, minibatches=recording.minibatches[:7], epochs=recording.epochs[:7])
         round = open_round(model.policy, short, dtype=torch.float64)
-        (one,) = round_scores.plan_passes([method])
-        whole = one.scores(round, Return(), 1)[method]
+        whole = round_scores.score_steps(round, Return(), [method], 1)[method]
         assert len(whole) == 7
         for interval in (2, 3, 6, 7, 8):
-            again = one.scores(round, Return(), interval)[method]
+            again = round_scores.score_steps(round, Return(), [method], interval)[method]
             assert all(torch.allclose(x, y, rtol=1e-9, atol=0) for x, y in zip(whole, again, strict=True)), interval
 
     def test_as_many_points_are_stored_as_fit(self, long):
         model, recording = long
         round = open_round(model.policy, recording)
-        (backwards,), (forwards,) = map(round_scores.plan_passes, (["unrolled"], ["trajectory"]))
         # Of 24 steps, every second point, a segment, the point after it and the derivative are 16.
         for points, interval in ((27, 1), (26, 2), (16, 2), (15, 3), (1, 5)):
-            assert round_scores._choose_interval(round, backwards, points * round.start.nbytes) == interval
-        assert round_scores._choose_interval(round, forwards, 27 * round.start.nbytes) == 1
+            assert round_scores._choose_interval(round, points * round.start.nbytes) == interval
         scores = [
             attribute_round(model.policy, recording, target=Return(), method="unrolled", memory=memory).scores
             for memory in (1, 2**31)

@@ -57,7 +57,6 @@ from whence.folds import (
     check_mean,
     check_mean_target,
     count_folds,
-    number_episodes,
     split_target,
     standard_errors,
 )
@@ -242,7 +241,7 @@ def add_errors(
     """Return an influence with the standard errors of its scores over at least 3 folds of the target's episodes.
 
     The influence is from `attribute`, with the arguments that follow; the target is a mean over the scored records,
-    which have episode ids.
+    which say where episodes begin.
 
     Raises:
         WhenceError: the target reads no records or is no mean over them, or there are too few episodes.
@@ -256,7 +255,7 @@ def add_errors(
     scores = torch.stack([each.scores for each in by_fold.values()])
     sizes = fold.bincount()
     check_mean(target_name(target), influence.scores, scores, sizes)
-    errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, number_episodes(records)))
+    errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
     return replace(influence, errors=errors)
 
 
@@ -278,7 +277,7 @@ def attribute_crossfit(
 
     Args:
         policy: see `attribute`.
-        records: see `attribute`; with episode ids.
+        records: see `attribute`; they say where episodes begin.
         target: a target that reads the scored records; None: `Return()`.
         folds: the number of folds of episodes.
         objective: see `attribute`; advantages are normalised over all records.

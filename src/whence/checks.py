@@ -7,7 +7,7 @@ import polars as pl
 from torch import Tensor
 
 from whence.attribution import attribute
-from whence.core import Objective, Outputs, Params, PolicyView, RecordBatch, Return, Target, WhenceError, suggest
+from whence.core import BatchTarget, Objective, Outputs, RecordBatch, Return, Target, WhenceError, suggest
 from whence.engines import ENGINES, Refused
 
 
@@ -70,13 +70,10 @@ def check_engines(
     return pl.DataFrame(rows, schema=schema)
 
 
-class _MeanLogProb:
+class _MeanLogProb(BatchTarget):
     """A target for any view, including one with several log-probs per record."""
 
     reads = frozenset(["log_prob"])
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:
         return outputs.log_prob.mean()
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Tensor:
-        return self.from_outputs(view(params, view.prepare(records)), records)

@@ -18,7 +18,7 @@ from whence.core import (
     Target,
     WhenceError,
     bind_objective,
-    number_pairs,
+    label_units,
     target_name,
 )
 
@@ -122,7 +122,7 @@ def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> in
     """Return the folds for the errors of a target's scores; None if there can be no errors."""
     if not isinstance(target, BatchTarget) or records.episode_ids is None:
         return None
-    return folds if int(number_episodes(records).max()) + 1 >= LEAST else None
+    return folds if int(label_units(records, "episode").max()) + 1 >= LEAST else None
 
 
 def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
@@ -131,9 +131,9 @@ def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
     Episodes stay whole, but for those longer than a fold, which are cut into stretches of equal lengths.
 
     Raises:
-        WhenceError: there are no episode ids, or fewer than three folds or episodes.
+        WhenceError: it is not known where episodes begin, or there are fewer than three folds or episodes.
     """
-    episode = number_episodes(records)
+    episode = label_units(records, "episode")
     lengths = episode.bincount()
     if min(folds, len(lengths)) < LEAST:
         raise WhenceError(
@@ -157,20 +157,6 @@ def balance_folds(records: RecordBatch, folds: int) -> Int[Tensor, " n"]:
     fold[order] = chosen.repeat_interleave(stretches)
     numbers: Tensor = fold.unique(return_inverse=True)[1]  # without folds that nothing was left for
     return numbers
-
-
-def number_episodes(records: RecordBatch) -> Int[Tensor, " n"]:
-    """Return each record's episode, numbered from 0.
-
-    Raises:
-        WhenceError: there are no episode ids.
-    """
-    if records.episode_ids is None:
-        raise WhenceError(
-            "These records have no episode_ids, so episodes cannot be told apart. Pass episode_ids to RecordBatch, or "
-            "score without folds."
-        )
-    return number_pairs(records.episode_ids, records.env_index)
 
 
 def count_folds(fold: Int[Tensor, " n"], episode: Int[Tensor, " n"]) -> Bool[Tensor, "folds n"]:
@@ -237,13 +223,13 @@ def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[
     episodes than folds, every environment's records are cut into `folds` stretches instead.
 
     Raises:
-        WhenceError: the target reads no records; or there are fewer than two folds, fewer records than folds, or no
-            episode ids.
+        WhenceError: the target reads no records; there are fewer than two folds, or fewer records than folds; or it is
+            not known where episodes begin.
     """
     part = check_batch_target(target)
     if folds < 2 or folds > len(records):
         raise WhenceError(f"folds is {folds}; from 2 to the number of records, {len(records)}, are needed.")
-    fold = number_episodes(records)
+    fold = label_units(records, "episode")
     if int(fold.max()) + 1 >= folds:
         fold = fold % folds
     else:

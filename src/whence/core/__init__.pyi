@@ -60,5 +60,4 @@ from .trees import take as take
 from .units import Unit as Unit
 from .units import check_unit as check_unit
 from .units import label_units as label_units
-from .units import number_pairs as number_pairs
 from .units import resolve_unit as resolve_unit

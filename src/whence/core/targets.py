@@ -12,7 +12,7 @@ from torch import Tensor
 
 from whence.core.errors import WhenceError
 from whence.core.objectives import Objective, policy_part
-from whence.core.policies import COLUMNS
+from whence.core.policies import COLUMNS, compute_outputs
 from whence.core.records import RecordBatch, check_one_per_record
 from whence.core.trees import Tree, named_leaves
 from whence.core.units import Unit, check_unit, label_units
@@ -34,7 +34,7 @@ class BatchTarget(Protocol):
     Engines pass it outputs that they have computed already, so one forward and one backward pass can give all that the
     scores need. An optional attribute `reads` names the outputs that it reads; without it all are computed. Another,
     `linear`, is True if its derivatives in the outputs do not depend on them, which saves a forward pass over the
-    records where they do not fit into one.
+    records where they do not fit into one. A subclass needs `from_outputs` alone.
     """
 
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
@@ -43,7 +43,8 @@ class BatchTarget(Protocol):
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target after running the policy, for engines that have not computed the outputs."""
-        ...
+        columns = getattr(self, "reads", COLUMNS)
+        return self.from_outputs(compute_outputs(view, columns, params, view.prepare(records)), records)
 
 
 @runtime_checkable
@@ -72,11 +73,11 @@ class SummedTarget(Protocol):
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the sum of the parts."""
-        ...
+        return torch.stack([part(view, params, records) for part in self.parts()]).sum()
 
 
 @dataclass(frozen=True)
-class Return:
+class Return(MeanTarget):
     """A surrogate of the expected return: `mean(log pi(a|s) A)` over the records, advantages not normalised (LDA §3.2).
 
     Its gradient at the policy that collected the records is the policy gradient, so the training buffer serves as
@@ -98,13 +99,9 @@ class Return:
         """Return the target from the outputs of all records."""
         return self.values(outputs, records).mean()
 
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
-        """Return the target, a scalar."""
-        return self.from_outputs(view(params, view.prepare(records)), records)
-
 
 @dataclass(frozen=True)
-class MeanObjective:
+class MeanObjective(MeanTarget):
     """The mean over units of their records' mean objective: what training itself raises, by its policy part (DTV).
 
     The objective is that of the scoring, without terms of value, entropy and divergence (`policy_part`). Its advantages
@@ -154,10 +151,6 @@ class MeanObjective:
         """Return the target from the outputs of all records."""
         weights = self.weights(records)
         return (weights * self.values(outputs, records)).sum() / (self.total or weights.sum())
-
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
-        """Return the target, a scalar."""
-        return self.from_outputs(view(params, view.prepare(records)), records)
 
 
 def bind_objective(target: Target, objective: Objective) -> Target:

@@ -38,7 +38,7 @@ def label_units(records: RecordBatch, unit: Unit | None = "record") -> Int[Tenso
                 "unit='group' needs the number of each record's prompt, which these records lack: pass group_ids to "
                 "RecordBatch or make_rows, one number for all responses to a prompt."
             )
-        return number_pairs(groups, None)
+        return _number_pairs(groups, None)
     ids, environments = _read_known(records.episode_ids), _read_known(records.env_index)
     if ids is None and records.episode_starts is not None and environments is not None:
         # An environment's records are in the order of time, but those of several may alternate.
@@ -47,18 +47,17 @@ def label_units(records: RecordBatch, unit: Unit | None = "record") -> Int[Tenso
         ids[order] = records.episode_starts.cpu()[order].cumsum(0)
     if ids is None:
         raise InvalidRecords(
-            "unit='episode' needs to know where episodes begin, and these records do not say: pass episode_ids, or "
-            "episode_starts and env_index, to RecordBatch. whence.flatten_rollout makes them of a rollout's "
-            "episode_starts."
+            "These records do not say where episodes begin: pass episode_ids, or episode_starts and env_index, to "
+            "RecordBatch. whence.flatten_rollout makes them of a rollout's episode_starts."
         )
-    return number_pairs(ids, environments)
+    return _number_pairs(ids, environments)
 
 
 def _read_known(numbers: Int[Tensor, " n"] | None) -> Int[Tensor, " n"] | None:
     return None if numbers is None or (numbers < 0).any() else numbers.cpu()
 
 
-def number_pairs(ids: Int[Tensor, " n"], environments: Int[Tensor, " n"] | None) -> Int[Tensor, " n"]:
+def _number_pairs(ids: Int[Tensor, " n"], environments: Int[Tensor, " n"] | None) -> Int[Tensor, " n"]:
     """Return a number from 0 for each record, the same where both its id and its environment are the same."""
     numbers: Tensor
     distinct, numbers = ids.cpu().unique(return_inverse=True)

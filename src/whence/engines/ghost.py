@@ -25,7 +25,6 @@ from whence.engines.problem import (
     pullback,
     target_gradients,
 )
-from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Tape, count_uses, covered_layers, record_pass
 
 T = TypeVar("T")
@@ -180,8 +179,8 @@ def _weighted_gradient(tape: Tape, g: list[Tensor | None], weights: Tensor) -> G
 def _weighted_direction(weights: Tensor, call: Call, g: Tensor) -> Gradient:
     """Sum the gradients of the records' quantities in the parameters of a call's layer, each with its weight."""
     total = Gradient()
-    for of_block in _by_blocks(partial(call.layer.rule.gradient, call.layer.module), call.x, g, weights):
-        total = add_gradients(total, {name: of_block[key] for key, name in call.layer.names.items()})
+    for of_block in _by_blocks(call.layer.gradient, call.x, g, weights):
+        total = add_gradients(total, {**of_block})
     return total
 
 
@@ -220,7 +219,7 @@ def _products_during_backward(tape: Tape, directions: Sequence[Direction], seed:
     def add_call(call: Call, g: Tensor | None) -> None:
         if g is not None:
             for row, find_direction in zip(total, directions, strict=True):
-                row += _call_product(call, g, find_direction(call, g), len(row))
+                row += _call_product(call, g, find_direction(call, g))
 
     def make_hook(at: int, output: int) -> Callable[[Sequence[Tensor | None]], None]:
         return lambda output_gradients: add_call(through.pop(at), output_gradients[output])
@@ -253,18 +252,14 @@ def _layer_products(tape: Tape, g: list[Tensor | None], gradient: Gradient) -> T
     total = tape.outputs.log_prob.new_zeros(len(tape.problem.records))
     for call, of_output in zip(tape.calls, g, strict=True):
         if of_output is not None:
-            total += _call_product(call, of_output, gradient, len(total))
+            total += _call_product(call, of_output, gradient)
     return total
 
 
-def _call_product(call: Call, g: Tensor, gradient: Gradient, size: int) -> Tensor:
-    """Return the part of the products that one call of a layer adds for a target's gradient, (size,)."""
-    direction: LayerTensors = {key: gradient[name] for key, name in call.layer.names.items() if name in gradient}
-    if not direction:
-        return g.new_zeros(size)
+def _call_product(call: Call, g: Tensor, gradient: Gradient) -> Tensor:
+    """Return the part of the products that one call of a layer adds for a target's gradient, (n,)."""
     with torch.no_grad():
-        product = partial(call.layer.rule.product, call.layer.module, direction)
-        return torch.cat(_by_blocks(product, call.x, g))
+        return torch.cat(_by_blocks(partial(call.layer.product, gradient), call.x, g))
 
 
 def _by_blocks(rule: Callable[..., T], x: Tensor, g: Tensor, *more: Tensor) -> list[T]:

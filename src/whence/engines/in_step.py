@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from whence.core import Outputs
 from whence.engines.problem import Gradient, Refused
-from whence.engines.rules import LayerTensors
 from whence.engines.tape import Call, Layer, check_uses, record_call
 
 
@@ -59,9 +58,8 @@ class Step:
         scores = loss.new_zeros(self._rows, dtype=torch.promote_types(loss.dtype, torch.float32))
         with torch.no_grad():
             for call, g in zip(self._calls, self._output_gradients, strict=True):
-                direction = {key: target[name] for key, name in call.layer.names.items() if name in target}
-                if g is not None and direction:
-                    scores -= _multiply(call, g, direction)
+                if g is not None:
+                    scores -= _multiply(call, g, target)
         return scores / scale
 
     def add_gradient(self, weights: Float[Tensor, " n"], total: Gradient | None = None) -> None:
@@ -134,13 +132,12 @@ def _note_call(step: Step, layer: Layer, module: nn.Module, args: tuple[Any, ...
     return replaced
 
 
-def _multiply(call: Call, g: Tensor, direction: LayerTensors) -> Float[Tensor, " n"]:
-    """Return the products of the rows' gradients in a call's layer with a direction, in single precision at least."""
+def _multiply(call: Call, g: Tensor, target: Gradient) -> Float[Tensor, " n"]:
+    """Return the products of the rows' gradients in a call's layer with a target's, in single precision at least."""
     if g.dtype == torch.float16:  # small numbers would be 0
         g = g.float()
-    return call.layer.rule.product(
-        call.layer.module, {k: t.to(g.dtype) for k, t in direction.items()}, _cast(call, g), g
-    )
+    direction = {name: target[name].to(g.dtype) for name in call.layer.names.values() if name in target}
+    return call.layer.product(direction, _cast(call, g), g)
 
 
 def _sum_rows(call: Call, g: Tensor, rows: Tensor, weights: Tensor | None) -> Gradient:
@@ -150,8 +147,7 @@ def _sum_rows(call: Call, g: Tensor, rows: Tensor, weights: Tensor | None) -> Gr
     x = _cast(call, g)
     if len(rows) < len(g):
         x, g = x[rows], g[rows]
-    tensors = call.layer.rule.gradient(call.layer.module, x, g, None if weights is None else weights.to(g.dtype))
-    return {name: tensors[key] for key, name in call.layer.names.items()}
+    return call.layer.gradient(x, g, None if weights is None else weights.to(g.dtype))
 
 
 def _cast(call: Call, g: Tensor) -> Tensor:

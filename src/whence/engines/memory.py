@@ -136,15 +136,12 @@ def _sum_parameters(view: Any, params: Mapping[str, Tensor], records: RecordBatc
 
 
 @dataclass(frozen=True)
-class _SumOfOutputs:
+class _SumOfOutputs(BatchTarget):
     reads: frozenset[str]
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:
         columns = (getattr(outputs, name) for name in self.reads)
         return torch.stack([column.mean() for column in columns if column is not None]).sum()
-
-    def __call__(self, view: Any, params: Mapping[str, Tensor], records: RecordBatch) -> Tensor:
-        return self.from_outputs(view(params, view.prepare(records)), records)
 
 
 class _Meter(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import COLUMNS, Outputs, Params, PolicyView, RecordBatch, Unsupported, compute_outputs, is_in_shards
+from whence.core import COLUMNS, BatchTarget, Outputs, RecordBatch, Unsupported, is_in_shards
 from whence.engines.auto import ENGINES, run_engine
 from whence.engines.ghost import find_factors
 from whence.engines.gradient_masks import add_masks
@@ -17,7 +17,7 @@ from whence.engines.tape import Tape, covered_layers, record_pass
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(BatchTarget):
     """The sum of the records' values of a `MeanTarget`, each with its weight; None: 1."""
 
     target: Any
@@ -34,9 +34,6 @@ class _Part:
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         values: Tensor = self.target.values(outputs, records)
         return (values if self.weights is None else self.weights * values).sum()
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        return self.from_outputs(compute_outputs(view, self.reads, params, view.prepare(records)), records)
 
 
 def leave_out(

@@ -17,8 +17,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.core import BatchTarget, SummedTarget, Target, WhenceError, release_whole, target_name, whole_shape
-from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_like, compute_seeds, pullback
-from whence.engines.rules import LayerTensors
+from whence.engines.problem import (
+    Gradient,
+    Problem,
+    Refused,
+    Seeds,
+    add_gradients,
+    bind_batch_targets,
+    compute_like,
+    compute_seeds,
+    pullback,
+)
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 
 Shards = dict[str, Float[Tensor, " part"]]
@@ -144,17 +153,11 @@ def _add_to_shards(
 ) -> None:
     """Add a pass's gradient, layer by layer: summed over the processes, of which each keeps its shard."""
     assert problem.summed is not None
-    by_layer: dict[int, list[tuple[Call, Tensor]]] = {}
-    for call, g in zip(calls, derivatives, strict=True):
-        if g is not None:
-            by_layer.setdefault(id(call.layer), []).append((call, g))
     for layer in layers:
-        total: dict[str, Tensor] = {}
-        for call, g in by_layer.get(id(layer), []):
+        total: Gradient = {}
+        for call, g in _list_calls(layer, calls, derivatives):
             with torch.no_grad():
-                gradient = layer.rule.gradient(layer.module, call.x, g, g.new_ones(len(g)))
-            for key, name in layer.names.items():
-                total[name] = total[name] + gradient[key] if name in total else gradient[key]
+                total = add_gradients(total, {**layer.gradient(call.x, g, g.new_ones(len(g)))})
         for name in layer.names.values():
             parameter = problem.parameters[name]
             whole = total.get(name)
@@ -162,6 +165,12 @@ def _add_to_shards(
                 whole = torch.zeros(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
             shard = _cut_shard(problem.summed({name: whole.contiguous()})[name])
             shards[name] = shards[name] + shard if name in shards else shard
+
+
+def _list_calls(layer: Layer, calls: list[Call], derivatives: list[Tensor | None]) -> list[tuple[Call, Tensor]]:
+    """Return the calls of a layer that a pass reached, each with its output's gradient."""
+    pairs = zip(calls, derivatives, strict=True)
+    return [(call, g) for call, g in pairs if call.layer is layer and g is not None]
 
 
 def _cut_shard(whole: Tensor) -> Float[Tensor, " part"]:
@@ -186,15 +195,13 @@ def _compute_products(
     derivatives = _pull(tape, seed)
     total = tape.outputs.log_prob.new_zeros(len(gradients), len(tape.problem.records))
     for layer in layers:
-        calls = [
-            (call, g) for call, g in zip(tape.calls, derivatives, strict=True) if call.layer is layer and g is not None
-        ]
+        calls = _list_calls(layer, tape.calls, derivatives)
         for row, shards in zip(total, gradients, strict=True):
-            direction: LayerTensors = {
-                key: _join_shards(shards[name], whole_shape(tape.problem.parameters[name]))
-                for key, name in layer.names.items()
+            direction = {
+                name: _join_shards(shards[name], whole_shape(tape.problem.parameters[name]))
+                for name in layer.names.values()
             }
             for call, g in calls:
                 with torch.no_grad():
-                    row += layer.rule.product(layer.module, direction, call.x, g)
+                    row += layer.product(direction, call.x, g)
     return total

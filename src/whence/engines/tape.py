@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from whence.core import Outputs
-from whence.engines.problem import Problem, Refused
-from whence.engines.rules import LayerRule, rule_for, ruled_types
+from whence.engines.problem import Gradient, Problem, Refused
+from whence.engines.rules import LayerRule, LayerTensors, rule_for, ruled_types
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,16 @@ class Layer:
     module: nn.Module
     rule: LayerRule
     names: dict[str, str]
+
+    def gradient(self, x: Tensor, g: Tensor, weights: Tensor | None) -> Gradient:
+        """Return the weighted sum of the records' gradients in the layer's parameters; see `LayerRule.gradient`."""
+        tensors = self.rule.gradient(self.module, x, g, weights)
+        return {name: tensors[key] for key, name in self.names.items()}
+
+    def product(self, direction: Gradient, x: Tensor, g: Tensor) -> Tensor:
+        """Return each record's product with a direction in the policy's parameters, (n,); see `LayerRule.product`."""
+        part: LayerTensors = {key: direction[name] for key, name in self.names.items() if name in direction}
+        return self.rule.product(self.module, part, x, g) if part else g.new_zeros(len(g))
 
 
 def covered_layers(modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[Layer]:

@@ -1,10 +1,9 @@
 """Scores of records by the whole round: all epochs, the real optimiser (LDA §3.1, and beyond it)."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -42,10 +41,7 @@ TRAJECTORY, OPTIMIZER, MOMENTUM, UNROLLED = "trajectory", "optimizer", "optimize
 _PRODUCTS = (TRAJECTORY, OPTIMIZER, MOMENTUM)
 """Methods that multiply the target's gradient at every step with those of the records."""
 
-SCHEDULED = (*_PRODUCTS, UNROLLED)
-"""Ways to attribute a round along its own schedule."""
-
-METHODS = (*SCHEDULED, SMOOTHED)
+METHODS = (*_PRODUCTS, UNROLLED, SMOOTHED)
 """Ways to attribute a round."""
 
 
@@ -110,7 +106,6 @@ def attribute_round(
         if each not in METHODS:
             raise WhenceError(f"method is {each!r}.{suggest(each, METHODS)}")
     round = open_round(policy, recording, dtype=dtype)
-    totals: dict[str, Float[Tensor, "epochs n"]] = {}
     with (
         preserve_rng_state(),
         eval_mode(list(round.view.module.modules())),
@@ -119,8 +114,7 @@ def attribute_round(
         raise_on_divergence(round),
     ):
         target = check_target(target, round)
-        for one in plan_passes(methods):
-            totals |= sum_by_epoch(round, target, one, memory)
+        totals = sum_by_epoch(round, target, methods, memory)
         if SMOOTHED in methods:
             totals[SMOOTHED] = smoothed_scores(round, target, memory, draws=draws, share=share, seed=seed)
     influences = {each: _make_influences(totals[each], round, target, each, per_epoch=per_epoch) for each in methods}
@@ -158,36 +152,13 @@ def snapshot_scores(round: SteppedRound, target: Target) -> Float[Tensor, " n"]:
         return _directional_derivatives(round, round.start, whole, target_gradient(round, round.start.params, target))
 
 
-class Pass(NamedTuple):
-    """Methods that share one pass over a round's steps.
-
-    Attributes:
-        methods: their names.
-        scores: `scores(round, target, interval)` returns the scores of each method; a backward pass stores the point
-            before every `interval`-th step.
-        backwards: whether it goes from the last step to the first, and so needs stored points.
-    """
-
-    methods: tuple[str, ...]
-    scores: Callable[[SteppedRound, Target, int], Mapping[str, Scores]]
-    backwards: bool
-
-
-def plan_passes(methods: Collection[str]) -> list[Pass]:
-    """Return the fewest passes over the steps that serve some of `SCHEDULED`."""
-    passes = []
-    if products := tuple(name for name in _PRODUCTS if name in methods):
-        passes.append(Pass(products, partial(_score_by_products, products), backwards=MOMENTUM in products))
-    if UNROLLED in methods:
-        passes.append(Pass((UNROLLED,), _score_by_unrolling, backwards=True))
-    return passes
-
-
-def sum_by_epoch(round: SteppedRound, target: Target, one: Pass, memory: int) -> dict[str, Float[Tensor, "epochs n"]]:
+def sum_by_epoch(
+    round: SteppedRound, target: Target, methods: Collection[str], memory: int
+) -> dict[str, Float[Tensor, "epochs n"]]:
     """Return the scores of each record in each epoch, on the CPU, by method; points may take `memory` bytes."""
     recording, like = round.recording, round.records.log_probs
     totals = {}
-    for method, by_step in one.scores(round, target, _choose_interval(round, one, memory)).items():
+    for method, by_step in score_steps(round, target, methods, _choose_interval(round, memory)).items():
         by_epoch = torch.zeros(max(recording.epochs, default=0) + 1, len(like), dtype=like.dtype)
         for number, scores in enumerate(by_step):
             by_epoch[recording.epochs[number]].index_add_(0, recording.steps[number].cpu(), scores.detach().cpu())
@@ -195,25 +166,35 @@ def sum_by_epoch(round: SteppedRound, target: Target, one: Pass, memory: int) ->
     return totals
 
 
-def _choose_interval(round: SteppedRound, one: Pass, memory: int) -> int:
+def _choose_interval(round: SteppedRound, memory: int) -> int:
     """Return the smallest interval between stored points that fits, so that the fewest have to be computed again."""
     count = len(round)
     # Above the root of the number of steps, a longer segment takes more than it saves.
     longest = math.isqrt(count) + 1
-    for interval in range(1, longest if one.backwards else 2):
+    for interval in range(1, longest):
         # The stored points, a segment, the point after it and the derivative.
         if (math.ceil(count / interval) + interval + 2) * round.start.nbytes <= memory:
             return interval
     return longest
 
 
+def score_steps(round: SteppedRound, target: Target, methods: Collection[str], interval: int) -> dict[str, Scores]:
+    """Return the scores of each step's minibatch by those methods that go along the round's own schedule.
+
+    A pass from the last step to the first stores the point before every `interval`-th step.
+    """
+    products = [name for name in _PRODUCTS if name in methods]
+    scores = _score_by_products(products, round, target, interval) if products else {}
+    return scores | ({UNROLLED: _score_by_unrolling(round, target, interval)} if UNROLLED in methods else {})
+
+
 def _score_by_products(
     methods: Collection[str], round: SteppedRound, target: Target, interval: int
-) -> Mapping[str, Scores]:
+) -> dict[str, Scores]:
     """Return the scores of methods that need the target's gradient at every step, which is most of their cost."""
     optimizer = round.recording.optimizer
     carried = torch.zeros_like(round.start.params)
-    scores: Mapping[str, Scores] = {method: [torch.empty(0)] * len(round) for method in methods}
+    scores = {method: [torch.empty(0)] * len(round) for method in methods}
     for number, before, after in _iterate_backwards(round, interval) if MOMENTUM in methods else _iterate_steps(round):
         minibatch = round.minibatch(number)
         ascent = target_gradient(round, before.params, target)
@@ -274,7 +255,7 @@ def _iterate_backwards(round: SteppedRound, interval: int) -> Iterator[tuple[int
             after = before
 
 
-def _score_by_unrolling(round: SteppedRound, target: Target, interval: int) -> Mapping[str, Scores]:
+def _score_by_unrolling(round: SteppedRound, target: Target, interval: int) -> Scores:
     scores: Scores = [torch.empty(0)] * len(round)
     adjoint = None
     for number, before, after in _iterate_backwards(round, interval):
@@ -283,7 +264,7 @@ def _score_by_unrolling(round: SteppedRound, target: Target, interval: int) -> M
         minibatch = round.minibatch(number)
         pulled, by_weight = pull_back(round, before, minibatch, torch.ones_like(minibatch.records.log_probs), adjoint)
         scores[number], adjoint = by_weight.detach(), pulled.map(Tensor.detach)
-    return {UNROLLED: scores}
+    return scores
 
 
 def _directional_derivatives(

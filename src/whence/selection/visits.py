@@ -14,7 +14,7 @@ from whence.advantages import (
     returns_to_go,
     td_errors,
 )
-from whence.core import InvalidRecords, RecordBatch, named_leaves, to_numpy
+from whence.core import InvalidRecords, RecordBatch, label_units, named_leaves, to_numpy
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +59,13 @@ def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits")
         )
     order, starts, envs = _read_episodes(records)
     rewards, advantages, values = (read_column(records, name)[order] for name in ("rewards", "advantages", "values"))
-    returns, episodes = np.empty(len(records)), np.empty(len(records), np.int64)
+    returns = np.empty(len(records))
     returns[order] = returns_to_go(rewards, advantages, values, starts, envs, records.gamma)
     states, actions = number_states(records), records.actions.reshape(-1).cpu().numpy()
-    episodes[order] = np.cumsum(starts | (np.diff(envs, prepend=envs[:1]) != 0))
     pairs = number_pairs(states, actions)
     return VisitedAdvantages(
         monte_carlo_advantages(returns, states, actions),
-        monte_carlo_errors(returns, states, actions, episodes),
+        monte_carlo_errors(returns, states, actions, label_units(records, "episode").numpy()),
         group_means(returns, states),
         np.bincount(pairs)[pairs],
     )

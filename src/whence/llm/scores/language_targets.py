@@ -20,6 +20,7 @@ from whence.core import (
     Params,
     PolicyView,
     RecordBatch,
+    SummedTarget,
     Target,
     WhenceError,
     compute_outputs,
@@ -138,7 +139,7 @@ def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> T
 
 
 @dataclass(frozen=True, eq=False)
-class _ShareOfParts:
+class _ShareOfParts(SummedTarget):
     """Every `number`-th part of a mean over other rows, beginning with part `rank`."""
 
     mean: _MeanTarget
@@ -151,9 +152,6 @@ class _ShareOfParts:
     def spare_part(self) -> Target:
         # Of a process that has fewer parts than others, or none.
         return next(iter(self.mean.parts()))
-
-    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
-        return torch.stack([part(view, params, records) for part in self.parts()]).sum()
 
 
 def compute_log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:

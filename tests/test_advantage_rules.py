@@ -78,22 +78,20 @@ def batch(**changed: Any) -> RecordBatch:
     return RecordBatch(**(columns | changed))
 
 
-@pytest.mark.parametrize(("order", "dropped"), [("distance", [1, 3]), ("product", [1, 3])])
-def test_records_that_disagree_with_their_return_are_dropped(order: Any, dropped: list[int]) -> None:
+def dropped(order: Any, share: float, *advantages: float) -> list[int]:
+    changed = {"advantages": torch.tensor(advantages)} if advantages else {}
+    return (~AdvantageMismatch(order, drop=share).select(batch(**changed)).keep).nonzero().flatten().tolist()
+
+
+def test_records_that_disagree_with_their_return_are_dropped() -> None:
     # The estimates are 5 - 3.5 = 1.5 and 2 - 3.5 = -1.5 (the last return is advantage + value = 1). Records 0, 1, 3, 4
     # and 5 have the other sign; floor(0.5 * 5) = 2 go. Distances: 2.5, 5.5, 3.5, 2, 2.5; products: -1.5, -6, -3, ...
-    selection = AdvantageMismatch(order, drop=0.5).select(batch())
-    assert (~selection.keep).nonzero().flatten().tolist() == dropped
-    assert selection.reasons[1] == "advantage of another sign than the return shows"
-
-
-def test_distance_and_product_are_two_orders() -> None:
-    # The estimates stay; record 0 lies furthest from its estimate where products cannot tell: its advantage is 0.
-    records = batch(advantages=torch.tensor([0.0, 1.0, 1.0, 1.0, -1.0, 1.0]))
-    assert (~AdvantageMismatch("distance", drop=0.4).select(records).keep).nonzero().flatten().tolist() == [3]
-    tied = batch(advantages=torch.tensor([0.0, 1.0, 1.0, 0.25, -1.0, 1.0]))
-    assert (~AdvantageMismatch("distance", drop=0.7).select(tied).keep).nonzero().flatten().tolist() == [3, 5]
-    assert (~AdvantageMismatch("product", drop=0.4).select(tied).keep).nonzero().flatten().tolist() == [5]
+    assert dropped("distance", 0.5) == dropped("product", 0.5) == [1, 3]
+    assert AdvantageMismatch(drop=0.5).select(batch()).reasons[1] == "advantage of another sign than the return shows"
+    # Record 0 lies far from its estimate where products cannot tell: its advantage is 0.
+    assert dropped("distance", 0.4, 0.0, 1.0, 1.0, 1.0, -1.0, 1.0) == [3]
+    assert dropped("distance", 0.7, 0.0, 1.0, 1.0, 0.25, -1.0, 1.0) == [3, 5]
+    assert dropped("product", 0.4, 0.0, 1.0, 1.0, 0.25, -1.0, 1.0) == [5]
 
 
 def test_td_errors_rank_the_records() -> None:

@@ -6,8 +6,6 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from toys import model
 from whence import (
@@ -103,25 +101,6 @@ def test_episodes_longer_than_a_fold_are_cut():
     assert fold.bincount().tolist() == [4, 4, 4, 4]
     assert sorted(fold[:12].tolist()) == fold[:12].tolist()  # stretches of consecutive steps
     assert fold[12:].unique().numel() == 1
-
-
-class Work(TorchDispatchMode):
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **kwargs or {})
-        self.numbers += sum(each.numel() for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-        return output
-
-
-def test_the_work_of_folds_grows_with_the_records():
-    work = []
-    for episodes in (30, 300):
-        _, records = small_records([1] * episodes)
-        with Work() as counted:
-            balance_folds(records, 3)
-        work.append(counted.numbers)
-    assert work[1] < 11 * work[0]
 
 
 def test_targets_of_folds_pass_over_their_records_alone():

@@ -154,15 +154,6 @@ class TestGroups:
         assert not torch.equal(random, trainings[5][0])
         assert table["kept"].to_list() == [64, 61, 61] * 2
 
-    def test_what_scores_below_0_as_a_group_is_what_intervening_leaves_out(self, case):
-        model, recording, scores = case
-        group = scores.record_ids[scores.scores < 0].tolist()
-        before = state_of(model)
-        table = intervene(model.policy, recording, group, evaluate=lambda params, _: weight(params), orders=2, seed=3)
-        assert_untouched(before, state_of(model))
-        intervened = intervene(model.policy, recording, scores, evaluate=weight, orders=2, seed=3)
-        assert table.filter(pl.col("outcome") == "evaluated").to_dicts() == intervened.to_dicts()
-
     def test_the_probability_is_the_policys_of_what_the_group_did(self, case):
         model, recording, _ = case
         chosen = torch.tensor([5, 6, 50])

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from typer.testing import CliRunner
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Return, RoundRecording, WhenceError, attribute_round, cli
 from whence.counterfactual import leave_out, removals
+from whence.counterfactual.outcomes import measure_outcomes
 from whence.counterfactual.retrain import retrain
-from whence.rounds import METHODS, replay
-from whence.rounds.replay import open_round
-from whence.sb3.base.sampling import cut_minibatches
+from whence.rounds import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -32,36 +30,28 @@ def case(request: pytest.FixtureRequest) -> Any:
 
 
 class RetrainSpy:
-    """`retrain`, which also stores its arguments."""
+    """`retrain`, which also stores its arguments and results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Any, Any]] = []
+        self.params: list[Any] = []
         monkeypatch.setattr(removals, "retrain", self)
 
     def __call__(self, policy: Any, recording: Any, kept: Any, *, orders: Any, memory: int) -> Any:
         self.calls.append((kept, orders))
-        return retrain(policy, recording, kept, orders=orders, memory=memory)
+        self.params.append(retrain(policy, recording, kept, orders=orders, memory=memory))
+        return self.params[-1]
 
 
 def weight(params: Any, repetition: int) -> float:
     return float(params["action_net.weight"].sum()) + repetition * float(params["action_net.bias"][0])
 
 
-def outcomes_of(model: Any, recording: Any, params: Any, repetition: int) -> dict[str, float]:
-    """Return the outcomes of one training, by their definitions."""
-    round = open_round(model.policy, recording)
-    with torch.no_grad():
-        log_probs = round.view(params, round.inputs).log_prob
-        target = float(Return()(round.view, params, round.records))
-    surrogate = float(((log_probs - round.records.log_probs).exp() * round.records.advantages).mean())
-    return {"target": target, "surrogate": surrogate, "evaluated": weight(params, repetition)}
-
-
 def select_rows(table: pl.DataFrame, **columns: Any) -> pl.DataFrame:
     return table.filter(*(pl.col(name).eq_missing(value) for name, value in columns.items()))
 
 
-def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_the_outcomes_without_the_highest_and_the_lowest(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, recording = case
     rng = np.random.default_rng(0)
     scores = {"one": rng.normal(size=64), "two": rng.normal(size=64)}
@@ -89,44 +79,23 @@ def test_curves_are_those_of_one_training_at_a_time(case: Any, monkeypatch: pyte
         mask[ranked[-count:] if side == "top" else ranked[:count]] = False
         return [mask]
 
-    def train_recorded(mask: Any) -> dict[str, float]:
-        return outcomes_of(model, recording, replay(model.policy, recording, weights=mask.float()), 0)
-
-    def train_reshuffled(mask: Any, number: int) -> dict[str, float]:
-        """Train on the records that a mask keeps of the permutations of all records."""
-        whole = orders[number - 1]
-        epochs = [torch.cat([minibatch[0] for minibatch in whole[first : first + 4]]) for first in (0, 4, 8)]
-        filtered = [permutation[mask[permutation]].numpy() for permutation in epochs]
-        cut = [torch.from_numpy(m) for epoch in filtered for m in cut_minibatches(epoch, 16, join=True)]
-        reshuffled = replace(recording, minibatches=cut, epochs=[0] * len(cut), stopped=False)
-        return outcomes_of(model, recording, replay(model.policy, reshuffled), number)
-
-    everything = torch.ones(64, dtype=torch.bool)
     assert len(shuffled) == 2
     assert all(torch.equal(mask, kept) for mask, _ in shuffled)
-    orders = [[minibatch[:1] for minibatch in minibatches] for _, minibatches in shuffled]
-    assert not torch.equal(orders[0][0], orders[1][0])
-    ways: dict[str, list[Any]] = {
-        "recorded": [train_recorded],
-        "reshuffled": [lambda mask, number=number: train_reshuffled(mask, number) for number in (1, 2)],
-    }
-    wholes = {truth: [way(everything) for way in by_order] for truth, by_order in ways.items()}
+    first, second = (minibatches[0][0] for _, minibatches in shuffled)  # of training on everything
+    assert not torch.equal(first, second)
+    runs = [
+        measure_outcomes(model.policy, recording, params, Return(), weight, number)
+        for number, params in enumerate(spy.params)
+    ]
+    places = {tuple(mask.tolist()): place for place, mask in enumerate(kept)}
     for (truth, score, side, count), rows in table.group_by("truth", "score", "side", "removed"):
-        outcomes = [[way(mask) for mask in masks(score, side, count)] for way in ways[truth]]
+        chosen = [places[tuple(mask.tolist())] for mask in masks(score, side, count)]
         for row in rows.to_dicts():
-            outcome = row["outcome"]
-            changes = np.array(
-                [
-                    [one[outcome] - whole[outcome] for one in of_order]
-                    for of_order, whole in zip(outcomes, wholes[truth], strict=True)
-                ]
-            )
+            by_order = [run[row["outcome"]] for run in (runs[:1] if truth == "recorded" else runs[1:])]
+            changes = np.array([values[chosen] - values[0] for values in by_order])
             repeated = changes.mean(axis=0) if side == "random" else changes[:, 0]
-            assert row["change"] == pytest.approx(changes.mean(), abs=1e-5)
-            if len(repeated) == 1:
-                assert row["spread"] is None
-            else:
-                assert row["spread"] == pytest.approx(repeated.std(ddof=1) / np.sqrt(len(repeated)), abs=1e-5)
+            spread = None if len(repeated) == 1 else repeated.std(ddof=1) / np.sqrt(len(repeated))
+            assert (row["change"], row["spread"]) == (pytest.approx(changes.mean()), spread and pytest.approx(spread))
 
 
 def test_the_lowest_left_out_raise_the_target_and_the_highest_lower_it() -> None:

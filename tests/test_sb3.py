@@ -236,23 +236,6 @@ def test_scoring_changes_nothing_also_when_it_raises(algorithm: Any, kwargs: dic
         copy.deepcopy(toy.policy)
 
 
-def test_an_error_inside_the_policy_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = model()
-    records = collect(toy)
-    before = all_state(toy)
-    forward = toy.policy.action_net.forward
-
-    def broken(x: Tensor) -> Tensor:
-        raise RuntimeError("broken layer")
-
-    toy.policy.action_net.forward = broken
-    with pytest.raises(RuntimeError, match="broken layer"):
-        attribute(toy.policy, records, target=Return())
-    del toy.policy.action_net.forward
-    assert toy.policy.action_net.forward == forward
-    assert all_state(toy) == before
-
-
 def keeping(rows: list[int], n: int) -> Selection:
     keep = torch.zeros(n, dtype=torch.bool)
     keep[rows] = True

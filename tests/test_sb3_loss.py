@@ -123,11 +123,7 @@ def test_maskable_ppo(observation: str, action: str) -> None:
     check_scores(model(MaskablePPO, observation=observation, action=action), ent_coef=0.01)
 
 
-def test_the_ghost_engine() -> None:
-    check_scores(model(), engine="ghost")
-
-
-@pytest.mark.parametrize("engine", ["loop", "forward", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "ghost", "forward", "vmap"])
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
 def test_engines(algorithm: Any, engine: str) -> None:
     check_scores(model(algorithm, action="box"), engine=engine)

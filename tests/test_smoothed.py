@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from test_rounds import model_of, recorded
 from whence import Return, attribute_round
 from whence.core import Outputs
-from whence.counterfactual import draw_subsets, reshuffle, retrain
-from whence.counterfactual.outcomes import measure_outcomes
 from whence.engines.memory import measure_bytes
 from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, open_round, step
@@ -126,23 +123,3 @@ def test_memory_is_held(gentle, at_once, monkeypatch):
     peak = max(measure_bytes(lambda: smoothed_scores(round, Return(), int(1.01 * memory), draws=6)))
     assert sizes[1] == at_once
     assert 0.5 * memory < peak <= 1.5 * memory  # subsets and orders of all trainings come on top
-
-
-def test_it_sees_the_edge_that_the_derivative_does_not():
-    """Where many ratios are clipped, sums of smoothed scores predict trainings on halves, and unrolled ones do not."""
-    model = model_of(n_steps=128, batch_size=32, n_epochs=10, learning_rate=0.01, max_grad_norm=10.0)
-    recording = recorded(model)
-    generator = torch.Generator().manual_seed(3)
-    kept = draw_subsets(256, 0.5, 60, generator)
-    surrogates = []
-    for _ in range(4):
-        orders = reshuffle(kept, 32, 10, generator)
-        trained = retrain(model.policy, recording, kept, orders=orders)
-        surrogates.append(measure_outcomes(model.policy, recording, trained, Return(), None)["surrogate"])
-    truth = np.mean(surrogates, axis=0)
-    rank = {}
-    for method in ("unrolled", "smoothed"):
-        scores = attribute_round(model.policy, recording, target=Return(), method=method).scores
-        rank[method] = stats.spearmanr(kept.double().numpy() @ scores.double().numpy(), truth).statistic
-    assert rank["smoothed"] > 0.5
-    assert rank["smoothed"] > rank["unrolled"] + 0.1

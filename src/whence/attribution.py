@@ -177,19 +177,13 @@ def score_targets(
     summed: Summed | None = None,
     leave_one_out: Unit | None = None,
 ) -> dict[str, Influence]:
-    """Score records as `attribute` does: in passes of a given size, or a process's part of the records.
+    """Score records as `attribute` does, whose arguments the others are, for at least one target by its name.
 
     Args:
-        policy: see `attribute`.
-        records: see `attribute`.
-        targets: at least one, by name.
-        objective: see `attribute`.
-        engine: see `attribute`.
-        memory: see `attribute`; not read if `chunk_size` is given.
-        chunk_size: the most records in one pass; None: as many as `memory` allows. Scores do not depend on it.
+        chunk_size: the most records in one pass; None: as many as `memory` allows, which is not read otherwise. Scores
+            do not depend on it.
         summed: takes a gradient, one tensor per parameter, and returns its sum over the processes, each of which
-            scores a part of the records. Their targets then add up to the quantity to raise.
-        leave_one_out: see `attribute`; each unit's records are in one process.
+            scores a part of the records, and whole units. Their targets then add up to the quantity to raise.
     """
     check_memory(memory)
     if leave_one_out is not None:
@@ -275,14 +269,12 @@ def attribute_crossfit(
     never negative, and products with its own episode. Here episodes are assigned to folds, and each fold's records are
     scored by the gradient of the target on the other folds' records.
 
+    The other arguments are those of `attribute`. Records have to say where episodes begin; advantages are normalised
+    over all of them.
+
     Args:
-        policy: see `attribute`.
-        records: see `attribute`; they say where episodes begin.
         target: a target that reads the scored records; None: `Return()`.
         folds: the number of folds of episodes.
-        objective: see `attribute`; advantages are normalised over all records.
-        engine: see `attribute`.
-        memory: see `attribute`.
 
     Raises:
         WhenceError: the target reads no records; see also `split_target` and `attribute`.

@@ -128,14 +128,13 @@ def study(
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: the recorded round.
-        target: the target that the scores are for.
+        target: the target that the scores are for, and that is measured besides the surrogate.
         share: the share of the trained records, below 1, that each training keeps, including those that "smoothed"
             averages.
         count: the number of subsets.
         orders: the number of orders of each subset under "reshuffled", at least 2.
         scores: (n,) scores by name, in the order of the records; None: those of `compute_scores`.
-        methods: methods of `attribute_round`, for `compute_scores`.
-        draws: see `attribute_round`, for `compute_scores`.
+        methods: methods of `attribute_round`, for `compute_scores`, as `draws` are.
         evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
             the orders are the repetitions from 1, so that orders do not agree because of random numbers they share.
         seed: the seed of subsets, orders and random scores.

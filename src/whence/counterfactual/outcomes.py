@@ -123,16 +123,8 @@ def compute_scores(
     - The `methods` of `attribute_round`.
     - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` weighs records; "random".
 
-    Args:
-        policy: see `attribute_round`, as for `draws`, `share` and `memory`.
-        recording: the recorded round.
-        target: what to raise.
-        methods: methods of `attribute_round`.
-        draws: of "smoothed".
-        share: of "smoothed".
-        seed: the seed of the random scores and of `methods`.
-        memory: bytes that `methods` may hold at a time.
-        on_stage: called with the name of each stage as it begins.
+    The arguments are those of `attribute_round`; `seed` is that of the random scores, too, and `on_stage` is called with
+    the name of each stage as it begins.
 
     Returns:
         (n,) scores by name, in the order of the records.

@@ -48,18 +48,12 @@ def leave_out(
     The two truths and the outcomes are those of `study`. If a score shows which records help, leaving out its highest
     lowers the target, and leaving out its lowest raises it, by more than leaving out as many at random does.
 
+    The other arguments are those of `study`.
+
     Args:
-        policy: see `study`, as for `evaluate` and `memory`.
-        recording: the recorded round.
         scores: (n,) scores by name, in the order of the records; a positive one says that its record raised the target.
-        target: the target to measure, besides the surrogate.
         shares: the shares to leave out of the records that the round trained on; rounded down to whole records.
         draws: the number of random removals of each share.
-        orders: the number of orders in which "reshuffled" trains each removal.
-        evaluate: measures trained parameters; None: "evaluated" is left out.
-        seed: the seed of random removals and orders.
-        memory: bytes that training may hold at a time; see `retrain`.
-        on_stage: called with the name of each stage as it begins.
 
     Returns:
         A row for each truth, outcome, score, side and number removed: `score` (null at random), `side` ("top": the

@@ -28,7 +28,6 @@ from whence.selection.tables import read_weights as read_weights
 from whence.selection.tables import summarise_selection as summarise_selection
 from whence.selection.units import AGENT_UNITS as AGENT_UNITS
 from whence.selection.units import LANGUAGE_UNITS as LANGUAGE_UNITS
-from whence.selection.units import average_by_unit as average_by_unit
 from whence.selection.visits import compute_td_errors as compute_td_errors
 from whence.selection.visits import has_single_actions as has_single_actions
 from whence.selection.visits import measure_by_visits as measure_by_visits

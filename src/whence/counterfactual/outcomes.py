@@ -123,8 +123,8 @@ def compute_scores(
     - The `methods` of `attribute_round`.
     - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` weighs records; "random".
 
-    The arguments are those of `attribute_round`; `seed` is that of the random scores, too, and `on_stage` is called with
-    the name of each stage as it begins.
+    The arguments are those of `attribute_round`. `seed` is that of the random scores, too, and `on_stage` is called
+    with the name of each stage as it begins.
 
     Returns:
         (n,) scores by name, in the order of the records.

@@ -1,5 +1,7 @@
 """PPOTrainer choosing inside the step: its scores are the loop's, its steps those of the rows that are kept."""
 
+import itertools
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -9,6 +11,7 @@ from torch import nn
 
 from test_llm_trainer import ScoreAndKeepAll, copy_state, make_model, make_tokenizer, make_trainer
 from whence import NonPositive, Selection, WhenceError, attribute
+from whence.engines import Refused, Step
 from whence.llm import language_view
 from whence.llm.scores import SequenceReturn, TokenPPO, ValidationLoss, in_step
 
@@ -40,26 +43,38 @@ def train(folder, rule, scaled=False, **more):
     return trainer, seen
 
 
+def refuse():
+    raise Refused("no pass to take apart.")
+
+
 SETTINGS = {
     "accumulation, clipping": {"mini_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
     "checkpointed": {"model": make_checkpointed, "mini_batch_size": 3},
     "adapter on tied embeddings": {"model": make_lora},
     "scaled gradients": {"mini_batch_size": 2},
+    "passes that are refused": {"mini_batch_size": 2, "gradient_accumulation_steps": 2},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_keeping_all_is_plain_ppo(name, tmp_path):
+def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
     target = demonstrations if name == "checkpointed" else None
     settings = SETTINGS[name] | {"rounds": 2}
     make = settings.pop("model", make_model)
-    scaled = name == "scaled gradients"  # compared with scores without a scaler, which the others compare with none
-    plain, others = train(tmp_path / "plain", ScoreAndKeepAll() if scaled else None, model=make(), **settings)
+    scaled, refused = name == "scaled gradients", name == "passes that are refused"
+    rule = ScoreAndKeepAll() if scaled or refused else None  # whose steps the other names compare with those of none
+    plain, others = train(tmp_path / "plain", rule, model=make(), **settings)
+    if refused:  # every second pass, without the comparison before the first
+        calls, backward = itertools.count(), Step.backward
+        monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     arguments = {"model": make(), "target": target and target(), "scaled": scaled}
     trainer, seen = train(tmp_path / "in step", ScoreAndKeepAll(), **arguments, **settings)
     assert [influence is not None for _, influence, *_ in seen] == [target is not None, True]
     assert seen[1][1].provenance.engine == "in_step"
-    assert not scaled or torch.allclose(seen[1][1].scores, others[1][1].scores, rtol=1e-4)
+    scored = seen[1][1].scores != 0
+    assert scored.sum() == (4 if refused else 8)
+    if rule is not None:
+        assert torch.allclose(seen[1][1].scores[scored], others[1][1].scores[scored], rtol=1e-4)
     for key, tensor in copy_state(plain).items():
         assert torch.allclose(copy_state(trainer)[key], tensor, rtol=0, atol=1e-5), key
 

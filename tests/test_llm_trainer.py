@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
@@ -32,7 +30,7 @@ from whence import (
 )
 from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
-from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, make_rows
+from whence.llm.base import PPOConfig, Reference, WithValueHead, make_rows
 from whence.llm.base import token_losses as losses
 from whence.llm.base.run_description import describe_rows, name_object, to_json
 from whence.llm.ppo import PPOTrainer, make_rollout
@@ -96,7 +94,6 @@ _ARGUMENTS = (
     "objective",
     "on_rollout",
     "engine",
-    "autocast",
     "select",
     "held_out",
     "evaluate",
@@ -798,28 +795,6 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
     mask = rollout.responses.response_mask
     apart = (rollout.rows.observations["log_probs"] - exact)[mask].abs()
     assert 1e-5 < float(apart.max()) < 0.1
-
-
-def test_autocast_scores_in_bfloat16(tmp_path, monkeypatch):
-    distances = []
-
-    def score_and_compare(model, rows, scoring):
-        influence = score(model, rows, scoring)
-        exact = score(model, rows, replace(scoring, autocast=False)).scores
-        distances.append(float((influence.scores - exact).abs().max() / exact.abs().max()))
-        return influence
-
-    monkeypatch.setattr(trainer_module, "score", score_and_compare)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    trainer = make_trainer(tmp_path, NonPositive(), select="before", autocast=True)
-    trainer.train()
-    assert 1e-4 < max(distances) < 0.1
-    assert trainer._run.directory.config["autocast"] is True
-    fp16 = Processes(SimpleNamespace(mixed_precision="fp16", distributed_type=DistributedType.NO))
-    with pytest.raises(WhenceError, match="which is float16: small gradients would be 0 there"):
-        replace(trainer.scoring, processes=fp16).check()
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -306,26 +306,21 @@ def _choose_in_step(
 
     All rows of a pass have the denominator that they have if all rows of the step train.
     """
-    accelerator, total, parts = processes.accelerator, chooser.open_total(), []
+    accelerator, parts = processes.accelerator, []
     assert accelerator is not None
     scaler = accelerator.scaler
+    scale = 1.0 if scaler is None else scaler.get_scale()
     for pass_rows in step_rows.split(config.mini_batch_size * processes.number):
-        local = processes.part(len(pass_rows))
-        chunk, scores = pass_rows[local], torch.zeros(len(pass_rows), device=accelerator.device)
+        chunk, step, loss = pass_rows[processes.part(len(pass_rows))], None, None
         if len(chunk):
             with record_step(chooser.layers, chooser.parameters, len(chunk)) as step:
                 terms = evaluate_terms(view, rows.take(chunk), config, accelerator)
                 loss = terms.add_up(torch.ones(len(chunk)), len(step_rows), config.vf_coef)
                 loss = loss if scaler is None else scaler.scale(loss)
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            local_scores = step.backward(loss, chooser.gradient, scale / len(step_rows))
-            if local_scores is not None:
-                scores[local] = local_scores.to(scores)
-        weights = chooser.choose(pass_rows, processes.sum_tensors({"": scores})[""]).weights[local]
+        weights = chooser.run_backward(step, loss, pass_rows, scale / len(step_rows))
         if len(chunk):
-            step.add_gradient(weights, total)
             parts.append((terms, weights))
-    chooser.close_total(total, 1.0 if scaler is None else scaler.get_scale())
+    chooser.end_step(1 / scale)
     selection = chooser.selection
     weight, count = float(selection.weights[step_rows].sum()), int(selection.keep[step_rows].sum())
     if not weight:

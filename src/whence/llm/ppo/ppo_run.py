@@ -100,7 +100,6 @@ class TrainingRun:
             seed=trainer.config.seed,
             settings={
                 "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
-                **trainer.scoring.describe(),
                 "select": None if trainer._chooser is None else "in_step",
                 "ppo": {name: value for name, value in trainer.config.to_json().items() if name not in elsewhere},
             },

@@ -106,8 +106,6 @@ class PPOTrainer:
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold at a time; more is faster. None: those of a pass over
             `config.mini_batch_size` rows and of the target's gradient.
-        autocast: score in bfloat16 where training does so by Accelerate's mixed precision, which is faster on a GPU;
-            False: in the model's own precision.
         evaluate: measures the model before the first round, every `config.eval_every` rounds and after the last.
         sample_prompts: prompts that are answered at each of these moments, by the likeliest tokens; `whence report`
             shows the answers of the start model and of the trained one. None: none.
@@ -134,7 +132,6 @@ class PPOTrainer:
         select: Way | None = None,
         engine: str = "auto",
         memory: int | None = None,
-        autocast: bool = False,
         evaluate: Evaluate | None = None,
         sample_prompts: Sequence[Prompt] | Any | None = None,
         about: Mapping[str, Any] | None = None,
@@ -174,11 +171,9 @@ class PPOTrainer:
             memory=memory,
             chunk_size=config.mini_batch_size,
             processes=self.processes,
-            autocast=autocast,
         )
         if self.held_out is not None:
             check_held_out(self.scoring.target, len(self.held_out), self.processes)
-        self.scoring.check()
         self._chooser: RoundChooser | None = None
         if way == "in_step":
             self._chooser = RoundChooser(self.model, self.rule, self.scoring, config.refresh_target_every or 1)

@@ -20,7 +20,7 @@ from whence.core import (
     preserve_rng_state,
     target_name,
 )
-from whence.engines import Gradient, Layer, Precision, Refused, covered_layers, record_step, spread_evenly
+from whence.engines import Gradient, Layer, Precision, Refused, Step, covered_layers, record_step, spread_evenly
 from whence.influence import Influence, Provenance
 from whence.llm.base import Processes, language_view
 from whence.llm.scores.row_scores import Scoring, compute_target_gradient
@@ -120,6 +120,8 @@ class RoundChooser:
         self.layers: list[Layer] = covered_layers(dict(model.named_modules()), self.parameters)
         self.gradient: Gradient | None = None
         self._sum: Gradient | None = None
+        self._total: Gradient | None = None
+        self._has_refused = False
         self._rows: RecordBatch | None = None
         self._progress = Progress()
 
@@ -157,7 +159,7 @@ class RoundChooser:
         self._scores = torch.zeros(len(rows))
         self._name = target_name(self._target)
         due = self._is_due(progress.round)
-        self._sum, self._steps = ({} if due and self._is_own else None), 0
+        self._sum, self._total, self._steps = ({} if due and self._is_own else None), None, 0
         if due and draw_rows is not None:
             self._differentiate(replace(self._target, rows=draw_rows()), rows)  # type: ignore[type-var]
         elif due and self._has_rows:
@@ -175,16 +177,59 @@ class RoundChooser:
         if any(bool(tensor.any()) for tensor in gradient.values()):  # not if all rewards were equal, for instance
             self.gradient, self._name = gradient, target_name(target)
 
-    def choose(self, positions: Int[Tensor, " b"], scores: Float[Tensor, " b"]) -> Selection:
-        """Return the selection among the rows of a pass, of all processes.
+    def run_backward(
+        self, step: Step | None, loss: Tensor | None, positions: Int[Tensor, " b"], scale: float
+    ) -> Float[Tensor, " c"]:
+        """Add the gradient of the rows of a pass that are chosen among all processes' rows.
+
+        If the pass cannot be taken apart, all its rows train by a plain backward pass and none is scored.
 
         Args:
-            positions: the rows' places in the round.
-            scores: their scores; not read as long as there is no gradient of the target.
+            step: the recorded pass of this process; None: it has none of the rows.
+            loss: the pass's loss; None without a pass.
+            positions: the places in the round of the rows of all processes, in their order.
+            scale: the factor of a row's own loss in `loss`.
+
+        Returns:
+            The weights of this process's rows.
 
         Raises:
             NonFinite: a score is not finite, and no gradient scaler leaves out the step.
         """
+        processes, refusal = self._scoring.processes, None
+        local, scores = processes.part(len(positions)), torch.zeros(len(positions), device=processes.device)
+        if self._total is None and self._sum is not None:
+            self._total = self._sum if self._scaler is None else {}
+        if step is not None and loss is not None:
+            try:
+                local_scores = step.backward(loss, self.gradient, scale)
+            except Refused as caught:
+                refusal = caught
+            else:
+                scores[local] = 0.0 if local_scores is None else local_scores.to(scores)
+        if processes.agree_on_most(int(refusal is not None)):
+            if refusal is not None and not self._has_refused:
+                self._has_refused = True
+                log.warning("A pass trains on all its rows, unscored: %s.", first_line(refusal).rstrip("."))
+            weights = torch.ones(len(positions))[local]
+        else:
+            weights = self._choose(positions, processes.sum_tensors({"": scores})[""]).weights[local]
+        if loss is not None and refusal is not None:
+            self._add_plain(loss)
+        elif step is not None:
+            step.add_gradient(weights, self._total)
+        return weights
+
+    def _add_plain(self, loss: Tensor) -> None:
+        """Add the gradient of a loss, by a plain backward pass, to the parameters' and to the total."""
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                if self._total is not None:
+                    self._total[name] = self._total.get(name, 0) + gradient
+
+    def _choose(self, positions: Int[Tensor, " b"], scores: Float[Tensor, " b"]) -> Selection:
         assert self._rows is not None
         rows, scores = self._rows.take(positions), scores.detach().float().cpu()
         if self.gradient is None:
@@ -210,20 +255,22 @@ class RoundChooser:
         """What the round's passes have chosen so far; rows that had no pass are kept."""
         return Selection(self._keep.clone(), self._weights.clone(), list(self._reasons))
 
-    def open_total(self) -> Gradient | None:
-        """Return where the passes of a step are to add the gradient of the loss of all their rows; None: nowhere."""
-        return self._sum if self._sum is None or self._scaler is None else {}
+    def end_step(self, factor: float = 1.0) -> None:
+        """End a step. `factor` times the loss of its passes is the mean over all rows that the target is made of.
 
-    def close_total(self, total: Gradient | None, scale: float = 1.0) -> None:
-        """End a step whose passes added to what `open_total` returned the gradient of a loss times `scale`."""
+        Without a gradient scaler it is 1, or this is the round's only step.
+        """
+        total, self._total = self._total, None
         if self._sum is None or total is None:
             return
+        if factor != 1 and total:
+            torch._foreach_mul_([*total.values()], factor)
         if total is not self._sum:
             overflows = not all(bool(tensor.isfinite().all()) for tensor in total.values())
             if self._scoring.processes.agree_on_most(int(overflows)):
                 return
             for name, tensor in total.items():
-                self._sum[name] = self._sum.get(name, 0) + tensor / scale
+                self._sum[name] = self._sum.get(name, 0) + tensor
         self._steps += 1
 
     def end(self) -> tuple[Influence | None, Selection]:

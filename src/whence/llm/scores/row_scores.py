@@ -1,11 +1,10 @@
 """Scores of a rollout's rows, in one process or several."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from whence.attribution import name_target, open_problem, score_targets
-from whence.core import Objective, RecordBatch, Target, Unit, Unsupported, WhenceError
+from whence.core import Objective, RecordBatch, Target, Unit, Unsupported
 from whence.engines import Gradient, Summed, target_gradients
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes, language_view
@@ -25,7 +24,6 @@ class Scoring:
         memory: bytes that scoring may hold at a time, in each process; None: those that `chunk_size` rows take.
         chunk_size: rows that are scored at a time if no memory is given.
         processes: the processes; each scores a part of the rows.
-        autocast: score in the precision of training by Accelerate, instead of the model's own.
     """
 
     target: Target
@@ -35,19 +33,6 @@ class Scoring:
     memory: int | None
     chunk_size: int
     processes: Processes = ONE
-    autocast: bool = False
-
-    def check(self) -> None:
-        """Raise WhenceError for scores in float16."""
-        if self.autocast and getattr(self.processes.accelerator, "mixed_precision", "no") == "fp16":
-            raise WhenceError(
-                "autocast scores in the precision of training, which is float16: small gradients would be 0 there. "
-                "Train in bfloat16 (mixed_precision='bf16'), or leave autocast off."
-            )
-
-    def describe(self) -> dict[str, Any]:
-        """Return the settings that make scores cheaper, by their names in JSON types, where they are set."""
-        return {"autocast": True} if self.autocast else {}
 
 
 def score(model: Any, rows: RecordBatch, scoring: Scoring, rule: SelectionRule | None = None) -> Influence:
@@ -63,8 +48,7 @@ def score(model: Any, rows: RecordBatch, scoring: Scoring, rule: SelectionRule |
 
 def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring, leave_one_out: Unit | None) -> Influence:
     # Of fewer rows than processes, each process scores all.
-    processes, accelerator = scoring.processes, scoring.processes.accelerator
-    processes = processes if len(rows) >= processes.number else ONE
+    processes = scoring.processes if len(rows) >= scoring.processes.number else ONE
     if processes.number > 1 and "group" in (leave_one_out, getattr(scoring.target, "unit", None)):
         raise Unsupported(
             "The mean over groups, or over other groups, needs all responses to a prompt in one process: score by rows "
@@ -72,17 +56,16 @@ def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring, leave_one_out: 
         )
     local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
     limits: Any = {"chunk_size": scoring.chunk_size} if scoring.memory is None else {"memory": scoring.memory}
-    with accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext():
-        influence = score_targets(
-            language_view(model, temperature=scoring.temperature),
-            local_rows,
-            {"": local_target},
-            objective=scoring.objective,
-            engine=scoring.engine,
-            summed=reduce,
-            leave_one_out=leave_one_out,
-            **limits,
-        )[""]
+    influence = score_targets(
+        language_view(model, temperature=scoring.temperature),
+        local_rows,
+        {"": local_target},
+        objective=scoring.objective,
+        engine=scoring.engine,
+        summed=reduce,
+        leave_one_out=leave_one_out,
+        **limits,
+    )[""]
     if processes.number == 1:
         return influence
     device = next(iter(model.parameters())).device
@@ -95,19 +78,15 @@ def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring, leave_one_out: 
 
 def compute_target_gradient(model: Any, rows: RecordBatch, scoring: Scoring) -> Gradient:
     """Return the gradient of the scoring's target by the parameters' names, in every process; see `score`."""
-    processes, accelerator = scoring.processes, scoring.processes.accelerator
-    local_rows, local_target, reduce = split_work(rows, scoring.target, processes)
-    with (
-        accelerator.autocast() if scoring.autocast and accelerator is not None else nullcontext(),
-        open_problem(
-            language_view(model, temperature=scoring.temperature),
-            local_rows,
-            targets=[local_target],
-            objective=scoring.objective,
-            chunk_size=scoring.chunk_size,
-            summed=reduce,
-        ) as problem,
-    ):
+    local_rows, local_target, reduce = split_work(rows, scoring.target, scoring.processes)
+    with open_problem(
+        language_view(model, temperature=scoring.temperature),
+        local_rows,
+        targets=[local_target],
+        objective=scoring.objective,
+        chunk_size=scoring.chunk_size,
+        summed=reduce,
+    ) as problem:
         return target_gradients(problem)[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whence.engines import Gradient, Step, record_step
+from whence.engines import Step, record_step
 from whence.influence import Influence
 from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.trl.completions import ROW, disable_autocast, take_rows
@@ -33,7 +33,6 @@ class PassChooser(RoundChooser):
         super().__init__(model, trainer.rule, trainer.scoring, refresh_every)
         self._trainer = trainer
         self._step: Step | None = None
-        self._total: Gradient | None = None
         self._head = FusedHead(model.get_output_embeddings())
         layer = self._head.describe({id(p): name for name, p in self.parameters.items()})
         self.layers += [layer] if layer.names else []
@@ -90,14 +89,9 @@ class PassChooser(RoundChooser):
         backward(leaf, **settings)  # whose gradient is Accelerate's factor: of accumulation, and of a gradient scaler
         assert leaf.grad is not None
         unit = float(leaf.grad) / measure_denominator(self._trainer, self._inputs)
-        scores = self._step.backward(loss * leaf.grad, self.gradient, unit)
-        processes, count = self._scoring.processes, len(self._inputs[ROW]) * self._scoring.processes.number
-        positions = processes.gather(self._inputs[ROW], count).cpu()
-        if scores is None:
-            scores = loss.new_zeros(len(self._inputs[ROW]))
-        selection = self.choose(positions, processes.gather(scores, count))
-        self._total = self.open_total() if self._total is None else self._total
-        self._step.add_gradient(selection.weights[processes.part(count)].to(loss.device), self._total)
+        processes, places = self._scoring.processes, self._inputs[ROW]
+        positions = processes.gather(places, len(places) * processes.number).cpu()
+        self.run_backward(self._step, loss * leaf.grad, positions, unit)
         if self._trainer.accelerator.sync_gradients:
             self._finish_step(unit)
 
@@ -115,9 +109,6 @@ class PassChooser(RoundChooser):
         for parameter in self.parameters.values() if not count else ():
             parameter.grad = torch.zeros_like(parameter)  # which a gradient scaler needs
         scale_gradients(self.parameters, scale / number)
-        if self._total is not None:
-            torch._foreach_mul_([*self._total.values()], 1 / (unit * len(keep)))  # the mean over rows, negated
-        self.close_total(self._total)
-        self._total = None
-        with nullcontext() if self._scoring.autocast else disable_autocast(self._model):
+        self.end_step(1 / (unit * len(keep)))
+        with disable_autocast(self._model):
             self.choice = self.end()

@@ -78,7 +78,6 @@ class _SelectingTrainer:
         objective: Objective | None = None,
         engine: str = "auto",
         memory: int | None = None,
-        autocast: bool = False,
         run: str | Path | None = None,
         about: Mapping[str, Any] | None = None,
         overwrite: bool = False,
@@ -101,9 +100,7 @@ class _SelectingTrainer:
             memory=memory,
             chunk_size=trainer.args.per_device_train_batch_size,
             processes=self._processes,
-            autocast=autocast,
         )
-        self.scoring.check()
         if refresh_target_every < 1:
             raise WhenceError(f"refresh_target_every is {refresh_target_every}; at least 1 generation batch is needed.")
         self.refresh_target_every = refresh_target_every
@@ -223,7 +220,7 @@ class _SelectingTrainer:
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
-        with nullcontext() if self.scoring.autocast else disable_autocast(model):
+        with disable_autocast(model):
             influence = score(model, rows, self.scoring, self.rule)
         forget_passes(self.model_wrapped)  # type: ignore[attr-defined]
         return influence
@@ -334,7 +331,6 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
         objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
-        autocast: score in bfloat16 where training does so by mixed precision; False: in the model's own precision.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.
         about: a further description of the run for the directory, in JSON types.
         overwrite: with `run`, delete the rounds in the directory that come after the start of this training. Without it

@@ -280,7 +280,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             rounds=rounds,
             seed=trainer.args.seed,
             settings={
-                **trainer.scoring.describe(),
                 **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
                 "trl": _list_settings(trainer.args),
             },

@@ -61,8 +61,7 @@ def diagnose(
 
     Example: whence diagnose runs/lander --rounds 5,20 --records 300
     """
-    if out is not None:
-        pictures.check_picture_name(out, ".png")
+    pictures.check_picture_name(out)
     directory = open_agent_run(run, trust=trust)
     numbers = parse_rounds("--rounds", rounds)
     stored = directory.require_rounds(numbers)

@@ -730,6 +730,8 @@ class TestRefusals:
             "nonpositive": ("NonPositive(warmup=2)", True),
             "negative-random": ("NegativeRandom(drop=0.3, seed=7, warmup=2)", True),
             "random": ("RandomDrop(drop=0.3, seed=7, warmup=2, zeros=False)", False),
+            "dtv": ("DTV(leave_one_out=False, warmup=2)", True),
+            "dtv-loo": ("DTV(leave_one_out=True, warmup=2)", True),
             "advantage-magnitude": ("AdvantageMagnitude(drop=0.3, warmup=2)", True),
             "advantage-1": ("AdvantageMismatch(order='distance', drop=0.3, warmup=2)", True),
             "advantage-2": ("AdvantageMismatch(order='product', drop=0.3, warmup=2)", True),
@@ -756,7 +758,7 @@ class TestRefusals:
         with pytest.raises(WhenceError, match=r"The arm 'iif-guarded' is unknown"):
             run(config, tmp_path / "run")
         assert not (tmp_path / "run").exists()
-        assert [place_arm(name) for name in ("td-error", "ppo-matched", "ppo-lr-0.5")] == [9, 9.5, 10]
+        assert [place_arm(name) for name in ("td-error", "ppo-matched", "ppo-lr-0.5")] == [11, 11.5, 12]
         assert [counts_scoring(name) for name in ("iif", "iif-guarded", "ppo-matched")] == [True, True, False]
 
 

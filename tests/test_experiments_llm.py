@@ -29,7 +29,7 @@ from whence.llm.lab.laboratory import make_character_tokenizer
 from whence.llm.lab.laboratory import make_model as make_lab_model
 from whence.page import write_report
 from whence.runs import RunDirectory
-from whence.selection import IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
+from whence.selection import DTV, IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
 
 REWARDS = """
 from dataclasses import dataclass
@@ -133,6 +133,7 @@ class TestConfig:
             ("iif-validation", NonPositive(), "validation"),
             ("ippo", IPPO(), "validation"),
             ("ippo-unweighted", IPPO(weighted=False), "validation"),
+            ("dtv-loo", DTV(leave_one_out=True), None),
             ("max-variance", MaxVariance(2), None),  # of four
             ("random-max-variance", RandomDrop(seed=3, like=MaxVariance(2)), None),
             ("random-iif-token", RandomDrop(seed=3, like=NonPositive()), "token"),
@@ -155,7 +156,7 @@ class TestConfig:
         [
             ({"arm": "iiff"}, "arm 'iiff' is unknown"),
             ({"arm": "iif-tokens"}, "target 'tokens' is unknown"),
-            ({"arm": "ppo-token"}, "has no effect: ppo scores nothing"),
+            ({"arm": "ppo-token"}, "has no effect: ppo reads none"),
             ({"arm": "iif", "task": "algebra"}, "task 'algebra' is unknown"),
             ({"arm": "iif", "size": "huge"}, "no size 'huge'"),
             ({"arm": "iif", "engine": "gost"}, "engine 'gost' is unknown"),

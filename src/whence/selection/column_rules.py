@@ -63,8 +63,8 @@ class ZeroVariance:
 class MaxVariance:
     """Keep those `keep` responses of each group whose rewards have the largest variance (PODS, arXiv 2504.13818).
 
-    They are the k highest and the `keep - k` lowest for some k (PODS); among equal variances the largest k wins,
-    and among equal rewards the responses with the higher ids stay. Groups of no more responses are kept whole.
+    They are the k highest and the `keep - k` lowest for some k (PODS); among equal variances the largest k wins. Equal
+    rewards are in the order of their record ids. Groups of no more responses are kept whole.
     Advantages stay those of the whole group, while PODS computes them again.
 
     Attributes:

@@ -127,7 +127,7 @@ class LanguageConfig:
                 in_groups and self.responses_per_prompt < 2,
                 f"The arm {self.arm} needs several responses to a prompt: --settings '{{\"num_generations\": 8}}'.",
             ),
-            (target and not scores, f"The target {target!r} has no effect: {selection} scores nothing."),
+            (target and not scores, f"The target {target!r} has no effect: {selection} reads none."),
             (
                 self.dtype == "bfloat16" and not self.lora,
                 "bfloat16 is too coarse to train in: train an adapter (--lora).",

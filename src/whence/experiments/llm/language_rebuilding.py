@@ -29,6 +29,7 @@ from whence.llm.scores import (
 from whence.llm.text import Responses, split_text
 from whence.llm.trl.supported_settings import make_group_objective
 from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
+from whence.selection import find_scorer
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,8 @@ def rebuild_round(
         raise Unsupported(
             f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
         )
+    if make_target is None and find_scorer(config.make_rule()) is not None:
+        raise Unsupported(f"The arm {config.arm} scores by a target of its own, so its scores cannot be taken apart.")
     settings = make_trainer_config(config, str(run.path))
     policy = _locate_policy(run, config, settings, number)
     if policy is not None and not policy.exists():

@@ -122,8 +122,8 @@ def run(
 
 
 def _make_callback(config: RunConfig, directory: RunDirectory | None, recordings: Collection[int]) -> InfluenceCallback:
-    target, engine = config.make_target(), config.engine
-    return InfluenceCallback(config.rule(), target=target, engine=engine, run=directory, recordings=recordings)
+    target = None if config.target == "return" else config.make_target()  # some rules bring their own
+    return InfluenceCallback(config.rule(), target=target, engine=config.engine, run=directory, recordings=recordings)
 
 
 def make_model(config: RunConfig, env: VecEnv, *, tensorboard: Path | None = None) -> PPO:

@@ -95,15 +95,6 @@ class TestHelp:
         assert script.load() is cli.main
 
 
-class TestErrors:
-    def test_as_a_process(self):
-        # A command that starts fast: the others end by the same lines.
-        code, out, err = wait_for(start("list", "armz"))
-        assert (code, out) == (2, "")
-        assert "'armz' is not one of 'arms', 'presets', 'engines', 'targets'" in err
-        assert "Traceback" not in err
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     return tmp_path_factory.mktemp("compare") / "lake"

@@ -427,7 +427,6 @@ class OfEachRow:
         (lambda model, rows: scored(Encoder(), rows), "Encoder returned a Tensor without `logits`"),
         (lambda model, rows: language_view(model, temperature=0), "temperature is 0"),
         (lambda model, rows: TokenPPO(clip_range=0), "clip_range is 0"),
-        (lambda model, rows: SequenceReturn(rows, batch_size=0), "batch_size is 0"),
         (lambda model, rows: register_rmsnorm(nn.LayerNorm(3)), "pass the layer's type"),
     ],
 )

@@ -52,8 +52,6 @@ def test_the_divergences_weight_is_steered():
     # Twice the target, clipped to 0.2 too much; then a tenth too little.
     assert steer_kl_coef(0.1, 12.0, config) == pytest.approx(0.1 * (1 + 0.2 * 256 / 10_000))
     assert steer_kl_coef(0.1, 5.4, config) == pytest.approx(0.1 * (1 - 0.1 * 256 / 10_000))
-    with pytest.raises(WhenceError, match=r"horizon is 64.*has to be above 102\.4"):
-        PPOConfig("out", target=6.0, horizon=64, batch_size=512)
 
 
 def test_a_response_ends_with_its_first_end():

@@ -131,8 +131,6 @@ def test_the_temperature_counts() -> None:
 def test_what_is_refused() -> None:
     model = language_model("gpt2")
     rows = rows_for(model)
-    with pytest.raises(WhenceError, match="position is 6, and there are 6 rows"):
-        score_target_rows(model, rows, 6, target=SequenceReturn())
     with pytest.raises(WhenceError, match="is no mean over rows"):
         score_target_rows(model, rows, 0, target=lambda view, params, records: params["lm_head.weight"].sum())
     columns = {**rows.observations, "advantages": rows.observations["advantages"] * torch.inf}

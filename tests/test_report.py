@@ -17,7 +17,6 @@ from whence.experiments import Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.training import run
 from whence.page import write_report
-from whence.page.embedding import spread
 from whence.page.figures import (
     COLOURS,
     influence_distribution,
@@ -28,9 +27,7 @@ from whence.page.figures import (
 from whence.page.grid import LONGEST, STEPS
 from whence.page.html import embed
 from whence.page.metric_tables import (
-    COMPARISON_DEFINITIONS,
     METRICS,
-    READING,
     cell,
     format_seeds,
     give_verdict,
@@ -223,11 +220,6 @@ class TestPage:
             assert mean == f"{sum(divergences) / 2:.3g}"
             assert seeds == f"({divergences[0]:.3g}, {divergences[1]:.3g})"
 
-    def test_it_says_how_the_figures_are_meant(self, page):
-        assert page.of("dt")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS)
-        assert page.of("dd")[: len(COMPARISON_DEFINITIONS)] == list(COMPARISON_DEFINITIONS.values())
-        assert all(term in READING and meaning in READING for term, meaning in COMPARISON_DEFINITIONS.items())
-
     def test_it_says_what_was_run(self, page):
         assert page.of("bdi") == ["FrozenLake-v1: ppo, iif, random"]
         assert page.of("title") == ["FrozenLake-v1: ppo, iif, random · whence"]
@@ -385,15 +377,6 @@ class TestEmbedded:
         assert not re.search("[<>&\u2028\u2029]", out)
         assert out.isascii()
         assert json.loads(out) == [{text: text}]
-
-
-class TestRecords:
-    @pytest.mark.parametrize(
-        ("numbers", "most", "expected"),
-        [([], 3, []), ([4], 3, [4]), ([1, 2, 3], 3, [1, 2, 3]), (list(range(1, 51)), 3, [1, 25, 50])],
-    )
-    def test_rounds_are_spread_from_first_to_last(self, numbers, most, expected):
-        assert spread(numbers, most) == expected
 
 
 class TestCell:

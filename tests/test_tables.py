@@ -159,20 +159,6 @@ class TestTables:
             "optimisation, wall": "6.000",
         }
 
-    def test_what_they_mean_is_told(self, tmp_path):
-        key = written(results(ppo=[0, 1]), tmp_path).partition("\n## ")[0]
-        for term in (
-            "SE_ave",
-            "RT_peak",
-            "Levels",
-            "brackets",
-            "null",
-            "Every maximum",
-            "never reached",
-            "Less another",
-        ):
-            assert term in key
-
     def test_the_set_up_tells_what_is_no_default(self, tmp_path):
         config = replace(LAKE, env_kwargs={"desc": ["SG"]}, n_envs=4, warmup=2, policy="CnnPolicy", eval_every=2)
         config = replace(config, target="action", target_args={"observation": 0, "action": 1})

@@ -4,7 +4,6 @@ from whence.llm.base.language_view import EXTRA_PADDING as EXTRA_PADDING
 from whence.llm.base.language_view import embed_rows as embed_rows
 from whence.llm.base.language_view import language_view as language_view
 from whence.llm.base.layer_rules import register_rmsnorm as register_rmsnorm
-from whence.llm.base.ppo_config import MOST_CORRECTION as MOST_CORRECTION
 from whence.llm.base.ppo_config import PPOConfig as PPOConfig
 from whence.llm.base.processes import ONE as ONE
 from whence.llm.base.processes import Processes as Processes

@@ -8,9 +8,6 @@ from pydantic import Field
 from whence.core import WhenceError
 from whence.validation import Count, Natural, NotNegative, Positive, Unit, settings
 
-MOST_CORRECTION = 0.2
-"""The largest relative error of a divergence that its weight is corrected for."""
-
 
 @settings("PPO")
 class PPOConfig:
@@ -94,12 +91,6 @@ class PPOConfig:
             raise WhenceError(
                 f"batch_size is {self.batch_size}, of which num_generations={self.num_generations} is no divisor; each "
                 "prompt of a rollout gets as many responses."
-            )
-        lowest = MOST_CORRECTION * self.batch_size
-        if self.adap_kl_ctrl and self.horizon <= lowest:
-            raise WhenceError(
-                f"horizon is {self.horizon}, and one round of batch_size={self.batch_size} rows could turn the weight "
-                f"of the divergence negative: horizon has to be above {lowest:g}, such as 10000."
             )
 
     def to_json(self) -> dict[str, Any]:

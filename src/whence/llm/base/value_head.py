@@ -84,10 +84,7 @@ class WithValueHead(nn.Module):
         Raises:
             WhenceError: the folder has no value head.
         """
-        path = Path(folder) / VALUE_HEAD
-        if not path.exists():
-            raise WhenceError(f"{folder} holds no {VALUE_HEAD}; WithValueHead.save_pretrained writes one.")
-        self.value_head.load_state_dict(read_tensor_file(path, WhenceError)[1])
+        self.value_head.load_state_dict(read_tensor_file(Path(folder) / VALUE_HEAD, WhenceError)[1])
 
 
 def disable_dropout(model: nn.Module) -> None:

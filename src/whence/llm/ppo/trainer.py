@@ -16,7 +16,6 @@ from whence.advice import log_new_advice
 from whence.core import MeanObjective, Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import (
-    MOST_CORRECTION,
     PPOConfig,
     Processes,
     Reference,
@@ -416,5 +415,5 @@ def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> f
     """Return the divergence's weight after a round with this mean divergence of a response (Ziegler et al., 2019)."""
     if not config.adap_kl_ctrl:
         return coefficient
-    error = min(max(divergence / config.target - 1, -MOST_CORRECTION), MOST_CORRECTION)
+    error = min(max(divergence / config.target - 1, -0.2), 0.2)
     return coefficient * (1 + error * config.batch_size / config.horizon)

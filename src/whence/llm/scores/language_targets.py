@@ -43,8 +43,6 @@ class _MeanTarget(ABC):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise WhenceError(f"batch_size is {self.batch_size}; at least 1 is needed.")
         if self.rows is None:
             # Only then may engines compute it from the scored rows' outputs: this attribute makes a `BatchTarget`.
             object.__setattr__(self, "from_outputs", self._from_outputs)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.attribution import open_problem, score_targets
-from whence.core import NonFinite, Objective, RecordBatch, Target, Unsupported, WhenceError, as_objective, is_in_shards
+from whence.core import NonFinite, Objective, RecordBatch, Target, Unsupported, as_objective, is_in_shards
 from whence.engines import (
     ENGINES,
     Along,
@@ -126,10 +126,8 @@ def score_target_rows(
         (m,) on the CPU, in the order of the target's rows.
 
     Raises:
-        WhenceError: the target is no mean over rows, or there is no such position.
+        WhenceError: the target is no mean over rows.
     """
-    if not 0 <= position < len(rows):
-        raise WhenceError(f"position is {position}, and there are {len(rows)} rows: one from 0 to {len(rows) - 1}.")
     mean_rows, terms = split_mean(target, rows)
     view = language_view(model, temperature=temperature)
     objective = TokenPPO() if objective is None else as_objective(objective)

@@ -56,8 +56,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         overwrite: delete the rounds of the run in the directory that come after the start of this training.
 
     Raises:
-        WhenceError: a step would be on parts of two generation batches; or two reward functions have the same name,
-            under which TRL logs their rewards.
+        WhenceError: a step would be on parts of two generation batches.
     """
 
     def __init__(
@@ -71,12 +70,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 "directory is a generation batch, so the first has to be a multiple of the second."
             )
         self._steps = trainer.args.num_iterations * (batches // accumulation)
-        names = trainer.reward_func_names
-        if repeated := [name for name in names if names.count(name) > 1]:
-            raise WhenceError(
-                f"Several reward functions are called {repeated[0]!r}, so that TRL logs the rewards of one of them "
-                "only. Make each a function of its own (def), or a model in a folder of another name."
-            )
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._directory: RunDirectory | None = None
         self._checkpoint: Path | None = None

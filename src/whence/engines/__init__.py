@@ -24,11 +24,9 @@ from whence.engines.problem import Summed as Summed
 from whence.engines.problem import check_scalar as check_scalar
 from whence.engines.problem import compute_seeds as compute_seeds
 from whence.engines.problem import target_gradients as target_gradients
-from whence.engines.rules import Factors as Factors
 from whence.engines.rules import LayerRule as LayerRule
 from whence.engines.rules import LayerTensors as LayerTensors
 from whence.engines.rules import dot as dot
-from whence.engines.rules import linear_factors as linear_factors
 from whence.engines.rules import linear_product as linear_product
 from whence.engines.rules import register_rule as register_rule
 from whence.engines.rules import rule_for as rule_for

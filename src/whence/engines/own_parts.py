@@ -1,5 +1,6 @@
 """Targets without a record's own unit: products with the unit's part of a target, which are taken away."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +10,16 @@ from torch import Tensor
 
 from whence.core import COLUMNS, BatchTarget, Outputs, RecordBatch, Unsupported, is_in_shards
 from whence.engines.auto import ENGINES, run_engine
-from whence.engines.ghost import find_factors
 from whence.engines.gradient_masks import add_masks
-from whence.engines.problem import Problem, Refused, Seeds, bind_batch_targets, compute_seeds, pullback
-from whence.engines.rules import Factors, dot
+from whence.engines.problem import (
+    Gradient,
+    Problem,
+    Refused,
+    add_gradients,
+    bind_batch_targets,
+    compute_seeds,
+    pullback,
+)
 from whence.engines.tape import Tape, covered_layers, record_pass
 
 
@@ -77,15 +84,15 @@ def _solve_own_parts(
 ) -> Float[Tensor, "targets n"]:
     """Return each record's products with the gradients of its own unit's part of each target.
 
-    A part is the sum over the unit's records of `weight * value`. A record that is a unit of its own needs neither its
-    gradient nor a pass of its own where every layer has `factors`; other units are problems of their own.
+    A part is the sum over the unit's records of `weight * value`. A record that is a unit of its own needs no pass of
+    its own where every parameter belongs to a layer with a rule; other units are problems of their own.
     """
     masks = add_masks(problem.parameters, None)
     whole = [_Part(target) for target in problem.targets]
     problem = replace(problem, targets=whole, summed=masks)
     if engine == "ghost" and masks is None and len(units.unique()) == len(units):
         try:
-            return weights * run_engine(problem, _solve_by_factors, memory)
+            return weights * run_engine(problem, _solve_record_by_record, memory)
         except Refused:
             pass
     positions, columns = [], []
@@ -97,76 +104,48 @@ def _solve_own_parts(
     return torch.cat(columns, dim=1)[:, torch.cat(positions).argsort()]
 
 
-_ByParameter = dict[str, list[Factors]]
-
-
-def _solve_by_factors(problem: Problem) -> Float[Tensor, "targets n"]:
+def _solve_record_by_record(problem: Problem) -> Float[Tensor, "targets n"]:
     """Return each record's product with the gradient of its own value of each target, as an engine does.
 
     Raises:
-        Refused: a layer has no factors, or a parameter belongs to no layer.
+        Refused: a layer has no rule, or a parameter belongs to no layer.
     """
     layers, columns = covered_layers(problem.modules, problem.parameters), []
     for part in problem.parts():
         tape = record_pass(part, layers)
-        if tape.plain or any(layer.rule.factors is None for layer in layers):
-            raise Refused("A parameter belongs to no layer, or to one without factors.")
-        seed, *own_seeds = compute_seeds([part.objective_values, *bind_batch_targets(part)], tape.outputs)
-        gradients = _list_factors(tape, seed)
-        columns.append(torch.stack([_multiply_own(tape, seed, gradients, own) for own in own_seeds]))
+        if tape.plain:
+            raise Refused(f"The parameter `{tape.plain[0]}` belongs to no layer.")
+        seeds = compute_seeds([part.objective_values, *bind_batch_targets(part)], tape.outputs)
+        edges = [call.edge for call in tape.calls]
+        ones, *others = (pullback(tape.outputs, seed, edges, retain=True) for seed in seeds)
+        columns.append(torch.stack([_multiply_records(tape, ones, of_target) for of_target in others]))
     return torch.cat(columns, dim=1)
 
 
-def _multiply_own(tape: Tape, seed: Seeds, gradients: _ByParameter, own: Seeds) -> Float[Tensor, " n"]:
-    reads_more = any(column is not None for each in (seed, own) for column in each[1:])
-    if reads_more or seed.log_prob is None or own.log_prob is None:
-        multiples = None
-    else:  # of the objective's gradient, record by record
-        multiples = find_factors(own.log_prob, seed.log_prob)
-    if multiples is None:
-        return _multiply(gradients, _list_factors(tape, own))
-    return multiples * _multiply(gradients, gradients)
+def _multiply_records(
+    tape: Tape, ones: Sequence[Tensor | None], others: Sequence[Tensor | None]
+) -> Float[Tensor, " n"]:
+    """Return the product of each record's two gradients, given by the gradients in the output of each call, or None."""
+    rows = []
+    for call, one, other in zip(tape.calls, ones, others, strict=True):
+        reached = one if one is not None else other
+        if reached is not None:
+            none = torch.zeros_like(reached)
+            rows.append((call.layer, call.x, none if one is None else one, none if other is None else other))
+    layers, *columns = zip(*rows, strict=True)
+
+    def multiply(xs: Sequence[Tensor], ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        gradient: Gradient = {}
+        for layer, x, g in zip(layers, xs, others, strict=True):
+            gradient = add_gradients(gradient, {**layer.gradient(x[None], g[None], None)})
+        products = [layer.product(gradient, x[None], g[None]) for layer, x, g in zip(layers, xs, ones, strict=True)]
+        return torch.cat(products).sum()
+
+    numbers = sum(parameter.numel() for parameter in tape.problem.params.values())
+    with torch.no_grad():
+        # A record's whole gradient is made, so that large ones are made one after the other.
+        products: Tensor = torch.vmap(multiply, chunk_size=max(1, _MOST_NUMBERS // numbers))(*columns)
+        return products
 
 
-def _list_factors(tape: Tape, seed: Seeds) -> _ByParameter:
-    """Return the factors of the records' gradients, of all calls that use a parameter."""
-    by_parameter: _ByParameter = {}
-    derivatives = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=True)
-    for call, g in zip(tape.calls, derivatives, strict=True):
-        if g is not None and call.layer.rule.factors is not None:
-            with torch.no_grad():
-                factors = call.layer.rule.factors(call.layer.module, call.x, g)
-            for key, name in call.layer.names.items():
-                by_parameter.setdefault(name, []).append(factors[key])
-    return by_parameter
-
-
-def _multiply(ones: _ByParameter, others: _ByParameter) -> Float[Tensor, " n"]:
-    """Return the products of the records' gradients with their other gradients."""
-    names = ones.keys() & others.keys()
-    pairs = [(one, other) for name in names for one in ones[name] for other in others[name]]
-    return torch.stack([_multiply_factors(*pair) for pair in pairs]).sum(0)
-
-
-def _multiply_factors(one: Factors, other: Factors) -> Float[Tensor, " n"]:
-    # <sum_s l_s r_s^T, sum_t l_t r_t^T> = sum_st <l_s, l_t> <r_s, r_t>
-    if len(one) == 1:
-        return dot(one[0], other[0])
-    size = max(1, _MOST_NUMBERS // (one[1].shape[1] * other[1].shape[1]))
-    blocks = zip(*(tensor.split(size) for tensor in (*one, *other)), strict=True)
-    return torch.cat([(_match(a, c) * _match(b, d)).sum((1, 2)) for a, b, c, d in blocks])
-
-
-_MOST_NUMBERS = 2**22  # of the products of all positions of some records, at a time
-
-
-def _match(one: Tensor, other: Tensor) -> Float[Tensor, "n s t"]:
-    """Return the products of a record's vectors with its other vectors; an integer is a one-hot vector."""
-    if one.is_floating_point() and other.is_floating_point():
-        return one @ other.mT
-    if one.is_floating_point():
-        return _match(other, one).mT
-    if other.is_floating_point():
-        return other.gather(2, one[:, None].expand(-1, other.shape[1], -1)).mT
-    same: Tensor = one[:, :, None] == other[:, None]
-    return same
+_MOST_NUMBERS = 2**22

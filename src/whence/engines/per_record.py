@@ -44,7 +44,8 @@ def differentiate(value: Tensor, params: Params, *, retain: bool = False) -> Gra
 
 def multiply(one: Gradient, other: Gradient, problem: Problem) -> Tensor:
     """Return the product of two gradients in the parameters of a problem."""
-    products = [(one[name] * other[name]).sum() for name in one.keys() & other.keys()]
+    # In the order of one of them: that of a set differs from process to process, and with it the last bit.
+    products = [(tensor * other[name]).sum() for name, tensor in one.items() if name in other]
     return torch.stack(products).sum() if products else next(iter(problem.params.values())).new_zeros(())
 
 

@@ -16,12 +16,6 @@ from whence.core import whole_shape
 LayerTensors: TypeAlias = dict[str, Tensor]
 """Tensors by the layer's names of its parameters ("weight", "bias")."""
 
-Factors: TypeAlias = tuple[Tensor, ...]
-"""Of the records' gradients in one parameter: a vector each, (n, p); or two tensors whose outer products sum to them.
-
-These are (n, s, p) and (n, s, q) for a parameter of shape (p, q). Integers (n, s) stand for one-hot vectors.
-"""
-
 _Norm: TypeAlias = nn.LayerNorm | nn.GroupNorm | _BatchNorm
 
 
@@ -41,15 +35,12 @@ class LayerRule:
         covers: `covers(layer)` returns whether the rule holds for this layer.
         parameters: names of the parameters that the rule knows; None: all. A layer with others, such as weight
             normalisation and pruning leave behind, is not covered.
-        factors: `factors(layer, x, g)` returns the factors of the records' gradients in each of the layer's parameters,
-            by which a record's gradients are multiplied with each other without making them; None: they are made.
     """
 
     product: Callable[[Any, LayerTensors, Tensor, Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Tensor, Tensor | None], LayerTensors]
     covers: Callable[[Any], bool] = lambda layer: True
     parameters: frozenset[str] | None = None
-    factors: Callable[[Any, Tensor, Tensor], dict[str, Factors]] | None = None
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
@@ -99,12 +90,6 @@ def linear_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor | No
         weighted = _as_rows(weigh(g, weights))
         weight, bias = weighted.mT @ _as_rows(x), weighted.sum(0)
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": bias}
-
-
-def linear_factors(layer: nn.Module, x: Tensor, g: Tensor) -> dict[str, Factors]:
-    """Return the factors of a linear layer; the weight's are (out, in)."""
-    x, g = (tensor.reshape(len(tensor), -1, tensor.shape[-1]) for tensor in (x, g))
-    return {"weight": (g, x), "bias": (g.sum(1),)}
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -157,10 +142,6 @@ def _embedding_gradient(layer: nn.Embedding, x: Tensor, g: Tensor, weights: Tens
     return {"weight": g.new_zeros(whole_shape(layer.weight)).index_add_(0, x.reshape(-1), _as_rows(g))}
 
 
-def _embedding_factors(layer: nn.Embedding, x: Tensor, g: Tensor) -> dict[str, Factors]:
-    return {"weight": (x.reshape(len(x), -1), _mask_padding(layer, x, g).reshape(len(x), -1, g.shape[-1]))}
-
-
 def _mask_padding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Tensor:
     # The padding entry has no gradient.
     return g if layer.padding_idx is None else g * (x != layer.padding_idx)[..., None]
@@ -181,15 +162,12 @@ def _norm_product(layer: _Norm, direction: LayerTensors, x: Tensor, g: Tensor) -
 
 
 def _norm_gradient(layer: _Norm, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
-    by_record = _norm_factors(layer, x, weigh(g, weights))
-    return {key: each.sum(0).reshape(whole_shape(layer.weight)) for key, (each,) in by_record.items()}
-
-
-def _norm_factors(layer: _Norm, x: Tensor, g: Tensor) -> dict[str, Factors]:
-    normalised, lead = _normalise(layer, x)
-    axes = [axis for axis in range(1, g.ndim) if not lead <= axis < lead + len(whole_shape(layer.weight))]
-    weight, bias = (tensor.sum(axes) if axes else tensor for tensor in (g * normalised, g))
-    return {"weight": (weight.flatten(1),), "bias": (bias.flatten(1),)}
+    g = weigh(g, weights)
+    (normalised, lead), shape = _normalise(layer, x), whole_shape(layer.weight)
+    axes = [axis for axis in range(1, g.ndim) if not lead <= axis < lead + len(shape)]
+    by_record = (tensor.sum(axes) if axes else tensor for tensor in (g * normalised, g))
+    weight, bias = (tensor.flatten(1).sum(0).reshape(shape) for tensor in by_record)
+    return {"weight": weight, "bias": bias}
 
 
 def _normalise(layer: _Norm, x: Tensor) -> tuple[Tensor, int]:
@@ -213,13 +191,11 @@ def _spread(parameter: Tensor, g: Tensor, lead: int) -> Tensor:
 
 _WEIGHT_AND_BIAS = frozenset(["weight", "bias"])
 _rule = partial(LayerRule, parameters=_WEIGHT_AND_BIAS)
-_norm = partial(_rule, _norm_product, _norm_gradient, factors=_norm_factors)
-register_rule(nn.Linear, _rule(linear_product, linear_gradient, factors=linear_factors))
+_norm = partial(_rule, _norm_product, _norm_gradient)
+register_rule(nn.Linear, _rule(linear_product, linear_gradient))
 register_rule(nn.Conv1d, _rule(_conv_product, _conv_gradient))
 register_rule(nn.Conv2d, _rule(_conv_product, _conv_gradient))
-register_rule(
-    nn.Embedding, _rule(_embedding_product, _embedding_gradient, _is_plain_embedding, factors=_embedding_factors)
-)
+register_rule(nn.Embedding, _rule(_embedding_product, _embedding_gradient, _is_plain_embedding))
 register_rule(nn.LayerNorm, _norm())
 register_rule(nn.GroupNorm, _norm())
 register_rule(_BatchNorm, _norm(covers=_has_constant_statistics))

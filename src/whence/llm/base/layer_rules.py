@@ -6,17 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.core import Unsupported, whole_shape
-from whence.engines import (
-    Factors,
-    LayerRule,
-    LayerTensors,
-    dot,
-    linear_factors,
-    linear_product,
-    register_rule,
-    rule_for,
-    weigh,
-)
+from whence.engines import LayerRule, LayerTensors, dot, linear_product, register_rule, rule_for, weigh
 
 
 def register_rules(model: nn.Module) -> None:
@@ -27,8 +17,7 @@ def register_rules(model: nn.Module) -> None:
         if type(layer).__name__.endswith("RMSNorm") and is_scale(layer):
             register_rmsnorm(type(layer))
         elif type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils":
-            rule = LayerRule(_conv1d_product, _conv1d_gradient, parameters=_CONV1D_PARAMETERS, factors=_conv1d_factors)
-            register_rule(type(layer), rule)
+            register_rule(type(layer), LayerRule(_conv1d_product, _conv1d_gradient, parameters=_CONV1D_PARAMETERS))
 
 
 _CONV1D_PARAMETERS = frozenset(["weight", "bias"])
@@ -48,9 +37,7 @@ def register_rmsnorm(layer_type: type[nn.Module]) -> None:
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise Unsupported(f"register_rmsnorm() got {layer_type!r}; pass the layer's type: type(layer).")
-    register_rule(
-        layer_type, LayerRule(_scale_product, _scale_gradient, is_scale, frozenset(["weight"]), _scale_factors)
-    )
+    register_rule(layer_type, LayerRule(_scale_product, _scale_gradient, is_scale, frozenset(["weight"])))
 
 
 def is_scale(layer: Any) -> bool:
@@ -94,10 +81,6 @@ def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor | No
     return {"weight": (weigh(g, weights) * _normalise(layer, x)).flatten(0, -2).sum(0)}
 
 
-def _scale_factors(layer: nn.Module, x: Tensor, g: Tensor) -> dict[str, Factors]:
-    return {"weight": ((g * _normalise(layer, x)).reshape(len(g), -1, g.shape[-1]).sum(1),)}
-
-
 def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:
     # A linear layer with its weight transposed.
     transposed = {name: tensor.t() if name == "weight" else tensor for name, tensor in direction.items()}
@@ -107,8 +90,3 @@ def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -
 def _conv1d_gradient(layer: Any, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
     g = weigh(g, weights).flatten(0, -2)
     return {"weight": x.flatten(0, -2).mT @ g, "bias": g.sum(0)}
-
-
-def _conv1d_factors(layer: Any, x: Tensor, g: Tensor) -> dict[str, Factors]:
-    factors = linear_factors(layer, x, g)
-    return {**factors, "weight": factors["weight"][::-1]}

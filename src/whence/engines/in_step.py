@@ -69,32 +69,29 @@ class Step:
             weights: the rows' weights; a row of weight 0 costs nothing.
             total: where to add the gradient with all weights 1; None: nowhere. Rows of weight 0 then cost as others.
         """
-        chosen = weights.nonzero().flatten()
+        weights = weights.float().cpu()  # each question to a device would wait for it
+        rows, others = (mask.nonzero().flatten() for mask in (weights != 0, weights == 0))
+        values = weights[rows].unique()
+        factor, factors = (float(values[0]), None) if len(values) == 1 else (1.0, weights[rows])
         with torch.no_grad():
             while self._calls:
                 call, g = self._calls.pop(), self._output_gradients.pop()
-                if g is not None:
-                    self._add_call(call, g, weights.to(g.device), chosen.to(g.device), total)
+                if g is None:
+                    continue
+                selected = _sum_rows(call, g, rows, factors)
+                for name, tensor in selected.items():
+                    _accumulate(self._parameters[name], tensor, factor)
+                if total is not None:
+                    same = selected if factors is None else _sum_rows(call, g, rows, None)
+                    for part in (same, _sum_rows(call, g, others, None)):
+                        self._add_to(total, part)
 
-    def _add_call(self, call: Call, g: Tensor, weights: Tensor, chosen: Tensor, total: Gradient | None) -> None:
-        is_uniform = bool(len(chosen)) and bool((weights[chosen] == weights[chosen[0]]).all())
-        selected = _sum_rows(call, g, chosen, None if is_uniform else weights[chosen])
-        factor = float(weights[chosen[0]]) if is_uniform else 1.0
-        for name, tensor in selected.items():
-            _accumulate(self._parameters[name], tensor, factor)
-        if total is None:
-            return
-        if is_uniform:
-            rest = (weights == 0).nonzero().flatten()
-            parts = [selected, _sum_rows(call, g, rest, None)]
-        else:
-            parts = [_sum_rows(call, g, torch.arange(len(weights), device=g.device), None)]
-        for part in parts:
-            for name, tensor in part.items():
-                if name in total:
-                    total[name] += tensor
-                else:
-                    total[name] = tensor.to(self._parameters[name].dtype, copy=True)
+    def _add_to(self, total: Gradient, part: Gradient) -> None:
+        for name, tensor in part.items():
+            if name in total:
+                total[name] += tensor
+            else:
+                total[name] = tensor.to(self._parameters[name].dtype, copy=True)
 
 
 @contextmanager
@@ -146,8 +143,9 @@ def _sum_rows(call: Call, g: Tensor, rows: Tensor, weights: Tensor | None) -> Gr
         return {}
     x = _cast(call, g)
     if len(rows) < len(g):
+        rows = rows.to(g.device)
         x, g = x[rows], g[rows]
-    return call.layer.gradient(x, g, None if weights is None else weights.to(g.dtype))
+    return call.layer.gradient(x, g, None if weights is None else weights.to(g))
 
 
 def _cast(call: Call, g: Tensor) -> Tensor:

@@ -24,7 +24,13 @@ from studies.benchmarks.timing import check_device, measure_peak, spread
 from studies.scoring.trainings import STAGES, WAYS, Way, train_grpo, train_ppo
 from whence.core import WhenceError
 
-TRAINERS: dict[str, Callable[[str, int, int, Way, str], dict[str, float]]] = {"ppo": train_ppo, "grpo": train_grpo}
+TRAINERS: dict[str, Callable[[str, int, int, Way, str], dict[str, float]]] = {
+    "ppo": train_ppo,
+    "grpo": train_grpo,
+    "grpo-whole": partial(train_grpo, checkpointing=False),
+}
+"""`grpo` with gradient checkpointing, which is TRL's default; `grpo-whole` without."""
+
 SIZES, BATCHES, EPOCHS = ("1M", "10M", "100M"), (16, 64), (1, 4)
 
 

@@ -146,8 +146,13 @@ class _ChoosingGRPO(_Clocked, InfluenceGRPOTrainer):
     pass
 
 
-def train_grpo(size: str, batch: int, epochs: int, way: Way, device: str) -> dict[str, float]:
-    """Return the CPU seconds of the last batch of completions of TRL's GRPO, in passes of `batch` rows."""
+def train_grpo(
+    size: str, batch: int, epochs: int, way: Way, device: str, *, checkpointing: bool = True
+) -> dict[str, float]:
+    """Return the CPU seconds of the last batch of completions of TRL's GRPO, in passes of `batch` rows.
+
+    Gradient checkpointing is TRL's default.
+    """
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             folder,
@@ -155,6 +160,7 @@ def train_grpo(size: str, batch: int, epochs: int, way: Way, device: str) -> dic
             gradient_accumulation_steps=ROWS // batch,
             num_generations=GENERATIONS,
             num_iterations=epochs,
+            gradient_checkpointing=checkpointing,
             max_steps=ROUNDS * epochs,
             max_completion_length=RESPONSE,
             learning_rate=0.0,

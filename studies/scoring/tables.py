@@ -37,25 +37,14 @@ def list_ratios(cells: Mapping[str, Any], trainer: str) -> Iterator[list[str]]:
 
 def list_steps(cells: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the lines of whole steps of GRPO with one iteration, next to TRL's generation and training."""
-    yield [
-        "trainer, parameters, rows of a pass",
-        "TRL: generation",
-        "TRL: training",
-        "in step, half dropped: all",
-        "of TRL's",
-    ]
+    yield ["trainer, parameters, rows of a pass", "TRL: generation", "TRL: training", "half dropped: all", "of TRL's"]
     for trainer, size, batch in product(("grpo", "grpo-whole"), SIZES, BATCHES):
         if (cell := cells.get(f"{trainer}/{size}/{batch}/1")) is not None:
-            plain, chosen = (
-                {k: v["median"] for k, v in cell["stages"][way].items()} for way in ("plain", "in_step, 0.5")
-            )
-            whole = sum(plain.values())
-            figures = plain["generation"], plain["optimisation"], sum(chosen.values())
-            yield [
-                f"{NAMES[trainer]}, {size}, {batch}",
-                *(f"{figure:.3g}" for figure in figures),
-                f"{figures[-1] / whole:.2f}",
-            ]
+            plain, chosen = (_take_medians(cell, way) for way in ("plain", "in_step, 0.5"))
+            whole = sum(chosen.values())
+            figures = plain["generation"], plain["optimisation"], whole
+            share = f"{whole / sum(plain.values()):.2f}"
+            yield [f"{NAMES[trainer]}, {size}, {batch}", *(f"{figure:.3g}" for figure in figures), share]
 
 
 def _take_medians(cell: Mapping[str, Any], way: str) -> dict[str, float]:

@@ -1,13 +1,17 @@
 """Choosing completions inside TRL's own steps, against TRL's trainers, choosing before the steps, and the loop."""
 
+import itertools
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from languages import language_model, shaken
+from test_llm_in_step import refuse
 from test_llm_trainer import ScoreAndKeepAll, make_model
 from test_llm_trl import Watch, count_rows, make_target, make_trainer
 from whence import NonPositive, Selection
+from whence.engines import Step
 from whence.llm import language_view
 from whence.llm.trl import fused_head
 
@@ -71,6 +75,20 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
     if (kind, style, settings) in LONG:
         chosen = train(tmp_path, kind, style, ScoreAndKeepAll(), **settings)
         assert_close(chosen, train(tmp_path, kind, style, None, own=False, **settings))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
+    settings = {"target": make_target(), "num_iterations": 2, "max_steps": 4}
+    plain, calls, backward = (
+        train(tmp_path, kind, "llama", None, own=False, **settings),
+        itertools.count(),
+        Step.backward,
+    )
+    monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
+    trainer = train(tmp_path, kind, "llama", ScoreAndKeepAll(), **settings)
+    assert trainer.influence.scores.count_nonzero() == 4
+    assert_close(trainer, plain)
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "dr_grpo"}], ids=["dapo", "dr_grpo"])

@@ -33,6 +33,7 @@ class PassChooser(RoundChooser):
         super().__init__(model, trainer.rule, trainer.scoring, refresh_every)
         self._trainer = trainer
         self._step: Step | None = None
+        self._loss: Tensor | None = None
         self._head = FusedHead(model.get_output_embeddings())
         layer = self._head.describe({id(p): name for name, p in self.parameters.items()})
         self.layers += [layer] if layer.names else []
@@ -43,24 +44,28 @@ class PassChooser(RoundChooser):
         trainer, advantages = self._trainer, output["advantages"]
         order = advantages.reshape(len(advantages), -1).abs().sum(dim=1).argsort(descending=True)
         places = order[: 2 if len(order) > 1 else 1].repeat(2)[:2]
-        metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
 
         def compute_loss(alone: bool) -> Tensor:
             inputs = take_rows(output, places[:1] if alone else places)
-            replaced = nullcontext() if alone else self._head.replace(inputs["completion_mask"])
-            with trainer.accelerator.no_sync(trainer.model_wrapped), replaced:
-                loss: Tensor = trainer._compute_trl_loss(trainer.model_wrapped, inputs)
-            return loss * measure_denominator(trainer, inputs)
+            with nullcontext() if alone else self._head.replace(inputs["completion_mask"]):
+                return self._compute_plain_loss(inputs) * measure_denominator(trainer, inputs)
 
+        return self.confirm(compute_loss)
+
+    def _compute_plain_loss(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return TRL's loss on a minibatch, without an effect on what TRL logs."""
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
         try:
-            return self.confirm(compute_loss)
+            with trainer.accelerator.no_sync(model):
+                loss: Tensor = trainer._compute_trl_loss(model, inputs)
         finally:
             trainer._metrics["train"].clear()
             trainer._metrics["train"].update(metrics)
+        return loss
 
-    @contextmanager
-    def record(self, model: Any, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Record a pass on a minibatch, whose loss is computed inside."""
+    def compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Return TRL's loss on a minibatch, whose pass is recorded."""
         self._inputs, mask = inputs, inputs["completion_mask"]
         # DDP would wait for the gradients of parameters, which are averaged over processes at the end of the step.
         with (
@@ -68,7 +73,9 @@ class PassChooser(RoundChooser):
             self._head.replace(mask),
             record_step(self.layers, self.parameters, len(mask)) as self._step,
         ):
-            yield
+            loss: Tensor = self._trainer._compute_trl_loss(model, inputs)
+        self._loss = loss
+        return loss
 
     @contextmanager
     def replace_backward(self) -> Iterator[None]:
@@ -79,7 +86,7 @@ class PassChooser(RoundChooser):
             yield
         finally:
             del accelerator.backward
-            self._step = None
+            self._step = self._loss = None
 
     def _run_backward(self, backward: Any, loss: Tensor, **settings: Any) -> None:
         if self._step is None:
@@ -94,6 +101,12 @@ class PassChooser(RoundChooser):
         self.run_backward(self._step, loss * leaf.grad, positions, unit)
         if self._trainer.accelerator.sync_gradients:
             self._finish_step(unit)
+
+    def _add_plain(self, loss: Tensor) -> None:
+        # The weight of TRL's fused output layer is no part of the recorded graph.
+        assert self._loss is not None
+        (factor,) = torch.autograd.grad(loss, self._loss)  # Transformers' and Accelerate's
+        super()._add_plain(self._compute_plain_loss(self._inputs) * factor)
 
     def _finish_step(self, unit: float) -> None:
         """End the batch: its gradient becomes the mean over processes and over the kept rows; `unit` is a row's."""

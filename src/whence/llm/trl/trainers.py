@@ -252,8 +252,7 @@ class _SelectingTrainer:
             rows, factor = take_kept(inputs, count, averages=averages_rows(self))
         # Selected rows are marked.
         chooser = self.chooser if model.training and SCALE not in inputs else None
-        with nullcontext() if chooser is None else chooser.record(model, inputs):
-            loss = self._compute_trl_loss(model, rows)
+        loss = self._compute_trl_loss(model, rows) if chooser is None else chooser.compute_loss(model, inputs)
         loss = loss if factor is None else loss * factor
         if model.training and self._steps_in_backward:
             self._guard_next_step(model, loss.detach())

@@ -115,19 +115,11 @@ def test_states_are_told_apart_by_their_bytes() -> None:
 @pytest.mark.parametrize(
     ("rule", "changed", "message"),
     [
-        (
-            AdvantageMismatch(),
-            {"rewards": None},
-            "AdvantageMismatch needs rewards, which these records",
-        ),
+        (AdvantageMismatch(), {"rewards": None}, "AdvantageMismatch needs rewards, which these records"),
         (AdvantageMismatch(), {"gamma": None}, "needs gamma, which"),
         (AdvantageMismatch(), {"actions": torch.zeros(6, 2)}, r"discrete actions.*shape \(6, 2\) and torch.float32"),
         (TDErrorPriority(), {"gae_lambda": None}, "A TD error needs gae_lambda"),
-        (
-            TDErrorPriority(),
-            {"env_index": None, "episode_starts": None},
-            "A TD error needs episode_starts, env_index",
-        ),
+        (TDErrorPriority(), {"env_index": None, "episode_starts": None}, "TD error needs episode_starts, env_index"),
     ],
 )
 def test_what_is_missing_is_named(rule: Any, changed: dict[str, Any], message: str) -> None:

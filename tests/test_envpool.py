@@ -273,12 +273,6 @@ def played_with_gymnasium(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch
     return [episode for env in envs for episode in env.episodes[:3]]
 
 
-def played_alone(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    env = Still(5)
-    evaluate(model, DummyVecEnv([lambda: Monitor(env)]), episodes=3, seed=seed)
-    return env.episodes[:3]
-
-
 def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     envs = [Still(length) for length in (5, 1, 3, 4, 9)]
     monkeypatch.setattr(envpool, "make_pool", lambda *_: StillPool(envs))
@@ -286,7 +280,7 @@ def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     return [episode for env in envs for episode in env.episodes]
 
 
-@pytest.mark.parametrize("played", [played_with_gymnasium, played_alone, played_in_a_pool])
+@pytest.mark.parametrize("played", [played_with_gymnasium, played_in_a_pool])
 @pytest.mark.parametrize("every", [-1, 1, 2])
 def test_state_dependent_noise_is_each_episodes_own(every: int, played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = explored(every)

@@ -57,17 +57,11 @@ def test_normalisation_over_the_buffer_has_bessels_correction(objective: type[PP
     prepared = objective().prepare(batch([1, 2, 6]))
     assert prepared.advantages.tolist() == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5])
     assert objective().prepare(batch([5])).advantages.tolist() == [5]  # one record has no standard deviation
+    assert objective(advantage_norm="none").prepare(batch([1, 2, 6])).advantages.tolist() == [1, 2, 6]
 
 
-def test_none_leaves_advantages_alone() -> None:
-    assert PPOClip(advantage_norm="none").prepare(batch([1, 2, 6])).advantages.tolist() == [1, 2, 6]
-
-
-def test_clip_range_is_the_first_argument() -> None:
+def test_clip_range_is_first_and_outputs_are_read_as_coefficients_ask() -> None:
     assert PPOClip(0.1) == PPOClip(clip_range=0.1)
-
-
-def test_reads_what_its_coefficients_ask_for() -> None:
     assert PPOClip().reads == {"log_prob"}
     assert PPOClip(vf_coef=0.5).reads == {"log_prob", "value"}
     assert A2C(ent_coef=0.1).reads == {"log_prob", "entropy"}

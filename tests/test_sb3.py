@@ -17,21 +17,14 @@ from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
 
 import whence
-from toys import OnRolloutEnd, Toy, model
+from toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, attribute
 from whence.core import as_view, named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
 from whence.sb3.base.model_description import HYPERPARAMETERS
 from whence.sb3.base.rollout_buffer import Ongoing, number_episodes
-from whence.sb3.base.sampling import cut_minibatches, select_from
+from whence.sb3.base.sampling import select_from
 from whence.sb3.episodes.resets import STATE
-
-
-def test_a_snapshot_can_be_taken_beside_the_callback() -> None:
-    seen: list[whence.RecordBatch] = []
-    beside = OnRolloutEnd(lambda toy: seen.append(snapshot(toy)))
-    model().learn(32, callback=[InfluenceCallback(whence.KeepAll()), beside])
-    assert len(seen[0]) == 32
 
 
 def test_a_view_reads_the_parameters_it_is_given_and_puts_the_policys_own_back() -> None:
@@ -277,25 +270,6 @@ def test_weights_that_differ_become_sampling_probabilities() -> None:
     share = (draws == float(buffer.advantages[9, 0])).float().mean()
     assert set(draws.tolist()) == {float(buffer.advantages[row, 0]) for row in (4, 9)}
     assert float(share) == pytest.approx(0.75, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("kept", "last", "join", "sizes"),
-    [
-        (65, "keep", True, [65]),
-        (65, "drop", True, [64]),
-        (65, "keep", False, [64, 1]),
-        (66, "keep", True, [64, 2]),
-        (129, "keep", True, [64, 65]),
-        (128, "drop", True, [64, 64]),
-        (2, "drop", True, [2]),
-        (1, "keep", True, [1]),
-    ],
-)
-def test_minibatches(kept: int, last: Any, join: bool, sizes: list[int]) -> None:
-    batches = cut_minibatches(np.arange(kept), 64, last=last, join=join)
-    assert [len(batch) for batch in batches] == sizes
-    assert np.concatenate(batches).tolist() == list(range(sum(sizes)))
 
 
 def test_resets_are_recorded_without_being_changed() -> None:

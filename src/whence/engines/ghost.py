@@ -79,7 +79,7 @@ def _products_from_one_pass(tape: Tape) -> Tensor:
     if seed.log_prob is None or reads_more or len(weights) < len(target_seeds):
         return _products_pass_by_pass(tape, seed, target_seeds)
     # Objective and targets depend on the log-probs alone: each is a weighted sum of the records' log-prob gradients.
-    if len(problem.targets) == 1 and weights and (factors := find_factors(seed.log_prob, weights[0])) is not None:
+    if len(problem.targets) == 1 and weights and (factors := _find_factors(seed.log_prob, weights[0])) is not None:
         return _products_from_one_quantity(tape, weights[0], factors, [torch.ones_like(factors)])
     if seed.log_prob.ndim > 1:
         return _products_pass_by_pass(tape, seed, target_seeds)
@@ -149,7 +149,7 @@ def _gradients_in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[
     ]
 
 
-def find_factors(weights_sought: Tensor, weights: Tensor) -> Tensor | None:
+def _find_factors(weights_sought: Tensor, weights: Tensor) -> Tensor | None:
     """Return the factors, (n,), by which each record's `weights` become `weights_sought`; None if there are none."""
     if weights_sought.ndim == 1:
         sizes = weights.abs()

@@ -93,7 +93,7 @@ def _solve_own_parts(
     if engine == "ghost" and masks is None and len(units.unique()) == len(units):
         try:
             return weights * run_engine(problem, _solve_record_by_record, memory)
-        except Refused:
+        except (Refused, RuntimeError):  # a rule of the user's may not run under vmap
             pass
     positions, columns = [], []
     for number in units.unique():

@@ -72,8 +72,8 @@ class DTV(ScoreRule):
             members = (groups == group).nonzero().flatten()
             influence = attribute(records.take(members), **settings)
             scores[members] = influence.scores.float()
-        about = replace(influence.provenance, records=records.fingerprint)
-        about = replace(about, target=f"{about.target} of a prompt")
+        target = f"{influence.target} of a prompt"
+        about = replace(influence.provenance, records=records.fingerprint, target=target)
         return Influence(scores, records.ids.cpu().clone(), about)
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:

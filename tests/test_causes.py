@@ -207,7 +207,7 @@ class TestRanking:
     )
 
     def test_no_round_fills_the_list(self):
-        moments = rank_moments(self.CAUSES, lowest=False, most=5, per_round=3)
+        moments = rank_moments(self.CAUSES, lowest=False, most=5)
         assert [(entry.round, entry.moment.score) for entry in moments] == [(1, 9), (1, 8), (1, 7), (2, 5), (2, 4)]
         moments = rank_moments(self.CAUSES, lowest=True, most=2)
         assert [(entry.round, entry.moment.score) for entry in moments] == [(2, -3), (2, -2)]

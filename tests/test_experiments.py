@@ -36,7 +36,7 @@ from whence.experiments.rl.plan import check_action, reads
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import is_finished, read_curve, run
 from whence.runs import RunDirectory
-from whence.sb3.base.networks import default_policy, default_policy_kwargs
+from whence.sb3.base.networks import default_policy
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -202,15 +202,6 @@ class TestPlan:
         config = replace(RunConfig(arm="iif", seed=3, **presets()[name]), **changed)
         assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
 
-    def test_what_is_done_to_a_configuration_does_not_reach_its_preset(self):
-        def first():
-            return plan_comparison(preset="lda-code/frozenlake", arms=["ppo"], seeds=1)[0]
-
-        found, expected = first(), first().to_json()
-        found.hyperparameters["n_steps"] = 1
-        found.env_kwargs["map_name"] = "8x8"
-        assert first().to_json() == expected
-
     def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
         (config,) = plan_comparison(
             preset="lda-code/frozenlake", arms=["iif"], seeds=1, rounds=3, drop=0.25, eval_episodes=None, n_envs=None
@@ -270,12 +261,6 @@ class TestPlan:
         chosen = {} if extractor is None else {"features_extractor_class": extractor}
         assert config.policy_kwargs == {"net_arch": [8], **chosen}
 
-    def test_a_network_that_is_named_stays(self):
-        image = spaces.Box(0, 255, (7, 7, 3), np.uint8)
-        named = {"features_extractor_class": "FlattenExtractor"}
-        assert default_policy_kwargs("CnnPolicy", named, image) == named
-        assert default_policy_kwargs("MlpPolicy", {}, image) == {}
-
     def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
         pytest.importorskip("minigrid")
         asked = {"env": "minigrid:MiniGrid-Empty-5x5-v0", "eval_episodes": 0}
@@ -311,19 +296,16 @@ class TestPlan:
             ({"env": "CartPole-v1", "preset": "lda-code/frozenlake"}, "Give either an environment.* not both, not non"),
             ({"env": "CartPole-v1", "arms": ["ppo", "if"]}, r"arm 'if' is unknown\. Did you mean iif\?"),
             ({"env": "CartPole-v1", "arms": []}, r"arms is ''; name each arm once\. Known: ppo, iif, "),
-            ({"env": "CartPole-v1", "arms": ["ppo", "iif", "ppo"]}, "arms is 'ppo,iif,ppo'; name each arm once"),
             ({"env": "CartPole-v1", "optimizer": "SDG"}, r"optimizer 'SDG' is unknown\. Did you mean SGD\?"),
             ({"env": "CartPole-v1", "n_evns": 2}, r"A run has no 'n_evns'\. Did you mean n_envs"),
             ({"env": "CartPole-v1", "seed": 2}, r"A comparison has no 'seed': `seeds` says"),
             ({"env": "CartPole-v1", "seeds": 0}, "seeds is 0; at least 1 is needed, and 2 for intervals"),
-            ({"env": "CartPole-v1", "rounds": 0}, "rounds is 0; at least 1 is needed"),
             ({"env": "CartPole-v1", "eval_episodes": 1}, "eval_episodes is 1; a standard error needs 2"),
             ({"env": "CartPole-v1", "drop": 1.01}, r"drop is 1\.01; .* in \(0, 1\]"),
             (
                 {"env": "CartPole-v1", "env_kwargs": {"wings": 2}},
                 "'CartPole-v1' cannot be made with .'wings': 2.: .*wings",
             ),
-            ({"env": "no_such_module:Foo-v0"}, "'no_such_module:Foo-v0' cannot be made with .*no_such_module"),
         ],
     )
     def test_what_cannot_be_is_refused(self, given, message):
@@ -396,19 +378,12 @@ class TestPlan:
         ("observation", "action", "observations", "actions", "message"),
         [
             (3, 0.7, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 0\.7; one of Discrete\(4\)"),
-            (3, 9, spaces.Discrete(16), spaces.Discrete(4), r"action of the target is 9; one of Discrete\(4\)"),
             (16, 0, spaces.Discrete(16), spaces.Discrete(4), r"observation of the target is 16; .* Discrete\(16\)"),
-            ("3", 0, spaces.Discrete(16), spaces.Discrete(4), "observation of the target is '3'"),
-            ([], [], spaces.Discrete(16), spaces.Discrete(4), r"observation of the target is \[\]"),
             ([[0, 0], [0]], 0, BOX, spaces.Discrete(4), "observation of the target is"),
             ([0, 0], 0, BOX, spaces.Discrete(4), r"observation of the target is \[0, 0\]; one of Box\("),
-            ([0, 0, 1.1], 0, BOX, spaces.Discrete(4), "observation of the target is"),
-            ([0, 0, 1], [0, 0], BOX, BOX, "action of the target is"),
             (np.full((2, 2, 1), 256).tolist(), 0, IMAGE, spaces.Discrete(4), "observation of the target is"),
             ([0, 0, 1], [2, 0], BOX, spaces.MultiDiscrete([2, 3]), "action of the target is"),
-            ([0, 0, 1], [1, 2], BOX, spaces.MultiBinary(2), "action of the target is"),
             ({"a": [0, 0, 2]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), r"observation\.a of the target is"),
-            ({"b": [0, 0, 0]}, 0, spaces.Dict(a=BOX), spaces.Discrete(4), "observation of the target is"),
             (3, [1, 2], spaces.Discrete(16), spaces.Discrete(4), "not as many actions as observations"),
         ],
     )
@@ -608,13 +583,6 @@ class TestComparison:
         assert len(before) == 78
         assert calls == [(config, 2) for config in planned()]
         assert again.summary == in_worker.summary
-
-    def test_it_is_read_again_as_it_was(self, in_worker):
-        found = load_comparison(in_worker.path)
-        assert found.path == in_worker.path
-        assert found.configs == in_worker.configs
-        assert found.summary == in_worker.summary
-        assert_frame_equal(found.table("evaluations"), in_worker.table("evaluations"), check_exact=True)
 
     def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, in_worker, tmp_path, monkeypatch):
         def kill(jobs, workers, on_round):

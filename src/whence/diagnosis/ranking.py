@@ -56,21 +56,18 @@ class RankedMoment:
     moment: Moment
 
 
-def rank_moments(
-    causes: pl.DataFrame, *, lowest: bool, most: int, per_round: int = PER_ROUND_MOMENTS
-) -> list[RankedMoment]:
+def rank_moments(causes: pl.DataFrame, *, lowest: bool, most: int) -> list[RankedMoment]:
     """Return the moments of all rounds that raised a decision's probability most, or lowered it most.
 
     Args:
         causes: from `find_causes`.
         lowest: True: those that lowered it; False: those that raised it.
         most: the largest number of moments.
-        per_round: the largest number of moments of one round.
     """
     ranked = [
         RankedMoment(int(number), moment)
         for (number,), table in causes.group_by("round", maintain_order=True)
-        for moment in find_moments(table, lowest=lowest, most=per_round)
+        for moment in find_moments(table, lowest=lowest, most=PER_ROUND_MOMENTS)
     ]
     return sorted(ranked, key=lambda entry: (-abs(entry.moment.score), entry.moment.record_id))[:most]
 

@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal, Self
 from whence.core import RunDirectoryError, WhenceError, suggest
 from whence.efficiency import Curve, make_curve
 from whence.engines import ENGINES
-from whence.experiments.arms import ANY, GROUPS, LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, find_arm, split_arm
+from whence.experiments.arms import (
+    ANY,
+    GROUPS,
+    LANGUAGE_ARMS,
+    LANGUAGE_TARGETS,
+    STANDARD,
+    counts_scoring,
+    find_arm,
+    split_arm,
+)
 from whence.runs import RunDirectory
 from whence.selection import LANGUAGE_UNITS, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
@@ -291,7 +300,7 @@ def read_curve(config: LanguageConfig, path: Path) -> Curve:
         raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
     clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
     stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
-    if config.arm.startswith("random"):  # a control scores only to know how many to drop, which is not part of its cost
+    if not counts_scoring(config.arm):
         stages = [name for name in stages if name not in ("scoring", "held_out")]
     seconds = timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy()
     return make_curve(config.rounds, evaluations, seconds)

@@ -45,9 +45,9 @@ from whence.engines import (
     add_masks,
     check_memory,
     check_mixing,
-    leave_out,
     record_gradient,
     solve,
+    subtract_own_parts,
     target_gradients,
 )
 from whence.folds import (
@@ -196,7 +196,7 @@ def score_targets(
         limit = memory if chunk_size is None else None
         products, engine, reason = solve(problem, engine, limit)
         if leave_one_out is not None:
-            products = leave_out(problem, products, label_units(records, leave_one_out), engine, limit)
+            products = subtract_own_parts(problem, products, label_units(records, leave_one_out), engine, limit)
         _check_scores(products, problem)
     return {
         name: Influence(

@@ -43,7 +43,7 @@ class _Part(BatchTarget):
         return (values if self.weights is None else self.weights * values).sum()
 
 
-def leave_out(
+def subtract_own_parts(
     problem: Problem, products: Float[Tensor, "targets n"], units: Int[Tensor, " n"], engine: str, memory: int | None
 ) -> Float[Tensor, "targets n"]:
     """Return the products with means over the other units than each record's own; 0 where there are none.

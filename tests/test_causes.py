@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from dataclasses import replace
 
 import gymnasium as gym
@@ -16,6 +17,7 @@ from scipy.stats import rankdata
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
+from test_show import hostile_view, measure
 from test_viewer import Server, end_processes
 from toys import MaskedToy, Toy
 from whence import (
@@ -33,6 +35,7 @@ from whence.diagnosis.causes import read_hidden
 from whence.experiments import configure, load_recording, load_round, run
 from whence.experiments.rl.stored import load_model
 from whence.page import CauseView, Decision, ExploredRun, describe_moment
+from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
 
 ROUNDS, STEPS = 3, 128
@@ -299,6 +302,12 @@ class TestCommand:
         assert content["raised"] == stored["raised"]
         assert content["log_prob"] == pytest.approx(stored["log_prob"])
 
+    def test_pictures(self, cart, whence, tmp_path):
+        code, out, _ = whence("why", cart.path, "--out", tmp_path / "why.png")
+        assert code == 0
+        assert f"Picture: {tmp_path / 'why.png'}" in out
+        assert measure(tmp_path / "why.png")[0][0] == 1200
+
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
@@ -308,6 +317,7 @@ class TestCommand:
             (["--observation", "[1]", "--action", "0"], "observation"),
             (["--observation", "[0,0,0,0]", "--action", "7"], "7"),
             (["--by", "guess"], "guess"),
+            (["--out", "why.jpg"], r"has to end in \.png"),
             (["--record", "99999"], "No round of .* holds record 99999"),
             (["--step", "99999"], "has steps 0 to"),
         ],
@@ -318,12 +328,15 @@ class TestCommand:
         assert re.search(text, err), err
 
 
-def make_view(text="left"):
+def make_view(text="left", **settings):
     rounds = sum_rounds(TestRanking.CAUSES)
     ends = {name: rank_moments(TestRanking.CAUSES, lowest=name == "lowered", most=3) for name in ("raised", "lowered")}
     rows = {name: [describe_moment(e.moment, [text]) | {"round": e.round} for e in end] for name, end in ends.items()}
-    decision = Decision(f"“{text}” at {text}", math.log(0.25), math.log(0.97))
-    return CauseView(text, text, decision, "influence", rounds, **rows)
+    frames = {row["record"]: np.zeros((40, 60, 3), np.uint8) for row in rows["raised"]}
+    frame = np.full((40, 60, 3), 200, np.uint8)
+    decision = Decision(f"“{text}” at {text}", math.log(0.25), math.log(0.97), frame=frame)
+    view = CauseView(text, text, decision, "influence", rounds, **rows, frames=frames)
+    return replace(view, **settings)
 
 
 class TestTelling:
@@ -337,6 +350,17 @@ class TestTelling:
         density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
         assert "its log-density was -1 under the first policy and is 2.5 now" in density.text
         assert replace(view, raised=[]).text == "No record of any round raised it."
+
+    @pytest.mark.parametrize("bare", [False, True])
+    def test_hostile_text_is_drawn_as_it_is(self, tmp_path, bare):
+        text = hostile_view().env
+        view = make_view(text, notes=[text])
+        if bare:
+            view = replace(view, frames={}, lowered=[], decision=replace(view.decision, frame=None))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            draw_causes(view, tmp_path / "why.png")
+        assert measure(tmp_path / "why.png")[0][0] == 1200
 
 
 @pytest.fixture(scope="module")

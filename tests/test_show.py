@@ -176,10 +176,13 @@ class TestCommand:
         assert (code, json.loads(out)["round"], json.loads(out)["moment"]["record"]) == (0, 2, 300)
 
     def test_pictures(self, cart, whence, tmp_path):
-        code, out, _ = whence("show", cart.path, "--out", tmp_path / "moment.png", "--continuations", 0)
-        assert code == 0
-        assert f"Picture: {tmp_path / 'moment.png'}" in out
-        assert measure(tmp_path / "moment.png")[0][0] == 1200
+        for name, frames in (("moment.png", 1), ("moment.gif", 5)):
+            code, out, _ = whence("show", cart.path, "--out", tmp_path / name, "--continuations", 0)
+            assert code == 0
+            assert f"Picture: {tmp_path / name}" in out
+            size, images = measure(tmp_path / name)
+            assert size[0] == 1200
+            assert images >= frames
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -188,7 +191,7 @@ class TestCommand:
             (["--record", "99999"], "No round of .* holds record 99999; it holds rounds 1 to 3"),
             (["--round", "9"], "holds rounds 1 to 3"),
             (["--round", "1", "--record", "300"], "Record 300 is not in this round"),
-            (["--out", "moment.jpg"], r"has to end in \.png"),
+            (["--out", "moment.jpg"], r"has to end in \.png or \.gif"),
         ],
     )
     def test_what_cannot_be_is_refused(self, cart, whence, arguments, said):
@@ -212,11 +215,11 @@ class TestCommand:
         for file in (tmp_path / "run" / "episodes").iterdir():
             table = pl.read_parquet(file)
             table.with_columns(generator_state=pl.lit(None, dtype=pl.String)).write_parquet(file)
-        code, out, _ = whence("show", tmp_path / "run", "--out", tmp_path / "m.png")
+        code, out, _ = whence("show", tmp_path / "run", "--out", tmp_path / "m.gif")
         assert code == 0
         assert "No frames" in out
         assert "Not measured by fresh rollouts: " in out
-        assert measure(tmp_path / "m.png")[0][0] == 1200
+        assert measure(tmp_path / "m.gif")[1] == 1
 
     def test_a_language_models_response(self, tmp_path, whence):
         directory = RunDirectory.create(tmp_path / "run", {"kind": "language"})
@@ -257,17 +260,31 @@ def hostile_view():
     )
 
 
-def test_hostile_text_is_drawn_as_it_is(tmp_path):
+@pytest.mark.parametrize("suffix", [".png", ".gif"])
+def test_hostile_text_is_drawn_as_it_is(tmp_path, suffix):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_moment(hostile_view(), tmp_path / "m.png")
-    assert measure(tmp_path / "m.png")[0][0] == 1200
+        draw_moment(hostile_view(), tmp_path / f"m{suffix}")
+    assert measure(tmp_path / f"m{suffix}")[0][0] == 1200
 
 
 def test_a_box_policy_is_drawn(tmp_path):
     change = PolicyChange(["a", "b"], [0.1, 1.0], [0.2, -1.0], ((1.0, 2.0), (1.0, 1.0)), (0.0, 1.0))
     draw_moment(replace(hostile_view(), policy=change, action_labels=None), tmp_path / "m.png")
     assert measure(tmp_path / "m.png")[0][1] > 500
+
+
+def test_the_face_stands_out_and_the_cursor_moves(tmp_path):
+    draw_moment(hostile_view(), tmp_path / "m.gif")
+    images, durations = [], []
+    with Image.open(tmp_path / "m.gif") as picture:
+        for at in range(picture.n_frames):
+            picture.seek(at)
+            durations.append(picture.info["duration"])
+            images.append(np.asarray(picture.convert("RGB"), int))
+    assert len(images) == 3
+    assert durations[1] > durations[0]
+    assert np.abs(images[0] - images[2]).sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Decisions to ask about: of a stored round, given by hand, raised most by training, or of an episode played now."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import polars as pl
 import torch
 from gymnasium import spaces
 from jaxtyping import Float
+from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
@@ -30,8 +31,10 @@ from whence.runs import RunDirectory
 from whence.sb3 import (
     actor_critic_view,
     embed,
+    explain_no_frames,
     open_env,
     predict,
+    render,
     to_env_actions,
     use_fresh_noise,
 )
@@ -213,12 +216,16 @@ class PlayedEpisode:
         seed: the environment's and the actions' seed.
         records: the m states and actions as the policy reads them; log-probs are the present policy's.
         first_log_probs: (m,) those of the first round's policy.
+        frames: pictures (height, width, 3) uint8 by step, for the steps asked for.
+        frames_note: why frames that were asked for are missing; None if none is.
         is_discrete: whether log-probs are logarithms of probabilities, and not of densities.
     """
 
     seed: int
     records: RecordBatch
     first_log_probs: Float[Tensor, " m"]
+    frames: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    frames_note: str | None = None
     is_discrete: bool = True
 
     def __len__(self) -> int:
@@ -279,6 +286,8 @@ def play_episode(
     *,
     seed: int = 0,
     env: AnyEnv = None,
+    frames: Collection[int] = (),
+    longest: int = LONGEST,
 ) -> PlayedEpisode:
     """Play an episode with a run's present policy; equal arguments play the same one again.
 
@@ -288,6 +297,8 @@ def play_episode(
         run: the run, finished or not; its last policy plays.
         seed: seeds the environment and the actions.
         env: the environment of runs whose configuration does not name it; see `load_round`.
+        frames: the steps to draw.
+        longest: the most steps.
 
     Raises:
         ReplayError: the environment fails, or the policy reads what no single environment shows.
@@ -305,6 +316,7 @@ def play_episode(
         raise ReplayError("The policy reads action masks, which episodes played now lack. Ask about --record ID.")
     states: list[Tree] = []
     actions: list[Tensor] = []
+    pictures: dict[int, NDArray[np.uint8]] = {}
     with (
         open_env(make_replay_env(run, env)) as world,
         torch.no_grad(),
@@ -312,13 +324,16 @@ def play_episode(
         use_fresh_noise(model, 1) as renew_noise,
     ):
         torch.manual_seed(seed)
+        note = explain_no_frames(world) if frames else None
         observation, _ = world.reset(seed=seed)
-        for step in range(LONGEST):
+        for step in range(longest):
             renew_noise(np.array([0]), np.array([step == 0]))
             state, _ = model.policy.obs_to_tensor(observation)
             action = model.policy._predict(state, deterministic=False)
             states.append(state)
             actions.append(action)
+            if step in frames and note is None:
+                pictures[step] = render(world)
             taken = to_env_actions(action.numpy(), world.action_space, squashed=is_squashed(run))[0]
             observation, _, terminated, truncated, _ = world.step(taken)
             if terminated or truncated:
@@ -337,6 +352,8 @@ def play_episode(
         seed=seed,
         records=records.with_columns({"log_probs": now}),
         first_log_probs=_read_log_probs(model, records),
+        frames=pictures,
+        frames_note=note,
         is_discrete=not is_density(model.action_space),
     )
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from whence.core import Action, WhenceError
 from whence.diagnosis import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
-from whence.moments import name_action
+from whence.moments import find_moment, name_action
 from whence.page.explored_run import LOCK, ExploredRun
 from whence.page.frames import make_thumb, replay_moments
 from whence.page.grid import round_number, round_numbers
@@ -37,12 +37,14 @@ class Decision:
         before: its mean log-probability under the first round's policy, or its log-density; None: not measured.
         after: the same under the present policy.
         is_discrete: whether these are logarithms of probabilities.
+        frame: a picture of the state (height, width, 3); None if there is none.
     """
 
     what: str
     before: float | None
     after: float | None
     is_discrete: bool = True
+    frame: NDArray[np.uint8] | None = None
 
     @property
     def text(self) -> str:
@@ -95,8 +97,14 @@ class CauseView:
         )
 
 
-def read_decision(run: ExploredRun, number: int, record: int) -> tuple[Action, Decision]:
+def read_decision(run: ExploredRun, number: int, record: int, *, with_frame: bool = False) -> tuple[Action, Decision]:
     """Return what was done in a record of a round, as a target and in words.
+
+    Args:
+        run: the run.
+        number: the round.
+        record: the record's id.
+        with_frame: whether a picture of its state is drawn.
 
     Raises:
         RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
@@ -107,7 +115,12 @@ def read_decision(run: ExploredRun, number: int, record: int) -> tuple[Action, D
     place = f"in record {record:,} ({where}round {number})"
     with LOCK:
         target = read_record(run.directory, number, record, env=run.env)
-        return target, describe_target(run, target, place)
+        decision = describe_target(run, target, place)
+    if not with_frame:
+        return target, decision
+    moment = find_moment(run.round(number).table, record)
+    frames, _ = replay_moments(run, [(moment, [moment.step or 0])])[record]
+    return target, replace(decision, frame=frames.get(moment.step or 0))
 
 
 def describe_target(

@@ -61,7 +61,8 @@ def diagnose(
 
     Example: whence diagnose runs/lander --rounds 5,20 --records 300
     """
-    pictures.check_picture_name(out)
+    if out is not None:
+        pictures.check_picture_name(out, ".png")
     directory = open_agent_run(run, trust=trust)
     numbers = parse_rounds("--rounds", rounds)
     stored = directory.require_rounds(numbers)

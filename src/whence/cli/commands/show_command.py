@@ -49,7 +49,9 @@ def show(
         typer.Option(help="List this many most harmful moments, and show the first.", min=1, show_default=False),
     ] = None,
     continuations: Annotated[int, typer.Option(help="Fresh rollouts that measure the advantage; 0: none.", min=0)] = 16,
-    out: Annotated[Path | None, typer.Option(help="Draw the moment: .png.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Draw the moment: .png, or .gif to see it move.", show_default=False)
+    ] = None,
     env: ReplayEnv = None,
     trust: Trust = False,
     json: AsJson = False,
@@ -63,7 +65,8 @@ def show(
     """
     if [record, top, bottom].count(None) < 2:
         raise WhenceError("--record, --top and --bottom exclude each other; give one of them.")
-    pictures.check_picture_name(out)
+    if out is not None:
+        pictures.check_picture_name(out, ".png", ".gif")
     explored = ExploredRun(RunDirectory.open(run, trust=trust), env=env)
     if out is not None and explored.is_language:
         raise WhenceError(f"{run} is a language model's run, and responses have no picture. Leave out --out.")
@@ -90,6 +93,8 @@ def show(
         return
     face, window = moments[0], read_window(table, moments[0])
     steps = [] if out is None else choose_frames(window, face)
+    if out is not None and out.suffix.lower() == ".gif" and steps:
+        steps = window["step"].to_list()
     with errors.status("Reading the moment …"):
         view = gather_moment(explored, number, face, rollouts=continuations, steps=steps)
         if out is not None:

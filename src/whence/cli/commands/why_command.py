@@ -1,5 +1,6 @@
 """`whence why`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,7 @@ from whence.page import (
     describe_causes,
     describe_target,
     gather_causes,
+    pictures,
     read_decision,
 )
 
@@ -60,6 +62,7 @@ def why(
         ),
     ] = "influence",
     top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
+    out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
     env: ReplayEnv = None,
     trust: Trust = False,
     json: AsJson = False,
@@ -70,7 +73,7 @@ def why(
     round. Every record of every round is scored at the policy that collected it: above 0, training on it raised the
     probability of the action there.
 
-    Example: whence why runs/lander --episode-seed 3 --step 57
+    Example: whence why runs/lander --episode-seed 3 --step 57 --out why.png
     """
     played = "--episode-seed" if episode_seed is not None else "--step" if step is not None else None
     recorded = None if record is None else "--record"
@@ -78,33 +81,44 @@ def why(
     ways = [way for way in (played, recorded, written) if way]
     if len(ways) > 1:
         raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
+    if out is not None:
+        pictures.check_picture_name(out, ".png")
     explored = ExploredRun(open_agent_run(run, trust=trust), env=env)
     explored.directory.require_rounds()
     with errors.status("Reading the decision …"):
         if record is not None:
             number = find_round(explored.directory, None, record)
-            target, decision = read_decision(explored, number, record)
+            target, decision = read_decision(explored, number, record, with_frame=out is not None)
         elif written:
             model = load_model(explored.directory, explored.directory.rounds()[0], env=env)
             target = parse_decision(observation, action, model)
             decision = describe_target(explored, target, "in this observation")
         else:
-            target, decision = _play_step(explored, episode_seed or 0, step)
+            target, decision = _play_step(explored, episode_seed or 0, step, with_frame=out is not None)
     with RoundBar("rounds", "scoring") as bar:
-        view = gather_causes(explored, target, decision, by=by, most=top, on_round=bar.update)
+        framed = 0 if out is None else pictures.SHOWN
+        view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
+    if out is not None:
+        pictures.draw_causes(view, out)
     if json:
-        print_json(describe_causes(view))
+        print_json(describe_causes(view) | ({} if out is None else {"picture": str(out)}))
         return
     if step is None and not (recorded or written):
         print_line(
             "Of the episode's steps, this is the one whose action's probability rose most since the first round."
         )
     print_causes(view)
+    if out is not None:
+        print_line(f"Picture: {out}")
 
 
-def _play_step(run: ExploredRun, seed: int, step: int | None) -> tuple[Action, Decision]:
+def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: bool) -> tuple[Action, Decision]:
     episode = play_episode(run.directory, seed=seed, env=run.env)
     step = episode.choose_step() if step is None else step
     target = episode.target(step)
     log_probs = float(episode.first_log_probs[step]), float(episode.records.log_probs[step]), episode.is_discrete
-    return target, describe_target(run, target, f"at step {step} of an episode with seed {seed}", log_probs)
+    decision = describe_target(run, target, f"at step {step} of an episode with seed {seed}", log_probs)
+    if not with_frame:
+        return target, decision
+    frames = play_episode(run.directory, seed=seed, env=run.env, frames=[step], longest=step + 1).frames
+    return target, replace(decision, frame=frames.get(step))

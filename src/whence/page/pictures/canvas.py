@@ -20,10 +20,14 @@ WIDTH, DPI = 1200, 100
 HELP, HARM, GREY, INK, LINE = "#2f74e6", "#d1495b", "#7d8590", "#1f2328", "#d0d7de"
 
 
-def check_picture_name(path: Path | None) -> None:
-    """Raise WhenceError for a file name that does not end in .png."""
-    if path is not None and path.suffix.lower() != ".png":
-        raise WhenceError(f"--out is {path}; its name has to end in .png.")
+def check_picture_name(path: Path, *endings: str) -> None:
+    """Refuse a file name that does not end as a picture's that can be drawn.
+
+    Raises:
+        WhenceError: it does not.
+    """
+    if path.suffix.lower() not in endings:
+        raise WhenceError(f"--out is {path}; its name has to end in {' or '.join(endings)}.")
 
 
 def make_figure(height: float, width: float = WIDTH / DPI, **settings: Any) -> "Figure":
@@ -84,14 +88,16 @@ def add_axes(figure: "Figure", rows: int, columns: int, top: float, bottom: floa
     return [figure.add_subplot(grid[row, column]) for row in range(rows) for column in range(columns)]
 
 
-def draw_frame(axes: "Axes", frame: NDArray[np.uint8], caption: str, edge: tuple[str, float]) -> None:
-    """Draw a picture (height, width, 3), with an edge and a caption above."""
+def draw_frame(
+    axes: "Axes", frame: NDArray[np.uint8] | None, caption: str = "", edge: tuple[str, float] = (LINE, 1)
+) -> Any:
+    """Draw a picture (height, width, 3), or none, with an edge and a caption above; return Matplotlib's image."""
     axes.set_title(wrap(caption, 34, 3), fontsize=9.5, color=INK, loc="left", parse_math=False)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.spines[:].set(color=edge[0], linewidth=edge[1])
+    axes.spines[:].set(color=edge[0], linewidth=edge[1], visible=frame is not None)
     axes.set_anchor("NW")
-    axes.imshow(frame, aspect="equal", interpolation="antialiased")
+    return None if frame is None else axes.imshow(frame, aspect="equal", interpolation="antialiased")
 
 
 def style_axes(axes: "Axes") -> None:
@@ -111,7 +117,7 @@ def render(figure: "Figure") -> Any:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
-def save_picture(image: Any, path: Path) -> None:
-    """Write a Pillow image atomically, as PNG."""
+def save_picture(image: Any, path: Path, **settings: Any) -> None:
+    """Write a Pillow image atomically, in the format that the file's name says."""
     with write_atomically(path) as temporary:
-        image.save(temporary, format="PNG")
+        image.save(temporary, format=path.suffix[1:].upper(), **settings)

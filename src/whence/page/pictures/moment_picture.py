@@ -1,4 +1,4 @@
-"""Pictures of a moment: frames above strips of reward, value, advantage and score."""
+"""Pictures of a moment: frames above strips of reward, value, advantage and score, as PNG or GIF."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,33 +33,49 @@ BEFORE, AFTER = "#b4b9c2", "#e27411"
 _STRIPS = ("reward", "value", "advantage", "score")
 POLICY_ROWS = 8
 """Actions whose probabilities are drawn at most."""
+_MILLISECONDS, _FACE_MILLISECONDS = 120, 1200  # how long a frame of a GIF is shown
 
 
 def draw_moment(view: MomentView, path: Path) -> None:
-    """Write a moment's picture, with frames side by side, as PNG.
+    """Write a moment's picture: PNG, frames side by side; GIF, frames one after the other and a cursor on the strips.
 
     Args:
         view: the moment. Its frames may be missing; then its note stands in their place.
-        path: the file; its name ends in .png.
+        path: the file; its name ends in .png or .gif.
 
     Raises:
         WhenceError: the name ends otherwise.
         Unsupported: Matplotlib or Pillow is not installed.
     """
-    check_picture_name(path)
+    check_picture_name(path, ".png", ".gif")
+    is_animated = path.suffix.lower() == ".gif" and bool(view.frames)
     height = 8.6 if view.frames else 6.4
     figure = make_figure(height)
     top = _write_heading(figure, view)
     actions = dict(zip(_read(view, "step"), _read(view, "action"), strict=True))
     captions = {step: f"step {step}: {name_action(actions.get(step, '–'), view.action_labels)}" for step in view.frames}
-    split = top + (2.1 if view.frames else 0)
-    frames = add_axes(figure, 1, len(view.frames), top + 0.3, split) if view.frames else []
-    for axes, step in zip(frames, view.frames, strict=True):
-        edge = (_choose_colour(view.moment), 4) if step == view.moment.step else (LINE, 1)
-        draw_frame(axes, view.frames[step], captions[step], edge)
-    _draw_strips(figure, view, split + 0.3, height - 0.6)
+    split = top + (3.4 if is_animated else 2.1 if view.frames else 0)
+    frames = add_axes(figure, 1, 1 if is_animated else len(view.frames), top + 0.3, split) if view.frames else []
+    colour = _choose_colour(view.moment)
+    images = []
+    for axes, step in zip(frames, view.frames, strict=False):
+        edge = (colour, 4) if step == view.moment.step and not is_animated else (LINE, 1)
+        images.append(draw_frame(axes, view.frames[step], captions[step], edge))
+    strips = _draw_strips(figure, view, split + 0.3, height - 0.6)
     _draw_policy(figure, view, split + 0.3, height - 0.6)
-    save_picture(render(figure), path)
+    if not is_animated:
+        save_picture(render(figure), path)
+        return
+    cursors = [axes.axvline(0, color=AFTER, linewidth=2) for axes in strips]
+    pictures = []
+    for step, frame in view.frames.items():
+        images[0].set_data(frame)
+        frames[0].set_title(wrap(captions[step], 60), fontsize=10, loc="left", parse_math=False)
+        for cursor in cursors:
+            cursor.set_xdata([step, step])
+        pictures.append(render(figure))
+    durations = [_FACE_MILLISECONDS if step == view.moment.step else _MILLISECONDS for step in view.frames]
+    save_picture(pictures[0], path, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
 
 
 def _write_heading(figure: "Figure", view: MomentView) -> float:
@@ -81,7 +97,7 @@ def _write_heading(figure: "Figure", view: MomentView) -> float:
     return write_lines(figure, [*lines, *([(view.frames_note, 10.5, GREY)] if view.frames_note else [])])
 
 
-def _draw_strips(figure: "Figure", view: MomentView, top: float, bottom: float) -> None:
+def _draw_strips(figure: "Figure", view: MomentView, top: float, bottom: float) -> list["Axes"]:
     """Draw the curves between two heights, the first on top."""
     names = [name for name in _STRIPS if name in view.window.columns]
     strips = list(add_axes(figure, len(names), 1, top, bottom, left=0.085, right=0.67, hspace=0.15)) if names else []
@@ -94,6 +110,7 @@ def _draw_strips(figure: "Figure", view: MomentView, top: float, bottom: float) 
         text = "record" if view.moment.step is None else "step of the episode"
         strips[-1].set_xlabel(f"{text}   (pale: dropped)" if is_pale else text, fontsize=11, color=INK)
         figure.align_ylabels(strips)
+    return strips
 
 
 def _draw_strip(axes: "Axes", view: MomentView, name: str) -> None:

@@ -279,7 +279,8 @@ class TestRun:
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
     def test_in_half_precision(self, tmp_path, algorithm):
-        run(tiny("iif", dtype="bfloat16", lora=2, algorithm=algorithm), tmp_path)
+        # Before the steps: GRPO's groups here have equal rewards, so no target's gradient is known in the step.
+        run(tiny("iif", dtype="bfloat16", lora=2, algorithm=algorithm, select="before"), tmp_path)
         directory = RunDirectory.open(tmp_path)
         assert directory.round("records", 2)["score"].is_finite().all()
         saved = load_file(tmp_path / "model" / "adapter_model.safetensors")

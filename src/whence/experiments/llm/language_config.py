@@ -224,8 +224,9 @@ class LanguageConfig:
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        # Older runs say by which layers they were scored.
-        return read_table(cls, "A run", {name: values[name] for name in values if name != "layers"})
+        if isinstance(values, Mapping):  # older runs say by which layers they were scored
+            values = {name: value for name, value in values.items() if name != "layers"}
+        return read_table(cls, "A run", values)
 
 
 SOURCE = (

@@ -63,28 +63,41 @@ def describe(line: dict) -> str:
     return "done" if seconds is None else f"{'~' if 'estimated' in line else ''}{seconds:.3g} s"
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/benchmarks"),
-    only: Annotated[
-        str | None,
-        typer.Option(help="Names of cells, or their first parts, or patterns with *, separated by commas."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
-    repeats: Annotated[int, typer.Option(help="The most turns of a measurement; long ones have fewer.", min=1)] = 5,
-    show: Annotated[bool, typer.Option("--list", help="Show the cells' names, and measure nothing.")] = False,
+def measure_chosen(
+    cells: list[Cell], out: Path, *, only: str | None, device: str, repeats: int, show: bool, command: str
 ) -> None:
-    """Measure, and write cells.parquet."""
+    """Measure the cells that a command's options choose, or show their names."""
     try:
         check_device(device)
-        cells = choose(list_cells(), only)
+        chosen = choose(cells, only)
     except WhenceError as failure:
-        raise SystemExit(f"studies.benchmarks.run: {failure}") from None
+        raise SystemExit(f"{command}: {failure}") from None
     if show:
-        print("\n".join(cell.name for cell in cells))
+        print("\n".join(cell.name for cell in chosen))
         return
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    measure(out, cells, device, repeats)
+    measure(out, chosen, device, repeats)
+
+
+Only = Annotated[
+    str | None, typer.Option(help="Names of cells, or their first parts, or patterns with *, separated by commas.")
+]
+Device = Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")]
+Repeats = Annotated[int, typer.Option(help="The most turns of a measurement; long ones may have fewer.", min=1)]
+Show = Annotated[bool, typer.Option("--list", help="Show the cells' names, and measure nothing.")]
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/benchmarks"),
+    only: Only = None,
+    device: Device = "cpu",
+    repeats: Repeats = 5,
+    show: Show = False,
+) -> None:
+    """Measure, and write cells.parquet."""
+    command = "studies.benchmarks.run"
+    measure_chosen(list_cells(), out, only=only, device=device, repeats=repeats, show=show, command=command)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from studies.benchmarks.cells import Cell, Result, Setting, choose
-from studies.benchmarks.run import measure
-from studies.benchmarks.timing import check_device, measure_peak, spread
+from studies.benchmarks.cells import Cell, Result, Setting
+from studies.benchmarks.run import Device, Only, Repeats, Show, measure_chosen
+from studies.benchmarks.timing import measure_peak, spread
 from studies.scoring.trainings import STAGES, WAYS, Way, train_grpo, train_ppo
-from whence.core import WhenceError
 
 TRAINERS: dict[str, Callable[[str, int, int, Way, str], dict[str, float]]] = {
     "ppo": train_ppo,
@@ -76,23 +74,14 @@ def measure_memory(trainer: str, size: str, batch: int, setting: Setting) -> Res
 
 def main(
     out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/scoring"),
-    only: Annotated[str | None, typer.Option(help="Names of cells, or their first parts, separated by commas.")] = None,
-    device: Annotated[str, typer.Option(help="Where it is computed: cpu or cuda.")] = "cpu",
-    repeats: Annotated[int, typer.Option(help="Turns of a measurement.", min=1)] = 5,
-    show: Annotated[bool, typer.Option("--list", help="Show the cells' names, and measure nothing.")] = False,
+    only: Only = None,
+    device: Device = "cpu",
+    repeats: Repeats = 5,
+    show: Show = False,
 ) -> None:
     """Measure, and write cells.parquet."""
-    try:
-        check_device(device)
-        cells = choose(list_cells(), only)
-    except WhenceError as failure:
-        raise SystemExit(f"studies.scoring.run: {failure}") from None
-    if show:
-        print("\n".join(cell.name for cell in cells))
-        return
-    torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    measure(out, cells, device, repeats)
+    command = "studies.scoring.run"
+    measure_chosen(list_cells(), out, only=only, device=device, repeats=repeats, show=show, command=command)
 
 
 if __name__ == "__main__":

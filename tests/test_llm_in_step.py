@@ -34,13 +34,13 @@ def make_checkpointed():
 
 
 def train(folder, rule, scaled=False, **more):
-    seen = []
-    trainer = make_trainer(folder, rule, on_rollout=lambda *about: seen.append(about), **more)
+    rounds = []
+    trainer = make_trainer(folder, rule, on_rollout=lambda *about: rounds.append(about), **more)
     if scaled:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
         trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
     trainer.train()
-    return trainer, seen
+    return trainer, rounds
 
 
 def refuse():
@@ -68,13 +68,13 @@ def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
         calls, backward = itertools.count(), Step.backward
         monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     arguments = {"model": make(), "target": target and target(), "scaled": scaled}
-    trainer, seen = train(tmp_path / "in step", ScoreAndKeepAll(), **arguments, **settings)
-    assert [influence is not None for _, influence, *_ in seen] == [target is not None, True]
-    assert seen[1][1].provenance.engine == "in_step"
-    scored = seen[1][1].scores != 0
+    trainer, rounds = train(tmp_path / "in step", ScoreAndKeepAll(), **arguments, **settings)
+    assert [influence is not None for _, influence, *_ in rounds] == [target is not None, True]
+    assert rounds[1][1].provenance.engine == "in_step"
+    scored = rounds[1][1].scores != 0
     assert scored.sum() == (4 if refused else 8)
     if rule is not None:
-        assert torch.allclose(seen[1][1].scores[scored], others[1][1].scores[scored], rtol=1e-4)
+        assert torch.allclose(rounds[1][1].scores[scored], others[1][1].scores[scored], rtol=1e-4)
     for key, tensor in copy_state(plain).items():
         assert torch.allclose(copy_state(trainer)[key], tensor, rtol=0, atol=1e-5), key
 
@@ -100,8 +100,8 @@ def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tm
     trained = {}
     for select in ("before", "in_step"):
         settings = {"mini_batch_size": size, "gradient_accumulation_steps": passes, "rounds": 1, "ppo_epochs": 2}
-        trainer, seen = train(tmp_path / select, ByRecord(weights), select=select, target=demonstrations(), **settings)
-        trained[select] = copy_state(trainer), seen[0][2], trainer.metrics[0]
+        trainer, rounds = train(tmp_path / select, ByRecord(weights), select=select, target=demonstrations(), **settings)
+        trained[select] = copy_state(trainer), rounds[0][2], trainer.metrics[0]
     (one, selection, row), (other, expected, metrics) = trained["in_step"], trained["before"]
     assert selection.weights.equal(expected.weights)
     assert list(selection.reasons) == list(expected.reasons)
@@ -115,9 +115,9 @@ def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tm
 def test_scores_are_those_of_the_loop(target, tmp_path):
     more = {"learning_rate": 0.0, "mini_batch_size": 4, "vf_coef": 0.5, "cliprange_value": 0.1, "model": make_model()}
     more |= {"held_out": ["ba", "e"]} if target == "held out" else {"target": target and target()}
-    trainer, seen = train(tmp_path, NonPositive(), **more)
+    trainer, rounds = train(tmp_path, NonPositive(), **more)
     objective, view = TokenPPO(vf_coef=0.5, clip_range_vf=0.1), language_view(trainer.model)
-    before, rows, influence = seen[0][0].rows, seen[1][0].rows, seen[1][1]
+    before, rows, influence = rounds[0][0].rows, rounds[1][0].rows, rounds[1][1]
 
     def own(view, params, records):
         return objective(view(params, view.prepare(before)), before).mean()
@@ -128,7 +128,7 @@ def test_scores_are_those_of_the_loop(target, tmp_path):
     exact = attribute(view, rows, target=known, objective=objective, engine="loop").scores
     assert float((influence.scores - exact).abs().max() / exact.abs().max()) < 1e-5
     assert spearmanr(influence.scores, exact).statistic == pytest.approx(1)
-    assert seen[1][2].keep.tolist() == (exact > 0).tolist()
+    assert rounds[1][2].keep.tolist() == (exact > 0).tolist()
 
 
 def test_a_gradient_of_the_target_serves_some_rounds(tmp_path, monkeypatch):
@@ -150,18 +150,18 @@ def test_mixed_precision(tmp_path, monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         plain, _ = train(tmp_path / "plain", None)
-        trainer, seen = train(tmp_path / "in step", ScoreAndKeepAll())
+        trainer, rounds = train(tmp_path / "in step", ScoreAndKeepAll())
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
-    assert seen[1][1] is not None
+    assert rounds[1][1] is not None
     assert all(torch.allclose(copy_state(trainer)[n], t, rtol=0, atol=0.02) for n, t in copy_state(plain).items())
 
 
 def test_a_gradient_of_0_is_passed_over(tmp_path):
     settings = {"target": SequenceReturn(), "init_kl_coef": 0.0, "vf_coef": 0.0}
-    _, seen = train(tmp_path, NonPositive(), reward=lambda prompts, texts: [0.0] * len(texts), **settings)
-    assert [influence for _, influence, *_ in seen] == [None, None]
-    assert all(selection.keep.all() for *_, selection, _ in seen)
+    _, rounds = train(tmp_path, NonPositive(), reward=lambda prompts, texts: [0.0] * len(texts), **settings)
+    assert [influence for _, influence, *_ in rounds] == [None, None]
+    assert all(selection.keep.all() for *_, selection, _ in rounds)
 
 
 class Gain(nn.Module):
@@ -204,11 +204,11 @@ class Flipped(nn.Sequential):
 def test_what_steps_cannot_take_apart_is_scored_before_them(wrap, message, tmp_path, caplog):
     model = make_model()
     model.model.norm = wrap(model.model.norm)
-    _, seen = train(tmp_path, NonPositive(), model=model)
-    assert {influence.provenance.engine for _, influence, *_ in seen} & {"ghost", "forward", "loop"}
-    told = [record.getMessage() for record in caplog.records if "before the steps" in record.getMessage()]
-    assert len(told) == 1
-    assert message in told[0]
+    _, rounds = train(tmp_path, NonPositive(), model=model)
+    assert {influence.provenance.engine for _, influence, *_ in rounds} & {"ghost", "forward", "loop"}
+    messages = [record.getMessage() for record in caplog.records if "before the steps" in record.getMessage()]
+    assert len(messages) == 1
+    assert message in messages[0]
     if wrap is Gain:
         with pytest.raises(WhenceError, match="cannot be chosen in the step: The ghost engine has no rule"):
             make_trainer(tmp_path, NonPositive(), model=model, select="in_step")

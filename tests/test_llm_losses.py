@@ -12,7 +12,7 @@ from whence import WhenceError
 from whence.advantages import gae
 from whence.llm.base import PPOConfig
 from whence.llm.base import token_losses as losses
-from whence.llm.ppo.trainer import steer_kl_coef
+from whence.llm.ppo.ppo_round import steer_kl_coef
 from whence.llm.text import compute_rewards, find_columns
 from whence.llm.text.generation import _mask_until_end
 

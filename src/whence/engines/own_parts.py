@@ -72,10 +72,10 @@ def subtract_own_parts(
     totals = torch.where(totals > 0, totals, weights.sum(1))[:, None]
     # Rounding leaves something of a total that one unit has whole.
     others = torch.where(totals - own_weights > 1e-6 * totals, totals - own_weights, torch.inf)
-    own = _solve_own_parts(problem, weights, units, engine, memory).to(products)
-    difference = totals * products - own
+    own_parts = _solve_own_parts(problem, weights, units, engine, memory).to(products)
+    difference = totals * products - own_parts
     # Rounding alone would give a sign to the score of a unit whose others have no gradient.
-    is_rounding = difference.abs() <= 16 * torch.finfo(products.dtype).eps * own.abs()
+    is_rounding = difference.abs() <= 16 * torch.finfo(products.dtype).eps * own_parts.abs()
     return (difference.masked_fill(is_rounding, 0) / others).to(products)
 
 

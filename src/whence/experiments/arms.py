@@ -51,8 +51,8 @@ class Arm:
         from whence import selection  # it imports torch, which a list of arms does not need
 
         rule_class = getattr(selection, self.rule)
-        known = rule_class.__dataclass_fields__
-        of_run = {name: value for name, value in run_fields.items() if name in known and value is not None}
+        fields = rule_class.__dataclass_fields__
+        of_run = {name: value for name, value in run_fields.items() if name in fields and value is not None}
         rule: SelectionRule = rule_class(**{**of_run, **self.rule_settings})
         return selection.RandomDrop(seed=run_fields["seed"], like=rule) if self.is_control else rule
 

@@ -11,16 +11,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
-from whence.core import (
-    Objective,
-    RecordBatch,
-    Return,
-    Target,
-    WhenceError,
-    as_objective,
-    suggest,
-    target_name,
-)
+from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest, target_name
 from whence.engines import ENGINES, check_engine, check_memory
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence

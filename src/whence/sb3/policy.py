@@ -104,12 +104,12 @@ def _has_plain_parts(policy: Any, records: RecordBatch) -> bool:
     """Return whether the parts of a policy compute what its `evaluate_actions` does, for the first few records."""
     if not _reads_its_parts(policy):
         return False
-    known, key = _find_comparison(policy, records)
-    if key not in known:
-        known[key] = _compare_parts(policy, records.take(slice(0, 16)))
-        if not known[key]:
+    comparisons, key = _find_comparison(policy, records)
+    if key not in comparisons:
+        comparisons[key] = _compare_parts(policy, records.take(slice(0, 16)))
+        if not comparisons[key]:
             log.info("The parts of the policy are not what its evaluate_actions computes: scores call the latter.")
-    return known[key]
+    return comparisons[key]
 
 
 def _reads_its_parts(policy: Any) -> bool:
@@ -196,8 +196,8 @@ def warn_of_log_probs(policy: Any, records: RecordBatch) -> None:
     sample = records.take(torch.linspace(0, len(records) - 1, min(_SAMPLE, len(records))).long())
     # What is stored confirms the parts, which saves the comparison with evaluate_actions.
     if _reads_its_parts(policy) and _compare_parts(policy, sample, (sample.log_probs, sample.values)):
-        known, key = _find_comparison(policy, sample)
-        known[key] = True
+        comparisons, key = _find_comparison(policy, sample)
+        comparisons[key] = True
     elif _find_apart(policy, sample)[1].any():
         log_probs, apart = _find_apart(policy, records)
         first = int(apart.nonzero()[0])

@@ -356,3 +356,11 @@ def evaluate_terms(view: ModuleView, rows: RecordBatch, config: PPOConfig, accel
         approx_kl = ratio - 1 - (outputs.log_prob - old_log_probs)
         clipped = ((ratio - 1).abs() > config.cliprange).to(ratio)
     return _Terms(*(losses.masked_mean(column, mask) for column in (objective, value, approx_kl, clipped)))
+
+
+def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:
+    """Return the divergence's weight after a round with this mean divergence of a response (Ziegler et al., 2019)."""
+    if not config.adap_kl_ctrl:
+        return coefficient
+    error = min(max(divergence / config.target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * config.batch_size / config.horizon)

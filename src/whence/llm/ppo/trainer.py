@@ -15,14 +15,7 @@ from transformers.utils.logging import tqdm
 from whence.advice import log_new_advice
 from whence.core import MeanObjective, Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
 from whence.influence import Influence
-from whence.llm.base import (
-    PPOConfig,
-    Processes,
-    Reference,
-    WithValueHead,
-    check_copies,
-    disable_dropout,
-)
+from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
 from whence.llm.ppo.ppo_round import (
     Rollout,
     compute_pair_loss,
@@ -31,6 +24,7 @@ from whence.llm.ppo.ppo_round import (
     make_response_table,
     make_rollout,
     optimise,
+    steer_kl_coef,
 )
 from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
 from whence.llm.scores import (
@@ -58,15 +52,7 @@ from whence.llm.text import (
 )
 from whence.nonfinite import check_parameters, name_round
 from whence.runs import Checkpoint, time_stage
-from whence.selection import (
-    LANGUAGE_UNITS,
-    KeepAll,
-    Progress,
-    Selection,
-    SelectionRule,
-    check_rule,
-    choose_target,
-)
+from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""
@@ -176,7 +162,6 @@ class PPOTrainer:
         self._chooser: RoundChooser | None = None
         if way == "in_step":
             self._chooser = RoundChooser(self.model, self.rule, self.scoring, config.refresh_target_every or 1)
-        self._is_confirmed = False
         # Accelerate would wrap the model, for the mean of gradients over processes and for mixed precision. Here
         # gradients are summed, since a step's loss is divided by numbers of all processes' rows, and scores are
         # computed in the model's own precision.
@@ -285,13 +270,12 @@ class PPOTrainer:
         if self.rule.needs_influence:
             scoring = self.scoring
             if self.held_out is not None:
-                target: Any = scoring.target
-                drawn = self._draw_held_out(self.held_out, number, seconds)
-                scoring = replace(scoring, target=replace(target, rows=drawn))
+                rows_of_target, target = self._draw_held_out(self.held_out, number, seconds), scoring.target
+                scoring = replace(scoring, target=replace(target, rows=rows_of_target))  # type: ignore[type-var]
             influence = score(self.model, rows, scoring, self.rule)
-        return influence, self.rule.select(rows, influence, self._tell_progress(number))
+        return influence, self.rule.select(rows, influence, self._read_progress(number))
 
-    def _tell_progress(self, number: int) -> Progress:
+    def _read_progress(self, number: int) -> Progress:
         return Progress(number, 1 - (number - 1) / self.config.rounds)
 
     def _open_chooser(
@@ -300,16 +284,13 @@ class PPOTrainer:
         """Begin a round whose rows are chosen in the steps; None: they are chosen before, also if two rows differ."""
         if self._chooser is None:
             return None
-        if not self._is_confirmed:
-            self._is_confirmed = True
-            compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.accelerator)
-            if (reason := self._chooser.confirm(compute_loss)) is not None:
-                log_way(reason)
-                self._chooser = None
-                return None
-
+        compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.accelerator)
+        if not self._chooser.is_confirmed and (reason := self._chooser.confirm(compute_loss)) is not None:
+            log_way(reason)
+            self._chooser = None
+            return None
         draw_rows = None if self.held_out is None else partial(self._draw_held_out, self.held_out, number, seconds)
-        self._chooser.begin(rows, self._tell_progress(number), draw_rows)
+        self._chooser.begin(rows, self._read_progress(number), draw_rows)
         return self._chooser
 
     def _draw_held_out(self, prompts: Prompts, number: int, seconds: dict[str, dict[str, float]]) -> RecordBatch:
@@ -409,11 +390,3 @@ class PPOTrainer:
         folder = Path(self.config.output_dir) / "model" if folder is None else Path(folder)
         self.accelerator.unwrap_model(self.model).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-
-
-def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:
-    """Return the divergence's weight after a round with this mean divergence of a response (Ziegler et al., 2019)."""
-    if not config.adap_kl_ctrl:
-        return coefficient
-    error = min(max(divergence / config.target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * config.batch_size / config.horizon)

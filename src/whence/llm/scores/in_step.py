@@ -109,6 +109,7 @@ class RoundChooser:
         parameters: the parameters that train, by name.
         layers: the layers that hold them.
         gradient: the target's gradient by the parameters' names, to be raised; None: there is none yet.
+        is_confirmed: whether `confirm` was called.
     """
 
     def __init__(self, model: nn.Module, rule: SelectionRule, scoring: Scoring, refresh_every: int) -> None:
@@ -124,6 +125,7 @@ class RoundChooser:
         self._has_refused = False
         self._rows: RecordBatch | None = None
         self._progress = Progress()
+        self.is_confirmed = False
 
     def confirm(self, compute_loss: Callable[[bool], Tensor]) -> str | None:
         """Compare a recorded pass on two rows with a plain backward pass; return how they differ, None: they do not.
@@ -134,6 +136,7 @@ class RoundChooser:
             compute_loss: evaluates the model, and returns the loss of two rows, or if its argument is True the first
                 one's part of it.
         """
+        self.is_confirmed = True
         # Without dropout, of which a row by itself gets other numbers; checkpointing is as in training.
         modules = [each for each in self._model.modules() if each is not self._model]
         with eval_mode(each for each in modules if not getattr(each, "gradient_checkpointing", False)):

@@ -80,10 +80,13 @@ def sum_rewards(rewards: Float[Tensor, "n functions"], weights: Float[Tensor, " 
 
 def fill_unscored(groups: Float[Tensor, "groups size"]) -> Float[Tensor, "groups size"]:
     """Return rewards by group with the group's mean instead of NaN, since TRL gives such a completion no advantage."""
+    unscored = groups.isnan()
     # A mean that is rounded would make equal rewards differ.
-    lowest, highest = groups.nan_to_num(math.inf).amin(1, True), groups.nan_to_num(-math.inf).amax(1, True)
+    lowest = groups.masked_fill(unscored, math.inf).amin(1, True)
+    highest = groups.masked_fill(unscored, -math.inf).amax(1, True)
     mean = torch.minimum(torch.maximum(groups.nanmean(1, True), lowest), highest)
-    return torch.where(groups.isnan(), mean.nan_to_num(0.0), groups)
+    mean = mean.masked_fill(unscored.all(1, True), 0.0)
+    return torch.where(unscored, mean, groups)
 
 
 def check_group_rewards(rewards: Tensor, names: Sequence[str], first_id: int) -> None:

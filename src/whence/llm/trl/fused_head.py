@@ -89,9 +89,9 @@ def _find_tokens(head: FusedHead, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor,
 
 def _sum_rows(head: FusedHead, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
     """Return the weighted sum of the rows' gradients, by TRL's own backward pass; see `LayerRule`."""
-    _, g, kept = _find_tokens(head, x, weigh(g, weights))
+    _, g, saved = _find_tokens(head, x, weigh(g, weights))
     needs = (False, True, head.bias is not None)
-    context = SimpleNamespace(**vars(head.state) | {"saved_tensors": (*kept, kept[-1]), "needs_input_grad": needs})
+    context = SimpleNamespace(**vars(head.state) | {"saved_tensors": (*saved, saved[-1]), "needs_input_grad": needs})
     _, weight, bias, *_ = head.function.backward(context, g, None)
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 

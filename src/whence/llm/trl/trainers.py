@@ -51,15 +51,7 @@ from whence.llm.trl.supported_settings import averages_rows, check_selectable, m
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
-from whence.selection import (
-    LANGUAGE_UNITS,
-    KeepAll,
-    Progress,
-    Selection,
-    SelectionRule,
-    check_rule,
-    choose_target,
-)
+from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
 
 class _SelectingTrainer:
@@ -105,7 +97,6 @@ class _SelectingTrainer:
             raise WhenceError(f"refresh_target_every is {refresh_target_every}; at least 1 generation batch is needed.")
         self.refresh_target_every = refresh_target_every
         self.chooser = PassChooser(self, refresh_target_every) if way == "in_step" else None
-        self._is_confirmed = False
         self.influence: Influence | None = None
         self.selection: Selection | None = None
         self.rows: RecordBatch | None = None
@@ -169,12 +160,10 @@ class _SelectingTrainer:
 
     def _confirm_steps(self, output: Mapping[str, Any]) -> None:
         """Before the first step, take back the choice within steps if a recorded pass differs from a plain one."""
-        has_gradient = self.chooser is not None and bool(output["advantages"].any())
-        if self._is_confirmed or not self._processes.agree_on_most(int(has_gradient)):
+        if self.chooser is None or self.chooser.is_confirmed:
             return
-        self._is_confirmed = True
-        assert self.chooser is not None
-        if difference := self.chooser.find_difference(output):
+        has_gradient = self._processes.agree_on_most(int(output["advantages"].any()))
+        if has_gradient and (difference := self.chooser.find_difference(output)):
             self.chooser = None
             log_way(difference)
 

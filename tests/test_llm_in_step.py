@@ -100,7 +100,8 @@ def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tm
     trained = {}
     for select in ("before", "in_step"):
         settings = {"mini_batch_size": size, "gradient_accumulation_steps": passes, "rounds": 1, "ppo_epochs": 2}
-        trainer, rounds = train(tmp_path / select, ByRecord(weights), select=select, target=demonstrations(), **settings)
+        settings |= {"select": select, "target": demonstrations()}
+        trainer, rounds = train(tmp_path / select, ByRecord(weights), **settings)
         trained[select] = copy_state(trainer), rounds[0][2], trainer.metrics[0]
     (one, selection, row), (other, expected, metrics) = trained["in_step"], trained["before"]
     assert selection.weights.equal(expected.weights)

@@ -156,5 +156,7 @@ def test_a_pass_that_cannot_be_taken_apart_is_refused_and_its_graph_still_serves
             step.backward(loss, None)
         loss.backward()
     model.scale.register_hook(lambda gradient: gradient)
-    with pytest.raises(Refused, match="hook on the parameter `scale`"), record_step(layers, trained(model), ROWS):
-        pass
+    with record_step(layers, trained(model), ROWS) as step:
+        loss = model.layer(x).sum()
+    with pytest.raises(Refused, match="hook on the parameter `scale`"):
+        step.backward(loss, None)

@@ -96,15 +96,11 @@ class Step:
 
 @contextmanager
 def record_step(layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int) -> Iterator[Step]:
-    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context, for `Step.backward`.
-
-    Raises:
-        Refused: a hook on a parameter changes its gradient or acts on it, which only a plain backward pass calls.
-    """
+    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context, for `Step.backward`."""
+    step = Step(layers, parameters, rows)
     for name, parameter in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise Refused(f"A hook on the parameter `{name}` runs in a plain backward pass alone.")
-    step = Step(layers, parameters, rows)
+            step._refusal = Refused(f"A hook on the parameter `{name}` runs in a plain backward pass alone.")
     handles = [layer.module.register_forward_hook(partial(_note_call, step, layer), prepend=True) for layer in layers]
     try:
         yield step

@@ -225,12 +225,13 @@ class RoundChooser:
 
     def _add_plain(self, loss: Tensor) -> None:
         """Add the gradient of a loss, by a plain backward pass, to the parameters' and to the total."""
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                if self._total is not None:
-                    self._total[name] = self._total.get(name, 0) + gradient
+        total = {} if self._total is None else self._total
+        parameters = {} if self._total is None else self.parameters
+        before = {name: 0 if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+        loss.backward()  # with the parameters' hooks
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                total[name] = total.get(name, 0) + parameter.grad - before[name]
 
     def _choose(self, positions: Int[Tensor, " b"], scores: Float[Tensor, " b"]) -> Selection:
         assert self._rows is not None

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whence.moments import ALIKE, find_moments, group_scores, name_action
+from whence.groups import group_scores, list_groupings
+from whence.moments import ALIKE, find_moments, name_action
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
 
@@ -113,6 +114,21 @@ class TestGroups:
     def test_discrete_states_stand_for_themselves(self):
         table = make_table(observation=[3, 3, 3, 3, 3, 4, 4, 4, 4, 4])
         assert set(group_scores(table, "region")["group"]) == {"state 3", "state 4"}
+
+    def test_two_columns_cross(self):
+        end = [None] * 5 + ["terminated"] + [None] * 3 + ["truncated"]
+        table = make_table(end=end, **{"info.fuel": [0.5] * 4 + [None] * 6, "info.x": np.arange(10)})
+        assert list_groupings(table) == ["action", "step", "keep", "end", "info.fuel", "info.x"]
+        cells = group_scores(table, ("action", "end"), labels=["left", "right"])
+        assert cells.select("group", "across", "records", "mean").rows() == [
+            ("right", "terminated", 1, -9.0),
+            ("right", "goes on", 3, pytest.approx(-8 / 3)),
+            ("left", "goes on", 5, -0.8),
+            ("right", "truncated", 1, -0.5),
+        ]
+        sizes = dict(group_scores(table, "info.x").select("group", "records").iter_rows())
+        assert sizes == {"x 0–1": 2, "x 2–3": 2, "x 4–5": 2, "x 6–7": 2, "x 8–9": 2}
+        assert set(group_scores(table, "info.fuel")["group"]) == {"fuel = 0.5", "unknown"}
 
     def test_what_the_table_lacks_gives_no_groups(self):
         assert group_scores(make_table(), "reward").is_empty()

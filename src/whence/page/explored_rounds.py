@@ -8,8 +8,9 @@ from typing import Any
 
 import polars as pl
 
+from whence.groups import group_scores
 from whence.influence import SIGNIFICANT
-from whence.moments import By, Moment, find_moment, find_moments, group_scores, name_action, read_axes
+from whence.moments import Moment, find_moment, find_moments, name_action, read_axes
 from whence.page.explored_run import ExploredRun, attempt
 from whence.page.frames import choose_steps
 from whence.page.grid import (
@@ -147,7 +148,7 @@ EXCERPT = 160
 STRIP = 50_000
 """Records up to which the strip shows the whole round; of larger rounds it shows the moments' episodes."""
 
-GROUPINGS: tuple[By, ...] = ("action", "region", "reward", "episode")
+GROUPINGS = ("action", "region", "reward")
 
 
 def build_round(run: ExploredRun, number: int, *, rows: bool = False) -> dict[str, Any]:

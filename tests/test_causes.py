@@ -28,11 +28,9 @@ from whence import (
     RunDirectoryError,
     WhenceError,
     attribute,
-    attribute_round,
 )
 from whence.diagnosis import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
-from whence.diagnosis.causes import read_hidden
-from whence.experiments import configure, load_recording, load_round, run
+from whence.experiments import configure, load_round, run
 from whence.experiments.rl.stored import load_model
 from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
@@ -43,11 +41,11 @@ ROUNDS, STEPS = 3, 128
 
 @pytest.fixture(scope="module")
 def cart(tmp_path_factory):
-    """A run of CartPole that drops records, every round of it recorded."""
+    """A run of CartPole that drops records."""
     path = tmp_path_factory.mktemp("cart") / "run"
     hyperparameters = {"n_steps": STEPS, "n_epochs": 3, "batch_size": 64, "learning_rate": 3e-3}
     config = configure(env="CartPole-v1", arm="iif", rounds=ROUNDS, eval_episodes=0, hyperparameters=hyperparameters)
-    run(config, path, recordings=range(1, ROUNDS + 1))
+    run(config, path)
     return RunDirectory.open(path)
 
 
@@ -79,19 +77,9 @@ class TestScores:
             assert causes[name].to_list() == stored[name].to_list()
         assert (causes["score"] == 0).sum() == (~causes["keep"]).sum() > 0
 
-    @pytest.mark.parametrize("method", ["optimizer", "smoothed"])
-    def test_recorded_rounds(self, cart, method):
-        causes = find_causes(cart, STATES, ACTIONS, method=method, rounds=[2])
-        model, recording = load_recording(cart, 2)
-        influence = attribute_round(model.policy, recording, target=Action(STATES, ACTIONS), method=method)
-        by_id = dict(zip(influence.record_ids.tolist(), influence.scores.tolist(), strict=True))
-        assert causes["score"].to_list() == pytest.approx([by_id[record] for record in causes["record_id"]])
-
     def test_what_cannot_be_scored_is_refused(self, cart, tmp_path):
         with pytest.raises(WhenceError, match=r"method is 'raws'\. Did you mean raw"):
             find_causes(cart, STATES[0], 1, method="raws")
-        with pytest.raises(RunDirectoryError, match=r"needs recordings, and 2 of 2 rounds .* --record-rounds 1-2"):
-            find_causes(learn(tmp_path / "toy", Toy()), np.zeros(5), 1, method="optimizer")
         with pytest.raises(RunDirectoryError, match="holds no rounds"):
             find_causes(RunDirectory.create(tmp_path / "empty", {}), STATES[0], 1)
 
@@ -125,35 +113,19 @@ class TestScores:
 
 
 class TestSimilar:
-    def by_hand(self, directory, features):
-        tables = [directory.round("records", number) for number in directory.rounds()]
-        states = np.concatenate([features(np.stack(table["observation"].to_numpy())) for table in tables])
-        table = pl.concat(tables)
+    def test_observations(self, cart):
+        table = pl.concat([cart.round("records", number) for number in cart.rounds()])
+        states = np.stack(table["observation"].to_numpy()).astype(float)
         deviations = states.std(axis=0, ddof=1)
         score = np.zeros(len(table))
         for action, pairs in ((1, [0, 1]), (0, [2])):
-            centre = features(STATES)[pairs].mean(axis=0)
+            centre = STATES[pairs].astype(float).mean(axis=0)
             distance = (((states - centre) / deviations) ** 2).mean(axis=1)
             sign = np.where(table["action"].to_numpy() == action, 1, -1)
             score += len(pairs) / 3 * sign * np.exp(-distance)
-        return score * table["advantage"].to_numpy() * table["keep"].to_numpy()
-
-    def test_observations(self, cart):
+        expected = score * table["advantage"].to_numpy() * table["keep"].to_numpy()
         causes = find_causes(cart, STATES, ACTIONS, method="similar")
-        expected = self.by_hand(cart, lambda states: states.astype(float))
         assert causes["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-    def test_the_last_policys_last_hidden_layer(self, cart):
-        model = load_model(cart, ROUNDS + 1)
-
-        def embed(states):
-            with torch.no_grad():
-                return model.policy.mlp_extractor.policy_net(torch.as_tensor(states)).numpy().astype(float)
-
-        causes = find_causes(cart, STATES, ACTIONS, method="similar-hidden")
-        assert causes["score"].to_numpy() == pytest.approx(self.by_hand(cart, embed), rel=1e-3, abs=1e-5)
-        _, records = load_round(cart, 1)
-        assert read_hidden(model.policy, records).numpy() == pytest.approx(embed(records.observations), abs=1e-6)
 
     def test_continuous_actions_are_refused(self, tmp_path):
         directory = learn(tmp_path / "run", Toy(action="box"))

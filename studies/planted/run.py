@@ -8,10 +8,9 @@ truth is known: the records that got the rigged reward. Each method scores all r
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"raw" to "similar-hidden" are methods of `whence.diagnosis.find_causes`; "by largest" and "by deviation" divide the raw
+"raw" and "similar" are methods of `whence.diagnosis.find_causes`; "by largest" and "by deviation" divide the raw
 scores of each round by the largest, and by their standard deviation. "advantage" and "advantage x action" are what
-needs no model: the latter changes the sign where another action than B was taken. "smoothed" and "optimizer" take
-minutes a run, and are left out unless --methods names them.
+needs no model: the latter changes the sign where another action than B was taken.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -31,10 +30,9 @@ from rich.console import Console
 
 from studies.planted import worlds
 from studies.planted.scores import (
-    CHEAP,
+    METHODS,
     RUN_KEYS,
     SCORE_KEYS,
-    SLOW,
     Bools,
     Floats,
     is_taught,
@@ -96,8 +94,8 @@ def configure_run(case: Case, seed: int) -> RunConfig:
 
 
 def train(case: Case, seed: int, path: Path) -> RunDirectory:
-    """Train a run where that is not done; every round is recorded."""
-    run(configure_run(case, seed), path, recordings=range(1, case.rounds + 1))
+    """Train a run where that is not done."""
+    run(configure_run(case, seed), path)
     return RunDirectory.open(path)
 
 
@@ -198,14 +196,14 @@ def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
     only: Annotated[str, typer.Option(help="Runs whose name begins so: lander/seed_0.")] = "",
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(CHEAP),
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(METHODS),
 ) -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     chosen = methods.split(",")
-    if unknown := [method for method in chosen if method not in (*CHEAP, *SLOW)]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no method; known: {', '.join((*CHEAP, *SLOW))}.")
+    if unknown := [method for method in chosen if method not in METHODS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is no method; known: {', '.join(METHODS)}.")
     for name, seed in list_jobs(only):
         Console(stderr=True).print(f"{name}, seed {seed}")
         study_run(name, seed, chosen, out, runs)

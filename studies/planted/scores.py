@@ -16,9 +16,9 @@ from whence.runs import RunDirectory, lock_directory
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
-CHEAP = ("advantage", "advantage x action", "raw", "by largest", "by deviation", "similar", "similar-hidden")
-SLOW = ("optimizer", "smoothed")
-"""Methods in the worlds of `studies.planted.worlds`; the slow ones take minutes a run."""
+METHODS = ("advantage", "advantage x action", "raw", "by largest", "by deviation", "similar")
+GONE = ("similar-hidden", "optimizer", "smoothed")
+"""Methods in the worlds of `studies.planted.worlds`; those that are gone have rows and no code."""
 
 LANGUAGE = "arithmetic"
 LANGUAGE_METHODS = ("advantage", "advantage x answer", "raw", "by largest", "by deviation", "bm25", "embedding")

@@ -7,13 +7,13 @@ from typing import Any
 
 from studies.markdown import table
 from studies.planted.scores import (
-    CHEAP,
+    GONE,
     LANGUAGE,
     LANGUAGE_METHODS,
+    METHODS,
     RUN_KEYS,
     SCORE_KEYS,
     SIZES,
-    SLOW,
     is_taught,
 )
 from whence.core import write_atomically
@@ -56,7 +56,7 @@ def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping
     columns = ["auroc", *(f"precision_{size}" for size in SIZES), "seconds"]
     head = ["method", "seeds", "AUROC", *(f"P@{size:,}" for size in SIZES), "CPU s"]
     rows = []
-    for method in dict.fromkeys((*CHEAP, *SLOW, *LANGUAGE_METHODS)):
+    for method in dict.fromkeys((*METHODS, *GONE, *LANGUAGE_METHODS)):
         lines = [row for row in scores if row["method"] == method]
         if lines:
             rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])

@@ -20,7 +20,6 @@ from whence.page.moment_view import describe_moment
 SCORED: Mapping[str, str] = {
     "influence": "influence at the policy that collected the round",
     "similar": "advantage × same action × similarity of observations",
-    "similar-hidden": "advantage × same action × similarity in the last hidden layer",
 }
 """Ways to score records, in words, by the name that commands and pages have for them."""
 

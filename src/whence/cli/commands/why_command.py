@@ -55,11 +55,8 @@ def why(
     ] = None,
     action: Annotated[str | None, typer.Option(help="and an action.", metavar="JSON", show_default=False)] = None,
     by: Annotated[
-        Literal["influence", "similar", "similar-hidden"],
-        typer.Option(
-            help="influence; or a simple rule, advantage × same action × similarity of states: similar compares "
-            "observations, similar-hidden the policy's last hidden layer."
-        ),
+        Literal["influence", "similar"],
+        typer.Option(help="influence; or a simple rule, advantage × same action × similarity of observations."),
     ] = "influence",
     top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
     out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,

@@ -3,7 +3,7 @@ Whence.causes = (() => {
   "use strict";
 
   const { element, drawing, isNumber, number, signed, id } = Whence;
-  const WAYS = { influence: "influence", similar: "similar observations", "similar-hidden": "similar hidden layer" };
+  const WAYS = { influence: "influence", similar: "similar observations" };
   const WIDTH = 640, HEIGHT = 120;
 
   // A part of the panel for an agent's record: a button in served pages, the command in files; else null.

@@ -116,7 +116,7 @@ def shorten(name, arguments):
     elif name == "compare":
         line += f" --arms ppo,iif --seeds 1 --rounds 1 --eval-episodes 2 --workers 1 --n-steps {STEPS}"
     elif name == "counterfactual":
-        line += " --subsets 3 --orders 2 --draws 1" + (" --test-episodes 2" if "--test-episodes" in line else "")
+        line += " --subsets 3 --orders 2" + (" --test-episodes 2" if "--test-episodes" in line else "")
     elif name == "intervene":
         line += " --test-episodes 2"
     elif name == "sweep":

@@ -8,7 +8,8 @@ and under SB3's default Adam; one SB3 `train()` of that round is what everything
 
 - "snapshot", "crossfit": `attribute` and `attribute_crossfit` of its records, at the policy as the round left it, which
   costs the same.
-- the other scores: `attribute_round`; "three in one walk": trajectory, optimizer and optimizer-momentum together.
+- "smoothed": `score_smoothed`; the other scores: `attribute_round`; "three in one walk": trajectory, optimizer and
+  optimizer-momentum together.
 - "100 trainings": `retrain` on 100 random halves along the recorded minibatches, over 100 times one call of `train()`.
 """
 
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from studies.benchmarks.timing import check_device, count_seconds
 from studies.faithfulness.run import OPTIMIZERS, write
+from studies.faithfulness.smoothed import score_smoothed
 from whence import KeepAll, Return, attribute, attribute_crossfit, attribute_round, experiments
 from whence.counterfactual import draw_subsets, retrain
 from whence.experiments.rl.environments import make_training_env
@@ -88,6 +90,7 @@ def _measure_ratios(
             method: lambda method=method: attribute_round(policy, recording, target=target, method=method)
             for method in METHODS
         },
+        "smoothed": lambda: score_smoothed(policy, recording, target=target),
         "three in one walk": lambda: attribute_round(policy, recording, method=PRODUCTS, target=target),
         "100 trainings": lambda: retrain(policy, recording, kept),
     }

@@ -33,8 +33,9 @@ import typer
 from rich.console import Console
 
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
+from studies.faithfulness.smoothed import score_smoothed
 from studies.stored import read_round, round_numbers, write_round
-from whence import IIF, Return, attribute, attribute_round, experiments
+from whence import IIF, Return, attribute, experiments
 from whence.core import write_atomically
 from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig, measure_returns
@@ -198,11 +199,12 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
 
 
 def all_scores(policy: Any, recording: Any, draws: Sequence[int], **arguments: Any) -> dict[str, Any]:
-    """Return what `compute_scores` does, and smoothed scores of more trainings, as many each as `draws` says."""
+    """Return what `compute_scores` does, and smoothed scores, of more trainings as well, as many as `draws` says."""
     scores = compute_scores(policy, recording, **arguments)
+    scores["smoothed"] = score_smoothed(policy, recording, **arguments).double().numpy()
     for count in draws:
-        more = attribute_round(policy, recording, method="smoothed", draws=count, **arguments)
-        scores[f"smoothed, {count} draws"] = more.scores.double().numpy()
+        more = score_smoothed(policy, recording, draws=count, **arguments)
+        scores[f"smoothed, {count} draws"] = more.double().numpy()
     return scores
 
 

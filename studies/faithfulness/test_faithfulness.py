@@ -13,7 +13,7 @@ from studies.faithfulness import run, tables
 from studies.faithfulness.selection_tables import compared
 from studies.stored import read_rounds
 from whence import Return
-from whence.counterfactual import compute_lds, compute_scores, draw_subsets
+from whence.counterfactual import compute_lds, draw_subsets
 from whence.experiments import load_recording
 from whence.rounds import METHODS
 from whence.runs import RunDirectory
@@ -39,8 +39,8 @@ def test_a_round_is_studied_from_end_to_end(results: tuple[Path, RunDirectory]) 
     out, directory = results
     (content,) = read_rounds(out, "round")
     model, recording = load_recording(directory, 2)
-    names = list(compute_scores(model.policy, recording, target=Return()))
-    assert names == ["snapshot", "crossfit", *METHODS, "advantage", "td-error", "random"]
+    names = list(run.all_scores(model.policy, recording, (), target=Return()))
+    assert names == ["snapshot", "crossfit", *METHODS, "advantage", "td-error", "random", "smoothed"]
     lds = pl.DataFrame(content["lds"], infer_schema_length=None)
     scores = {key: rows["score"].to_list() for key, rows in lds.group_by("truth", "outcome", "share")}
     places = [("target", 0.5), ("surrogate", 0.5), ("evaluated", 0.5), ("target", 0.9), ("surrogate", 0.9)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from whence.core import Target, WhenceError
 from whence.counterfactual.outcomes import Evaluate, check_scores, compute_scores, measure_outcomes
 from whence.counterfactual.retrain import draw_subsets, read_batch_size, reshuffle, retrain
-from whence.rounds import DRAWS, METHODS, RoundRecording, check_target, open_round
+from whence.rounds import METHODS, RoundRecording, check_target, open_round
 
 _NUMBERS = dict.fromkeys(("lds", "low", "high", "ceiling"), pl.Float64)
 
@@ -107,7 +107,6 @@ def study(
     orders: int = 4,
     scores: Mapping[str, NDArray[np.floating]] | None = None,
     methods: Sequence[str] = tuple(METHODS),
-    draws: int = DRAWS,
     evaluate: Evaluate | None = None,
     seed: int = 0,
     memory: int = 2**31,
@@ -129,12 +128,11 @@ def study(
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: the recorded round.
         target: the target that the scores are for, and that is measured besides the surrogate.
-        share: the share of the trained records, below 1, that each training keeps, including those that "smoothed"
-            averages.
+        share: the share of the trained records, below 1, that each training keeps.
         count: the number of subsets.
         orders: the number of orders of each subset under "reshuffled", at least 2.
         scores: (n,) scores by name, in the order of the records; None: those of `compute_scores`.
-        methods: methods of `attribute_round`, for `compute_scores`, as `draws` are.
+        methods: methods of `attribute_round`, for `compute_scores`.
         evaluate: measures trained parameters; None: "evaluated" is left out. The recorded truth is its repetition 0,
             the orders are the repetitions from 1, so that orders do not agree because of random numbers they share.
         seed: the seed of subsets, orders and random scores.
@@ -162,8 +160,6 @@ def study(
             recording,
             target=target,
             methods=methods,
-            draws=draws,
-            share=share,
             seed=seed,
             memory=memory,
             on_stage=on_stage,

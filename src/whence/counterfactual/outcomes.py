@@ -14,9 +14,7 @@ from torch import Tensor
 from whence.core import BatchTarget, NonFinite, Target, WhenceError, compute_outputs, eval_mode, preserve_rng_state
 from whence.folds import split_target
 from whence.rounds import (
-    DRAWS,
     METHODS,
-    SHARE,
     RoundRecording,
     attribute_round,
     check_target,
@@ -108,8 +106,6 @@ def compute_scores(
     *,
     target: Target,
     methods: Sequence[str] = tuple(METHODS),
-    draws: int = DRAWS,
-    share: float = SHARE,
     seed: int = 0,
     memory: int = 2**31,
     on_stage: Callable[[str], None] = lambda stage: None,
@@ -123,8 +119,8 @@ def compute_scores(
     - The `methods` of `attribute_round`.
     - "advantage"; "td-error": the size of the TD error, by which `TDErrorPriority` weighs records; "random".
 
-    The arguments are those of `attribute_round`. `seed` is that of the random scores, too, and `on_stage` is called
-    with the name of each stage as it begins.
+    The arguments are those of `attribute_round`. `seed` is that of the random scores, and `on_stage` is called with
+    the name of each stage as it begins.
 
     Returns:
         (n,) scores by name, in the order of the records.
@@ -147,9 +143,6 @@ def compute_scores(
             recording,
             method=methods,
             target=target,
-            draws=draws,
-            share=share,
-            seed=seed,
             memory=memory,
         )
         by_method = {name: influence.scores.double().numpy() for name, influence in influences.items()}

@@ -18,5 +18,3 @@ from whence.rounds.replay import step as step
 from whence.rounds.round_scores import METHODS as METHODS
 from whence.rounds.round_scores import attribute_round as attribute_round
 from whence.rounds.round_scores import snapshot_scores as snapshot_scores
-from whence.rounds.smoothed import DRAWS as DRAWS
-from whence.rounds.smoothed import SHARE as SHARE

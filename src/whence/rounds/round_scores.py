@@ -28,7 +28,6 @@ from whence.rounds.replay import (
     step,
     target_gradient,
 )
-from whence.rounds.smoothed import DRAWS, SHARE, SMOOTHED, smoothed_scores
 
 Vector = Float[Tensor, " p"]
 """One number for each parameter, flattened as in a `Point`."""
@@ -41,7 +40,7 @@ TRAJECTORY, OPTIMIZER, MOMENTUM, UNROLLED = "trajectory", "optimizer", "optimize
 _PRODUCTS = (TRAJECTORY, OPTIMIZER, MOMENTUM)
 """Methods that multiply the target's gradient at every step with those of the records."""
 
-METHODS = (*_PRODUCTS, UNROLLED, SMOOTHED)
+METHODS = (*_PRODUCTS, UNROLLED)
 """Ways to attribute a round."""
 
 
@@ -51,10 +50,6 @@ def attribute_round(
     *,
     target: Target,
     method: str | Collection[str] = "optimizer",
-    per_epoch: bool = False,
-    draws: int = DRAWS,
-    share: float = SHARE,
-    seed: int = 0,
     memory: int = 2**31,
     dtype: torch.dtype | None = None,
 ) -> Any:
@@ -70,9 +65,6 @@ def attribute_round(
     - "unrolled": the exact derivative of the target at the round's end by the record's weight, through every step,
       normalisation and clipping; see `whence.rounds.replay` for what a weight is. It cannot see that a record may move
       the ratios of others past the edge of the clip range.
-    - "smoothed": that derivative across an edge of some width, averaged over trainings on random subsets of the records
-      in random orders. It is meant for rounds in which many ratios are clipped. It trains all `n_epochs`, even if
-      `target_kl` ended the round early.
 
     The policy and every random generator are left as they are.
 
@@ -82,24 +74,18 @@ def attribute_round(
         target: what to raise; see `attribute`. It reads the recorded rollout, with raw advantages.
         method: one of `METHODS`; or several, of which "trajectory", "optimizer" and "optimizer-momentum" share the
             target's gradient at every step, which is most of their cost.
-        per_epoch: whether to return one influence for each epoch; they add up to the whole.
-        draws: the number of trainings that "smoothed" averages; the other methods draw nothing.
-        share: the share of the trained records that each of these trainings keeps, above 0 and at most 1. The scores
-            predict best what keeping about that share does.
-        seed: the seed of these trainings, at least 0.
-        memory: bytes that points along the steps, or trainings side by side, may take. Methods that go back through the
-            steps keep as many points as fit and compute the others again. Scores do not depend on it.
+        memory: bytes that points along the steps may take. Methods that go back through the steps keep as many points
+            as fit and compute the others again. Scores do not depend on it.
         dtype: the dtype to compute in; None: the recorded one.
 
     Returns:
-        The `Influence`, or a list of them by epoch; a record that the round did not train on scores 0. For several
-        methods, a dict of these in the methods' order.
+        The `Influence`; a record that the round did not train on scores 0. For several methods, a dict of these in the
+        methods' order.
 
     Raises:
         Unsupported: see `whence.rounds.replay`.
         NonFinite: a score is not finite.
-        WhenceError: the method is unknown, `draws`, `share` or `seed` is out of range, the target depends on no
-            parameter, or the recording is of another policy.
+        WhenceError: the method is unknown, the target depends on no parameter, or the recording is of another policy.
     """
     methods = [method] if isinstance(method, str) else list(method)
     for each in methods:
@@ -114,19 +100,14 @@ def attribute_round(
         raise_on_divergence(round),
     ):
         target = check_target(target, round)
-        totals = sum_by_epoch(round, target, methods, memory)
-        if SMOOTHED in methods:
-            totals[SMOOTHED] = smoothed_scores(round, target, memory, draws=draws, share=share, seed=seed)
-    influences = {each: _make_influences(totals[each], round, target, each, per_epoch=per_epoch) for each in methods}
-    by_method = {each: parts if per_epoch else parts[0] for each, parts in influences.items()}
+        totals = sum_steps(round, target, methods, memory)
+    by_method = {each: _make_influence(totals[each], round, target, each) for each in methods}
     return by_method[method] if isinstance(method, str) else by_method
 
 
-def _make_influences(
-    totals: Float[Tensor, "epochs n"], round: SteppedRound, target: Target, method: str, *, per_epoch: bool
-) -> list[Influence]:
+def _make_influence(scores: Float[Tensor, " n"], round: SteppedRound, target: Target, method: str) -> Influence:
     recording = round.recording
-    if not torch.isfinite(totals).all():
+    if not torch.isfinite(scores).all():
         raise NonFinite(
             f"Scores of round {recording.number} by {method} are not finite: the round's optimisation diverged, "
             "or the target has no derivative there. Look at the learning rate, and try method='trajectory' or "
@@ -141,8 +122,7 @@ def _make_influences(
         records=recording.records.fingerprint,
         versions=dict(recording.versions),
     )
-    parts = totals if per_epoch else [totals.sum(dim=0)]
-    return [Influence(scores, recording.records.ids.clone(), provenance) for scores in parts]
+    return Influence(scores, recording.records.ids.clone(), provenance)
 
 
 def snapshot_scores(round: SteppedRound, target: Target) -> Float[Tensor, " n"]:
@@ -152,17 +132,15 @@ def snapshot_scores(round: SteppedRound, target: Target) -> Float[Tensor, " n"]:
         return _directional_derivatives(round, round.start, whole, target_gradient(round, round.start.params, target))
 
 
-def sum_by_epoch(
+def sum_steps(
     round: SteppedRound, target: Target, methods: Collection[str], memory: int
-) -> dict[str, Float[Tensor, "epochs n"]]:
-    """Return the scores of each record in each epoch, on the CPU, by method; points may take `memory` bytes."""
-    recording, like = round.recording, round.records.log_probs
-    totals = {}
+) -> dict[str, Float[Tensor, " n"]]:
+    """Return the scores of each record, summed over the steps, on the CPU; points may take `memory` bytes."""
+    like, totals = round.records.log_probs, {}
     for method, by_step in score_steps(round, target, methods, _choose_interval(round, memory)).items():
-        by_epoch = torch.zeros(max(recording.epochs, default=0) + 1, len(like), dtype=like.dtype)
-        for number, scores in enumerate(by_step):
-            by_epoch[recording.epochs[number]].index_add_(0, recording.steps[number].cpu(), scores.detach().cpu())
-        totals[method] = by_epoch
+        totals[method] = torch.zeros(len(like), dtype=like.dtype)
+        for places, scores in zip(round.recording.steps, by_step, strict=True):
+            totals[method].index_add_(0, places.cpu(), scores.detach().cpu())
     return totals
 
 

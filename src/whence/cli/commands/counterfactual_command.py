@@ -22,7 +22,6 @@ from whence.cli.terminal import (
 )
 from whence.core import write_json
 from whence.counterfactual import SHARES, leave_out, study
-from whence.rounds import DRAWS
 from whence.runs import check_links
 
 
@@ -36,7 +35,6 @@ def counterfactual(
     subsets: Annotated[int, typer.Option(help="Subsets of the records to train on.", min=3)] = 100,
     share: Annotated[float, typer.Option(help="Share of the records in a subset.")] = 0.5,
     orders: Annotated[int, typer.Option(help="Orders in which each subset is trained anew.", min=2)] = 4,
-    draws: options.Draws = DRAWS,
     test_episodes: Annotated[
         int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.", min=0)
     ] = 0,
@@ -76,14 +74,13 @@ def counterfactual(
             share=share,
             count=subsets,
             orders=orders,
-            draws=draws,
             evaluate=evaluate,
             seed=seed,
             memory=int(memory * 2**30),
             on_stage=status.update,
         )
         settings = {"round": round, "target": repr(explained), "share": share, "subsets": subsets, "orders": orders}
-        settings |= {"draws": draws, "test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
+        settings |= {"test_episodes": test_episodes, "seed": seed, "stopped": recording.stopped}
         content = settings | {"rows": results.table.to_dicts()}
         file = directory.path / "counterfactual" / f"round_{round:05d}.json"
         write_json(file, content)

@@ -62,10 +62,6 @@ Trust: TypeAlias = Annotated[
     bool,
     typer.Option("--trust", help="Run what the run names, such as its environment, even if you did not make it here."),
 ]
-Draws: TypeAlias = Annotated[
-    int, typer.Option(help="Trainings that the score 'smoothed' averages; under Adam 64 predict better.", min=1)
-]
-
 Memory: TypeAlias = Annotated[
     float, typer.Option(help="GiB that scoring and training may hold at a time, estimated before the start.", min=0.0)
 ]

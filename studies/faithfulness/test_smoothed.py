@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from studies.faithfulness import smoothed
+from studies.faithfulness.smoothed import SoftClip, derivatives, draw_trainings, score_smoothed, smoothed_scores
 from test_rounds import model_of, recorded
-from whence import Return, attribute_round
+from whence import Return
 from whence.core import Outputs
 from whence.engines.memory import measure_bytes
-from whence.rounds import smoothed
 from whence.rounds.replay import Minibatch, open_round, step
-from whence.rounds.smoothed import SoftClip, derivatives, draw_trainings, smoothed_scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -103,10 +103,10 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
         return derivatives(round, draws, target, interval, width)
 
     monkeypatch.setattr(smoothed, "derivatives", count_trainings)
-    settings = {"target": Return(), "method": "smoothed", "draws": 5}
-    one_by_one = attribute_round(model.policy, recording, memory=1, **settings).scores
+    settings = {"target": Return(), "draws": 5}
+    one_by_one = score_smoothed(model.policy, recording, memory=1, **settings)
     assert sizes[1:] == [1] * 5  # the first is measured
-    together = attribute_round(model.policy, recording, **settings).scores
+    together = score_smoothed(model.policy, recording, **settings)
     assert sizes[7:] == [5]
     assert torch.allclose(one_by_one, together, rtol=0, atol=1e-5 * float(together.abs().max()))
 

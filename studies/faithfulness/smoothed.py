@@ -16,6 +16,7 @@ differ in their means, and inverse variances, which are best if they differ only
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, WhenceError
+from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, eval_mode, preserve_rng_state
 from whence.engines import measure_bytes
-from whence.rounds.replay import MARGIN, Point, SteppedRound, pull_back, step, target_gradient
-
-SMOOTHED = "smoothed"
+from whence.rounds import (
+    MARGIN,
+    Point,
+    RoundRecording,
+    SteppedRound,
+    check_target,
+    open_round,
+    raise_on_divergence,
+    step,
+)
+from whence.rounds.replay import pull_back, target_gradient
 
 DRAWS = 16
 """The number of trainings that are averaged."""
@@ -116,23 +125,24 @@ def _make_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0]))
 
 
+def score_smoothed(
+    policy: object, recording: RoundRecording, *, target: Target, memory: int = 2**31, **settings: Any
+) -> Float[Tensor, " n"]:
+    """Return the scores of a recorded round's records, (n,); `settings` are `draws`, `share` and `seed`."""
+    round = open_round(policy, recording)
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), raise_on_divergence(round):
+        return smoothed_scores(round, check_target(target, round), memory, **settings).sum(dim=0)
+
+
 def smoothed_scores(
     round: SteppedRound, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
 ) -> Float[Tensor, "epochs n"]:
-    """Return the scores of each record in each epoch by "smoothed", on the CPU; the arguments are `attribute_round`'s.
+    """Return the scores of each record in each epoch, on the CPU.
 
     The scores average the derivative of the target by each record's weight: the mean over the trainings that contain
     the record, and the mean over the others, each weighed by the inverse of its standard error. As many trainings as
     fit into `memory` bytes run side by side, at least one.
-
-    Raises:
-        WhenceError: `draws`, `share` or `seed` is out of range.
     """
-    if draws < 1 or seed < 0 or not 0 < share <= 1:
-        raise WhenceError(
-            f"draws is {draws}, share {share} and seed {seed}; at least 1 training, a share above 0 and at most 1, and "
-            "a seed of at least 0 are needed."
-        )
     if len(round) == 0:  # a round that was not trained on
         return torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)
     trainings = draw_trainings(round, draws, share, _make_generator(seed))

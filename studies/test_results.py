@@ -37,12 +37,20 @@ def write_language_tables(out: Path) -> None:
     tables.main([out])
 
 
+def write_scoring_tables(out: Path) -> None:
+    pytest.importorskip("trl")
+    from studies.scoring import tables
+
+    tables.main(out)
+
+
 MAKERS: dict[str, Callable[[Path], object]] = {
     "paper": write_sweep_tables,
     "faithfulness/pays": write_sweep_tables,
     "practice": practice.write_tables,
     "diagnosis": diagnosis.main,
     "benchmarks": benchmarks.main,
+    "scoring": write_scoring_tables,
     "planted": write_planted,
     **{f"llm/{path.parent.name}": write_language_tables for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
 }

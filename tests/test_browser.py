@@ -1,6 +1,5 @@
 """The pages in a browser: what they load, and how they and their figures look."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -50,25 +49,8 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     write_report(comparison, path / "comparison.html")
     hostile = {"reason": f"{TURNED} {HOSTILE}", "observation": None, f"observation.{HOSTILE}": np.arange(60) / 7}
     write_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
-    traced = run_of(path / "phases", {"env": ENV}, (1, 2))
-    (traced.path / "phases").mkdir()
-    (traced.path / "phases" / "hostile.json").write_text(json.dumps(made_history(HOSTILE)), encoding="utf-8")
-    write_report(traced, path / "phases.html")
     write_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
-    return {name: path / f"{name}.html" for name in ("comparison", "run", "phases", "empty")}
-
-
-def made_history(text) -> dict:
-    """What `whence phases` writes, with a text in each place for one."""
-    rounds, level = [1, 2, 3], {"first": 1, "last": 3, "roughness": 0.1, "relative": 0.8}
-    moment = {"round": 1, "record": 7, "episode_id": 0, "step": 7, "action": text, "advantage": 1.5, "score": 0.2}
-    names = ("low", "expected", "high", "roughness", "relative")
-    return {
-        **{"format": "whence-phases", "version": 1, "is_density": False, "sentences": [text]},
-        **{"behaviour": {"name": text}, "preference": [0.2, 0.5, 0.9, 0.9]},
-        **{"phases": [level | {"moments": [moment]}], "relative_phases": [level]},
-        "rounds": {"round": rounds} | {name: [0.1, None, 0.3 + place] for place, name in enumerate(names)},
-    }
+    return {name: path / f"{name}.html" for name in ("comparison", "run", "empty")}
 
 
 @contextmanager
@@ -106,7 +88,7 @@ def luminance(colour) -> float:
 
 @pytest.mark.parametrize(
     ("name", "figures", "width", "colour_schemes"),
-    [("comparison", 6, 390, ("light", "dark")), ("phases", 4, 1600, ("dark", "light"))],
+    [("comparison", 6, 390, ("light", "dark")), ("run", 1, 1600, ("dark", "light"))],
 )
 def test_a_page_is_readable_and_follows_the_preference(browser, pages, name, figures, width, colour_schemes):
     with open_page(browser, pages[name], width=width, colour_scheme=colour_schemes[0]) as page:

@@ -283,7 +283,6 @@ class TestRunPage:
             *(
                 "Advice",
                 *EXPLORER,
-                "Phases",
                 "Learning curves",
                 "Records kept and dropped",
                 "Policy entropy",

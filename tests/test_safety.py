@@ -319,7 +319,7 @@ class TestRunsOfStrangers:
     @pytest.mark.parametrize(
         ("words", "code"),
         {
-            **{"attribute": 0, "phases --record 40": 0, "report": 0, "why --record 40": 0, "show": 0, "why": 2},
+            **{"attribute": 0, "report": 0, "why --record 40": 0, "show": 0, "why": 2},
             **{"diagnose --measure visits": 0, "diagnose --measure rollouts": 2, "intervene --test-episodes 2": 2},
         }.items(),
     )

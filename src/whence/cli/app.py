@@ -26,7 +26,6 @@ COMMANDS: Mapping[str, str] = {
     "attribute": "attribute_command:attribute",
     "show": "show_command:show",
     "diagnose": "diagnose_command:diagnose",
-    "phases": "phases_command:phases",
     "why": "why_command:why",
     "view": "report_command:view",
     "report": "report_command:report",

@@ -1,14 +1,9 @@
 from .agreement import summarise_judgement as summarise_judgement
 from .causes import find_causes as find_causes
-from .decisions import Behaviour as Behaviour
-from .decisions import behaviour_by_hand as behaviour_by_hand
-from .decisions import behaviour_of_records as behaviour_of_records
-from .decisions import find_behaviour as find_behaviour
 from .decisions import play_episode as play_episode
 from .grid_map import GridMap as GridMap
 from .grid_map import map_extremes as map_extremes
 from .judgement import judge_advantages as judge_advantages
-from .phases import trace_phases as trace_phases
 from .ranking import rank_moments as rank_moments
 from .ranking import rank_records as rank_records
 from .response_causes import find_response_causes as find_response_causes
@@ -25,8 +20,6 @@ from .judgement import REPEATS as REPEATS
 from .judgement import SAMPLE as SAMPLE
 from .judgement import Measure as Measure
 from .judgement import read_scored_round as read_scored_round
-from .phases import summarise_history as summarise_history
-from .phases import write_history as write_history
 from .ranking import RankedMoment as RankedMoment
 from .ranking import sum_rounds as sum_rounds
 from .response_causes import measure_trained as measure_trained

@@ -1,7 +1,6 @@
-"""Decisions to ask about: of a stored round, given by hand, raised most by training, or of an episode played now."""
+"""Decisions to ask about: of a stored round, or of an episode played now."""
 
-import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +13,9 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
-from whence.core import Action, RecordBatch, ReplayError, Tree, WhenceError, eval_mode, named_leaves, to_numpy
+from whence.core import Action, RecordBatch, ReplayError, Tree, WhenceError, eval_mode
 from whence.experiments import (
     AnyEnv,
-    action_labels,
-    check_action,
     is_squashed,
     load_model,
     load_policy,
@@ -26,186 +23,23 @@ from whence.experiments import (
     read_records,
     reads_raw_observations,
 )
-from whence.moments import name_action
 from whence.runs import RunDirectory
 from whence.sb3 import (
     actor_critic_view,
-    embed,
     explain_no_frames,
     open_env,
-    predict,
     render,
     to_env_actions,
     use_fresh_noise,
 )
-from whence.selection import number_states
-
-CANDIDATES = 512
-"""States of the last round among which a behaviour is looked for, evenly spread."""
 
 LONGEST = 10_000
 """Steps after which an episode that goes on is left."""
-
-_CHUNK = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class Behaviour:
-    """An action in a state, or a set of such pairs.
-
-    Attributes:
-        target: the mean log-probability of the actions, whose influence is traced.
-        name: the behaviour in words.
-        round: the round of the records that the states are of; None if they are of none.
-        record_ids: these records.
-    """
-
-    target: Action
-    name: str
-    round: int | None = None
-    record_ids: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """A name for files: the same for the same states and actions."""
-        digest = hashlib.sha256()
-        for _, leaf in named_leaves({"observation": self.target.observation, "action": self.target.action}):
-            digest.update(torch.as_tensor(leaf).double().numpy().tobytes())
-        return digest.hexdigest()[:12]
-
-
-def behaviour_of_records(
-    run: RunDirectory, record_ids: Sequence[int], *, action: Any = None, env: AnyEnv = None
-) -> Behaviour:
-    """Return what was done in the states of some records of one round, or another action in them.
-
-    Args:
-        run: the run.
-        record_ids: at least one.
-        action: the action instead of the records' own.
-        env: see `load_round`.
-
-    Raises:
-        WhenceError: no round holds all of the records, or the action is none of the policy's.
-    """
-    wanted = torch.tensor(list(dict.fromkeys(record_ids)))
-    for number in reversed(run.require_rounds()):
-        table = run.round("records", number)
-        if np.isin(wanted.numpy(), table["record_id"].to_numpy()).all():
-            records = read_records(run, table, load_model(run, number, env=env), env=env)
-            return _make_behaviour(run, records.take(torch.isin(records.ids, wanted)), number, action)
-    raise WhenceError(
-        f"No round of {run.path} holds the records {', '.join(map(str, wanted.tolist()))}. The records of a behaviour "
-        "are of one round: see the moments of a round with `whence show --bottom 10`."
-    )
-
-
-def _make_behaviour(run: RunDirectory, chosen: RecordBatch, number: int, action: Any = None) -> Behaviour:
-    """Return a behaviour in the states of some records: with their own actions, or one action for all."""
-    actions = chosen.actions if action is None else [action] * len(chosen)
-    target = Action(chosen.observations, actions, chosen.action_masks)
-    states = target.as_records(chosen)  # refuses an action of another kind
-    ids = tuple(chosen.ids.tolist())
-    where = f"the state of record {ids[0]}" if len(ids) == 1 else f"the states of {len(ids)} records"
-    return Behaviour(target, f"{_name_actions(run, states)} in {where} (round {number})", number, ids)
-
-
-def behaviour_by_hand(run: RunDirectory, observation: Any, action: Any, *, env: AnyEnv = None) -> Behaviour:
-    """Return an action in a state, or m actions in m states, as `whence.Action` takes them.
-
-    Raises:
-        WhenceError: they are not in the policy's spaces.
-    """
-    rounds = run.require_rounds()
-    model = load_model(run, rounds[0], env=env)
-    target = Action(observation, action)
-    check_action(target, model.observation_space, model.action_space)
-    states = target.as_records(read_records(run, run.round("records", rounds[0]), model, env=env))
-    where = "the given state" if len(states) == 1 else f"{len(states)} given states"
-    return Behaviour(target, f"{_name_actions(run, states)} in {where}")
-
-
-def _name_actions(run: RunDirectory, states: RecordBatch) -> str:
-    env = run.config.get("env")
-    labels = action_labels(env if isinstance(env, str) else None)
-    names = {name_action(action, labels) for action in states.actions.tolist()}
-    return f"“{names.pop()}”" if len(names) == 1 else f"{len(names)} actions"
-
-
-def find_behaviour(run: RunDirectory, *, env: AnyEnv = None) -> Behaviour:
-    """Return the behaviour that training raised most and most steadily, of a run with at least three stored policies.
-
-    Candidates are states of the last round: each discrete action there, or for other actions the one that was taken.
-    They are ranked by `rank_rises` of π(a|s), of a box's log-density, over all stored policies.
-
-    Raises:
-        WhenceError: there are too few policies, or no action became more probable.
-    """
-    numbers, rounds = run.rounds("policies"), run.require_rounds()
-    if len(numbers) < 3:
-        raise WhenceError(
-            f"{run.path} holds {len(numbers)} policies; at least 3 are needed to see what rose. Train further rounds."
-        )
-    model = load_model(run, numbers[0], env=env)
-    records = read_records(run, run.round("records", rounds[-1]), model, env=env)
-    states = records.take(torch.linspace(0, len(records) - 1, min(CANDIDATES, len(records))).long())
-    inputs = actor_critic_view(model.policy).prepare(states)
-    curves = []
-    for number in numbers:
-        load_policy(run, number, model)
-        curves.append(_rate_actions(model.policy, inputs))
-    worth = rank_rises(np.stack(curves))
-    place, action = (int(at) for at in np.unravel_index(worth.argmax(), worth.shape))
-    if not worth[place, action] > 0:
-        raise WhenceError(
-            f"No action became more probable from the first to the last policy of {run.path} in the states of round "
-            f"{rounds[-1]}. Name a behaviour with --record, or --observation and --action."
-        )
-    space = model.action_space
-    chosen = action + int(space.start) if isinstance(space, spaces.Discrete) else None
-    return _make_behaviour(run, states.take(slice(place, place + 1)), rounds[-1], chosen)
-
-
-def rank_rises(curves: Float[np.ndarray, "k ..."]) -> Float[np.ndarray, "..."]:
-    """Return how much curves (k, ...) over k policies rise, times how steadily: rise · |rise| / Σ|steps|.
-
-    That is the rise itself where no step falls, below 0 where the last value is below the first, 0 if all are equal.
-    """
-    rise = curves[-1] - curves[0]
-    steps = np.abs(np.diff(curves, axis=0)).sum(axis=0)
-    worth: Float[np.ndarray, ...] = np.divide(rise * np.abs(rise), steps, out=np.zeros_like(rise), where=steps > 0)
-    return worth
-
-
-def _rate_actions(policy: Any, inputs: Any) -> Float[np.ndarray, "n a"]:
-    """Return each discrete action's probability, or of other actions the log-density or probability of the taken."""
-    with torch.no_grad(), eval_mode(policy.modules()):
-        distribution, _ = predict(policy, inputs)
-        if isinstance(policy.action_space, spaces.Discrete):
-            inner: Any = distribution.distribution
-            return np.asarray(to_numpy(inner.probs), np.float64)
-        log_probs = to_numpy(distribution.log_prob(inputs["actions"])).astype(np.float64)[:, None]
-    return log_probs if is_density(policy.action_space) else np.exp(log_probs)
 
 
 def is_density(action_space: spaces.Space[Any]) -> bool:
     """Return whether a policy's actions have densities, which may exceed 1, instead of probabilities."""
     return isinstance(action_space, spaces.Box)
-
-
-def embed_records(policy: Any, records: RecordBatch) -> Float[np.ndarray, "n d"]:
-    """Return the activations of a policy's penultimate layer for each record, (n, d); equal states have equal ones."""
-    view = actor_critic_view(policy)
-    # Rows of one minibatch may differ in the last bits though their inputs are equal.
-    _, first, place = np.unique(number_states(records), return_index=True, return_inverse=True)
-    distinct = records.take(torch.from_numpy(first))
-    with torch.no_grad(), eval_mode(policy.modules()):
-        parts = [
-            embed(policy, view.prepare(distinct.take(slice(start, start + _CHUNK))))
-            for start in range(0, len(distinct), _CHUNK)
-        ]
-    embeddings: Float[np.ndarray, "n d"] = to_numpy(torch.cat(parts)).astype(np.float64)[place]
-    return embeddings
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The figures of a page, from the tables of one or more runs, each row with its `arm`, and from histories."""
+"""The figures of a page, from the tables of one or more runs, each row with its `arm`."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -217,45 +217,3 @@ def shade(colour: str, opacity: float) -> str:
     """Return a colour such as #2f74e6 with an opacity from 0 to 1, as CSS has it."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
-
-
-def draw_history(content: Mapping[str, Any]) -> list[Drawn]:
-    """Return the figures of a summary of `summarise_history`: probability, roughness, and that next to chance."""
-    rounds, numbers = content["rounds"], content["rounds"]["round"]
-    kind = "log-density" if content["is_density"] else "π(a|s)"
-    after = [numbers[-1] + 1] * (len(content["preference"]) - len(numbers))
-    probability, roughness, relative = map(make_figure, (kind, "roughness", "roughness / permuted"))
-    permuted, colours = COLOURS[0], {"roughness": COLOURS[1], "relative": COLOURS[3]}
-    lines = {"mode": "lines"}
-    probability.add_scatter(x=[*numbers, *after], y=content["preference"], name=kind, line_color=COLOURS[2], **lines)
-    if not content["is_density"]:
-        probability.update_yaxes(range=[0, 1.03])
-    edge = {"x": numbers, "line_width": 0, "hoverinfo": "skip", "showlegend": False}
-    roughness.add_scatter(y=rounds["low"], **edge, **lines)
-    roughness.add_scatter(y=rounds["high"], fill="tonexty", fillcolor=shade(permuted, 0.3), **edge, **lines)
-    dotted = {"color": permuted, "dash": "dot"}
-    roughness.add_scatter(x=numbers, y=rounds["expected"], name="permuted scores", line=dotted, **lines)
-    relative.add_hline(y=1, line=dotted | {"width": 1.5})
-    levels = ((roughness, "roughness", content["phases"]), (relative, "relative", content["phases"]))
-    for figure, name, phases in levels:
-        colour = colours[name]
-        figure.add_scatter(x=numbers, y=rounds[name], name=name, line_color=colour, **lines)
-        # The level of each phase is one line with gaps.
-        x = [number for phase in phases for number in (phase["first"] - 0.4, phase["last"] + 0.4, None)]
-        y = [level for phase in phases for level in (phase[name], phase[name], None)]
-        line = {"color": shade(colour, 0.45), "width": 5}
-        figure.add_scatter(x=x, y=y, line=line, name="mean of a phase", hoverinfo="skip", **lines)
-        figure.update_yaxes(rangemode="tozero")
-    drawings = {
-        "Probability": "Of the behaviour, by the policy of each round and by the last one. Dashed lines separate the "
-        "phases.",
-        "Roughness": "How much similar states' scores differ, as a share of the largest score. Dotted: permuted "
-        "scores.",
-        "Roughness next to chance": "At 1, similar states score no more alike than any. Below 1, they score alike.",
-    }
-    figures = (probability, roughness, relative)
-    for figure in figures:
-        for phase in content["phases"][:-1]:
-            figure.add_vline(x=phase["last"] + 0.5, line={"color": permuted, "width": 1, "dash": "dash"})
-    name = content["behaviour"]["name"]
-    return [(f"{title}: {name}", text, figure) for (title, text), figure in zip(drawings.items(), figures, strict=True)]

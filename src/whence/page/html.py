@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from importlib.resources import files
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -17,14 +15,13 @@ from plotly.offline import get_plotlyjs
 
 from whence.advice import give_advice
 from whence.core import write_atomically
-from whence.diagnosis.phases import FORMAT, VERSION
 from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
 from whence.page.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
 from whence.page.explored_rounds import describe_runs
 from whence.page.explored_run import ExploredRun, attempt, identify_run
-from whence.page.figures import Tables, arm_colours, draw_figures, draw_history, has
+from whence.page.figures import Tables, arm_colours, draw_figures, has
 from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
-from whence.page.moment_view import TARGETS, format_number, name_target
+from whence.page.moment_view import TARGETS, name_target
 from whence.page.responses import read_answers
 from whence.runs import RunDirectory, Table, explain_distrust
 
@@ -40,9 +37,6 @@ STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 
 EMBEDDED_ROUNDS = 200
 """Rounds of a run that its file holds at most, unless others are named: each takes a fifth of a second or more."""
-
-HISTORIES = 4
-"""Behaviours whose history a page shows at most, those that were measured last."""
 
 Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
 """Runs by their names and seeds; None: the seed is not known."""
@@ -133,7 +127,6 @@ def render_runs(
     counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
     subtitle = f"{counted}. " if seed is None else f"Seed {seed}, {counted}. "
     labels = [name for name, _ in directories]
-    is_traceable = is_alone and not runs[0].is_language and bool(first.rounds())
     return _render(
         directories,
         runs,
@@ -143,8 +136,6 @@ def render_runs(
         subtitle=(subtitle + _describe_arm(first)).strip() if is_alone else f"{_count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
         latest=list_latest(first) if is_alone else [],
-        histories=read_histories(first, notes) if is_traceable else None,
-        run_path=str(first.path),
         rounds=rounds,
         on_round=on_round,
         facts=list_facts(first.config, directories.values()),
@@ -156,8 +147,6 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     directories = _name_runs(runs)
     labels = [name for name, _ in directories]
     drawings = attempt(lambda: draw_figures(read_tables(directories), labels), [], "Figures", [])
-    histories = read_histories(runs[0].directory, []) if len(runs) == 1 else []
-    drawings += [figure for content in histories for figure in content["figures"]]
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
 
 
@@ -188,7 +177,6 @@ def _render(
     *,
     rounds: Sequence[Sequence[int]] | None,
     on_round: OnRound | None = None,
-    histories: Sequence[Mapping[str, Any]] | None = None,
     **content: Any,
 ) -> str:
     """Return the page of some runs, of which some can be explored."""
@@ -198,12 +186,6 @@ def _render(
     embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
-    places = count(len(figures))  # of the histories' figures, after the page's
-    sections = [
-        {**history, "figures": [(next(places), title, about) for title, about, _ in history["figures"]]}
-        for history in histories or ()
-    ]
-    drawings = sum((history["figures"] for history in histories or ()), figures)
     targets = {name_target(run.directory.config.get("target")) for run in explored}
     language = {run.label: run.directory for run in explored if run.is_language}
     content |= {
@@ -212,8 +194,7 @@ def _render(
         "notes": notes,
         "mode": page["mode"],
         "figures": [(title, about) for title, about, _ in figures],
-        "figures_json": embed([_plot_as_json(figure) for _, _, figure in drawings]),
-        "histories": None if histories is None else sections,
+        "figures_json": embed([_plot_as_json(figure) for _, _, figure in figures]),
         "explored": rounds is None or any(rounds),
         "target": targets.pop() if len(targets) == 1 and targets <= {*TARGETS.values()} else "",
         "page_json": embed(page),
@@ -258,23 +239,6 @@ def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
     plain = cs.numeric() | cs.boolean() | cs.string() | cs.by_dtype(pl.Null)
     parts = [table.select(plain, arm=pl.lit(arm)) for arm, table in tables]
     return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
-
-
-def read_histories(run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
-    """Return what `whence phases` wrote into a run, with figures, the latest first; a damaged file makes a note."""
-    paths = sorted((run.path / "phases").glob("*.json"), key=lambda path: (-path.stat().st_mtime, path.name))
-    histories = (attempt(partial(_read_history, path), notes, f"{path} is not shown", None) for path in paths)
-    return [history for history in histories if history is not None][:HISTORIES]
-
-
-def _read_history(path: Path) -> dict[str, Any] | None:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    marks = content.get("format"), content.get("version")
-    if marks != (FORMAT, VERSION):
-        raise ValueError(f"it is marked {marks[0]!r}, version {marks[1]!r}. Run whence phases again.")
-    for moment in (moment for phase in content["phases"] for moment in phase["moments"]):
-        moment |= {name: format_number(moment[name]) for name in ("advantage", "score")}
-    return content | {"figures": draw_history(content)}
 
 
 def gather_advice(runs: Runs) -> dict[str, dict[str, list[str]]]:

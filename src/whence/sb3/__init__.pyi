@@ -39,7 +39,6 @@ from .episodes.episode_replay import reset_to as reset_to
 from .episodes.episode_replay import to_env_actions as to_env_actions
 from .episodes.resets import reuses_world as reuses_world
 from .policy import actor_critic_view as actor_critic_view
-from .policy import embed as embed
 from .policy import predict as predict
 from .resuming import SPACES as SPACES
 from .resuming import build_model as build_model

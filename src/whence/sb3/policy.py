@@ -234,16 +234,6 @@ def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
     return distribution, values()
 
 
-def embed(policy: Any, inputs: Tree) -> Tensor:
-    """Return the activations of the actor's penultimate layer, (n, d), for inputs that the policy's view prepared."""
-    if "raw" in inputs:
-        features = policy.extract_features(inputs["raw"])
-        of_actor: Tensor = policy.mlp_extractor.forward_actor(features[0] if isinstance(features, tuple) else features)
-        return of_actor
-    latent: Tensor = policy.mlp_extractor.forward_actor(policy.pi_features_extractor(inputs["observations"]))
-    return latent
-
-
 def _run(policy: Any, inputs: Tree) -> tuple[Distribution, Callable[[], Tensor]]:
     """Return the distribution of actions, and a function that returns the values, which need the critic's layers."""
     pi_features = policy.pi_features_extractor(inputs["observations"])

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-import trl_processes
 from launching import end_process
 from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import DTV, IPPO, NonPositive
@@ -102,5 +101,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    trl_processes.main(Path(sys.argv[1]))
     end_process()

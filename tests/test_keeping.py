@@ -22,7 +22,6 @@ from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError
 from whence.runs import RunWriter, row_tables
 from whence.runs.files import read_table
-from whence.runs.row_tables import LATEST
 from whence.sb3 import InfluenceCallback
 
 
@@ -146,17 +145,22 @@ def test_what_a_lock_leads_to_is_left_alone(tmp_path, link):
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
+LATEST = 64
+"""Rows of the short file, in place of its usual number."""
+
+
 def test_rows_are_written_in_time_that_grows_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_tables, "LATEST", LATEST)
     run, rows = RunDirectory.create(tmp_path, {}), []
     write = run._write
     monkeypatch.setattr(RunDirectory, "_write", lambda self, table, path: (rows.append(len(table)), write(table, path)))
     count = 4 * LATEST + 10
     for number in range(1, count + 1):
-        run.append("metrics", {"round": number, "odd": None if number % 2 else 0.5, f"of {number // 600}": number})
+        run.append("metrics", {"round": number, "odd": None if number % 2 else 0.5, f"of {number // 150}": number})
         if number in (3, LATEST, LATEST + 1, 3 * LATEST, count):
             assert run.table("metrics")["round"].to_list() == [*range(1, number + 1)]
             assert RunDirectory.open(tmp_path).table("metrics").equals(run.table("metrics"))
-    assert sum(rows) < count * LATEST  # of 527 thousand, were each written with all before it
+    assert sum(rows) < count * LATEST  # of 35 thousand, were each written with all before it
     main, latest = tmp_path / "metrics.parquet", tmp_path / "metrics.latest.parquet"
     shutil.copy(latest, tmp_path / "copy")
     whole = run.table("metrics")

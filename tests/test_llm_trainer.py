@@ -513,6 +513,7 @@ PLACES = {
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
     "writing a checkpoint": (checkpoints, "write_tensor_file", 3),
 }
+SHORT = "scoring", "optimisation", "writing a checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -525,7 +526,9 @@ def whole(tmp_path_factory):
 
 
 class TestGoingOn:
-    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize(
+        "place", [pytest.param(place, marks=() if place in SHORT else pytest.mark.long) for place in PLACES]
+    )
     def test_a_training_that_was_broken_off_goes_on_as_if_not(self, whole, tmp_path, place, monkeypatch):
         *where, count = PLACES[place]
         with monkeypatch.context() as patch:
@@ -797,7 +800,7 @@ def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(t
     assert 1e-5 < float(apart.max()) < 0.1
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
     model = make_model(hidden_size=64, intermediate_size=160, num_hidden_layers=3)
     if adapted:
@@ -815,6 +818,7 @@ def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
     assert peak <= max(measure_bytes(lambda: optimise_on(trainer, rows, generator)))
 
 
+@pytest.mark.long
 def test_rewards_rise(tmp_path):
     trainer = make_trainer(
         tmp_path, rounds=15, batch_size=32, mini_batch_size=32, learning_rate=3e-3, init_kl_coef=0.01

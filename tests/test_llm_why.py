@@ -28,7 +28,7 @@ RUNS = {
     "grpo": {"arm": "iif", "algorithm": "grpo", "settings": TRL_KEEPS | {"beta": 0.1, "loss_type": "grpo"}},
     "rloo": {"arm": "ippo", "algorithm": "rloo", "lora": 2, "settings": TRL_KEEPS},
 }
-NAMES = [pytest.param(name, marks=pytest.mark.long if name in ("rloo", "divergence") else ()) for name in RUNS]
+NAMES = [pytest.param(name, marks=pytest.mark.long if name in ("rloo", "divergence", "ppo") else ()) for name in RUNS]
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
-"""TRL's trainers in each of two processes, for processes.py: scores against the loop's, and steps on kept rows."""
+"""TRL's trainers in each of two processes: scores against the loop's, and steps on kept rows."""
 
 import json
 import os
+import sys
+from pathlib import Path
 
 import torch
 
+from launching import end_process
 from test_llm_trl import TRAINERS, Watch, make_target, make_trainer
 from whence import Selection, attribute
 from whence.llm import TokenReturn, language_view
@@ -69,3 +72,8 @@ def main(folder):
             results[kind].append({**step, "in_step": trainer.chooser is not None})
     if os.environ["RANK"] == "0":
         (folder / "groups.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    end_process()

@@ -17,6 +17,7 @@ from whence.page.html import SCRIPTS, STYLES, load_template
 ASSETS = files("whence.page") / "assets"
 ACTIONS = ["nothing", "fire left", "fire main", "fire right"]
 EPISODES, LENGTH = 6, 40
+HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 WORST, BEST = 57, 130
 """Records of the lowest and the highest score of every round."""
 
@@ -30,6 +31,8 @@ COLUMNS = [
         ("step", "step", "Position in the episode", "number"),
         ("action", "action", "", "text"),
         ("advantage", "advantage", "As collected", "number"),
+        ("flag", "flag", "", "text"),
+        ("info.fuel", "fuel", "", "number"),
         ("reason", "reason", "Why it was dropped", "reason"),
     )
 ]
@@ -64,7 +67,16 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
         "negative_share": [0.4] * rounds,
     }
     shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
-    shared = {"actions": ACTIONS, "notes": []}
+    commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}", "llm why": "whence llm why RUN"}
+    finding = {
+        "kind": "region",
+        "title": f"Fire left harms{HOSTILE}",
+        "evidence": "p = 0.01",
+        "advice": "Look at `it`.",
+    }
+    finding |= {"round": 4, "records": [4000 + WORST, 4000 + BEST], "total": 2}
+    opens = {"round": numbers[-1], "why": "The first finding is about this round."}
+    shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens, "findings": [finding]}
     return {
         "mode": mode,
         "kind": kind,
@@ -138,9 +150,10 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
                 "before": [0.1, 0.2, 0.3, 0.4],
                 "after": [0.3, 0.5, 0.1, 0.1],
             },
+            "metrics": [{"name": f"fuel{text}", "value": 0.25}],
             **{"value_before": -74.0, "value_after": -60.5, "advantage": advantages[place]},
             **{"mc_advantage": -21.0 if found else None, "mc_error": 4.0 if found else None},
-            "mc_text": f"16 rollouts each. {text}" if found else "whence view RUN measures it.",
+            "mc_text": f"16 rollouts each. {text}" if found else "",
             "targets": [{"name": "return", "score": scores[place], "error": 0.05, "significant": True}],
             "frames": {
                 **{"steps": [steps[place] + k for k in range(-4, 5)], "face": 4, "width": 300, "height": 200},
@@ -152,19 +165,21 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         }
 
     rows = [
-        [
-            ids[p],
-            scores[p],
-            0.05,
-            not dropped[p],
-            steps[p],
-            actions[p],
-            advantages[p],
-            f"too low {text}" if dropped[p] else None,
-        ]
+        {
+            **{"record_id": ids[p], "score": scores[p], "error": 0.05, "keep": not dropped[p], "step": steps[p]},
+            **{"action": actions[p], "advantage": advantages[p], "info.fuel": p / 4},
+            **{"reason": f"too low {text}" if dropped[p] else None, "flag": f"⚑ {text}" if p == WORST else None},
+            **{"differs": p in (WORST, BEST), "groups": {"action": f"{ACTIONS[p % 4]}{text}"}},
+        }
         for p in (order if scored else range(n))
     ]
-    group = {"records": 60, "error": 0.01, "share_negative": 0.7, "dropped_share": 0.2}
+    names = [f"{name}{text}" for name in ACTIONS]
+    crossed = [[0, 0, 60, -0.15, 0.01, True], [0, 1, 9, 0.1, 0.2, False], [1, 1, 60, 0.05, 0.01, True]]
+    single = [[place, 0, 60, 0.1 * place - 0.15, 0.01, place != 1] for place in range(4)]
+    pivots = {
+        "action\nregion": {"rows": names, "columns": [f"x < 1{text}", "x ≥ 1"], "cells": crossed},
+        "action": {"rows": names, "columns": None, "cells": single},
+    }
     shown = {
         **{"round": number, "records": n, "scored": scored, "notes": [f"A note. {text}"] if text else []},
         "trust": [
@@ -178,10 +193,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
             "dropped": dropped,
         },
         **{end: [moment(place) for place in places] for end, places in listed.items()},
-        "groups": {
-            "action": [{"group": f"{name}{text}", "mean": 0.1 * k - 0.15} | group for k, name in enumerate(ACTIONS)],
-            "reward": [{"group": "−100 (crash)", "mean": -0.3} | group],
-        },
+        "groupings": [{"key": "action", "name": "action"}, {"key": "region", "name": f"region{text}"}],
         "changed": [
             {
                 **{"record": ids[WORST], "step": 17, "action": actions[WORST], "divergence": 0.31},
@@ -196,7 +208,12 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         **{"advantages": advantages, "errors": [0.05] * n, "actions": actions},
     }
     places = [*listed["worst"], *listed["best"]]
-    return {"round": shown, "details": {str(ids[place]): detail(place) for place in places}, "columns": columns}
+    return {
+        "round": shown,
+        "details": {str(ids[place]): detail(place) for place in places},
+        "columns": columns,
+        "pivots": pivots,
+    }
 
 
 def list_responses(text: str) -> list[dict]:

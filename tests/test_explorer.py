@@ -78,10 +78,11 @@ class TestPageObject:
         run = run_of(tmp_path / "sums", table, {"kind": "language"})
         page = describe_runs([run])
         assert page["kind"] == "responses"
-        assert [column["key"] for column in page["runs"][0]["columns"]] == ["record_id", "score", "prompt", "response"]
+        keys = [column["key"] for column in page["runs"][0]["columns"]]
+        assert keys == ["record_id", "score", "flag", "prompt", "response"]
         shown = plain(build_round(run, 1))
         assert [moment["record"] for moment in shown["worst"]] == [1]
-        assert (shown["groups"], shown["changed"]) == ({}, [])
+        assert (shown["groupings"], shown["changed"]) == ([], [])
         opened = plain(build_detail(run, 1, 1))
         assert (opened["prompt"], opened["response"]) == (HOSTILE, "5")
 
@@ -152,9 +153,7 @@ class TestRound:
         assert shown["worst"][0] | {"record": 0, "significant": True, "framed": False} == shown["worst"][0]
         assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
         assert len(shown["rows"]) <= ROWS
-        assert shown["groups"]["action"][0].keys() == {
-            *("group", "records", "mean", "error", "share_negative", "dropped_share")
-        }
+        assert [entry["key"] for entry in shown["groupings"]] == ["action", "region", "step", "keep"]
 
     def test_a_state_that_changed_is_listed_once(self, lake, monkeypatch):
         numbers = {"divergence": [0.3, 0.3000001, 0.2], "value_before": [1.0, 1.0, 1.0], "value_after": [2.0, 2.0, 2.0]}
@@ -266,7 +265,6 @@ class TestDetail:
         assert detail["frames"] is None
         assert detail["frames_note"].startswith("No frames: ")
         assert detail["mc_advantage"] is None
-        assert detail["mc_text"].startswith("`whence view ")
 
 
 def make_replay(steps, mismatch=None, frames_note=None):
@@ -332,7 +330,7 @@ class TestFrames:
 
 class TestTrust:
     def lines(self, run, table=None):
-        return describe_trust(run.directory, 1, table_of() if table is None else table)
+        return describe_trust(run, 1, table_of() if table is None else table)
 
     def test_without_counterfactuals_it_says_how_to_make_them(self, lake):
         assert self.lines(lake)[0]["level"] == "unknown"

@@ -274,6 +274,24 @@ class TestGrid:
         page.fill("#grid-search", "no such text")
         expect(page.locator("#grid")).to_contain_text("No record fits.")
 
+    def test_groups_findings_and_boxes_choose_records(self, page):
+        rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
+        expect(page.locator(".pivot tbody td.unsure")).to_have_text("+0.1 ± 0.29")
+        page.select_option("#groups-across", label="nothing else")
+        page.get_by_role("button", name="fire left: −0.05 ± 0.01, 60 records").click()
+        expect(note).to_contain_text("fire left: 60 of the 240")
+        page.get_by_label("beyond two errors").check()
+        expect(rows).to_have_count(1)
+        page.get_by_role("button", name="Show all records").click()
+        expect(rows).to_have_count(2)
+        page.get_by_label("flagged").check()
+        expect(rows).to_have_count(1)
+        page.get_by_role("button", name="Previous round").click()
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 4")
+        page.locator("#findings").get_by_role("button", name="Show 2 records in round 4").click()
+        expect(note).to_contain_text(f"Fire left harms{pages.HOSTILE}: 2 of the 240")
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 4 of 4")
+
     def test_a_row_opens_its_moment(self, page):
         page.get_by_role("button", name="Open record 4,057").press("Enter")
         expect(page.locator("#moment-title")).to_have_text("Record 4,057")
@@ -308,7 +326,12 @@ class TestEveryone:
             expect(page.locator(".tabulator-col-title").first).to_contain_text(HOSTILE)
             moment = open_worst(page)
             expect(moment.locator(".story")).to_contain_text(f"fire left{HOSTILE}")
-            expect(moment.locator(".state")).to_contain_text(HOSTILE)
+            for state in moment.locator(".state").all():  # the metrics, then the observation
+                expect(state).to_contain_text(HOSTILE)
+            page.keyboard.press("Escape")
+            expect(page.locator(".pivot thead")).to_contain_text(HOSTILE)
+            page.locator(".pivot button").first.click()
+            expect(page.locator("#grid-note")).to_contain_text(HOSTILE)
             assert page.locator("img[src=x]").count() == 0
 
 
@@ -363,11 +386,14 @@ class Server:
     """What a server answers, by hand: a run that goes on, and can go away."""
 
     def __init__(self):
-        self.rounds, self.gone, self.asked = 2, False, []
+        self.rounds, self.gone, self.asked, self.written = 2, False, [], []
 
     def answer(self, route):
         url = urlsplit(route.request.url)
         self.asked.append(url)
+        if route.request.method == "PUT":
+            self.written.append(route.request.post_data_json)
+            return route.fulfill(json={"flag": self.written[-1]["note"]})
         if self.gone and url.path != "/":
             return route.abort()
         if url.path == "/":
@@ -383,9 +409,13 @@ class Server:
         if path == "/api/figures":
             return []
         parts = path.split("/")
+        if parts[-1] == "findings":
+            return {"findings": [], "opens": None}
         content = make_round(int(parts[5]))
         if len(parts) == 6:
             return content["round"] | {"rows": None}
+        if parts[-1] == "pivot":
+            return content["pivots"]["\n".join(parse_qs(query)["by"])]
         if parts[-1] == "causes":
             return make_causes(int(parts[5]), int(parts[7]), parse_qs(query)["by"][0])
         if len(parts) == 8:
@@ -394,13 +424,11 @@ class Server:
             strip = content["round"]["strip"]
             window |= {name: strip[name][WORST - 17 :][:n] for name in ("record_ids", "scores", "dropped")}
             return content["details"][str(WORST)] | {"window": window, "record": int(parts[7])}
-        keys = [column["key"] for column in pages.COLUMNS]
         asked = parse_qs(query)
         rows = content["round"]["rows"] if asked.get("dir") != ["desc"] else content["round"]["rows"][::-1]
-        rows = [row for row in rows if asked.get("search", [""])[0] in row[5]]
+        rows = [row for row in rows if asked.get("search", [""])[0] in row["action"]]
         start, size = (int(asked["page"][0]) - 1) * int(asked["size"][0]), int(asked["size"][0])
-        data = [dict(zip(keys, row, strict=True)) for row in rows[start : start + size]]
-        return {"last_page": -(-len(rows) // size), "last_row": len(rows), "data": data}
+        return {"last_page": -(-len(rows) // size), "last_row": len(rows), "data": rows[start : start + size]}
 
 
 def make_causes(number, record, by):
@@ -470,6 +498,18 @@ class TestServed:
             server.gone = False
             page.clock.fast_forward(2 * POLL)
             expect(page.locator("#explorer-status")).to_have_text("")
+
+    def test_a_flag_is_sent_with_its_note(self, browser):  # noqa: F811
+        server = Server()
+        with open_served(browser, server) as page:
+            moment = open_worst(page)
+            moment.get_by_label("Note").fill("look again")
+            moment.get_by_role("button", name="Flag this record").click()
+            expect(moment.locator(".flag")).to_contain_text("Saved with the run.")
+            assert server.written == [{"note": "look again"}]
+            moment.get_by_role("button", name="Remove flag").click()
+            expect(moment.locator(".flag")).to_contain_text("Removed.")
+            assert server.written[1:] == [{"note": None}]
 
     def test_what_taught_it_this(self, browser):  # noqa: F811
         server = Server()

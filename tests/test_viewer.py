@@ -14,6 +14,8 @@ from whence.core import WhenceError
 from whence.page import ExploredRun, describe_runs
 from whence.page.server import serve
 from whence.page.server.questions import Questions
+from whence.runs import RunDirectory
+from whence.selection import FromMask
 
 
 class Server:
@@ -31,14 +33,21 @@ class Server:
         self.url = url
         self.started.set()
 
-    def request(self, path, method="GET", host=None, **headers):
+    @property
+    def own(self):
+        """What the page's own script sends when it writes."""
+        return {"Origin": f"http://127.0.0.1:{self.port}", "Content_Type": "application/json"}
+
+    def request(self, path, method="GET", host=None, body=b"", **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.putrequest(method, path, skip_host=True)
         if host is not False:
             connection.putheader("Host", f"127.0.0.1:{self.port}" if host is None else host)
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)
-        connection.endheaders()
+        if body:
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body or None)
         response = connection.getresponse()
         body = response.read()
         connection.close()
@@ -100,6 +109,13 @@ class TestRoutes:
         assert grid.keys() == {"last_page", "last_row", "data"}
         assert server.get("/api/runs/0/rounds/1/records/17")["record"] == 17
         assert server.get("/api/figures")[0].keys() == {"title", "about", "figure"}
+        pivot = server.get("/api/runs/0/rounds/1/pivot?by=action&by=keep")
+        place = pivot["rows"].index("3"), pivot["columns"].index("dropped")
+        (records,) = [cell[2] for cell in pivot["cells"] if tuple(cell[:2]) == place]
+        picked = server.get("/api/runs/0/rounds/1/records?group=action:3&group=keep:dropped")
+        assert {(row["action"], row["keep"]) for row in picked["data"]} == {("3", False)}
+        assert picked["last_row"] == records
+        assert server.get("/api/runs/0/findings").keys() == {"findings", "opens"}
 
     def test_two_runs_of_one_name_are_told_apart(self, path, monkeypatch):
         shown = []
@@ -219,6 +235,8 @@ class TestRefusals:
             ("/api/runs/0/rounds/1/records?page=0", 400),
             ("/api/runs/0/rounds/1/records?size=100000", 400),
             ("/api/runs/0/rounds/1/records?filter=score:many", 400),
+            ("/api/runs/0/rounds/1/records?group=observation:x", 400),
+            ("/api/runs/0/rounds/1/pivot?by=action&by=action", 400),
             ("/../../etc/passwd", 404),
             ("/%2e%2e/config.json", 404),
             ("/assets/../page.py", 404),
@@ -256,10 +274,32 @@ class TestRefusals:
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
     def test_methods_that_write(self, server, method):
-        response, _ = server.request("/api/page", method)
+        assert server.status("/api/page", method) == 403
+        response, _ = server.request("/api/page", method, **server.own)
         assert response.status == 405
         assert {*response.getheader("allow").split(", ")} == {"GET", "HEAD"}
         assert response.getheader("access-control-allow-origin") is None
+
+    def test_flags_are_written_by_the_page_alone(self, path, server):
+        address, note = "/api/runs/0/rounds/1/records/17/flag", json.dumps({"note": HOSTILE}).encode()
+        for change in (
+            {"Origin": "http://evil.example"},
+            {"Content_Type": "text/plain"},
+            {"Sec_Fetch_Site": "cross-site"},
+        ):
+            assert server.status(address, "PUT", body=note, **server.own | change) == 403
+        assert not (path / "lake" / "flags.parquet").exists()
+        for body, status in ((b"{}", 400), (b"[", 400), (b'{"note": 1}', 400), (b" " * 9000, 413), (note, 200)):
+            assert server.status(address, "PUT", body=body, **server.own) == status
+        assert server.status(address.replace("17", "999"), "PUT", body=note, **server.own) == 404
+        flags = RunDirectory.open(path / "lake").flags()
+        assert flags.rows() == [(1, 17, HOSTILE)]
+        assert FromMask(path / "lake").ids == (17,)
+        assert server.get("/api/runs/0/rounds/1/records/17")["flag"] == HOSTILE
+        (row,) = server.get("/api/runs/0/rounds/1/records?only=flagged")["data"]
+        assert (row["record_id"], row["flag"]) == (17, f"⚑ {HOSTILE}")
+        assert server.status(address, "PUT", body=b'{"note": null}', **server.own) == 200
+        assert RunDirectory.open(path / "lake").flags().is_empty()
 
     def test_head(self, server):
         response, body = server.request("/api/page", "HEAD")

@@ -16,7 +16,7 @@ ALIKE = 0.5
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of one episode whose records score alike. Its face is the record of the largest |score|.
+    """A stretch of one episode whose records score alike. Its face is the record of the surest score.
 
     Attributes:
         record_id: the face.
@@ -58,7 +58,7 @@ class Moment:
 
 
 def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Moment]:
-    """Return the moments of the lowest or the highest scores, the most extreme face first.
+    """Return the moments of scores below or above 0, the surest first: by score over error, where there are errors.
 
     Around its face, a moment holds the neighbouring steps of the episode whose scores have the face's sign and at
     least half its size. No record is in two moments. Records without an episode are a moment each.
@@ -75,7 +75,8 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
     keys = scores if lowest else -scores
     stretch = _number_stretches(ordered)
     candidates = np.flatnonzero(keys < 0)
-    candidates = candidates[np.lexsort((ordered["record_id"].to_numpy()[candidates], keys[candidates]))]
+    order = keys / _read_errors(ordered)
+    candidates = candidates[np.lexsort((ordered["record_id"].to_numpy()[candidates], order[candidates]))]
     is_free = np.ones(len(scores), dtype=bool)
     moments: list[Moment] = []
     for face in candidates:
@@ -118,6 +119,14 @@ def sort_by_time(records: pl.DataFrame) -> pl.DataFrame:
     """Return a round's records environment by environment, each in the order of time."""
     keys = [name for name in ("env_index", "record_id") if name in records.columns]
     return records.sort(keys) if keys else records
+
+
+def _read_errors(ordered: pl.DataFrame) -> NDArray[np.float64]:
+    """Return the scores' errors, infinite where one is not known; 1 each if none is."""
+    if "error" not in ordered.columns or not ordered["error"].count():
+        return np.ones(len(ordered))
+    errors = ordered["error"].cast(pl.Float64).to_numpy()
+    return np.where(errors > 0, errors, np.inf)
 
 
 def _number_stretches(ordered: pl.DataFrame) -> NDArray[np.int64]:

@@ -8,17 +8,18 @@ from typing import Any
 
 import polars as pl
 
-from whence.groups import group_scores
 from whence.influence import SIGNIFICANT
-from whence.moments import Moment, find_moment, find_moments, name_action, read_axes
+from whence.moments import Moment, find_moment, find_moments, name_action
 from whence.page.explored_run import ExploredRun, attempt
 from whence.page.frames import choose_steps
 from whence.page.grid import (
+    EMBEDDED,
     RESPONSES,
     STEPS,
     Column,
     cut_text,
     list_columns,
+    list_pivots,
     make_cells,
     round_number,
     round_numbers,
@@ -33,7 +34,9 @@ from whence.page.moment_view import (
 )
 from whence.page.responses import list_group
 from whence.page.scored_round import Round
-from whence.runs import RunDirectory
+
+COMMANDS = {"view": "", "why": "--record {record}", "llm why": "--record {record}"}
+"""The commands that an opened record names, and their options."""
 
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")
 """Curves over rounds that a page shows below the slider, where they exist."""
@@ -48,13 +51,18 @@ def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] |
     """
     kind = "responses" if runs and runs[0].is_language else "steps"
     numbers = [run.directory.rounds() for run in runs] if rounds is None else rounds
-    shown = [_describe_run(run, chosen) for run, chosen in zip(runs, numbers, strict=True)]
+    shown = [_describe_run(run, chosen, is_served=rounds is None) for run, chosen in zip(runs, numbers, strict=True)]
     return {"mode": "served" if rounds is None else "file", "kind": kind, "runs": shown}
 
 
-def _describe_run(run: ExploredRun, rounds: Sequence[int]) -> dict[str, Any]:
+def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -> dict[str, Any]:
+    findings = None if is_served else run.list_findings()  # a server is asked for them, as they take a while
     return {
         "label": run.label,
+        "path": str(run.directory.path),
+        "commands": {command: run.name_command(command, options) for command, options in COMMANDS.items()},
+        "findings": findings,
+        "opens": choose_round(run, rounds, findings or ()),
         "planned": run.planned,
         "finished": run.is_finished(),
         "rounds": [*rounds],
@@ -84,6 +92,19 @@ def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Column]:
     return list_columns([*names, *computed], is_language=run.is_language)
 
 
+def choose_round(
+    run: ExploredRun, rounds: Sequence[int], findings: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any] | None:
+    """Return the round to open with, and why: the first finding's, or where most scores differ from 0, or the last."""
+    if findings and findings[0]["round"] in rounds:
+        return {"round": findings[0]["round"], "why": "The first finding is about this round."}
+    shares = _read_series(run, rounds).get("significant_share", [])
+    share, number = max(zip([value or 0.0 for value in shares], rounds, strict=False), default=(0.0, 0))
+    if not share:
+        return {"round": rounds[-1], "why": ""} if rounds else None
+    return {"round": number, "why": "The largest share of scores differs from 0 here."}
+
+
 GOOD_LDS, FAIR_LDS = 0.7, 0.4
 """From these LDS on, scores are good or fair: at .7 they explain half of the variance of ranks, at .4 a sixth."""
 
@@ -91,7 +112,7 @@ GOOD_SHARE, FAIR_SHARE = 0.3, 0.1
 """From these shares of scores beyond two errors on. By chance, 5% of scores of no influence are beyond them."""
 
 
-def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> list[dict[str, str]]:
+def describe_trust(run: ExploredRun, number: int, records: pl.DataFrame) -> list[dict[str, str]]:
     """Return sentences on how far to trust a round's scores, each with a level: good, fair, poor or unknown."""
     if "score" not in records.columns:
         return []
@@ -100,14 +121,15 @@ def describe_trust(run: RunDirectory, number: int, records: pl.DataFrame) -> lis
     return [{"level": level, "text": text} for level, text in lines]
 
 
-def _describe_lds(run: RunDirectory, number: int) -> tuple[str, str]:
+def _describe_lds(explored: ExploredRun, number: int) -> tuple[str, str]:
+    run = explored.directory
     file = run.path / "counterfactual" / f"round_{number:05d}.json"
     if not file.exists():
         option = f"--record-rounds {number}" if run.experiment else f"InfluenceCallback(recordings=[{number}])"
         is_recorded = run.round_path("recordings", number).exists()
         how = "Measure it" if is_recorded else f"Train with `{option}`, then measure it"
-        command = f"`whence counterfactual {run.path} --round {number}`"
-        return "unknown", f"How well these scores predict retraining was not measured. {how}: {command}"
+        command = explored.name_command("counterfactual", f"--round {number}")
+        return "unknown", f"How well these scores predict retraining was not measured. {how}: `{command}`"
     # The row of the stored score: the snapshot's, on the recorded minibatches, on the target if there.
     rows = [row for row in json.loads(file.read_text(encoding="utf-8"))["rows"] if row["score"] == "snapshot"]
     row = min(rows, key=lambda row: (row["truth"] != "recorded", row["outcome"] != "target"))
@@ -148,39 +170,38 @@ EXCERPT = 160
 STRIP = 50_000
 """Records up to which the strip shows the whole round; of larger rounds it shows the moments' episodes."""
 
-GROUPINGS = ("action", "region", "reward")
 
-
-def build_round(run: ExploredRun, number: int, *, rows: bool = False) -> dict[str, Any]:
+def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: Sequence[int] = ()) -> dict[str, Any]:
     """Return a round in JSON types, as the page's contract has it.
 
     Args:
         run: the run.
         number: the round.
         rows: whether the grid's rows of the moments' records are included; the server is asked for them instead.
+        records: further ones that the grid shows.
 
     Raises:
         RunDirectoryError: the round is not there. A damaged round is a round without records, and a note.
     """
-    records = run.round(number)
-    table, notes = records.table, [*records.notes]
-    worst, best = list_moments(records, notes)
+    scored = run.round(number)
+    table, notes = scored.table, [*scored.notes]
+    worst, best = list_moments(scored, notes)
     shown = order_strip(table, [*worst, *best])
     if len(shown) < len(table):
         notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
-    trust = attempt(lambda: describe_trust(run.directory, number, table), notes, "Trust is not known", [])
+    trust = attempt(lambda: describe_trust(run, number, table), notes, "Trust is not known", [])
     return {
         "round": number,
         "records": len(table),
-        "scored": records.scored,
+        "scored": scored.scored,
         "trust": trust,
         "strip": build_strip(shown),
         "worst": _describe_moments(run, table, worst),
         "best": _describe_moments(run, table, best),
-        "groups": _build_groups(run, records),
+        "groupings": attempt(lambda: list_pivots(run, scored), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
-        "changed": [] if run.is_language or table.is_empty() else _build_changes(run, records, notes),
-        "rows": _make_rows(run, table, [*worst, *best]) if rows else None,
+        "changed": [] if run.is_language or table.is_empty() else _build_changes(run, scored, notes),
+        "rows": _make_rows(run, number, [*worst, *best], records) if rows else None,
         "notes": notes,
     }
 
@@ -219,7 +240,9 @@ def build_detail(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
     row, records = run.record(number, record), run.round(number)
     moment = find_moment(records.table, record)
     view = gather_moment(run, number, moment, steps=choose_steps(moment.step))
+    flags = run.directory.flags().filter(pl.col("round") == number, pl.col("record_id") == record)
     detail = describe_view(view) | {"window": list_curves(view.window, run.labels)}
+    detail["flag"] = None if flags.is_empty() else flags["note"][0]
     return detail | ({"group": list_group(records, row.get("prompt"))} if run.is_language else {})
 
 
@@ -257,18 +280,6 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
     }
 
 
-def _build_groups(run: ExploredRun, records: Round) -> dict[str, list[dict[str, Any]]]:
-    if not records.scored or run.is_language or records.table.is_empty():
-        return {}
-    names = run.state_names if len(run.state_names or ()) == len(read_axes(records.table)) else None
-    groups = {by: group_scores(records.table, by, labels=run.labels, names=names) for by in GROUPINGS}
-    return {
-        by: [{name: round_number(value) if name != "group" else value for name, value in row.items()} for row in rows]
-        for by, table in groups.items()
-        if (rows := table.drop("total").to_dicts())
-    }
-
-
 def _build_changes(run: ExploredRun, records: Round, notes: list[str]) -> list[dict[str, Any]]:
     changes = run.changes(records.number)
     if isinstance(changes, str):
@@ -302,12 +313,25 @@ def _shorten(number: float) -> str:
     return re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")
 
 
-def _make_rows(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment]) -> list[tuple[Any, ...]]:
-    """Return the grid's rows: the moments' faces, then the rest of their stretches, up to `ROWS`."""
+def _make_rows(
+    run: ExploredRun, number: int, moments: Sequence[Moment], records: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the grid's rows: some records, the moments' faces, then the rest of their stretches, up to `ROWS`.
+
+    Each has `differs`, whether its score differs from 0, and `groups`, the names of its groups.
+    """
+    table = run.flagged(number).unique("record_id", keep="first", maintain_order=True)
     faces = [moment.record_id for moment in moments]
     others = [record for moment in moments for record in moment.record_ids]
-    ids = list(dict.fromkeys([*faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
+    flagged = table.filter(pl.col("flag").is_not_null())["record_id"].to_list()
+    ids = list(dict.fromkeys([*records, *flagged, *faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
+    keys = [entry["key"] for entry in list_pivots(run, run.round(number))[:EMBEDDED]]
+    names = {f"groups {by}": run.group(number, by).cast(pl.String) for by in keys}
     wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})
-    rows = wanted.join(table.unique("record_id", keep="first"), on="record_id", how="inner", maintain_order="left")
-    columns = list_columns(table.columns, is_language=run.is_language)
-    return rows.select(**make_cells(rows, columns, run.labels)).rows()
+    grouped = run.round(number).table.select("record_id", **names).unique("record_id", keep="first")
+    rows = wanted.join(table, on="record_id", how="inner", maintain_order="left")
+    rows = rows.join(grouped, on="record_id", how="left", maintain_order="left")
+    differs = pl.col("differs") if "differs" in rows.columns else pl.lit(None)
+    cells = make_cells(rows, list_columns(table.columns, is_language=run.is_language), run.labels)
+    groups = pl.struct(pl.col(f"groups {by}").alias(by) for by in keys) if keys else pl.lit(None)
+    return rows.select(**cells, differs=differs, groups=groups).to_dicts()

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.core import RunDirectoryError, first_line
+from whence.core import RunDirectoryError, WhenceError, first_line
 from whence.diagnosis import has_map, map_extremes
 from whence.experiments import (
     AnyEnv,
@@ -21,6 +21,8 @@ from whence.experiments import (
     replay_episode,
     state_names,
 )
+from whence.groups import name_groups
+from whence.moments import read_axes
 from whence.page.scored_round import Round, read_round
 from whence.runs import RunDirectory
 
@@ -29,6 +31,9 @@ MEMORIES = 24
 
 QUIET_SECONDS = 600.0
 """A run whose number of rounds is not planned counts as finished once no round of it came for so long."""
+
+LINKED = 200
+"""Records of a finding that the page links at most."""
 
 LOCK = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
@@ -111,6 +116,46 @@ class ExploredRun:
     def state_names(self) -> list[str] | None:
         """The names of the entries of the environment's observations; None: unknown."""
         return state_names(self.env_name)
+
+    def name_command(self, command: str, options: str = "") -> str:
+        """Return a command on this run, with the environment that has to be named where the run names none."""
+        env = self.env if isinstance(self.env, str) else None
+        if env is None and not (self.is_language or self.env_name):
+            env = "MODULE:FUNCTION"
+        words = ["whence", command, str(self.directory.path), options, f"--env {env}" if env else ""]
+        return " ".join(filter(None, words))
+
+    def flagged(self, number: int) -> pl.DataFrame:
+        """Return a round's records with a column `flag`: a mark and the note, if a reader flagged it."""
+        flags = self.directory.flags().filter(pl.col("round") == number)
+        texts = flags.select(
+            "record_id", flag=pl.when(pl.col("note") == "").then(pl.lit("⚑")).otherwise(pl.lit("⚑ ") + pl.col("note"))
+        )
+        return self.round(number).table.join(texts, on="record_id", how="left", maintain_order="left")
+
+    def group(self, number: int, by: str) -> pl.Series:
+        """Return the name of the group of each record of a round by a column, or by its region.
+
+        Raises:
+            WhenceError: the records cannot be grouped by it.
+        """
+        table = self.round(number).table
+        if (groups := name_groups(table, by, self.labels, self.name_axes(number))) is None:
+            raise WhenceError(f"Round {number} cannot be grouped by {by[:80]!r}.")
+        return groups
+
+    def name_axes(self, number: int) -> list[str] | None:
+        """Return the names of the observation's entries if there is one for each."""
+        names = self.state_names
+        return names if names and len(names) == len(read_axes(self.round(number).table, most=len(names))) else None
+
+    def list_findings(self) -> list[dict[str, Any]]:
+        """Return what stands out in the run in JSON types, the surest first; nothing of a language model's.
+
+        Returns:
+            `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids) and `total`, their number.
+        """
+        return []
 
     @cached_property
     def _has_map(self) -> bool:

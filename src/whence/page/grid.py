@@ -1,14 +1,18 @@
-"""The page's grid: its columns, its cells in JSON types, and pages of records, sorted, searched and filtered."""
+"""The page's grid of records, sorted, searched and filtered, and its table of their groups, in JSON types."""
 
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import polars as pl
 
 from whence.core import WhenceError
+from whence.groups import group_scores, list_groupings
+from whence.influence import is_significant
 from whence.page.explored_run import ExploredRun
+from whence.page.scored_round import Round
 
 LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""
@@ -43,27 +47,32 @@ _SCORE = Column("score", "score", "Influence on the target: above 0, training on
 _ERROR = Column("error", "± error", "Standard error of the score, over folds of the target's episodes", "error")
 _KEPT = Column("keep", "kept", "Whether the record trained", "keep")
 _REASON = Column("reason", "reason", "Why the record was dropped", "reason")
+_FLAG = Column("flag", "flag", "Your flag and note, from an opened record", "text")
 
 STEPS = (
     Column("record_id", "record", "The step of training at which the record was collected"),
-    *(_SCORE, _ERROR, _KEPT),
+    *(_SCORE, _ERROR, _KEPT, _FLAG),
     Column("env_index", "env", "Index of the environment"),
     Column("episode_id", "episode", "Id of the episode"),
     Column("step", "step", "Position in the episode, from 0"),
     Column("action", "action", kind="text"),
-    Column("reward", "reward"),
+    Column("reward", "reward", "The environment's"),
+    Column("trained_reward", "trained reward", "The reward that training saw: normalised, with any bootstrap"),
+    Column("bootstrap", "bootstrap", "What was added to the reward where a time limit cut the episode"),
+    Column("end", "end", "How the episode ended here", "text"),
     Column("advantage", "advantage", "As collected, not normalised"),
     Column("return", "return", "Target of the value function"),
     Column("value", "value", "Estimate of the value function"),
     Column("log_prob", "log-prob", "Log-probability of the action"),
-    Column("observation", "observation", kind="text"),
+    Column("raw_observation", "observation", "As the environment returned it", "text"),
+    Column("observation", "observation", "As the policy saw it", "text"),
     _REASON,
 )
 """Columns where records are steps in an environment."""
 
 RESPONSES = (
     Column("record_id", "record", "The response's number, counted from the start of training"),
-    *(_SCORE, _ERROR, _KEPT),
+    *(_SCORE, _ERROR, _KEPT, _FLAG),
     Column("prompt", "prompt", kind="text"),
     Column("response", "response", kind="text"),
     Column("reward", "reward", "Before any penalty"),
@@ -80,10 +89,12 @@ RESPONSES = (
 def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     """Return the grid's columns that a table of records has.
 
-    `observation.a` and `observation.b` make one column.
+    `observation.a` and `observation.b` make one column; what the environment put into `infos` makes one for each key.
     """
-    parts = {name.split(".")[0] for name in names}
-    return [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
+    parts = {name.split(".")[0] for name in names} | {"flag"}
+    metrics = [Column(name, name[5:], "From your environment's infos") for name in names if name.startswith("info.")]
+    columns = [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
+    return [*columns[:-1], *metrics, *columns[-1:]]
 
 
 def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:
@@ -93,7 +104,7 @@ def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = 
 
 def _make_cell(column: Column, schema: pl.Schema, labels: Labels) -> pl.Expr:
     key = column.key
-    if key == "observation":
+    if key in ("observation", "raw_observation"):
         names = [name for name in schema if name.split(".")[0] == key]
         parts = [_as_text(name, schema) for name in names]
         if names != [key]:
@@ -104,7 +115,8 @@ def _make_cell(column: Column, schema: pl.Schema, labels: Labels) -> pl.Expr:
         return _as_text(key, schema).replace({str(index): label for index, label in enumerate(labels)})
     if column.kind in ("text", "reason"):
         return _cut(_as_text(key, schema), LONGEST_TEXT if key in ("prompt", "response") else LONGEST)
-    return _round(pl.col(key)) if schema[key].is_float() else pl.col(key)
+    number = pl.col(key).cast(pl.Int8) if schema[key] == pl.Boolean and column.kind == "number" else pl.col(key)
+    return _round(number) if schema[key].is_float() else number
 
 
 def _as_text(name: str, schema: pl.Schema) -> pl.Expr:
@@ -157,6 +169,9 @@ def query_records(
     descending: bool = False,
     search: str = "",
     filters: Sequence[tuple[str, str]] = (),
+    groups: Sequence[tuple[str, str]] = (),
+    only: Collection[str] = (),
+    ids: Collection[int] = (),
 ) -> dict[str, Any]:
     """Return one page of a round's records, in JSON types.
 
@@ -170,6 +185,9 @@ def query_records(
         search: text that one of the ids, actions, reasons, prompts or responses has to contain, in any case.
         filters: a column's key and a text for each. A text column has to contain it; a number takes >, >=, <, <= or =
             and a number; `keep` takes "kept" or "dropped".
+        groups: a column that records are grouped by, and the name of a group, for each.
+        only: "differs": records whose score differs from 0; "flagged": those that were flagged.
+        ids: only these records; none: all.
 
     Returns:
         `last_page`, `last_row` and `data`, a list of records by the columns' keys.
@@ -180,7 +198,7 @@ def query_records(
     """
     if page < 1 or not 1 <= size <= LARGEST_PAGE:
         raise WhenceError(f"page is {page} and size {size}; a page from 1 and a size from 1 to {LARGEST_PAGE} needed.")
-    table, labels = run.round(number).table, run.labels
+    table, labels = run.flagged(number), run.labels
     columns = {column.key: column for column in list_columns(table.columns, is_language=run.is_language)}
     cells = make_cells(table, columns.values(), labels)
     key = sort or ("score" if "score" in cells else "record_id")
@@ -188,6 +206,13 @@ def query_records(
         if name not in columns:
             raise WhenceError(f"These records have no column {name!r}. They have {', '.join(columns)}.")
     conditions = [_make_condition(columns[name], cells[name], text.strip()) for name, text in filters]
+    conditions += [pl.lit(run.group(number, by) == name) for by, name in groups]
+    if "differs" in only and "differs" in table.columns:
+        conditions.append(pl.col("differs"))
+    if "flagged" in only:
+        conditions.append(pl.col("flag").is_not_null())
+    if ids:
+        conditions.append(pl.col("record_id").is_in(list(ids)))
     if search.strip():
         searched = [cells[name] for name, column in columns.items() if _is_searched(column)]
         conditions.append(pl.any_horizontal(_contains(cell, search.strip()) for cell in searched))
@@ -201,7 +226,7 @@ def query_records(
 def _is_searched(column: Column) -> bool:
     """Return whether the search reads a column: ids and texts; observations are numbers."""
     is_id = column.key in ("record_id", "env_index", "episode_id", "step", "tokens")
-    return is_id or (column.kind in ("text", "reason") and column.key != "observation")
+    return is_id or (column.kind in ("text", "reason") and column.key not in ("observation", "raw_observation"))
 
 
 def _make_condition(column: Column, cell: pl.Expr, wanted: str) -> pl.Expr:
@@ -225,3 +250,58 @@ def _make_condition(column: Column, cell: pl.Expr, wanted: str) -> pl.Expr:
 def _contains(cell: pl.Expr, text: str) -> pl.Expr:
     # The text is escaped: it is no pattern of the searcher's.
     return cell.cast(pl.String).str.contains("(?i)" + re.escape(text)).fill_null(False)
+
+
+EMBEDDED = 6
+"""Columns by whose pairs a file holds groups."""
+
+NAMES = {
+    "region": "region of states",
+    "step": "step of the episode",
+    "env_index": "environment",
+    "keep": "trained or dropped",
+    "end": "end of the episode",
+}
+"""What columns are called where the page groups by them, unless by their own names."""
+
+
+def list_pivots(run: ExploredRun, records: Round) -> list[dict[str, str]]:
+    """Return the columns by which a round's records can be grouped: `key` and `name` of each."""
+    if run.is_language or not records.scored or records.table.is_empty():
+        return []
+    return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in list_groupings(records.table)]
+
+
+def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, Any]:
+    """Return what groups of a round's records by one or two columns score, in JSON types.
+
+    Returns:
+        `rows` and `columns`, names of groups in their order, the columns None for one column; and `cells`: places of
+        row and column, number of records, mean score, its error, and whether the mean differs from 0.
+
+    Raises:
+        WhenceError: no column or more than two are named, or the records cannot be grouped by one.
+    """
+    records = run.round(number)
+    known = [entry["key"] for entry in list_pivots(run, records)]
+    if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*known}:
+        raise WhenceError(f"Records are grouped by {', '.join(by)[:80]}; one or two of {', '.join(known)} are needed.")
+    table = group_scores(records.table, by, labels=run.labels, names=run.name_axes(number))
+    places: list[dict[Any, int]] = []
+    for name, column in zip(by, ("group", "across"), strict=False):
+        present = {*table[column]}
+        ordered = [text for text in run.group(number, name).unique().sort().to_list() if text in present]
+        places.append({text: place for place, text in enumerate(ordered)})
+    cells = []
+    for row in table.iter_rows(named=True):
+        mean, error = round_number(row["mean"], 4), round_number(row["error"], 3)
+        across = places[1][row["across"]] if len(places) > 1 else 0
+        cell = [places[0][row["group"]], across, row["records"], mean, error, is_significant(row["mean"], row["error"])]
+        cells.append(cell)
+    return {"rows": [*places[0]], "columns": [*places[1]] if len(places) > 1 else None, "cells": cells}
+
+
+def embed_pivots(run: ExploredRun, number: int, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the groups by each of some columns, and by each pair of them, by their names with a line between."""
+    choices = [(key,) for key in keys] + [*combinations(keys, 2)]
+    return {"\n".join(by): build_pivot(run, number, by) for by in choices}

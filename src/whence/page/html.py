@@ -119,8 +119,8 @@ def render_runs(
     if rounds is not None and len(rounds[0]) < len(stored := first.rounds()):
         others = f"{stored[0]}-{stored[:EMBEDDED_ROUNDS][-1]}"
         notes.append(
-            f"This file holds {len(rounds[0])} of the {len(stored):,} rounds. The command `whence view {first.path}` "
-            f"shows all of them; `whence report {first.path} --rounds {others}` writes others."
+            f"This file holds {len(rounds[0])} of the {len(stored):,} rounds. `{runs[0].name_command('view')}` shows "
+            f"all of them; `{runs[0].name_command('report', f'--rounds {others}')}` writes others."
         )
     _, seed = identify_run(first)
     done, planned = len(first.table("metrics")), runs[0].planned
@@ -183,7 +183,9 @@ def _render(
     strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
     notes += [explain_distrust(run.directory.path) for run in strangers[:1]]
     page = describe_runs(explored, rounds)
-    embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
+    embedded = (
+        () if rounds is None else embed_rounds(explored, rounds, on_round, [run["findings"] for run in page["runs"]])
+    )
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}

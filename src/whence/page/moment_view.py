@@ -91,6 +91,12 @@ class MomentView:
     frames_note: str | None = None
 
     @property
+    def normalised(self) -> list[tuple[str, Any]]:
+        """The face's observation as the policy saw it, if the environment returned another."""
+        is_normalised = any(column.split(".")[0] == "raw_observation" for column in self.row)
+        return list_state(self.row, [name for name, _ in self.state], "observation") if is_normalised else []
+
+    @property
     def place(self) -> str:
         """Where it is: the environment, the round, the episode and the step."""
         step = "" if self.moment.step is None else f", episode {self.moment.episode_id}, step {self.moment.step}"
@@ -165,11 +171,16 @@ def choose_frames(window: pl.DataFrame, moment: Moment) -> list[int]:
     return sorted({min(max(moment.step + apart * at, steps[0]), steps[-1]) for at in range(-2, 3)})
 
 
-def list_state(row: Mapping[str, Any], names: Sequence[str] | None) -> list[tuple[str, Any]]:
-    """Return the stored observation's entries by name, as `read_axes` names those that have none."""
+def list_state(row: Mapping[str, Any], names: Sequence[str] | None, root: str | None = None) -> list[tuple[str, Any]]:
+    """Return the stored observation's entries by name, as `read_axes` names those that have none.
+
+    It is the environment's own, or that of a `root`, the policy's "observation".
+    """
     state: list[tuple[str, Any]] = []
+    roots = {column: column.split(".")[0] for column in row}
+    root = root or ("raw_observation" if "raw_observation" in roots.values() else "observation")
     for column, value in row.items():
-        if column.split(".")[0] != "observation" or value is None:
+        if roots[column] != root or value is None:
             continue
         prefix = column.partition(".")[2]
         entries = np.asarray(value).ravel().tolist()
@@ -226,20 +237,29 @@ def describe_view(view: MomentView) -> dict[str, Any]:
     if "response" in row:
         return shown | describe_response(row)
     value_before, value_after = (row.get("value"), None) if change is None else change.values
-    hint = f"`whence view {view.run}` measures it by fresh rollouts when a record is opened."
+    metrics = {name: value for name, value in row.items() if name.startswith("info.") and value is not None}
     return shown | {
-        "state": [
-            {"name": name, "value": cut_text(entry) if isinstance(entry, str) else round_number(entry)}
-            for name, entry in view.state[:STATE]
-        ],
+        "metrics": _list_entries([(name[5:], value) for name, value in metrics.items()]),
+        "end": row.get("end"),
+        "trained_reward": round_number(row.get("trained_reward")),
+        "bootstrap": round_number(row.get("bootstrap")),
+        "state": _list_entries(view.state[:STATE]),
+        "normalised": _list_entries(view.normalised[:STATE]),
         "state_size": len(view.state),
         "policy": None if change is None else _describe_policy(change),
         "value_before": round_number(value_before),
         "value_after": round_number(value_after),
-        **(view.estimate or Estimate(None, None, hint)).to_json(),
+        **(view.estimate or Estimate(None, None, "")).to_json(),
         "frames": encode_frames(view.frames, moment.step or 0),
         "frames_note": view.frames_note,
     }
+
+
+def _list_entries(entries: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "value": cut_text(entry) if isinstance(entry, str) else round_number(entry)}
+        for name, entry in entries
+    ]
 
 
 def list_curves(table: pl.DataFrame, labels: Sequence[str] | None) -> dict[str, Any]:

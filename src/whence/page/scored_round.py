@@ -6,6 +6,7 @@ import polars as pl
 
 from whence.core import RunDirectoryError, first_line
 from whence.experiments import AnyEnv, score_round
+from whence.influence import is_significant
 from whence.runs import RunDirectory
 
 
@@ -14,7 +15,7 @@ class Round(NamedTuple):
 
     Attributes:
         number: the round.
-        table: its records, with scores if they were stored or could be computed.
+        table: its records, with scores if they were stored or could be computed, and whether they differ from 0.
         scored: whether there is a score.
         notes: what is missing, and what was computed on demand.
     """
@@ -41,6 +42,9 @@ def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) 
         notes.append("No record of this round was scored.")
     if "score" in table.columns:  # JSON has no NaN
         table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
+    if {"score", "error"} <= {*table.columns}:
+        pairs = table.select("score", "error").iter_rows()
+        table = table.with_columns(differs=pl.Series([is_significant(*pair) for pair in pairs], dtype=pl.Boolean))
     return Round(number, table, "score" in table.columns, notes)
 
 

@@ -21,6 +21,7 @@ from whence.runs.files import parse_document as parse_document
 from whence.runs.files import read_digests as read_digests
 from whence.runs.files import read_tensor_file as read_tensor_file
 from whence.runs.files import write_tensor_file as write_tensor_file
+from whence.runs.flags import write_flag as write_flag
 from whence.runs.locks import LOCK as LOCK
 from whence.runs.locks import lock_directory as lock_directory
 from whence.runs.signatures import SIGNATURE as SIGNATURE

@@ -34,6 +34,7 @@ from whence.runs.files import (
     write_table,
     write_tensor_file,
 )
+from whence.runs.flags import FLAGS, read_flags, remove_flags
 from whence.runs.locks import Lock, check_writer, lock_run
 from whence.runs.row_tables import RowTable
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
@@ -77,6 +78,7 @@ class RunDirectory:
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
+    flags.parquet                      the records that a reader flagged, with notes
     .signature                         of the configuration and the place, by the user who made the run
     .lock                              locked while a process writes the run
     ```
@@ -236,6 +238,7 @@ class RunDirectory:
         for name in get_args(Table):
             self.keep_rows(name, range(rounds + 1))
         remove_leftovers(self.path)
+        remove_flags(self.path, after=rounds)
         for folder in (*get_args(PerRound), *_FOLDERS):
             # The policy that collects the next round stays.
             remove_after(self.path / folder, rounds + (folder == "policies"))
@@ -243,6 +246,7 @@ class RunDirectory:
     def _remove_rounds(self) -> None:
         """Delete everything that a run wrote except its configuration."""
         remove_leftovers(self.path)
+        (self.path / FLAGS).unlink(missing_ok=True)
         for name in get_args(Table):
             self._row_table(name).remove()
         for name in (*get_args(PerRound), *_FOLDERS):
@@ -347,6 +351,10 @@ class RunDirectory:
     def round_path(self, name: PerRound | RoundTensors, number: int) -> Path:
         """Return the path of a file of one round, whether it is there or not."""
         return self.path / name / f"round_{number:05d}.{'safetensors' if name in get_args(RoundTensors) else 'parquet'}"
+
+    def flags(self) -> pl.DataFrame:
+        """Read the records that were flagged on the run's page: `round`, `record_id` and `note`."""
+        return read_flags(self.path)
 
     def policy(self, number: int) -> dict[str, Tensor]:
         """Read the policy that collected round `number`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, label_units
 from whence.influence import Influence
+from whence.runs import RunDirectory
 from whence.selection.selections import (
     DEFAULT_SHARE,
     START,
@@ -135,7 +136,8 @@ class FromMask(CheckedRule):
     with the same seed, up to the first round that differs.
 
     Attributes:
-        ids: the ids of the flagged records; or a text file of them, a line or a JSON list each.
+        ids: the ids of the flagged records; or a text file of them, a line or a JSON list each; or a run directory
+            whose records were flagged on its page.
         unit: as in `IIF`: a flagged record takes its whole unit with it.
     """
 
@@ -253,7 +255,9 @@ def _read_ids(source: Any) -> tuple[int, ...]:
         WhenceError: the file cannot be read, or holds something else than whole numbers, 0 or more.
     """
     values = source.tolist() if hasattr(source, "tolist") else source
-    if isinstance(source, str | Path):
+    if isinstance(source, str | Path) and Path(source).is_dir():
+        values = RunDirectory.open(source).flags()["record_id"]
+    elif isinstance(source, str | Path):
         try:
             values = Path(source).read_text(encoding="utf-8").replace(",", " ").strip("[] \n").split()
         except (OSError, UnicodeDecodeError) as failure:

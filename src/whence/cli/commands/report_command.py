@@ -57,7 +57,10 @@ def view(
     ] = None,
     env: ReplayEnv = None,
     trust: Trust = False,
-    port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 0,
+    port: Annotated[
+        int | None,
+        typer.Option(help="0 picks a free one. (default: the run's own)", min=0, max=65535, show_default=False),
+    ] = None,
     continuations: Annotated[
         int,
         typer.Option(help="Fresh rollouts by which an opened record's advantage is measured; 0: none.", min=0),
@@ -66,7 +69,7 @@ def view(
 ) -> None:
     """Serve the page of a run on this machine, live while training goes on, until Ctrl-C.
 
-    Every round, record and frame can be opened. Nothing is written, and no other machine is answered.
+    Every round, record and frame can be opened, and records flagged. No other machine is answered.
 
     Example: whence view runs/lander
     """

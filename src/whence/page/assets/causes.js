@@ -11,7 +11,7 @@ Whence.causes = (() => {
     if (detail.response !== undefined && detail.response !== null) return null;
     const heading = element("h3", { hidden: Whence.source.served }, "What taught it this?");
     if (!Whence.source.served) {
-      return element("section", {}, heading, element("p", { class: "note" }, "The command ", element("code", {}, `whence why RUN --record ${detail.record}`), " tells which moments of all rounds taught the policy this action."));
+      return element("section", {}, heading, element("p", { class: "note" }, "The command ", element("code", {}, view.commands.why.replace("{record}", detail.record)), " tells which moments of all rounds taught the policy this action."));
     }
     const status = element("p", { class: "note", role: "status" }, "");
     const answer = element("div");

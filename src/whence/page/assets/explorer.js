@@ -18,6 +18,7 @@
   at("explorer-columns").append(...columns.map(({ node }) => node));
   const grid = Whence.makeGrid({
     holder: at("grid"), search: at("grid-search"), note: at("grid-note"), pages: at("grid-pages"),
+    differs: at("grid-differs"), flagged: at("grid-flagged"), all: at("grid-all"),
     onOpen: (record, from) => openMoment(0, record, from),
   });
 
@@ -46,8 +47,8 @@
       if (!stripPart.hidden) strip.show(round);
       const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
       lists.replaceChildren(...(round.scored ? [
-        Whence.lists.moments("Most harmful moments", "Training on these lowers the target the most.", round.worst, options),
-        Whence.lists.moments("Most helpful moments", "Training on these raises the target the most.", round.best, options),
+        Whence.lists.moments("Most harmful moments", "Training on these lowers the target, the surest first.", round.worst, options),
+        Whence.lists.moments("Most helpful moments", "Training on these raises the target, the surest first.", round.best, options),
       ] : []));
     }
 
@@ -67,7 +68,7 @@
     const where = Whence.place(worst);
     const what = language ? `record ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
     const sure = worst.significant === false ? " That is within two errors, so it cannot be told from 0." : worst.significant ? " That is beyond two errors: not by chance alone." : "";
-    return [element("b", {}, "The most harmful moment"), ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
+    return [element("b", {}, "The surest harmful moment"), ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
   }
 
   function openMoment(place, record, from) {
@@ -78,6 +79,8 @@
       run: runIndex, round: round.round, record, list: faces, returnTo: from ?? column.cardOf(record) ?? slider,
       actions: page.runs[runIndex].actions,
       label: page.runs.length > 1 ? page.runs[runIndex].label : null,
+      commands: page.runs[runIndex].commands,
+      onFlag: () => grid.refresh(),
       onShow(now) {
         column.strip.open(now);
         if (place === 0) { chosen.record = now; writeLink(); }
@@ -152,7 +155,8 @@
     const all = isNumber(planned) ? ` of ${number(planned)}` : "";
     const name = `Round ${number(chosen.round)}${all}`;
     slider.setAttribute("aria-valuetext", [name, ...summarise(place)].join(", "));
-    roundName.replaceChildren(element("b", {}, name), ...summarise(place).map((text) => element("span", {}, text)));
+    const why = run().opens?.round === chosen.round ? [run().opens.why] : [];
+    roundName.replaceChildren(element("b", {}, name), ...[...summarise(place), ...why].filter(Boolean).map((text) => element("span", {}, text)));
     runSelect.value = chosen.run;
     otherSelect.value = chosen.other ?? "";
     for (const option of otherSelect.options) option.disabled = option.value === String(chosen.run);
@@ -168,7 +172,7 @@
       showControls();
       return announce();
     }
-    chosen.round = nearest(rounds, chosen.round ?? rounds.at(-1));
+    chosen.round = nearest(rounds, chosen.round ?? run().opens?.round ?? rounds.at(-1));
     const other = chosen.other === null ? null : page.runs[chosen.other];
     if (other?.rounds.length) chosen.otherRound = nearest(other.rounds, chosen.otherRound ?? chosen.round);
     else [chosen.other, chosen.otherRound] = [null, null];
@@ -201,11 +205,10 @@
   const announce = () => document.dispatchEvent(new Event("explorer-shown"));
 
   async function showRest(mine) {
-    const parts = shown.scored ? Whence.lists.groups(shown.groups, run().actions) : [];
     at("map").hidden = !shown.map;
     at("map-body").replaceChildren(...(shown.map ? Whence.map.show(shown.map) : []));
-    at("groups").hidden = !parts.length;
-    at("groups-body").replaceChildren(...parts);
+    await showGroups(mine);
+    if (mine !== turn) return;
     at("changed").hidden = !shown.changed?.length;
     at("grid-part").hidden = !shown.records;
     if (shown.records) grid.show(run(), chosen.run, shown);
@@ -214,6 +217,71 @@
       run: chosen.run, round: chosen.round, actions: run().actions, onOpen: (record, from) => openMoment(0, record, from),
     });
     if (mine === turn) at("changed-body").replaceChildren(list);
+  }
+
+  // The columns by which groups are made stay from round to round.
+  let by = ["action", "region"];
+  async function showGroups(mine) {
+    const known = shown.groupings ?? [];
+    at("groups").hidden = !known.length;
+    if (!known.length) return at("groups-body").replaceChildren();
+    const keys = known.map(({ key }) => key);
+    const [first] = [by[0], ...keys].filter((key) => keys.includes(key));
+    const second = by[1] === "" ? "" : [by[1], ...keys].find((key) => keys.includes(key) && key !== first) ?? "";
+    const options = (but) => known.filter(({ key }) => key !== but).map(({ key, name }) => element("option", { value: key }, name));
+    at("groups-by").replaceChildren(...options(null));
+    at("groups-across").replaceChildren(element("option", { value: "" }, "nothing else"), ...options(first));
+    [at("groups-by").value, at("groups-across").value] = [first, second];
+    const chosenBy = [first, second].filter(Boolean);
+    const names = chosenBy.map((key) => known.find((one) => one.key === key).name);
+    const { run: runIndex, round } = chosen;
+    try {
+      const pivot = await source.loadPivot(runIndex, round, chosenBy);
+      if (mine !== turn) return;
+      const table = Whence.lists.pivot(pivot, names, (groups) => {
+        grid.pick({ groups: groups.map((name, k) => [chosenBy[k], name]), words: groups.join(", ") });
+        at("grid-part").scrollIntoView();
+      });
+      at("groups-body").replaceChildren(element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Groups" }, table));
+    } catch (error) {
+      at("groups-body").replaceChildren(element("p", { class: "problem" }, error.message));
+    }
+  }
+
+  for (const name of ["groups-by", "groups-across"]) {
+    at(name).addEventListener("change", () => {
+      by = [at("groups-by").value, at("groups-across").value];
+      showGroups(turn);
+    });
+  }
+
+  // What stands out: the page opens with the round of the first finding, unless the reader went elsewhere meanwhile.
+  async function showFindings(mayOpen) {
+    const runIndex = chosen.run;
+    let found;
+    try {
+      found = await source.loadFindings(runIndex);
+    } catch {
+      return at("findings-status").replaceChildren();
+    }
+    if (runIndex !== chosen.run) return;
+    const list = found.findings ?? [];
+    at("findings").hidden = at("findings-link").hidden = language;
+    at("findings-status").textContent = list.length ? "" : "Nothing stands out in this run's records.";
+    at("findings-list").replaceChildren(...Whence.lists.findings(list, async ({ round, records, total, title }) => {
+      if (round !== chosen.round) {
+        chosen = { ...chosen, round, record: null, otherRound: null };
+        writeLink();
+        await show();
+      }
+      if (!records?.length) return;
+      grid.pick({ ids: records, words: `${title}${total > records.length ? ` (the first ${records.length})` : ""}` });
+      at("grid-part").scrollIntoView();
+    }));
+    if (list.length && mayOpen() && found.opens?.round !== chosen.round && run().rounds.includes(found.opens?.round)) {
+      run().opens = found.opens;
+      choose({ round: found.opens.round });
+    }
   }
 
   function choose(changes) {
@@ -238,6 +306,7 @@
   runSelect.addEventListener("change", () => {
     const index = Number(runSelect.value);
     choose({ run: index, otherRound: null, other: chosen.other === index ? null : chosen.other });
+    showFindings(() => false);
   });
   otherSelect.addEventListener("change", () => choose({ other: otherSelect.value === "" ? null : Number(otherSelect.value), otherRound: null }));
 
@@ -288,11 +357,19 @@
 
   if (language) at("record-words").textContent = "one response of the model";
   listRuns();
-  follow().then((followed) => {
-    if (followed) return;
-    const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
-    chosen.run = Math.max(0, scored);
-    show();
+  follow().then(async (followed) => {
+    if (!followed) {
+      const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
+      chosen.run = Math.max(0, scored);
+      if (!source.served) await showFindings(() => false);
+      await show();
+    }
+    const start = chosen;
+    if (!language && (followed || source.served)) {
+      at("findings").hidden = at("findings-link").hidden = false;
+      if (source.served) at("findings-status").textContent = "Looking for what stands out …";
+      showFindings(() => !followed && chosen === start);
+    }
   });
   if (source.served && page.runs.some(({ finished }) => !finished)) setTimeout(poll, POLL);
 })();

@@ -2,10 +2,10 @@
 Whence.makeGrid = (parts) => {
   "use strict";
 
-  const { holder, search, note, pages, onOpen } = parts;
+  const { holder, search, note, pages, differs, flagged, all, onOpen } = parts;
   const { element, isNumber, number, signed, id } = Whence;
   const SIZE = 25;
-  let table = null, shown = "", actions = null;
+  let table = null, built = false, shown = "", actions = null, picked = {}; // {groups: [[column, name]], ids, words}
 
   function text(value, column) {
     if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
@@ -73,9 +73,10 @@ Whence.makeGrid = (parts) => {
     });
   }
 
-  function count(rows, all) {
-    if (Whence.source.served) note.textContent = `${number(rows)} of ${number(all)} records.`;
-    else note.textContent = `${number(rows)} of the ${number(table?.getData().length ?? 0)} records that this file holds of ${number(all)}: those of the listed moments.`;
+  function tell(rows, count) {
+    const words = picked.words ? `${picked.words}: ` : "";
+    if (Whence.source.served) note.textContent = `${words}${number(rows)} of ${number(count)} records.`;
+    else note.textContent = `${words}${number(rows)} of the ${number(table?.getData().length ?? 0)} records that this file holds of ${number(count)}: those of the listed moments.`;
   }
 
   function show(run, runIndex, round) {
@@ -84,23 +85,30 @@ Whence.makeGrid = (parts) => {
     shown = key;
     actions = run.actions;
     table?.destroy();
+    built = false;
     pages.replaceChildren();
     search.value = "";
+    differs.checked = flagged.checked = false;
+    pick({}, false);
     const columns = columnsOf(run, Whence.colourScale(round.strip.scores));
     const scored = run.columns.some(({ kind, key: name }) => kind === "score" && name) && round.scored;
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
-      columns, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
+      columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
       placeholder: "No record fits.", initialSort: scored && first ? [{ column: first, dir: "asc" }] : [],
       columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,
-      ...(Whence.source.served ? remote(runIndex, round) : { data: (round.rows ?? []).map((row) => Object.fromEntries(run.columns.map(({ key: name }, at) => [name, row[at]]))) }),
+      ...(Whence.source.served ? remote(runIndex, round) : { data: round.rows ?? [] }),
     };
     table = new Tabulator(holder, options);
     const mine = table;
     mine.on("rowClick", (_event, row) => onOpen(row.getData().record_id, row.getElement().querySelector("button")));
     mine.on("tableBuilt", amend);
-    if (!Whence.source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) count(rows.length, round.records); });
-    if (!Whence.source.served) mine.on("tableBuilt", () => count(mine.getData().length, round.records));
+    mine.on("tableBuilt", () => {
+      built = true;
+      if (picked.words) filter();
+      else if (!Whence.source.served) tell(mine.getData().length, round.records);
+    });
+    if (!Whence.source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) tell(rows.length, round.records); });
   }
 
   // Tabulator listens to keys only, makes a box focusable whose buttons already are, and lets the page name the grid.
@@ -129,12 +137,16 @@ Whence.makeGrid = (parts) => {
         const [sort] = params.sort ?? [];
         if (sort) { query.set("sort", sort.field); query.set("dir", sort.dir); }
         if (search.value.trim()) query.set("search", search.value.trim());
-        for (const { field, value } of params.filter ?? []) query.append("filter", `${field}:${value}`);
+        for (const { field, value } of params.filter ?? []) query.append("filter", `${encodeURIComponent(field)}:${value}`);
+        for (const group of picked.groups ?? []) query.append("group", group.map(encodeURIComponent).join(":"));
+        if (picked.ids) query.set("ids", picked.ids.join(","));
+        if (differs.checked) query.append("only", "differs");
+        if (flagged.checked) query.append("only", "flagged");
         try {
           const page = await Whence.source.fetchJson(`/api/runs/${runIndex}/rounds/${round.round}/records?${query}`);
           // A table that is gone takes no answer.
           if (shown !== `${runIndex}/${round.round}`) return await new Promise(() => {});
-          count(page.last_row, round.records);
+          tell(page.last_row, round.records);
           return page;
         } catch (error) {
           note.textContent = error.message;
@@ -147,15 +159,27 @@ Whence.makeGrid = (parts) => {
   let timer = 0;
   search.addEventListener("input", () => {
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      if (!table) return;
-      if (Whence.source.served) return void table.setPage(1);
-      const wanted = search.value.trim().toLowerCase();
-      const { columns } = Whence.source.page.runs[Number(shown.split("/")[0])];
-      if (wanted) table.setFilter((row) => columns.some((column) => text(row[column.key], column).toLowerCase().includes(wanted)));
-      else table.clearFilter();
-    }, 200);
+    timer = setTimeout(filter, 200);
   });
+  for (const box of [differs, flagged]) box.addEventListener("change", filter);
+  all.addEventListener("click", () => pick({}));
 
-  return { show, redraw: () => table?.redraw(true) };
+  function filter() {
+    if (!built) return; // it is done then
+    if (Whence.source.served) return void table.setPage(1);
+    const wanted = search.value.trim().toLowerCase();
+    const { columns } = Whence.source.page.runs[Number(shown.split("/")[0])];
+    table.setFilter((row) => (!differs.checked || row.differs) && (!flagged.checked || row.flag) && (!picked.ids || picked.ids.includes(row.record_id))
+      && (picked.groups ?? []).every(([column, name]) => row.groups?.[column] === name)
+      && (!wanted || columns.some((column) => text(row[column.key], column).toLowerCase().includes(wanted))));
+  }
+
+  // Shows the records of some groups, or those of some ids; {} shows all.
+  function pick(wanted, anew = true) {
+    picked = wanted;
+    all.hidden = !picked.words;
+    if (anew) filter();
+  }
+
+  return { show, pick, refresh: () => { if (Whence.source.served) table?.setPage(table.getPage()); }, redraw: () => table?.redraw(true) };
 };

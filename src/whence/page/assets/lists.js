@@ -1,8 +1,8 @@
-// Lists of a round: its moments as cards, its groups as small tables, the states it changed the most.
+// Lists: what stands out in a run; of a round its moments, its groups, the states that it changed the most.
 Whence.lists = (() => {
   "use strict";
 
-  const { element, isNumber, number, signed, withError, percent, id } = Whence;
+  const { element, isNumber, number, signed, withError, id } = Whence;
   const FIRST = 6; // cards before "show all"
 
   function advantageWords({ advantage, score, significant }) {
@@ -54,29 +54,44 @@ Whence.lists = (() => {
       list.length ? items : element("p", { class: "note" }, "None in this round."), more);
   }
 
-  const GROUPS = { action: "By action", reward: "By reward", episode: "By episode", region: "By region of states" };
-
-  function groups(all, actions) {
-    const parts = Object.entries(GROUPS).filter(([by]) => all?.[by]?.length).map(([by, name]) => {
-      const rows = all[by];
-      const reach = Math.max(...rows.map(({ mean, error }) => Math.abs(mean ?? 0) + (error ?? 0))) || 1;
-      const body = rows.map(({ group, records, mean, error, share_negative: negative, dropped_share: dropped }) => {
-        const end = 50 + ((mean ?? 0) / reach) * 48;
-        const half = ((error ?? 0) / reach) * 48;
+  // Groups by one column as bars, by two as a table of cells; a click calls onPick with the group's names.
+  function pivot({ rows, columns, cells }, headings, onPick) {
+    const pick = (cell, label, ...content) => element("button", { type: "button", "aria-label": label, onclick: () => onPick(columns ? [rows[cell[0]], columns[cell[1]]] : [rows[cell[0]]]) }, ...content);
+    const say = ([, , records, mean, error]) => `${withError(mean, error)}, ${number(records)} ${records === 1 ? "record" : "records"}`;
+    const reach = Math.max(...cells.map(([, , , mean, error]) => Math.abs(mean ?? 0) + (columns ? 0 : error ?? 0))) || 1;
+    const head = (texts) => element("thead", {}, element("tr", {}, ...texts.map((text) => element("th", { scope: "col" }, text))));
+    if (!columns) {
+      const ordered = [...cells].sort((one, other) => one[3] - other[3]);
+      return element("table", { class: "bars" }, head([headings[0], "mean score ± error", "", "records"]), element("tbody", {}, ...ordered.map((cell) => {
+        const [row, , records, mean, error, differs] = cell;
+        const end = 50 + ((mean ?? 0) / reach) * 48, half = ((error ?? 0) / reach) * 48;
         const track = element("span", { class: "track", "aria-hidden": "true" },
           element("span", { class: `bar ${mean < 0 ? "low" : "high"}`, style: `left:${Math.min(50, end)}%;width:${Math.abs(end - 50)}%` }),
           element("span", { class: "whisker", style: `left:${end - half}%;width:${2 * half}%` }));
-        return element("tr", {}, element("th", { scope: "row" }, by === "action" ? Whence.nameAction(group, actions) : group), element("td", { class: "wide" }, track),
-          element("td", {}, withError(mean, error)), element("td", {}, percent(negative)), element("td", {}, percent(dropped)), element("td", {}, number(records)));
-      });
-      const headings = element("tr", {}, element("th", { scope: "col" }, by === "region" ? "region" : by), element("th", { scope: "colgroup", colspan: 2 }, "mean score ± error"), ...["below 0", "dropped", "records"].map((text) => element("th", { scope: "col" }, text)));
-      const entries = by === "region" && rows.some(({ group }) => /(^| )x\d+ /.test(group));
-      return element("div", { class: `group ${by}` }, element("h3", { id: `group-${by}` }, name),
-        entries ? element("p", {}, "x0, x1, … are the entries of the observation.") : null,
-        element("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": `group-${by}` },
-          element("table", { class: "bars" }, element("thead", {}, headings), element("tbody", {}, ...body))));
-    });
-    return parts;
+        return element("tr", { class: differs === false ? "unsure" : null }, element("th", { scope: "row" }, pick(cell, `${rows[row]}: ${say(cell)}`, rows[row])),
+          element("td", { class: "wide" }, track), element("td", {}, withError(mean, error)), element("td", {}, number(records)));
+      })));
+    }
+    const colours = Whence.palette();
+    const at = new Map(cells.map((cell) => [`${cell[0]}/${cell[1]}`, cell]));
+    const body = rows.map((name, row) => element("tr", {}, element("th", { scope: "row" }, name), ...columns.map((other, column) => {
+      const cell = at.get(`${row}/${column}`);
+      if (!cell) return element("td", { class: "none" }, "–");
+      const [, , records, mean, error, differs] = cell;
+      const tone = differs === false ? "" : `--tone:${colours[Whence.level(mean, reach)]}`;
+      return element("td", { class: differs === false ? "unsure" : null, style: tone }, pick(cell, `${name}, ${other}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
+    })));
+    return element("table", { class: "pivot" }, head([headings.join(" \\ "), ...columns]), element("tbody", {}, ...body));
+  }
+
+  // What stands out in the run, the surest first. `onOpen(finding)` shows its round and its records.
+  function findings(list, onOpen) {
+    return list.map((finding) => element("li", {},
+      element("h3", {}, finding.title),
+      finding.evidence ? element("p", {}, ...Whence.withCode(finding.evidence)) : null,
+      finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
+      isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(finding) },
+        finding.total ? `Show ${finding.total === 1 ? "the record" : `${number(finding.total)} records`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null));
   }
 
   async function changed(list, { run, round, onOpen, actions }) {
@@ -100,5 +115,5 @@ Whence.lists = (() => {
       ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), " ", ...Whence.withCode(text))));
   }
 
-  return { moments, groups, changed, trust };
+  return { moments, pivot, findings, changed, trust };
 })();

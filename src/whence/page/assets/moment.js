@@ -97,7 +97,7 @@ Whence.moment = (() => {
     const story = tell(detail);
     const judged = judge(detail);
     if (detail.mc_pending) measure(story, judged, detail);
-    body.replaceChildren(...[story, shown, Whence.causes.make(detail, view), judged, policy(detail), state(detail)].filter(Boolean));
+    body.replaceChildren(...[story, flag(detail), shown, Whence.causes.make(detail, view), judged, metrics(detail), policy(detail), state(detail)].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -106,10 +106,11 @@ Whence.moment = (() => {
   function fillResponse(detail) {
     const { run, round } = view;
     const sections = Whence.responses.sections(detail, {
+      command: view.commands["llm why"].replace("{record}", detail.record),
       open: (record) => show({ ...view, record }),
       canOpen: (record) => Whence.source.canOpen(run, round, record),
     });
-    body.replaceChildren(...[tell(detail), ...sections].filter(Boolean));
+    body.replaceChildren(...[tell(detail), flag(detail), ...sections].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -127,6 +128,41 @@ Whence.moment = (() => {
     judged.replaceWith(judge(now));
   }
 
+  // A flag and a note: set on a served page, read in a file.
+  function flag(detail) {
+    if (!Whence.source.served) return typeof detail.flag === "string" ? part("Flagged", detail.flag) : null;
+    const { run, round, record, onFlag } = view;
+    const note = element("input", { type: "text", maxlength: 500, placeholder: "a note, if you like", "aria-label": "Note", value: detail.flag ?? "" });
+    const save = element("button", { type: "button", onclick: () => store(note.value.trim()) });
+    const remove = element("button", { type: "button", class: "quiet", onclick: () => store(null) }, "Remove flag");
+    const status = element("span", { role: "status" });
+    const label = () => {
+      save.textContent = typeof detail.flag === "string" ? "⚑ Save note" : "⚑ Flag this record";
+      remove.hidden = typeof detail.flag !== "string";
+    };
+    async function store(text) {
+      try {
+        detail.flag = (await Whence.source.saveFlag(run, round, record, text)).flag;
+        status.textContent = text === null ? "Removed." : "Saved with the run.";
+        if (text === null) note.value = "";
+      } catch (error) {
+        status.textContent = error.message;
+      }
+      label();
+      onFlag?.();
+    }
+    note.addEventListener("keydown", (event) => { if (event.key === "Enter") store(note.value.trim()); });
+    label();
+    return element("section", { class: "flag" }, element("div", { class: "jumps" }, note, save, remove, status));
+  }
+
+  function metrics({ metrics: list, end, trained_reward: trained }) {
+    const facts = [...(list ?? [])];
+    if (isNumber(trained)) facts.push({ name: "reward in training", value: trained });
+    if (end) facts.push({ name: "episode", value: end });
+    return facts.length ? part("What the environment said", null, entries(facts)) : null;
+  }
+
   const part = (heading, about, ...children) =>
     element("section", {}, element("h3", {}, heading), about ? element("p", {}, about) : null, ...children);
 
@@ -142,7 +178,8 @@ Whence.moment = (() => {
       lines.push(element("p", {}, `${isNumber(detail.reward) ? `The reward was ${signed(detail.reward)}. ` : ""}${advantage}`));
     } else {
       const where = Whence.place(detail);
-      const paid = isNumber(reward) ? ` The reward was ${signed(reward)}.` : "";
+      const cut = isNumber(detail.bootstrap) ? ` A time limit cut the episode here: training added ${signed(detail.bootstrap)} for what would have followed.` : "";
+      const paid = (isNumber(reward) ? ` The reward was ${signed(reward)}.` : "") + cut;
       lines.push(element("p", {}, where ? `At ${where} the agent chose ` : "The agent chose ", element("b", {}, Whence.nameAction(detail.action, view.actions)), ".", paid));
     }
     if (isNumber(value) && isNumber(detail.advantage)) {
@@ -261,7 +298,7 @@ Whence.moment = (() => {
     const bars = isNumber(detail.mc_advantage) ? compareAdvantages(detail) : null;
     return part("Was the advantage right?", null,
       element("p", { class: `say ${kind}` }, element("b", {}, heading), sentence ? ` ${sentence}` : ""),
-      bars, detail.mc_text ? element("p", { class: "note" }, ...Whence.withCode(detail.mc_text)) : null);
+      bars, element("p", { class: "note" }, ...Whence.withCode(detail.mc_text || `\`${view.commands.view}\` measures it by fresh rollouts when a record is opened.`)));
   }
 
   function compareAdvantages({ advantage, mc_advantage: truth, mc_error: error }) {
@@ -304,12 +341,15 @@ Whence.moment = (() => {
 
   function state(detail) {
     if (!detail.state?.length) return null;
-    const list = element("dl", { class: "state" });
-    for (const { name, value } of detail.state) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, isNumber(value) ? number(value, 4) : String(value ?? "–"))));
+    const list = entries(detail.state);
     const rest = detail.state_size > detail.state.length ? ` first ${detail.state.length} of ${number(detail.state_size)}` : ` ${detail.state.length}`;
     const shown = detail.state.length <= 24 ? list : element("details", {}, element("summary", {}, `The${rest} entries of the observation`), list);
-    return part("The state the agent was in", null, shown);
+    const seen = detail.normalised?.length ? element("details", {}, element("summary", {}, "The same as the policy saw it, normalised"), entries(detail.normalised)) : null;
+    return part("The state the agent was in", null, shown, seen);
   }
+
+  const entries = (list) => element("dl", { class: "state" }, ...list.map(({ name, value }) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, isNumber(value) ? number(value, 4) : String(value ?? "–")))));
 
   return { show, close, isOpen: () => dialog.open };
 })();

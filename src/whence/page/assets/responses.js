@@ -7,16 +7,16 @@ Whence.responses = (() => {
   const plain = (text, label) => element("pre", { tabindex: 0, role: "group", "aria-label": label }, text);
 
   // The sections of an opened response. `open(record)` opens another one, if `canOpen(record)` says so.
-  function sections(detail, { open, canOpen }) {
+  function sections(detail, { open, canOpen, command }) {
     const group = detail.group?.responses ?? [];
-    return [showOne(detail), group.length > 1 ? showGroup(detail, group, open, canOpen) : null];
+    return [showOne(detail, command), group.length > 1 ? showGroup(detail, group, open, canOpen) : null];
   }
 
-  function showOne({ prompt, response }) {
+  function showOne({ prompt, response }, command) {
     return element("section", {}, element("h3", {}, "Prompt and response"),
       element("h4", {}, "Prompt"), plain(prompt ?? "", "Prompt"),
       element("h4", {}, "Response"), plain(response, "Response"),
-      element("p", { class: "note" }, "The command “whence llm why” tells which tokens its score comes from, in a round whose policy was kept."));
+      element("p", { class: "note" }, "The command ", element("code", {}, command), " tells which tokens its score comes from, in a round whose policy was kept."));
   }
 
   function showGroup({ group: { total }, record }, group, open, canOpen) {

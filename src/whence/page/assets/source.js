@@ -8,10 +8,10 @@ Whence.source = (() => {
   const BESIDE = 24; // records of a window on either side
   const cache = new Map();
 
-  async function fetchJson(address) {
+  async function fetchJson(address, options = {}) {
     let response;
     try {
-      response = await fetch(address, { headers: { Accept: "application/json" } });
+      response = await fetch(address, { headers: { Accept: "application/json" }, ...options });
     } catch {
       throw Object.assign(new Error("The server does not answer."), { gone: true });
     }
@@ -47,7 +47,7 @@ Whence.source = (() => {
     if (served) return fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}`);
     const content = await load(run, round);
     const detail = content.details[record];
-    if (!detail) throw new Error(`Record ${record} is not one of the moments in this file. The command "whence view RUN" opens any record.`);
+    if (!detail) throw new Error(`Record ${record} is not one of the moments in this file. The command ${page.runs[run].commands.view} opens any record.`);
     return { ...detail, window: detail.window ?? cutWindow(content, Number(record)), group: findGroup(content, Number(record)) };
   }
 
@@ -57,6 +57,23 @@ Whence.source = (() => {
     const complete = (one) => (details[one.record] ? { ...one, response: details[one.record].response } : one);
     return group && { ...group, responses: group.responses.map(complete) };
   }
+
+  // Groups by one column or two, whichever of them comes first in the file.
+  async function loadPivot(run, round, by) {
+    if (served) return fetchJson(`/api/runs/${run}/rounds/${round}/pivot?${new URLSearchParams(by.map((key) => ["by", key]))}`);
+    const { pivots } = await load(run, round);
+    const same = pivots[by.join("\n")];
+    if (same) return same;
+    const { rows, columns, cells } = pivots[[...by].reverse().join("\n")];
+    return { rows: columns, columns: rows, cells: cells.map(([row, column, ...rest]) => [column, row, ...rest]) };
+  }
+
+  const loadFindings = async (run) => (served ? fetchJson(`/api/runs/${run}/findings`) : page.runs[run]);
+
+  // Served pages only: a note flags a record, null takes the flag away.
+  const saveFlag = (run, round, record, note) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/flag`, {
+    method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ note }),
+  });
 
   // Served pages only: rollouts may take many times as long as the frames, so they are asked for apart.
   const loadAdvantage = (run, round, record) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/advantage`);
@@ -80,5 +97,5 @@ Whence.source = (() => {
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 
-  return { page, served, load, loadDetail, loadAdvantage, loadCauses, canOpen, fetchJson };
+  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, loadFindings, saveFlag, canOpen, fetchJson };
 })();

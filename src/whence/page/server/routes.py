@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,13 +21,17 @@ from whence.core import RunDirectoryError, WhenceError, first_line
 from whence.page.cause_view import SCORED
 from whence.page.explored_rounds import build_detail, build_round, describe_runs
 from whence.page.explored_run import ExploredRun
-from whence.page.grid import query_records
+from whence.page.grid import build_pivot, query_records
 from whence.page.html import list_figures, render_runs
 from whence.page.moment_view import CONTINUATIONS
-from whence.page.server.questions import Questions, explain, measure
+from whence.page.server.questions import Questions, explain, gather_findings, measure
+from whence.runs import write_flag
 
 LONGEST_TEXT = 500
-"""Characters of a search or a filter."""
+"""Characters of a search, a filter or a note."""
+
+LARGEST_BODY = 8_000
+"""Bytes of a request's body."""
 
 NAMES = ("127.0.0.1", "localhost")
 """Names of this machine that a browser may ask for. A web site can point a name of its own here (DNS rebinding)."""
@@ -54,10 +59,11 @@ def make_app(
     runs: Sequence[ExploredRun],
     measurements: Questions,
     causes: Questions,
+    findings: Questions,
     *,
     continuations: int = CONTINUATIONS,
 ) -> Starlette:
-    """Return the server's application; the processes of `measurements` and `causes` are the caller's to close."""
+    """Return the server's application; the processes that answer questions are the caller's to close."""
 
     def find(request: Request) -> tuple[Any, ...]:
         """Return the run, the round and the record of an address, as far as it names them."""
@@ -79,8 +85,38 @@ def make_app(
             sort=query.get("sort") or None,
             descending=query.get("dir") == "desc",
             search=query.get("search", "")[:LONGEST_TEXT],
-            filters=[(key, text) for key, _, text in filters],
+            filters=[(unquote(key), text) for key, _, text in filters],
+            groups=[tuple(map(unquote, group.split(":", 1))) for group in query.getlist("group") if ":" in group],  # type: ignore[misc]
+            only=query.getlist("only"),
+            ids=[_parse_number(record) for record in query.get("ids", "").split(",") if record],
         )
+
+    def answer_pivot(request: Request) -> Any:
+        run, number = find(request)
+        return build_pivot(run, number, request.query_params.getlist("by"))
+
+    def answer_findings(request: Request) -> Any:
+        (run,) = find(request)
+        return findings.ask(gather_findings, run, max(run.directory.rounds(), default=0), 0, None)
+
+    async def write(request: Request) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"A note has up to {LONGEST_TEXT} characters.")
+        return await _in_thread(lambda request: answer_flag(request, bytes(body)))(request)
+
+    def answer_flag(request: Request, body: bytes) -> Any:
+        run, number, record = find(request)
+        try:
+            note = json.loads(body)["note"]
+        except (KeyError, TypeError, ValueError):
+            raise HTTPException(400, 'JSON is needed, such as {"note": "text"}; null takes the flag away.') from None
+        if note is not None and not (isinstance(note, str) and len(note) <= LONGEST_TEXT):
+            raise HTTPException(400, f"A note is a text of up to {LONGEST_TEXT} characters, or null.")
+        write_flag(run.directory.path, number, record, note)
+        return {"flag": note}
 
     def answer_detail(request: Request) -> Any:
         run, number, record = find(request)
@@ -113,8 +149,11 @@ def make_app(
         Route("/api/page", _in_thread(lambda request: describe_runs(runs))),
         Route("/api/figures", _in_thread(lambda request: list_figures(runs))),
         Route(of_round, _in_thread(lambda request: build_round(*find(request)))),
+        Route("/api/runs/{run:int}/findings", _in_thread(answer_findings)),
+        Route(f"{of_round}/pivot", _in_thread(answer_pivot)),
         Route(f"{of_round}/records", _in_thread(answer_records)),
         Route(f"{of_round}/records/{{record:int}}", _in_thread(answer_detail)),
+        Route(f"{of_round}/records/{{record:int}}/flag", write, methods=["PUT"]),
         Route(f"{of_round}/records/{{record:int}}/advantage", _in_thread(answer_advantage)),
         Route(f"{of_round}/records/{{record:int}}/causes", _in_thread(answer_causes)),
     ]
@@ -174,7 +213,13 @@ class Guard:
 
 
 def _is_foreign(request: Request) -> bool:
-    """Return whether another site's page asks. A link to the page may stand anywhere; its data is for itself."""
+    """Return whether another site's page asks. A link to the page may stand anywhere; its data is for itself.
+
+    What writes has to say that it comes from the page, in JSON, which no form of another site can send.
+    """
     headers = request.headers
+    is_written = request.method not in ("GET", "HEAD")
+    if is_written and not (headers.get("origin") and headers.get("content-type") == "application/json"):
+        return True
     is_linked = request.url.path != "/" and headers.get("sec-fetch-site") not in (None, "same-origin", "none")
     return is_linked or headers.get("origin") not in (None, f"http://{headers.get('host')}")

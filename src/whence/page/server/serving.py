@@ -4,12 +4,13 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from zlib import crc32
 
 import torch
 import uvicorn
 
 from whence.core import WhenceError
-from whence.page.explored_rounds import build_round
+from whence.page.explored_rounds import build_round, choose_round
 from whence.page.explored_run import ExploredRun
 from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.questions import Questions
@@ -18,6 +19,9 @@ from whence.page.server.routes import make_app
 HOST = "127.0.0.1"
 """The page is served to this machine only: it has no password."""
 
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Ports that runs' paths stand for; systems pick none of them by themselves."""
+
 THREADS = 1
 """Torch's threads: training that goes on next to the page keeps the other cores."""
 
@@ -25,7 +29,7 @@ THREADS = 1
 def serve(
     runs: Sequence[ExploredRun],
     *,
-    port: int = 0,
+    port: int | None = 0,
     continuations: int = CONTINUATIONS,
     on_start: Callable[[str], None] = lambda url: None,
 ) -> None:
@@ -33,7 +37,7 @@ def serve(
 
     Args:
         runs: in the order of their numbers on the page.
-        port: 0 picks a free one.
+        port: 0 picks a free one; None picks one by the first run's path, so that links to records stay.
         continuations: rollouts by which an opened record's advantage is measured.
         on_start: called with the page's address once it can be asked.
 
@@ -41,15 +45,15 @@ def serve(
         WhenceError: the port is taken.
     """
     try:
-        listener = socket.create_server((HOST, port))
+        listener = _listen(runs) if port is None else socket.create_server((HOST, port))
     except OSError as refusal:
         raise WhenceError(
             f"{HOST}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
         ) from None
     torch.set_num_threads(THREADS)
-    measurements, causes = Questions(), Questions()
+    measurements, causes, findings = Questions(), Questions(), Questions()
     config = uvicorn.Config(
-        make_app(runs, measurements, causes, continuations=continuations),
+        make_app(runs, measurements, causes, findings, continuations=continuations),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -65,6 +69,7 @@ def serve(
     def stop() -> None:
         measurements.close()
         causes.close()
+        findings.close()
 
     # Whoever asks from now on waits for the answer: the socket listens.
     on_start(f"http://{HOST}:{listener.getsockname()[1]}/")
@@ -75,6 +80,14 @@ def serve(
     finally:
         stop()
         listener.close()
+
+
+def _listen(runs: Sequence[ExploredRun]) -> socket.socket:
+    """Listen to the port that a run's path stands for, or, if it is taken, to any."""
+    path = str(runs[0].directory.path.resolve())
+    with suppress(OSError):
+        return socket.create_server((HOST, FIRST_PORT + crc32(path.encode()) % PORTS))
+    return socket.create_server((HOST, 0))
 
 
 class _Server(uvicorn.Server):
@@ -91,7 +104,8 @@ class _Server(uvicorn.Server):
 
 
 def _warm_up(runs: Sequence[ExploredRun]) -> None:
-    """Build the last round of the first run, which the page opens with."""
+    """Build the round of the first run that the page opens with."""
     for run in runs[:1]:
         with suppress(Exception):  # whoever opens the round is told
-            build_round(run, run.directory.rounds()[-1])
+            if opens := choose_round(run, run.directory.rounds()):
+                build_round(run, opens["round"])

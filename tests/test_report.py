@@ -196,7 +196,15 @@ class TestPage:
         assert places == [f"figure-{number}" for number in range(7)]
         assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
-            *("Summary", "Advice", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy"),
+            *(
+                "What stands out",
+                "Summary",
+                *EXPLORER,
+                "Advice",
+                "Learning curves",
+                "Records kept and dropped",
+                "Policy entropy",
+            ),
             *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "What was run"),
         ]
 
@@ -253,7 +261,11 @@ class TestPage:
         rounds = page.rounds()
         assert list(rounds) == [f"round-{run}-{number}" for run in range(3) for number in (1, 2)]
         shown = rounds["round-1-2"]
-        stored = tiny.run(next(c for c in tiny.configs if c.arm == "iif")).round("records", 2).sort("score")
+        stored = (
+            tiny.run(next(c for c in tiny.configs if c.arm == "iif"))
+            .round("records", 2)
+            .sort(pl.col("score") / pl.col("error"))
+        )
         assert shown["round"]["worst"][0]["record"] == stored["record_id"][0]
         assert shown["round"]["worst"][0]["score"] == pytest.approx(stored["score"][0], rel=1e-3)
         assert shown["round"]["best"][0]["record"] == stored["record_id"][-1]
@@ -281,8 +293,9 @@ class TestRunPage:
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")
         assert page.of("h2") == [
             *(
-                "Advice",
+                "What stands out",
                 *EXPLORER,
+                "Advice",
                 "Learning curves",
                 "Records kept and dropped",
                 "Policy entropy",
@@ -311,7 +324,7 @@ class TestRunPage:
         directory = run_of(tmp_path / "lake", {"env": "Some-v0"}, rounds=range(1, 4), n=10)
         html = (page_of(directory) and (tmp_path / "page.html")).read_text(encoding="utf-8")
         assert Page(html).data("page-data")["runs"][0]["rounds"] == [1, 3]
-        assert "This file holds 2 of the 3 rounds. The command" in html
+        assert "This file holds 2 of the 3 rounds. <code>whence view" in html
         assert f"whence report {directory.path} --rounds 1-2" in html
         monkeypatch.setattr("whence.page.html.EMBEDDED_ROUNDS", 200)
         write_report(directory, tmp_path / "page.html", rounds=[3])
@@ -362,8 +375,7 @@ class TestRunPage:
         assert page.facts()["env"] == text.strip()
         assert "img" not in {tag for tag, _ in page.elements}
         assert len(page.tags("b")) == 3  # the template's own: record, influence, moment
-        keys = [column["key"] for column in page.data("page-data")["runs"][0]["columns"]]
-        rows = [dict(zip(keys, row, strict=True)) for row in page.rounds()["round-0-1"]["round"]["rows"]]
+        rows = page.rounds()["round-0-1"]["round"]["rows"]
         reason = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
         assert {row["reason"] for row in rows} == {None, reason}
         assert all(row["observation"].startswith(text[:100]) for row in rows)

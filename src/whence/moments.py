@@ -196,6 +196,13 @@ def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
     return str(action)
 
 
+def list_observations(columns: Sequence[str]) -> list[str]:
+    """Return the columns of the observations as the environment returned them, before any normalisation."""
+    roots = [column.split(".")[0] for column in columns]
+    root = "raw_observation" if "raw_observation" in roots else "observation"
+    return [column for column, its_root in zip(columns, roots, strict=True) if its_root == root]
+
+
 def read_axes(
     records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | None = None, *, most: int | None = None
 ) -> dict[str, NDArray[Any]]:
@@ -203,11 +210,9 @@ def read_axes(
 
     They are the environment's own where the policy saw normalised ones. None are returned of more than `most` axes.
     """
-    roots = {column: column.split(".")[0] for column in records.columns}
-    root = "raw_observation" if "raw_observation" in roots.values() else "observation"
     axes: dict[str, NDArray[Any]] = {}
-    for column in records.columns:
-        if roots[column] != root or records.is_empty() or records[column].null_count():
+    for column in list_observations(records.columns):
+        if records.is_empty() or records[column].null_count():
             continue
         values = np.asarray(records[column].to_numpy()).reshape(len(records), -1)
         if most is not None and len(axes) + values.shape[1] > most:

@@ -40,6 +40,7 @@ from .policies import whole_shape as whole_shape
 from .records import UNKNOWN as UNKNOWN
 from .records import Array as Array
 from .records import RecordBatch as RecordBatch
+from .records import add_observations as add_observations
 from .records import check_one_per_record as check_one_per_record
 from .records import check_records as check_records
 from .records import to_numpy as to_numpy

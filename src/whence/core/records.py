@@ -70,8 +70,8 @@ class RecordBatch:
         advantages: (n,) advantage estimates, not normalised.
         values: (n,) value estimates, or None.
         returns: (n,) targets of the value function, or None.
-        rewards: (n,), or None. Rewards that SB3 stored include the bootstrap value at a time limit. A language model's
-            row has the reward of the whole response.
+        rewards: (n,), or None. They are those that trained: SB3's include the bootstrap value at a time limit, and
+            VecNormalize's scale. A language model's row has the reward of the whole response.
         episode_starts: (n,) whether the record is the first of its episode, or None.
         record_ids: (n,) distinct integers >= 0; None numbers the records from 0.
         env_index: (n,) index of the environment, -1 where unknown, or None.
@@ -217,9 +217,7 @@ class RecordBatch:
                 values = _make_series(singular, column)
                 series.append(values.set(values == UNKNOWN, None) if name in _INTEGER else values)
         if observations:
-            leaves = named_leaves(self.observations, "observation")
-            if sum(tensor[0].nbytes for _, tensor in leaves) <= 4096:
-                series += [_make_series(name, tensor) for name, tensor in leaves]
+            return add_observations(pl.DataFrame(series), dict(named_leaves(self.observations, "observation")))
         return pl.DataFrame(series)
 
     @classmethod
@@ -229,7 +227,8 @@ class RecordBatch:
         """Return the records of a table that `to_polars(observations=True)` made, or of a run directory's round.
 
         Args:
-            table: a row for each record; further columns are ignored.
+            table: a row for each record; further columns are ignored. `trained_reward`, if it is there, is read for the
+                rewards, and not the environment's `reward`.
             space: the observation space, whose shapes the observations get; None: they stay flat.
             gamma: discount factor, or None.
             gae_lambda: lambda of the advantage estimator, or None.
@@ -240,7 +239,7 @@ class RecordBatch:
         columns: dict[str, Any] = {}
         for name, singular in {"record_ids": "record_id", **_IN_TABLES}.items():
             if singular in table.columns:
-                column = table[singular]
+                column = table["trained_reward" if f"trained_{singular}" in table.columns else singular]
                 columns[name] = _read_numbers(singular, column.fill_null(UNKNOWN) if name in _INTEGER else column)
         needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
         if missing := [singular for singular, name in needed.items() if name not in columns]:
@@ -280,8 +279,15 @@ def _read_observations(table: pl.DataFrame, space: Any, name: str) -> Tree:
     return {key: _read_observations(table, None if spaces is None else spaces[key], f"{name}.{key}") for key in names}
 
 
-def _make_series(name: str, column: Tensor) -> pl.Series:
-    array = to_numpy(column).reshape(len(column), -1)
+def add_observations(table: pl.DataFrame, columns: Mapping[str, Tensor | NDArray[Any]]) -> pl.DataFrame:
+    """Return a table of records with columns of observations, unless those of one record take more than 4 KiB."""
+    if sum(column[0].nbytes for column in columns.values()) > 4096:
+        return table
+    return table.with_columns(_make_series(name, column) for name, column in columns.items())
+
+
+def _make_series(name: str, column: Tensor | NDArray[Any]) -> pl.Series:
+    array = (to_numpy(column) if isinstance(column, Tensor) else column).reshape(len(column), -1)
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
 
 

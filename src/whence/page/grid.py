@@ -107,7 +107,7 @@ def _make_cell(column: Column, schema: pl.Schema, labels: Labels) -> pl.Expr:
     if key in ("observation", "raw_observation"):
         names = [name for name in schema if name.split(".")[0] == key]
         parts = [_as_text(name, schema) for name in names]
-        if names != [key]:
+        if "." in names[0]:
             keys = [pl.lit(f"{name.partition('.')[2]}: ") for name in names]
             parts = [pl.concat_str(key, text) for key, text in zip(keys, parts, strict=True)]
         return _cut(pl.concat_str(parts, separator="; ", ignore_nulls=True), LONGEST)

@@ -47,7 +47,10 @@ POLICIES_EVERY = "policies_every"
 _REPLACING = "replacing"
 """The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
 
-_FOLDERS = ["policies", "recordings", "phases", "checkpoints", "model", "trl", "counterfactual", "interventions"]
+_FOLDERS = [
+    *("policies", "recordings", "statistics", "phases", "checkpoints"),
+    *("model", "trl", "counterfactual", "interventions"),
+]
 """What a run may hold besides tables of rounds."""
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
@@ -56,8 +59,9 @@ Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 PerRound: TypeAlias = Literal["records", "episodes", "answers"]
 """Tables that a round has one of. Answers to sample prompts follow a round; those of round 0 are the start model's."""
 
-RoundTensors: TypeAlias = Literal["policies", "recordings"]
-"""Tensors that a round has: of the policy that collected it, and of what its optimisation did, see `RoundRecording`.
+RoundTensors: TypeAlias = Literal["policies", "recordings", "statistics"]
+"""Tensors that a round has: of the policy that collected it, of what its optimisation did, see `RoundRecording`, and
+VecNormalize's statistics when it was collected.
 
 The policy with the number after the last round is the trained one.
 """
@@ -76,6 +80,7 @@ class RunDirectory:
     episodes/round_00005.parquet       the episodes that began in round 5: what is needed to play them again
     answers/round_00005.parquet        a language model's answers to sample prompts after round 5
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
+    statistics/round_00005.safetensors VecNormalize's statistics when round 5 had been collected
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes
@@ -335,6 +340,11 @@ class RunDirectory:
         self._prepare_writing()
         write_tensor_file(self.round_path("policies", number), tensors, {})
 
+    def write_statistics(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write VecNormalize's statistics when round `number` had been collected."""
+        self._prepare_writing()
+        write_tensor_file(self.round_path("statistics", number), tensors, {})
+
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet."""
         table, last = self._row_table(name).read(), self._kept_rounds
@@ -366,6 +376,20 @@ class RunDirectory:
             )
         self._check_exists(path)
         return read_tensor_file(path, RunDirectoryError)[1]
+
+    def statistics(self, number: int) -> dict[str, Tensor]:
+        """Read VecNormalize's statistics when round `number` had been collected; see `whence.sb3.load_statistics`."""
+        self._check_exists(path := self.round_path("statistics", number))
+        return read_tensor_file(path, RunDirectoryError)[1]
+
+    def reward_scale(self, number: int) -> float | None:
+        """Return what VecNormalize divided a round's rewards by, at the round's end; None if it did not.
+
+        An advantage, a value or a trained reward, times this, is in the environment's units.
+        """
+        metrics = self.table("metrics")
+        rows = metrics.filter(pl.col("round") == number) if "reward_scale" in metrics.columns else metrics.head(0)
+        return None if rows.is_empty() else rows["reward_scale"][0]
 
     def rounds(self, name: PerRound | RoundTensors = "records") -> list[int]:
         """List the rounds of which there are records, or other files."""

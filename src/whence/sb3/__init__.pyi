@@ -11,6 +11,7 @@ from .round_result import RoundResult as RoundResult
 
 # isort: split
 # What only other rooms of whence import.
+from .base.environment_steps import load_statistics as load_statistics
 from .base.gsde import use_fresh_noise as use_fresh_noise
 from .base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
 from .base.model_description import describe as describe

@@ -19,6 +19,7 @@ from whence.nonfinite import name_round
 from whence.rounds import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses, time_stage
 from whence.sb3.base import (
+    EnvironmentSteps,
     Last,
     Ongoing,
     Recorder,
@@ -37,7 +38,6 @@ from whence.sb3.base import (
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
-    FlatRoundDetector,
     RoundResult,
     can_train,
     check_selection,
@@ -292,7 +292,7 @@ class InfluenceCallback(BaseCallback):
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
             check_observation(self.model, self.model._last_obs)
-        self._flat = FlatRoundDetector()
+        self._steps = EnvironmentSteps(self.model)
 
     def _on_step(self) -> bool:
         if not hasattr(self, "_collection_clock"):
@@ -307,7 +307,7 @@ class InfluenceCallback(BaseCallback):
             self._run.tracker.step(actions, dones, infos)
         with name_round(self.next_round):
             check_step(self.model, self.locals)
-        self._flat.read_step(self.model, self.locals["rewards"], dones, infos)
+        self._steps.add(self.locals["rewards"], dones, infos)
         return True
 
     def _on_rollout_end(self) -> None:
@@ -330,7 +330,7 @@ class InfluenceCallback(BaseCallback):
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self.skipped_rounds += not can_train(choice.selection)
-        metrics = measure_choice(self.model, self.round.number, choice, is_flat=self._flat.is_flat)
+        metrics = measure_choice(self.model, self.round.number, choice, self._steps)
         self.logger.record("influence/seconds", seconds["scoring"]["wall"])
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
@@ -338,7 +338,7 @@ class InfluenceCallback(BaseCallback):
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            self._run.write_round(self.round.number, table, self.model)
+            self._run.write_round(self.round.number, self._steps.add_columns(table), self._steps.statistics, self.model)
         return metrics
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:

@@ -1,6 +1,6 @@
 """A round as the callback sees it: what was chosen, what happened, and its row of metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from stable_baselines3.common.logger import Logger
 
 from whence.core import RecordBatch, WhenceError
 from whence.influence import Influence
+from whence.sb3.base import EnvironmentSteps
 from whence.selection import Selection, summarise_selection
 
 
@@ -77,38 +78,10 @@ def can_train(selection: Selection) -> bool:
     return int(selection.keep.sum()) >= min(2, len(selection.keep))
 
 
-class FlatRoundDetector:
-    """Tells whether a rollout's rewards say anything about its actions.
-
-    They do if two of them differ, or if an episode ended and rewards are not 0, so that a longer one earns another sum.
-    Otherwise the rollout is flat: its advantages rest on the values alone, and no reward corrects these. Rewards are
-    read before VecNormalize, and before SB3 adds the value of the last state where a time limit cut an episode.
-    """
-
-    def __init__(self) -> None:
-        self._reward: float | None = None
-        self._differ = self._ended = False
-
-    def read_step(self, model: Any, rewards: Any, dones: Any, infos: Sequence[Mapping[str, Any]]) -> None:
-        """Read what the environments returned for a step."""
-        normalised = model.get_vec_normalize_env()
-        rewards = np.asarray(rewards if normalised is None else normalised.get_original_reward())
-        if self._reward is None:
-            self._reward = float(rewards[0])
-        self._differ |= bool((rewards != self._reward).any())
-        ends = zip(dones, infos, strict=True)
-        self._ended |= any(done and not info.get("TimeLimit.truncated", False) for done, info in ends)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the steps that were read tell no action from another."""
-        return not self._differ and (self._reward == 0 or not self._ended)
-
-
 _LOGGED = ("dropped_share", "negative_share", "mean")
 
 
-def measure_choice(model: BaseAlgorithm, number: int, choice: Choice, *, is_flat: bool) -> dict[str, Any]:
+def measure_choice(model: BaseAlgorithm, number: int, choice: Choice, steps: EnvironmentSteps) -> dict[str, Any]:
     """Return a round's metrics before it trains, and log those of the choice under `influence/`."""
     returns = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
     metrics = {
@@ -116,7 +89,8 @@ def measure_choice(model: BaseAlgorithm, number: int, choice: Choice, *, is_flat
         **summarise_selection(choice.selection, choice.influence),
         # SB3's running mean over the last hundred episodes, unshaped; a Monitor notes them.
         "episode_return": float(np.mean(returns)) if returns else None,
-        **{"skipped": not can_train(choice.selection), "flat": is_flat},
+        **{"skipped": not can_train(choice.selection), "flat": steps.is_flat},
+        **({} if steps.reward_scale is None else {"reward_scale": steps.reward_scale}),
         **choice.metrics,
     }
     for name in (*_LOGGED, *choice.metrics):

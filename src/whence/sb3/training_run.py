@@ -101,8 +101,11 @@ class TrainingRun(RunWriter):
             self.note_resumption(self._differences, library_versions())
             self._differences = None
 
-    def write_round(self, number: int, records: pl.DataFrame, model: Any) -> None:
-        """Write a round before its training: records with digests of their observations, episodes, and the policy."""
+    def write_round(self, number: int, records: pl.DataFrame, statistics: Mapping[str, Tensor], model: Any) -> None:
+        """Write a round before its training: records with digests of their observations, episodes, and the policy.
+
+        `statistics` are VecNormalize's, see `load_statistics`; empty if there are none.
+        """
         digests = pl.Series("observation_digest", self.tracker.take_digests(), dtype=pl.UInt64)
         if digests.count():
             records = records.with_columns(digests)
@@ -111,6 +114,8 @@ class TrainingRun(RunWriter):
         episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
         if (number - 1) % self.directory.notes.get(POLICIES_EVERY, 1) == 0:
             self.directory.write_policy(number, named_tensors(model.policy))
+        if statistics:
+            self.directory.write_statistics(number, statistics)
         self.directory.write_round("episodes", number, episodes)
         self.directory.write_round("records", number, records)  # last: a round with records is whole
 

@@ -23,6 +23,7 @@ from whence.cli.terminal import (
 from whence.core import WhenceError
 from whence.folds import usable_folds
 from whence.influence import is_significant
+from whence.moments import list_observations
 from whence.sb3 import model_objective
 
 
@@ -78,7 +79,7 @@ def attribute(
         return
     print_line(f"Round {number} of {run}: {len(records)} records, target {influence.target}, engine {influence.engine}")
     # A Dict observation has a column for each key.
-    observations = [name for name in scored.columns if name.split(".")[0] == "observation"]
+    observations = list_observations(scored.columns)
     shown = ("record_id", "episode_id", "step", *observations, "action", "advantage")
     columns = [name for name in shown if name in scored.columns]
     for end, verb in (("lowest", "lowers"), ("highest", "raises")):

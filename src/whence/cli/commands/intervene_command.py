@@ -152,7 +152,7 @@ def _find_group(directory: RunDirectory, number: int, scores: Influence, where: 
     records = directory.round("records", number).drop("score", "error", strict=False)
     records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
     axes = read_axes(records, experiments.state_names(directory.config.get("env")))
-    plain = records.drop(name for name in records.columns if name.split(".")[0] == "observation")
+    plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
     try:
         group = table.filter(pl.sql_expr(where))

@@ -1,5 +1,7 @@
 """SB3's models: read as records, trained on selections, recorded, replayed and described."""
 
+from whence.sb3.base.environment_steps import EnvironmentSteps as EnvironmentSteps
+from whence.sb3.base.environment_steps import load_statistics as load_statistics
 from whence.sb3.base.model_description import describe as describe
 from whence.sb3.base.model_description import library_versions as library_versions
 from whence.sb3.base.model_tensors import load_tensors as load_tensors

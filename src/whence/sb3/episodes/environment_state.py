@@ -175,7 +175,9 @@ def load_attributes(thing: Any, attributes: Mapping[str, Any]) -> list[str]:
     Returns:
         The names of those that could not be set: each holds something of another kind.
     """
-    return [name for name, entry in attributes.items() if name in vars(thing) and not _load(thing, name, entry)]
+    # VecNormalize declares its last observation, and sets it at the first reset only.
+    names = {*vars(thing), *getattr(type(thing), "__annotations__", ())}
+    return [name for name, entry in attributes.items() if name in names and not _load(thing, name, entry)]
 
 
 def _read(value: Any) -> dict[str, Any] | None:
@@ -201,7 +203,7 @@ def _load(thing: Any, name: str, entry: Mapping[str, Any]) -> bool:
         setattr(thing, name, entry["plain"] if "plain" in entry else deque(entry["deque"], maxlen=entry["maxlen"]))
         return True
     # The others are loaded into what the wrapper holds.
-    present = vars(thing)[name]
+    present = vars(thing).get(name)
     (kind,) = entry
     if kind not in (_read(present) or {}):
         return False

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
 
-from whence.core import Tree, add_observations, map_tree, named_leaves
+from whence.core import add_observations, named_leaves
 
 MOST_INFOS = 32
 """How many numbers of the user's `infos` a round's table holds."""
@@ -37,7 +37,7 @@ class EnvironmentSteps:
         self._terminated: list[NDArray[np.bool_]] = []
         self._truncated: list[NDArray[np.bool_]] = []
         self._infos: list[list[dict[str, Any]]] = []
-        self._observations: list[Tree] = []
+        self._observations: list[dict[str, NDArray[Any]]] = []
         self._note_observation()
 
     def add(self, rewards: NDArray[Any], dones: NDArray[np.bool_], infos: Sequence[Mapping[str, Any]]) -> None:
@@ -54,7 +54,8 @@ class EnvironmentSteps:
 
     def _note_observation(self) -> None:
         if self._normalised is not None and self._normalised.norm_obs:
-            self._observations.append(map_tree(np.array, self._normalised.old_obs))
+            leaves = named_leaves(self._normalised.old_obs, "raw_observation")  # type: ignore[arg-type]
+            self._observations.append({name: np.array(leaf) for name, leaf in leaves})
 
     @property
     def is_flat(self) -> bool:
@@ -103,7 +104,7 @@ class EnvironmentSteps:
         table = table.with_columns(*columns, *self._make_info_columns())
         if self._observations:
             # One more was noted than there are steps: the next rollout's first.
-            steps = [dict(named_leaves(observation, "raw_observation")) for observation in self._observations[:-1]]
+            steps = self._observations[:-1]
             table = add_observations(table, {name: _flatten([step[name] for step in steps]) for name in steps[0]})
         return table
 

@@ -54,7 +54,7 @@ class EnvironmentSteps:
 
     def _note_observation(self) -> None:
         if self._normalised is not None and self._normalised.norm_obs:
-            leaves = named_leaves(self._normalised.old_obs, "raw_observation")  # type: ignore[arg-type]
+            leaves = named_leaves(self._normalised.old_obs, "raw_observation")
             self._observations.append({name: np.array(leaf) for name, leaf in leaves})
 
     @property

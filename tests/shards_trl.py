@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from test_llm_trainer import ScoreAndKeepAll, make_model
+from test_llm_trainer import make_model
 from test_llm_trl import TRAINERS, make_trainer
 from whence import NonPositive, Selection, attribute
 from whence.llm import TokenReturn, language_view
+from whence.selection import ScoreAll
 
 Training = tuple[str, Any]
 """A trainer, and what else its settings depend on."""
@@ -54,7 +55,7 @@ def compare_trainers(
 
         copies = [
             copy_whole(trainer.accelerator.unwrap_model(trainer.model))
-            for trainer in (train("plain", own=False), train("scored", ScoreAndKeepAll()))
+            for trainer in (train("plain", own=False), train("scored", ScoreAll()))
         ]
         trainer_type._score_rows = score_and_compare
         selected = train("selected", NonPositive(), target=TokenReturn())

@@ -24,6 +24,7 @@ from toys import OnRolloutEnd, Toy, model
 from whence import DTV, IIF, KeepAll, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
 from whence.sb3.base.model_description import HYPERPARAMETERS
+from whence.selection import ScoreAll
 
 
 def parameters(toy: Any) -> list[torch.Tensor]:
@@ -84,16 +85,12 @@ def named(value: Any) -> str | None:
     return getattr(value, "__name__", None)
 
 
-class ScoreAndKeepAll(KeepAll):
-    needs_influence = True
-
-
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 @pytest.mark.parametrize(("algorithm", "kwargs"), VARIANTS, ids=named)
-def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any]) -> None:
+def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: dict[str, Any], tmp_path: Path) -> None:
     trained = []
-    rules = (KeepAll(), DTV(leave_one_out=True, warmup=9))
-    for callback in (None, *map(InfluenceCallback, rules)):
+    recorder = InfluenceCallback(run=tmp_path)
+    for callback in (None, recorder, InfluenceCallback(DTV(leave_one_out=True, warmup=9))):
         evaluation = evaluating(algorithm, **kwargs)
         toy = model(algorithm, **kwargs)
         for rounds in (2, 1):
@@ -104,6 +101,7 @@ def test_keeping_all_is_training_without_the_callback(algorithm: Any, kwargs: di
     assert identical(trained[0], trained[1])
     assert identical(trained[0], trained[2])
     assert not identical(trained[0], parameters(model(algorithm, **kwargs)))
+    assert "score" in RunDirectory.open(tmp_path).round("records", 3).columns
 
 
 def break_off(toy: Any) -> None:
@@ -125,7 +123,7 @@ def test_an_exception_inside_scoring_leaves_training_as_without_whence(algorithm
         return view(params, view.prepare(records)).log_prob.mean()
 
     trained = []
-    for callback in (OnRolloutEnd(break_off), InfluenceCallback(ScoreAndKeepAll(), target=target)):
+    for callback in (OnRolloutEnd(break_off), InfluenceCallback(ScoreAll(), target=target)):
         toy = model(algorithm, **kind)
         with pytest.raises(KeyError, match="broken off"):
             toy.learn(3 * 32, callback=callback)

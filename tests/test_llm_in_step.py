@@ -9,11 +9,12 @@ from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
 from torch import nn
 
-from test_llm_trainer import ScoreAndKeepAll, copy_state, make_model, make_tokenizer, make_trainer
+from test_llm_trainer import copy_state, make_model, make_tokenizer, make_trainer
 from whence import NonPositive, Selection, WhenceError, attribute
 from whence.engines import Refused, Step
 from whence.llm import language_view
 from whence.llm.scores import SequenceReturn, TokenPPO, ValidationLoss, in_step
+from whence.selection import ScoreAll
 
 DEMONSTRATIONS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "c", "completion": "aei"}] * 3
 
@@ -62,13 +63,13 @@ def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
     settings = SETTINGS[name] | {"rounds": 2}
     make = settings.pop("model", make_model)
     scaled, refused = name == "scaled gradients", name == "passes that are refused"
-    rule = ScoreAndKeepAll() if scaled or refused else None  # whose steps the other names compare with those of none
+    rule = ScoreAll() if scaled or refused else None  # whose steps the other names compare with those of none
     plain, others = train(tmp_path / "plain", rule, model=make(), **settings)
     if refused:  # every second pass, without the comparison before the first
         calls, backward = itertools.count(), Step.backward
         monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     arguments = {"model": make(), "target": target and target(), "scaled": scaled}
-    trainer, rounds = train(tmp_path / "in step", ScoreAndKeepAll(), **arguments, **settings)
+    trainer, rounds = train(tmp_path / "in step", ScoreAll(), **arguments, **settings)
     assert [influence is not None for _, influence, *_ in rounds] == [target is not None, True]
     assert rounds[1][1].provenance.engine == "in_step"
     scored = rounds[1][1].scores != 0
@@ -151,7 +152,7 @@ def test_mixed_precision(tmp_path, monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         plain, _ = train(tmp_path / "plain", None)
-        trainer, rounds = train(tmp_path / "in step", ScoreAndKeepAll())
+        trainer, rounds = train(tmp_path / "in step", ScoreAll())
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     assert rounds[1][1] is not None
@@ -215,7 +216,7 @@ def test_what_steps_cannot_take_apart_is_scored_before_them(wrap, message, tmp_p
             make_trainer(tmp_path, NonPositive(), model=model, select="in_step")
 
 
-class Own(ScoreAndKeepAll):
+class Own(ScoreAll):
     def score(self, records, attribute):
         return None
 

@@ -40,6 +40,7 @@ from whence.llm.scores import TokenReturn, ValidationLoss, in_step, score
 from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts
 from whence.runs import RunDirectory, checkpoints, lock_directory
+from whence.selection import ScoreAll
 
 LETTERS = "abcdefghij"
 
@@ -150,10 +151,6 @@ class Keep:
         return Selection(keep, weights, [None if kept else "for the test" for kept in keep.tolist()])
 
 
-class ScoreAndKeepAll(KeepAll):
-    needs_influence = True
-
-
 def test_training_changes_the_model_and_tells_of_it(tmp_path):
     seen = []
     trainer = make_trainer(tmp_path, on_rollout=lambda *about: seen.append(about))
@@ -169,7 +166,7 @@ def test_training_changes_the_model_and_tells_of_it(tmp_path):
 
 def test_keeping_all_is_training_without_a_rule(tmp_path):
     ends = []
-    for number, rule in enumerate((None, KeepAll(), ScoreAndKeepAll())):
+    for number, rule in enumerate((None, KeepAll(), ScoreAll())):
         trainer = make_trainer(tmp_path / str(number), rule)
         trainer.train()
         ends.append(copy_state(trainer))
@@ -719,7 +716,7 @@ def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch
     draw = PPOTrainer._draw_held_out
     monkeypatch.setattr(PPOTrainer, "_draw_held_out", lambda *args: found.append(draw(*args)) or found[-1])
     trainer = make_trainer(
-        *(tmp_path / "held", ScoreAndKeepAll()),
+        *(tmp_path / "held", ScoreAll()),
         held_out=["ba", "jj", "e"],
         target=TokenReturn(),
         on_rollout=lambda *about: seen.append(about),

@@ -8,12 +8,13 @@ from peft import LoraConfig, get_peft_model
 
 from languages import language_model, shaken
 from test_llm_in_step import refuse
-from test_llm_trainer import ScoreAndKeepAll, make_model
+from test_llm_trainer import make_model
 from test_llm_trl import Watch, count_rows, make_target, make_trainer
 from whence import NonPositive, Selection
 from whence.engines import Step
 from whence.llm import language_view
 from whence.llm.trl import fused_head
+from whence.selection import ScoreAll
 
 
 class KeepTwoOfThree:
@@ -73,7 +74,7 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
     assert chosen.selection.reasons == before.selection.reasons
     assert_close(chosen, before)
     if (kind, style, settings) in LONG:
-        chosen = train(tmp_path, kind, style, ScoreAndKeepAll(), **settings)
+        chosen = train(tmp_path, kind, style, ScoreAll(), **settings)
         assert_close(chosen, train(tmp_path, kind, style, None, own=False, **settings))
 
 
@@ -86,7 +87,7 @@ def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
         Step.backward,
     )
     monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
-    trainer = train(tmp_path, kind, "llama", ScoreAndKeepAll(), **settings)
+    trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
     assert trainer.influence.scores.count_nonzero() == 4
     assert_close(trainer, plain)
 

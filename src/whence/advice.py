@@ -37,7 +37,7 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
-        config: the run's configuration; the optimizer's name, and `n_epochs` and `batch_size`, are read.
+        config: the run's configuration; `n_epochs` and `batch_size` of its hyperparameters are read.
     """
     return _apply_rules(metrics.to_dicts(), config)
 
@@ -68,18 +68,6 @@ def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
 
 Finding = tuple[int, str]
 """A round, and what to say of it."""
-
-
-def _adaptive_optimizer(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
-    optimizer = str(config.get("optimizer", ""))
-    for number, _ in _read(rows, "mean"):
-        if optimizer in ("Adam", "AdamW", "RMSprop", "RMSpropTFLike"):
-            yield (
-                number,
-                f"Scores describe one plain gradient step, but {optimizer} rescales every parameter by its earlier "
-                "gradients, so scores say less about the effect of training on a record. Compare with a run without "
-                "selection, and with one of a higher learning rate.",
-            )
 
 
 def _drops_nearly_all(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -199,7 +187,6 @@ def _responses_do_not_end(rows: Rows, config: Mapping[str, Any]) -> Iterator[Fin
 
 
 _RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Finding]]] = {
-    "adaptive optimiser": _adaptive_optimizer,
     "drops nearly all": _drops_nearly_all,
     "entropy collapses": _entropy_collapses,
     "steps are short or long": _steps_are_short_or_long,

@@ -257,7 +257,10 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     hyperparameters = config.get("hyperparameters")
     inner = hyperparameters.get("seed") if isinstance(hyperparameters, dict) else None
     seed = run.experiment.get("seed", config.get("seed", inner))
-    return str(run.experiment.get("arm") or config.get("rule") or "run"), seed if isinstance(seed, int) else None
+    label = run.experiment.get("arm") or config.get("rule")
+    if label in (None, "KeepAll()", "ScoreAll()"):  # no selection
+        label = config.get("algorithm", "run")
+    return str(label), seed if isinstance(seed, int) else None
 
 
 def stamp_file(file: Path) -> tuple[int, int] | None:

@@ -49,6 +49,7 @@ from whence.sb3.training_run import TrainingRun, holds_policy
 from whence.selection import (
     AGENT_UNITS,
     Progress,
+    ScoreAll,
     Selection,
     SelectionRule,
     add_selection,
@@ -78,7 +79,8 @@ class InfluenceCallback(BaseCallback):
     training stands.
 
     Args:
-        rule: which records train: `IIF(drop=0.125)`, another rule of `whence`, or a `SelectionRule` of your own.
+        rule: which records train: `IIF(drop=0.125)`, another rule of `whence`, or a `SelectionRule` of your own. None:
+            all of them, to the same bits as without the callback; they are scored and recorded.
         target: what to raise; None: `Return()`.
         objective: what is differentiated; None: the model's own, without its value term (clip range, entropy
             coefficient, and whether it normalises advantages are read from the model).
@@ -107,7 +109,7 @@ class InfluenceCallback(BaseCallback):
 
     def __init__(
         self,
-        rule: SelectionRule,
+        rule: SelectionRule | None = None,
         *,
         target: Target | None = None,
         objective: Objective | None = None,
@@ -123,6 +125,7 @@ class InfluenceCallback(BaseCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
+        rule = ScoreAll() if rule is None else rule
         check_rule(rule, AGENT_UNITS)
         check_engine(engine)
         check_memory(memory)
@@ -388,7 +391,6 @@ class InfluenceCallback(BaseCallback):
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
         sizes = {name: getattr(self.model, name, None) for name in ("n_epochs", "batch_size")}
-        config = {"optimizer": type(self.model.policy.optimizer).__name__, "hyperparameters": sizes}
-        log_new_advice(self.metrics, config, self._logged)
+        log_new_advice(self.metrics, {"hyperparameters": sizes}, self._logged)
         if self._run is not None:
             self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())

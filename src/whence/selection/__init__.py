@@ -20,6 +20,7 @@ from whence.selection.score_rules import read_scores as read_scores
 from whence.selection.selections import DEFAULT_SHARE as DEFAULT_SHARE
 from whence.selection.selections import KeepAll as KeepAll
 from whence.selection.selections import Progress as Progress
+from whence.selection.selections import ScoreAll as ScoreAll
 from whence.selection.selections import Selection as Selection
 from whence.selection.selections import SelectionRule as SelectionRule
 from whence.selection.selections import check_rule as check_rule

@@ -112,9 +112,18 @@ class KeepAll:
 
     needs_influence = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def select(self, records: RecordBatch, influence: Influence | None = None, progress: Progress = START) -> Selection:
         """Keep all."""
         return Selection.dropping(torch.ones(len(records), dtype=torch.bool), "")
+
+
+class ScoreAll(KeepAll):
+    """Score every record and keep it: training is recorded, and nothing of it changes."""
+
+    needs_influence = True
 
 
 _LATER = ("unit", "like")

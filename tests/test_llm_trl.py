@@ -22,7 +22,6 @@ from test_llm_trainer import (
     Keep,
     Killed,
     Noisy,
-    ScoreAndKeepAll,
     break_off,
     copy_state,
     list_results,
@@ -42,6 +41,7 @@ from whence.llm.trl.completions import fill_unscored, sum_rewards
 from whence.llm.trl.supported_settings import check_selectable
 from whence.page import write_report
 from whence.runs import RunDirectory
+from whence.selection import ScoreAll
 
 TRAINERS = {
     "grpo": (InfluenceGRPOTrainer, GRPOTrainer, GRPOConfig),
@@ -297,7 +297,7 @@ OBJECTIVE_SETTINGS = [
 @pytest.mark.parametrize("settings", OBJECTIVE_SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, settings):
     size = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
-    trainer = make_trainer("grpo", tmp_path, ScoreAndKeepAll(), **{"beta": 0.5, **size, **settings})
+    trainer = make_trainer("grpo", tmp_path, ScoreAll(), **{"beta": 0.5, **size, **settings})
     start = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
     batch = {**batches[0], "num_items_in_batch": torch.tensor(1)}
@@ -326,7 +326,7 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
 )
 def test_log_probs_are_at_the_positions_that_trl_trains_at(kind, tmp_path, batches, style):
     model = language_model(style, vocabulary=12)
-    trainer = make_trainer(kind, tmp_path, ScoreAndKeepAll(), model=model, pad_to_multiple_of=8)
+    trainer = make_trainer(kind, tmp_path, ScoreAll(), model=model, pad_to_multiple_of=8)
     trainer.train()
     batch = batches[0]
     assert len(batch["prompt_mask"].sum(dim=1).unique()) > 1  # the prompts are padded
@@ -447,7 +447,7 @@ class TestRunDirectory:
 
     def test_a_run_changes_nothing_of_the_training(self, plain_training, tmp_path):
         kind, settings, expected = plain_training
-        trainer = make_trainer(kind, tmp_path / "trl", ScoreAndKeepAll(), run=tmp_path, **settings)
+        trainer = make_trainer(kind, tmp_path / "trl", ScoreAll(), run=tmp_path, **settings)
         trainer.train()
         for name, parameter in trainer.model.named_parameters():
             assert torch.equal(parameter, expected[name]), name

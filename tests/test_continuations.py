@@ -14,6 +14,7 @@ from whence import ReplayError, RunDirectory, WhenceError
 from whence.core import preserve_rng_state
 from whence.experiments import estimate_advantages, make_replay_env
 from whence.experiments.rl.stored import load_model
+from whence.sb3 import RecordResets
 from whence.sb3.episodes.episode_replay import open_env, read_episode, reset_to, to_env_actions
 
 
@@ -40,7 +41,11 @@ def play_plainly(run, number, record, count, seed):
     stored, step = read_episode(run, row["episode_id"][0]), row["step"][0]
     model, make_env = load_model(run, number), make_replay_env(run)
     *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(count + 1)
-    returns, envs, observations = np.zeros(2 * count), [make_env() for _ in range(2 * count)], [None] * (2 * count)
+    returns, envs, observations = (
+        np.zeros(2 * count),
+        [RecordResets(make_env()) for _ in range(2 * count)],
+        [None] * (2 * count),
+    )
     with open_env(make_env) as first:
         actions = to_env_actions(stored.records["action"].to_numpy(), first.action_space, squashed=False)
     with preserve_rng_state():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Influence, Return, RunDirectory, WhenceError, attribute_round, cli
 from whence.cli.terminal import console, parse_rounds
-from whence.core import RunDirectoryError
+from whence.core import ReplayError
 from whence.counterfactual import VARIANTS, intervene, interventions, summarise_changes
 from whence.counterfactual.retrain import NOBODY, reshuffle
 from whence.experiments import load_recording
@@ -272,10 +272,12 @@ class TestCommand:
         assert stamps(run)["round_00003.json"] != first["round_00003.json"]
 
     def test_without_the_statistics_of_observations_nothing_is_tested(self, tmp_path):
-        run = RunDirectory.create(tmp_path / "run", {"VecNormalize": {"norm_obs": True}})
+        settings = {"norm_obs": True, "clip_obs": 10.0, "clip_reward": 10.0}
+        config = {"env": "CartPole-v1", "vec_wrappers": ["VecNormalize"], "VecNormalize": settings}
+        run = RunDirectory.create(tmp_path / "run", config)
         with (
-            pytest.raises(RunDirectoryError, match="without --test-episodes"),
-            measure_returns(run, None, episodes=2, seed=0),
+            pytest.raises(ReplayError, match="does not hold VecNormalize's statistics of round 1"),
+            measure_returns(run, None, 1, episodes=2, seed=0),
         ):
             pass
 
@@ -290,7 +292,7 @@ class TestCommand:
         records = directory.round("records", 3)
         group = records.filter((pl.col("action") == 1) & (pl.col("step") < 9))["record_id"]
         orders, tests = np.random.SeedSequence([5, 3]).generate_state(2)
-        with measure_returns(directory, model, episodes=2, seed=int(tests)) as measure:
+        with measure_returns(directory, model, 3, episodes=2, seed=int(tests)) as measure:
             table = intervene(model.policy, recording, group, evaluate=measure, orders=2, seed=int(orders))
         content = json.loads((run / "interventions" / "round_00003_where.json").read_text())
         assert content["rows"] == table.to_dicts()

@@ -140,7 +140,7 @@ def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:
     run = RunDirectory.open(lake)
     model, _ = load_round(run, 2)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
-    with measure_returns(run, model, episodes=200, seed=3) as measure:
+    with measure_returns(run, model, 2, episodes=200, seed=3) as measure:
         untrained, again = (measure(run.policy(number), 0) for number in (1, 1))
         assert untrained == again
         bias = {"action_net.bias": torch.tensor([50.0, 0, 0, 0])}

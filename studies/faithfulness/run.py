@@ -180,7 +180,7 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
     scores = all_scores(policy, recording, DRAWS[job.optimizer], **arguments)
     rows, removals, outcomes = [], [], {}
-    with measure_returns(run, model, episodes=TEST_EPISODES, seed=seed) as measure:
+    with measure_returns(run, model, number, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
         for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
             settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
@@ -228,7 +228,7 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     seed = job.chance(number)
     model, recording = experiments.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
-    with measure_returns(run, model, episodes=2 * TEST_EPISODES, seed=seed) as measure:
+    with measure_returns(run, model, number, episodes=2 * TEST_EPISODES, seed=seed) as measure:
         rows = intervene(model.policy, recording, scored, evaluate=measure, seed=seed)
     return {"interventions": rows.drop("outcome").rename({"value": "outcome"}).to_dicts()}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,18 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
-from whence.core import Action, RecordBatch, ReplayError, Tree, WhenceError, eval_mode
+from whence.core import Action, RecordBatch, Tree, WhenceError, eval_mode
 from whence.experiments import (
     AnyEnv,
     is_squashed,
     load_model,
     load_policy,
-    make_replay_env,
+    make_lockstep,
     read_records,
-    reads_raw_observations,
 )
 from whence.runs import RunDirectory
 from whence.sb3 import (
+    LockstepEnvs,
     actor_critic_view,
     explain_no_frames,
     open_env,
@@ -135,42 +136,41 @@ def play_episode(
         longest: the most steps.
 
     Raises:
-        ReplayError: the environment fails, or the policy reads what no single environment shows.
+        ReplayError: the environment or a wrapper cannot be made again, or fails.
         RunDirectoryError: the policy cannot be built again.
     """
-    if not reads_raw_observations(run):
-        raise ReplayError(
-            f"The policy of {run.path} reads normalised or stacked observations, which are not rebuilt. Ask about a "
-            "stored record: --record ID."
-        )
     run.require_rounds()
     policies = run.rounds("policies")
     model = load_model(run, policies[-1], env=env)
-    if isinstance(model.policy, MaskableActorCriticPolicy):
-        raise ReplayError("The policy reads action masks, which episodes played now lack. Ask about --record ID.")
+    is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
     states: list[Tree] = []
     actions: list[Tensor] = []
+    masks: list[NDArray[np.bool_]] = []
     pictures: dict[int, NDArray[np.uint8]] = {}
     with (
-        open_env(make_replay_env(run, env)) as world,
+        open_env(partial(make_lockstep, run, env, 1, policies[-1])) as envs,
         torch.no_grad(),
         eval_mode(model.policy.modules()),
         use_fresh_noise(model, 1) as renew_noise,
     ):
         torch.manual_seed(seed)
+        lockstep = envs.unwrapped
+        assert isinstance(lockstep, LockstepEnvs)
+        (world,), lockstep.state = lockstep.worlds, {"seed": seed}
         note = explain_no_frames(world) if frames else None
-        observation, _ = world.reset(seed=seed)
+        observation = envs.reset()
         for step in range(longest):
             renew_noise(np.array([0]), np.array([step == 0]))
+            masks += [lockstep.read_masks(lockstep.alive)] if is_masked else []
             state, _ = model.policy.obs_to_tensor(observation)
-            action = model.policy._predict(state, deterministic=False)
+            allowed = {"action_masks": masks[-1]} if is_masked else {}
+            action = model.policy._predict(state, deterministic=False, **allowed)
             states.append(state)
             actions.append(action)
             if step in frames and note is None:
                 pictures[step] = render(world)
-            taken = to_env_actions(action.numpy(), world.action_space, squashed=is_squashed(run))[0]
-            observation, _, terminated, truncated, _ = world.step(taken)
-            if terminated or truncated:
+            observation = envs.step(to_env_actions(action.numpy(), world.action_space, squashed=is_squashed(run)))[0]
+            if not len(lockstep.alive):
                 break
     unknown = torch.zeros(len(states))
     records = RecordBatch(
@@ -179,6 +179,7 @@ def play_episode(
         log_probs=unknown,
         advantages=unknown,
         steps=torch.arange(len(states)),
+        action_masks=torch.from_numpy(np.concatenate(masks)) if is_masked else None,
     )
     now = _read_log_probs(model, records)
     load_policy(run, policies[0], model)

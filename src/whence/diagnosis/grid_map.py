@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import polars as pl
 
-from whence.core import ReplayError, RunDirectoryError
+from whence.core import ReplayError, WhenceError
 from whence.diagnosis.judgement import REPEATS, compare_signs, measure_visits
 from whence.experiments import AnyEnv, action_labels, make_replay_env
 from whence.moments import name_action
 from whence.runs import RunDirectory
-from whence.sb3 import MakeEnv, open_env, play_again, read_episode
+from whence.sb3 import open_env, play_again, read_episode
 
 MOST = 100
 """Records at either end of a round, as in LDA's figures."""
@@ -88,7 +88,7 @@ def map_extremes(
             cell=pl.col("observation").cast(pl.Int64), direction=_translate(_LAKE_DIRECTIONS), turn=pl.lit(0, pl.Int64)
         )
     else:
-        poses = _replay_poses(run, extremes, world)
+        poses = _replay_poses(run, extremes, env)
         layouts = {layout for _, _, layout in poses.values()}
         if len(layouts) != 1:
             return None
@@ -112,14 +112,14 @@ def has_map(run: RunDirectory, *, env: AnyEnv = None) -> bool:
     return _read_world(run, env) is not None
 
 
-def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | MakeEnv | None:
-    """Return the layout of a lake, a function that makes a MiniGrid; None of anything else, or what cannot be made."""
+def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | bool | None:
+    """Return the layout of a lake, True of a MiniGrid; None of anything else, or what cannot be made."""
     try:
         make_env = make_replay_env(run, env)
         with open_env(make_env) as world:
             lake = _read_lake(world)
-            return make_env if lake is None and _is_minigrid(world) else lake
-    except (ReplayError, RunDirectoryError):
+            return True if lake is None and _is_minigrid(world) else lake
+    except WhenceError:
         return None
 
 
@@ -160,13 +160,14 @@ def _read_pose(env: gym.Env[Any, Any], layouts: list[_Layout]) -> _Pose:
     return row * layouts[0].cols + column, int(base.agent_dir), layouts[0]
 
 
-def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, make_env: MakeEnv) -> dict[int, _Pose]:
+def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, env: AnyEnv) -> dict[int, _Pose]:
     """Return where the agent was in each record, by the record's id."""
     poses: dict[int, _Pose] = {}
     known = extremes.drop_nulls(["episode_id", "step"])
     for (episode,), rows in known.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))
         inspect = partial(_read_pose, layouts=[])
+        make_env = make_replay_env(run, env, index=stored.env_index)
         replay = play_again(make_env, stored, last_step=int(rows["step"].to_numpy().max()), inspect=inspect)
         if replay.mismatch is not None:
             raise ReplayError(replay.mismatch)

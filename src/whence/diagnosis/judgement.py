@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 
 from whence.core import ReplayError, WhenceError, suggest
-from whence.experiments import AnyEnv, OnRecord, estimate_advantages, load_round, score_round
+from whence.experiments import AnyEnv, OnRecord, estimate_advantages, load_round, read_reward_scale, score_round
 from whence.influence import SIGNIFICANT
 from whence.runs import RunDirectory
 from whence.selection import has_single_actions, measure_by_visits, number_states
@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 COLUMNS = (
     *("record_id", "episode_id", "step", "action", "reward", "value", "advantage", "score", "error"),
     *("position", "band", "mc_advantage", "mc_error", "mc_value", "mc_value_error"),
-    *("mismatch", "certain", "measured"),
+    *("mismatch", "certain", "measured", "reward_scale"),
 )
 """The columns of a judgement, as far as the round has them."""
 
@@ -51,6 +51,9 @@ def judge_advantages(
     They cost nothing, but need states that occur again; a record's own return is in both advantages. Rollouts: fresh
     continuations from the record's rebuilt state; see `estimate_advantages`.
 
+    Values and advantages are in the environment's rewards: those that the round trained on are multiplied by
+    `reward_scale`, which is not 1 if VecNormalize scaled rewards. See `whence.experiments.read_reward_scale`.
+
     Args:
         run: the run, or its directory. A round that trained without scores is scored now, for the return.
         number: the round, from 1.
@@ -68,7 +71,7 @@ def judge_advantages(
         `value`, `advantage`, `score`, `error`; `position` (the share of the round's records that score higher) and
         `band` ("top": the first fifth, "bottom": the last, else "middle"); `mc_advantage` and `mc_error`, `mc_value`
         and `mc_value_error` (null where unknown); `mismatch` (the two advantages differ in sign), `certain` (the
-        measured one is further from 0 than two of its errors); and `measured`: "visits" or "rollouts".
+        measured one is further from 0 than two of its errors); `measured`: "visits" or "rollouts"; and `reward_scale`.
 
     Raises:
         WhenceError: a number is out of range, `measure` is unknown, or visits are asked for and no state occurs twice.
@@ -81,7 +84,10 @@ def judge_advantages(
         raise WhenceError(f"measure is {measure!r}.{suggest(str(measure), get_args(Measure))}")
     if records is not None and records < 1:
         raise WhenceError(f"records is {records}; it is a number of records to judge, 1 or more.")
+    scale = read_reward_scale(run, number)
     table = place_in_bands(read_scored_round(run, number, env))
+    in_rewards = [pl.col(name) * scale for name in ("value", "advantage") if name in table.columns]
+    table = table.with_columns(*in_rewards, reward_scale=pl.lit(scale))
     visited = None
     if measure != "rollouts":
         visited = measure_visits(run, number, env=env, least=REPEATS if measure == "auto" else 0)
@@ -172,13 +178,14 @@ def measure_visits(run: RunDirectory, number: int, *, env: AnyEnv = None, least:
         )
     if np.median(visited.visits) < least:
         return None
+    scale = read_reward_scale(run, number)
     rounding = ROUNDING * float(np.abs(np.concatenate([visited.advantages, visited.values])).max(initial=0.0))
     return pl.DataFrame(
         {
             "record_id": records.ids.numpy(),
-            "mc_advantage": np.where(np.abs(visited.advantages) <= rounding, 0.0, visited.advantages),
-            "mc_error": visited.errors,
-            "mc_value": visited.values,
+            "mc_advantage": scale * np.where(np.abs(visited.advantages) <= rounding, 0.0, visited.advantages),
+            "mc_error": scale * visited.errors,
+            "mc_value": scale * visited.values,
         }
     ).with_columns(pl.col("mc_error").fill_nan(None), mc_value_error=pl.lit(None, pl.Float64))
 

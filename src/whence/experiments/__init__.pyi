@@ -41,9 +41,10 @@ from .rl.stored import AnyEnv as AnyEnv
 from .rl.stored import is_squashed as is_squashed
 from .rl.stored import load_model as load_model
 from .rl.stored import load_policy as load_policy
+from .rl.stored import make_lockstep as make_lockstep
 from .rl.stored import make_replay_env as make_replay_env
 from .rl.stored import read_records as read_records
-from .rl.stored import reads_raw_observations as reads_raw_observations
+from .rl.stored import read_reward_scale as read_reward_scale
 from .rl.stored import replay_episode as replay_episode
 from .rl.stored import score_round as score_round
 from .rowfile import put_row as put_row

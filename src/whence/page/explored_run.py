@@ -18,6 +18,7 @@ from whence.experiments import (
     action_labels,
     compare_policies,
     estimate_advantages,
+    read_reward_scale,
     replay_episode,
     state_names,
 )
@@ -222,7 +223,7 @@ class ExploredRun:
         return replay.frames, replay.mismatch or replay.frames_note
 
     def measure(self, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None) -> Estimate:
-        """Return a record's advantage by fresh rollouts; see `estimate_advantages`."""
+        """Return a record's advantage by fresh rollouts, in the unit of the round's own; see `estimate_advantages`."""
         try:
             with LOCK:
                 table = estimate_advantages(
@@ -232,7 +233,12 @@ class ExploredRun:
             return Estimate(None, None, f"Not measured by fresh rollouts: {first_line(refusal)}")
         mean, error = table["mc_advantage"][0], table["mc_error"][0]
         text = f"Measured by {rollouts} fresh rollouts each with this action and with the policy's."
-        return Estimate(mean, error, text)
+        if (scale := read_reward_scale(self.directory, number)) != 1:
+            text += (
+                f" In the environment's rewards it is {mean:.3g} ± {error:.2g}; VecNormalize divided rewards by "
+                f"{scale:.3g} for training, and the figures shown here."
+            )
+        return Estimate(mean / scale, error / scale, text)
 
 
 def attempt(compute: Callable[[], T], notes: list[str], failure: str, otherwise: Any) -> Any:

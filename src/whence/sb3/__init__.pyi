@@ -25,6 +25,10 @@ from .base.networks import MiniGridCNN as MiniGridCNN
 from .base.networks import default_policy as default_policy
 from .base.networks import default_policy_kwargs as default_policy_kwargs
 from .base.networks import resolve_classes as resolve_classes
+from .base.wrappers import Part as Part
+from .base.wrappers import find_object as find_object
+from .base.wrappers import make_parts as make_parts
+from .base.wrappers import select_options as select_options
 from .episodes.envpool import EnvPoolVecEnv as EnvPoolVecEnv
 from .episodes.envpool import evaluate_pool as evaluate_pool
 from .episodes.envpool import make_pool as make_pool
@@ -36,8 +40,10 @@ from .episodes.episode_replay import open_env as open_env
 from .episodes.episode_replay import play_again as play_again
 from .episodes.episode_replay import read_episode as read_episode
 from .episodes.episode_replay import render as render
-from .episodes.episode_replay import reset_to as reset_to
 from .episodes.episode_replay import to_env_actions as to_env_actions
+from .episodes.lockstep import LockstepEnvs as LockstepEnvs
+from .episodes.lockstep import wrap_as_trained as wrap_as_trained
+from .episodes.resets import reseed as reseed
 from .episodes.resets import reuses_world as reuses_world
 from .policy import actor_critic_view as actor_critic_view
 from .policy import predict as predict

@@ -54,7 +54,9 @@ class TrainingRun(RunWriter):
             RunDirectoryError: see `RunDirectory.begin` and `check_goes_on`.
         """
         config = {**describe(model), **settings}
-        checkpoint = self.begin(config, versions=library_versions(), overwrite=self._overwrite)
+        # In a further learn(), the wrappers' attributes may have changed since they were described.
+        may_change = ("env_wrappers", "other_env_wrappers") if hasattr(self, "tracker") else ()
+        checkpoint = self.begin(config, versions=library_versions(), overwrite=self._overwrite, may_change=may_change)
         run = self.directory
         try:
             if checkpoint is not None:

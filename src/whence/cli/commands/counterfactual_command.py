@@ -65,7 +65,7 @@ def counterfactual(
         status = stack.enter_context(errors.status("reading"))
         evaluate = None
         if test_episodes:
-            tests = experiments.measure_returns(directory, model, episodes=test_episodes, seed=seed, env=env)
+            tests = experiments.measure_returns(directory, model, round, episodes=test_episodes, seed=seed, env=env)
             evaluate = stack.enter_context(tests)
         results = study(
             model.policy,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
+from whence import experiments
 from whence.cli.terminal import (
     AsJson,
     ReplayEnv,
@@ -90,6 +91,10 @@ def diagnose(
     for number, summary in summaries.items():
         for line in _describe_judgement(number, summary, len(directory.round("records", number))):
             print_line(line)
+        if (scale := experiments.read_reward_scale(directory, number)) != 1:
+            print_line(
+                f"  Advantages are in the environment's rewards, which VecNormalize divided by {scale:.3g} to train."
+            )
     target = str(directory.config.get("target") or "return")
     if not target.lower().startswith("return"):
         print_line(f"Influence is on the target {target} here; LDA's is on the return.")

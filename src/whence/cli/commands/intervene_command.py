@@ -130,7 +130,9 @@ def _intervene(
     objective = model_objective(model)
     scores = attribute(model.policy, recording.records, target=Return(), objective=objective, memory=memory)
     left_out = scores if where is None else _find_group(directory, number, scores, where)
-    tests = experiments.measure_returns(directory, model, episodes=settings["test_episodes"], seed=tests_seed, env=env)
+    tests = experiments.measure_returns(
+        directory, model, number, episodes=settings["test_episodes"], seed=tests_seed, env=env
+    )
     with tests as evaluate:
         results = intervene_round(
             model.policy,

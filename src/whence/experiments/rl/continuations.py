@@ -1,29 +1,29 @@
 """Advantages measured by going on from a record many times with the policy that collected it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import polars as pl
 import torch
 from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from whence.core import ReplayError, preserve_rng_state
-from whence.experiments.rl.stored import AnyEnv, is_squashed, load_model, make_replay_env, reads_raw_observations
-from whence.runs import RunDirectory
-from whence.sb3 import (
-    RecordResets,
-    StoredEpisode,
-    open_env,
-    play_again,
-    read_episode,
-    reset_to,
-    use_fresh_noise,
+from whence.core import ReplayError, map_tree, preserve_rng_state
+from whence.experiments.rl.stored import (
+    AnyEnv,
+    is_squashed,
+    load_model,
+    make_lockstep,
+    make_replay_env,
+    read_reward_scale,
 )
+from whence.runs import RunDirectory
+from whence.sb3 import LockstepEnvs, open_env, play_again, read_episode, reseed, use_fresh_noise
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""
@@ -56,6 +56,8 @@ def estimate_advantages(
     the same randomness of the environment: once with the record's action first, once with the policy's. The estimate is
     the mean difference of the discounted returns. What a record's estimate is does not depend on the other records.
     Under gSDE each continuation has noise of its own; under MaskablePPO its environment says which actions it allows.
+    The policy sees what its wrappers make of true states: stacked frames, and observations that VecNormalize normalises
+    by the round's statistics. Rewards and values are in the environment's units; see `read_reward_scale`.
 
     Args:
         run: the run, or its directory.
@@ -72,33 +74,43 @@ def estimate_advantages(
         the continuations that follow the policy, `mc_value` with `mc_value_error`.
 
     Raises:
-        ReplayError: an episode cannot be played again up to a record, observations were normalised, or the environment
-            fails, as one without the action masks that the policy reads.
+        ReplayError: an episode cannot be played again up to a record, a wrapper cannot be made again, or the
+            environment fails, as one without the action masks that the policy reads.
         RunDirectoryError: the policy cannot be built again.
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     if continuations < 2:
         raise ReplayError(f"continuations is {continuations}; at least 2 are needed for an error.")
-    if not reads_raw_observations(run):
-        raise ReplayError("The policy reads normalised or stacked observations, which continuations do not rebuild.")
     by_episode = _group_by_episode(run, number, records)
-    model, make_env = load_model(run, number, env=env), make_replay_env(run, env)
+    model, scale = load_model(run, number, env=env), read_reward_scale(run, number)
     rows: dict[int, tuple[float, ...]] = {}
-    with ExitStack() as stack:
+    episodes = {episode: read_episode(run, episode, near=number) for episode in by_episode}
+    for index in sorted({stored.env_index for stored in episodes.values()}):
+        make_env = make_replay_env(run, env, index=index)
         # In each pair of environments one goes on with the record's action, the other with the policy's.
-        envs = [stack.enter_context(open_env(make_env)) for _ in range(2 * continuations)]
-        for episode, steps in by_episode.items():
-            stored = read_episode(run, episode, near=number)
-            replay = play_again(make_env, stored, last_step=max(steps.values()), squashed=is_squashed(run))
-            if replay.mismatch is not None:
-                raise ReplayError(replay.mismatch)
-            for record, step in sorted(steps.items(), key=lambda item: item[1]):
-                observations = [_play_to(env, stored, replay.actions[:step]) for env in envs]
-                seeds = np.random.SeedSequence([seed, record])
-                inner = [env.env for env in envs]
-                rows[record] = _summarise(_continue(model, inner, observations, replay.actions[step], seeds, on_step))
-                if on_record is not None:
-                    on_record(len(rows), len(records))
+        make_envs = partial(make_lockstep, run, env, 2 * continuations, number, index=index)
+        with open_env(make_envs) as envs:
+            lockstep = envs.unwrapped
+            assert isinstance(lockstep, LockstepEnvs)
+            for stored in (each for each in episodes.values() if each.env_index == index):
+                steps = by_episode[stored.episode_id]
+                replay = play_again(make_env, stored, last_step=max(steps.values()), squashed=is_squashed(run))
+                if replay.mismatch is not None:
+                    raise ReplayError(replay.mismatch)
+                assert stored.generator_state is not None  # else it was not played again
+                for record, step in sorted(steps.items(), key=lambda item: item[1]):
+                    lockstep.state = stored.generator_state
+                    observations = envs.reset()
+                    for action in replay.actions[:step]:
+                        observations = envs.step([action] * envs.num_envs)[0]  # type: ignore[arg-type]
+                    *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(continuations + 1)
+                    last_action = replay.actions[step - 1] if step else None
+                    for position, world in enumerate(lockstep.worlds):
+                        reseed(world, env_seeds[position % continuations], last_action)
+                    returns = _continue(model, envs, observations, replay.actions[step], action_seed, scale, on_step)
+                    rows[record] = _summarise(returns)
+                    if on_record is not None:
+                        on_record(len(rows), len(records))
     return pl.DataFrame([(record, *rows[record]) for record in records], schema=_SCHEMA, orient="row")
 
 
@@ -129,73 +141,59 @@ def _summarise(returns: NDArray[np.float64]) -> tuple[float, float, float, float
     return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
-def _play_to(env: RecordResets, stored: StoredEpisode, actions: NDArray[Any]) -> Any:
-    """Play an episode's first actions again, and return the last observation."""
-    assert stored.generator_state is not None  # else it was not played again before
-    observation, _ = reset_to(env, stored.generator_state)
-    for action in actions:
-        observation = env.env.step(action)[0]
-    return observation
-
-
 def _continue(
     model: Any,
-    envs: list[gym.Env[Any, Any]],
-    observations: list[Any],
+    envs: VecEnv,
+    observations: VecEnvObs,
     first_action: Any,
-    seeds: np.random.SeedSequence,
+    action_seed: np.random.SeedSequence,
+    scale: float,
     on_step: OnStep | None,
 ) -> NDArray[np.float64]:
     """Return the discounted returns of continuations from a record's state, one in each of 2n environments.
 
-    The first n begin with an action; the seed of each is also that of one of the others.
+    The first n begin with an action. `scale` is how many of the environment's rewards are one of the policy's values.
     """
-    half = len(envs) // 2
-    *env_seeds, action_seed = seeds.spawn(half + 1)
-    returns = np.zeros(len(envs))
-    for position, env in enumerate(envs):
-        env.unwrapped.np_random = np.random.default_rng(env_seeds[position % half])
-    alive, discount = list(range(len(envs))), 1.0
-    with preserve_rng_state(), use_fresh_noise(model, len(envs)) as renew_noise:
+    lockstep, half = envs.unwrapped, envs.num_envs // 2
+    assert isinstance(lockstep, LockstepEnvs)
+    returns = np.zeros(envs.num_envs)
+    discount = 1.0
+    with preserve_rng_state(), use_fresh_noise(model, envs.num_envs) as renew_noise:
         torch.manual_seed(int(action_seed.generate_state(1)[0]))
         for passed in range(LONGEST):
             if on_step is not None:
                 on_step()
-            renew_noise(np.array(alive), np.full(len(alive), passed == 0))
-            chosen = _act(model, [envs[position] for position in alive], [observations[each] for each in alive])
-            still = []
+            alive = lockstep.alive
+            renew_noise(alive, np.full(len(alive), passed == 0))
+            actions: list[Any] = [None] * envs.num_envs
+            chosen = _act(model, lockstep, alive, observations)
             for position, action in zip(alive, chosen, strict=True):
-                taken = first_action if passed == 0 and position < half else action
-                observation, reward, terminated, truncated, _ = envs[position].step(taken)
-                returns[position] += discount * float(reward)
-                observations[position] = observation
-                if truncated and not terminated:
-                    returns[position] += discount * model.gamma * _value(model, observation)
-                if not (terminated or truncated):
-                    still.append(position)
-            alive, discount = still, discount * model.gamma
-            if not alive:
+                actions[position] = first_action if passed == 0 and position < half else action
+            observations, rewards, _, _ = envs.step(actions)  # type: ignore[arg-type]
+            returns += discount * rewards
+            discount *= model.gamma
+            for position in alive[(lockstep.truncated & ~lockstep.terminated)[alive]]:
+                returns[position] += discount * scale * _value(model, observations, position)
+            if not len(lockstep.alive):
                 break
-        for position in alive:
-            returns[position] += discount * _value(model, observations[position])
+        for position in lockstep.alive:
+            returns[position] += discount * scale * _value(model, observations, position)
     return returns
 
 
-def _stack(observations: list[Any]) -> Any:
-    if isinstance(observations[0], dict):
-        return {name: np.stack([each[name] for each in observations]) for name in observations[0]}
-    return np.stack([np.asarray(each) for each in observations])
-
-
-def _act(model: Any, envs: list[gym.Env[Any, Any]], observations: list[Any]) -> NDArray[Any]:
+def _act(model: Any, lockstep: LockstepEnvs, alive: NDArray[np.int64], observations: Any) -> NDArray[Any]:
     masks = {}
     if isinstance(model.policy, MaskableActorCriticPolicy):
-        masks["action_masks"] = np.stack([env.get_wrapper_attr("action_masks")() for env in envs])
-    actions: NDArray[Any] = model.predict(_stack(observations), deterministic=False, **masks)[0]
+        masks["action_masks"] = lockstep.read_masks(alive)
+    actions: NDArray[Any] = model.predict(_take(observations, alive), deterministic=False, **masks)[0]
     return actions
 
 
-def _value(model: Any, observation: Any) -> float:
+def _value(model: Any, observations: Any, position: int) -> float:
     with torch.no_grad():
-        tensor, _ = model.policy.obs_to_tensor(_stack([observation]))
+        tensor, _ = model.policy.obs_to_tensor(_take(observations, np.array([position])))
         return float(model.policy.predict_values(tensor))
+
+
+def _take(observations: Any, indices: NDArray[np.int64]) -> Any:
+    return map_tree(lambda part: part[indices], observations)

@@ -1,6 +1,6 @@
 """Environments by name, for training and for evaluation."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.wrappers import TransformObservation
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.base_class import BaseAlgorithm
@@ -21,8 +22,10 @@ from whence.sb3 import (
     EnvPoolVecEnv,
     RecordResets,
     evaluate_pool,
+    find_object,
     make_pool,
     reuses_world,
+    select_options,
     use_fresh_noise,
 )
 
@@ -50,8 +53,8 @@ def check_environment(config: RunConfig) -> gym.Space[Any]:
 
 def _read_space(config: RunConfig, library: str) -> gym.Space[Any]:
     """Return the space of the observed part in one library's environment."""
-    whole = replace(config, observe=None)
-    env = make_pool(config.env, config.pool_kwargs, 1, 0) if library == "envpool" else make_env(whole)
+    on_pool = library == "envpool"
+    env = make_pool(config.env, config.pool_kwargs, 1, 0) if on_pool else make_env(config.env, config.env_kwargs)
     space: gym.Space[Any] = env.observation_space
     env.close()
     parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {}
@@ -70,40 +73,65 @@ def _read_space(config: RunConfig, library: str) -> gym.Space[Any]:
     return space
 
 
-def make_env(config: RunConfig, **options: Any) -> gym.Env[Any, Any]:
-    """Return Gymnasium's environment of a run, which shows the part to observe.
+def make_env(
+    name: str, kwargs: Mapping[str, Any], observe: str | None = None, *, checked: bool = True, **options: Any
+) -> gym.Env[Any, Any]:
+    """Return an environment by its name.
+
+    Args:
+        name: an id of Gymnasium's, module:Id, or module:function, of a function or class that makes one.
+        kwargs: its arguments.
+        observe: the part of dict observations to observe; None: all.
+        checked: let Gymnasium check its first steps, and warn of them.
+        options: further arguments, for an environment that takes them.
 
     Raises:
-        WhenceError: Gymnasium does not know it, or its constructor or a wrapper's fails; the message names it.
+        WhenceError: it is not known, or its constructor or a wrapper's fails; the message names it.
     """
+    module, _, attribute = name.rpartition(":")
     try:
-        env = gym.make(config.env, **{**config.env_kwargs, **options})
-        return env if config.observe is None else observe_part(env, config.observe)
+        known = find_object(module) if module else None
+        create = None if attribute in gym.registry else getattr(known, attribute, None)
+        if create is not None:
+            env = create(**kwargs, **select_options(create, options))
+        else:
+            entry = gym.spec(attribute).entry_point
+            create = load_env_creator(entry) if isinstance(entry, str) else entry
+            arguments = select_options(create, options) | dict(kwargs)
+            env = gym.make(attribute, disable_env_checker=None if checked else True, **arguments)
     except gym.error.UnregisteredEnv:
-        known = {name for name in gym.registry if ":" not in name and "/" not in name}
+        names = {each for each in gym.registry if ":" not in each and "/" not in each}
         raise WhenceError(
-            f"No environment {config.env!r} is registered in Gymnasium; one of a package of its own is module:Id."
-            f"{suggest(config.env, known)}"
+            f"No environment {name!r} is registered in Gymnasium; one of a package of its own is module:Id, and one "
+            f"that a function makes is module:function.{suggest(name, names)}"
         ) from None
     except Exception as failure:
         raise WhenceError(
-            f"The environment {config.env!r} cannot be made with {dict(config.env_kwargs)}: "
-            f"{type(failure).__name__}: {failure}"
+            f"The environment {name!r} cannot be made with {dict(kwargs)}: {type(failure).__name__}: {failure}"
         ) from failure
+    if not isinstance(env, gym.Env):
+        raise WhenceError(
+            f"{name} returns a {type(env).__name__}; one environment of Gymnasium's in its wrappers is needed."
+        )
+    return env if observe is None else observe_part(env, observe)
+
+
+def _make_env(config: RunConfig, *, checked: bool = True) -> gym.Env[Any, Any]:
+    return make_env(config.env, config.env_kwargs, config.observe, checked=checked)
 
 
 def make_training_env(config: RunConfig) -> VecEnv:
     """Return the environments to collect from; Gymnasium's note what is needed to play their episodes again."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(config.env, config.pool_kwargs, config.n_envs, config.seed, config.observe)
-    return DummyVecEnv([lambda: Monitor(RecordResets(make_env(config)))] * config.n_envs)
+    return DummyVecEnv([lambda: Monitor(RecordResets(_make_env(config)))] * config.n_envs)
 
 
 def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
     """Return Gymnasium's environments to evaluate on."""
 
     def make() -> gym.Env[Any, Any]:
-        return Monitor(renew_world(make_env(config, disable_env_checker=True)))
+        return Monitor(renew_world(_make_env(config, checked=False)))
 
     return DummyVecEnv([make] * min(64, episodes))
 

@@ -1,8 +1,9 @@
 """A stored run made again, finished or not: its environments, the model that collected a round, the round's records."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,15 +15,23 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
 from torch import Tensor
 
 from whence.attribution import attribute
-from whence.core import InvalidRecords, RecordBatch, ReplayError, Return, RunDirectoryError, preserve_rng_state
+from whence.core import (
+    InvalidRecords,
+    RecordBatch,
+    ReplayError,
+    Return,
+    RunDirectoryError,
+    WhenceError,
+    preserve_rng_state,
+)
 from whence.counterfactual import Evaluate
 from whence.experiments.rl.config import RunConfig
-from whence.experiments.rl.environments import measure_return, observe_part, renew_world
+from whence.experiments.rl.environments import make_env, measure_return, renew_world
 from whence.folds import usable_folds
 from whence.influence import Influence
 from whence.rounds import RoundRecording
@@ -31,21 +40,28 @@ from whence.sb3 import (
     SPACES,
     EpisodeReplay,
     Frames,
+    LockstepEnvs,
     MakeEnv,
+    Part,
     build_model,
     load_tensors,
+    make_parts,
     model_objective,
     named_tensors,
     play_again,
     read_episode,
+    wrap_as_trained,
 )
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
-"""An environment's id, module:Id, or a function that makes one; None: what the run's configuration names."""
+"""An environment's id, module:Id, module:function, or a function that makes one in all of its wrappers; None: what the
+run's configuration names."""
 
 
-def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
-    """Return a function that makes an environment like those that a run was trained in, to play and to draw.
+def make_replay_env(run: RunDirectory, env: AnyEnv = None, *, index: int = 0) -> MakeEnv:
+    """Return a function that makes an environment as a run was trained in, in all wrappers, to play and to draw.
+
+    That is the environment of `index` among those that were trained in.
 
     Raises:
         ReplayError: the run's configuration names no environment, and `env` was not given.
@@ -57,26 +73,25 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None) -> MakeEnv:
         raise ReplayError(f"{run.path} is a language-model run: it has no episodes of an environment.")
     # The experiment of a command names the module of the environment, too.
     named: Mapping[str, Any] = {"env": env} if env is not None else run.experiment or run.config
-    name, part = named.get("env"), named.get("observe")
-    if not isinstance(name, str):
+    name = named.get("env")
+    parts = read_parts(run, index) if env is None and not run.experiment and ":" not in str(name) else None
+    if not parts and name is None:
         raise ReplayError(
-            f"{run.path} was trained in an environment that Gymnasium has no id for. Pass env= (or --env): an id, "
-            "module:Id, or a function that makes one like those that were trained in."
+            f"{run.path} was trained in environments that cannot be made from what it holds. Write a function without "
+            "arguments that makes one in all of its wrappers, and pass --env module:function (env= in a script)."
         )
     if env is None:
         run.check_trust()
-    options = {**named.get("env_kwargs", {}), "render_mode": "rgb_array", "disable_env_checker": True}
-
-    def make() -> gym.Env[Any, Any]:
-        made = gym.make(name, **options)
-        return made if part is None else observe_part(made, part)
-
-    return make
+    if parts:
+        return partial(make_parts, parts, render_mode="rgb_array")
+    kwargs, observe = named.get("env_kwargs", {}), named.get("observe")
+    return partial(make_env, str(name), kwargs, observe, checked=False, render_mode="rgb_array")
 
 
-def reads_raw_observations(run: RunDirectory) -> bool:
-    """Return whether a run's stored observations are those of its environment."""
-    return not any(name.startswith(("VecNormalize", "VecFrameStack")) for name in run.config.get("vec_wrappers", ()))
+def read_parts(run: RunDirectory, index: int) -> Sequence[Part]:
+    """Return the parts of one of a run's environments, as `make_parts` takes them; none if they are not known."""
+    parts: Sequence[Part] = run.config.get("other_env_wrappers", {}).get(str(index), run.config.get("env_wrappers", []))
+    return parts
 
 
 def is_squashed(run: RunDirectory) -> bool:
@@ -90,17 +105,38 @@ def _count_frames(run: RunDirectory) -> int:
     return next((int(match[1]) for match in matches if match), 1)
 
 
-def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int) -> VecEnv:
-    """Return environments like those that a run was trained in, with frames stacked as its policy sees them."""
+def read_reward_scale(run: RunDirectory, number: int) -> float:
+    """Return how many of the environment's rewards are one of those that a round trained on; 1 if they are the same.
+
+    VecNormalize divides rewards by it, as of the end of the round's collection; what it clips is left aside.
+    """
+    metrics = run.table("metrics")
+    if "reward_scale" not in metrics.columns:
+        return 1.0
+    scales = metrics.filter(pl.col("round") <= number)["reward_scale"].drop_nulls()
+    return float(scales[-1]) if len(scales) else 1.0
+
+
+def make_lockstep(run: RunDirectory, env: AnyEnv, count: int, number: int, *, index: int = 0) -> VecEnv:
+    """Return environments to play side by side, `LockstepEnvs`, behind the wrappers that a round's policy was behind.
+
+    Raises:
+        ReplayError: an environment or a wrapper cannot be made again; the message names it.
+    """
+    return wrap_as_trained(run, LockstepEnvs(make_replay_env(run, env, index=index), count), number)
+
+
+def _make_vec_env(run: RunDirectory, env: AnyEnv, count: int, number: int) -> VecEnv:
+    """Return environments to test in, behind the wrappers that a round's policy was behind."""
     make = make_replay_env(run, env)
     try:
-        vec_env: VecEnv = DummyVecEnv([lambda: Monitor(renew_world(make()))] * count)
+        return wrap_as_trained(run, DummyVecEnv([lambda: Monitor(renew_world(make()))] * count), number)
+    except WhenceError:
+        raise
     except Exception as failure:  # an environment's constructor may raise anything
         raise RunDirectoryError(
             f"The environment of {run.path} cannot be made: {type(failure).__name__}: {failure}"
         ) from failure
-    frames = _count_frames(run)
-    return VecFrameStack(vec_env, frames) if frames > 1 else vec_env
 
 
 def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RecordBatch]:
@@ -152,9 +188,19 @@ def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influe
 def _observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
     """Return a round's table with its observations, by playing its episodes again."""
     observed: dict[int, Any] = {}
+    if run.config.get("VecNormalize", {}).get("norm_obs"):
+        raise RunDirectoryError(
+            f"The policy of {run.path} read observations that VecNormalize normalised by statistics that changed with "
+            "each step, and that were too large to store."
+        )
     for (episode,), rows in table.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))
-        replay = play_again(make_replay_env(run, env), stored, last_step=int(rows["step"].to_numpy().max()))
+        replay = play_again(
+            make_replay_env(run, env, index=stored.env_index),
+            stored,
+            last_step=int(rows["step"].to_numpy().max()),
+            squashed=is_squashed(run),
+        )
         if replay.mismatch is not None:
             raise RunDirectoryError(f"Episode {episode} of {run.path} cannot be observed again. {replay.mismatch}")
         frames = _stack_frames(replay.observations, _count_frames(run))
@@ -201,7 +247,7 @@ def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
     has_spaces = all(run.config.get(name) for name in SPACES)
-    with nullcontext() if has_spaces else closing(_make_vec_env(run, env, 1)) as vec_env, preserve_rng_state():
+    with nullcontext() if has_spaces else closing(_make_vec_env(run, env, 1, number)) as vec_env, preserve_rng_state():
         model = build_model(run, vec_env)
     load_policy(run, number, model)
     return model
@@ -230,33 +276,28 @@ def load_policy(run: RunDirectory, number: int, model: Any) -> None:
 
 @contextmanager
 def measure_returns(
-    run: RunDirectory, model: Any, *, episodes: int, seed: int, env: AnyEnv = None
+    run: RunDirectory, model: Any, number: int, *, episodes: int, seed: int, env: AnyEnv = None
 ) -> Iterator[Evaluate]:
     """Yield a function that measures parameters' test return as a run's evaluations do, with a seed a repetition.
 
-    The model's parameters are restored on exit.
+    Returns are in the environment's rewards. The model's parameters are restored on exit.
 
     Args:
         run: the run.
         model: from `load_round`.
+        number: the round, by whose statistics VecNormalize normalises observations.
         episodes: episodes of each test.
         seed: at least 0; with the repetition, it seeds environments and actions.
         env: see `load_round`.
 
     Raises:
-        RunDirectoryError: the environments cannot be made, or normalise what the policy reads: a run does not hold the
-            statistics of each round.
+        ReplayError: an environment or a wrapper cannot be made again; the message names it.
+        RunDirectoryError: the environments cannot be made.
     """
     config = RunConfig.from_json(run.experiment) if env is None and run.experiment else None
-    if run.config.get("VecNormalize", {}).get("norm_obs"):
-        raise RunDirectoryError(
-            f"The policy of {run.path} reads observations that VecNormalize normalised, by statistics that the run "
-            "does not hold of each round, so its test returns cannot be measured. Measure the target instead: "
-            "whence counterfactual, without --test-episodes; evaluate=None in a script."
-        )
     if on_pool := config is not None and config.evaluate_with == "envpool":
         run.check_trust()
-    tests = None if on_pool else _make_vec_env(run, env, min(64, episodes))
+    tests = None if on_pool else _make_vec_env(run, env, min(64, episodes), number)
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
 
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
@@ -288,8 +329,8 @@ def replay_episode(
     Args:
         run: the run, or its directory.
         episode: the episode's id, as in the records.
-        env: an id, module:Id, or a function that makes an environment like those that were trained in; None: what the
-            run's configuration names.
+        env: an id, module:Id, module:function, or a function that makes an environment like those that were trained in,
+            in all of its wrappers; None: what the run's configuration names.
         frames: the steps to draw, or "all".
         last_step: the last step to play; None: all that are stored.
 
@@ -298,5 +339,5 @@ def replay_episode(
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     stored = read_episode(run, episode)
-    make_env = make_replay_env(run, env)
+    make_env = make_replay_env(run, env, index=stored.env_index)
     return play_again(make_env, stored, frames=frames, last_step=last_step, squashed=is_squashed(run))

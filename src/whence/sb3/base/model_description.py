@@ -12,11 +12,18 @@ from typing import Any
 import numpy as np
 from stable_baselines3 import PPO
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, LinearSchedule
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, unwrap_vec_normalize
+from stable_baselines3.common.vec_env import (
+    VecEnv,
+    VecEnvWrapper,
+    VecExtractDictObs,
+    VecFrameStack,
+    unwrap_vec_normalize,
+)
 from torch.nn.parameter import is_lazy
 
 from whence.runs import strip_addresses
 from whence.sb3.base.stored_spaces import describe_space
+from whence.sb3.base.wrappers import describe_environments
 
 # The arguments of PPO's constructor that are no hyper-parameters: what is trained, where, and what is logged.
 _OTHERS = (
@@ -42,11 +49,14 @@ def describe(model: Any) -> dict[str, Any]:
     normalised = unwrap_vec_normalize(env)
     spec = _read_spec(env)
     settings = _select(model, (*HYPERPARAMETERS, "seed"))
+    first, *others = describe_environments(env) or [[]]
     return {
         "algorithm": type(model).__name__,
         "env": None if spec is None else spec.id,
         "env_kwargs": {} if spec is None else to_json_types(spec.kwargs),
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
+        "env_wrappers": first,
+        "other_env_wrappers": {str(index): each for index, each in enumerate(others, 1) if each != first},
         "n_envs": env.num_envs,
         "observation_space": to_json_types(describe_space(model.observation_space)),
         "action_space": to_json_types(describe_space(model.action_space)),
@@ -73,11 +83,15 @@ def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def list_vec_wrappers(env: VecEnv) -> list[str]:
-    """Return the wrappers around vectorised environments, the outermost first; stacked frames with their number."""
+    """Return the wrappers around vectorised environments, the outermost first; some with their argument."""
     names = []
     while isinstance(env, VecEnvWrapper):
-        stacked = f"({env.stacked_obs.n_stack})" if isinstance(env, VecFrameStack) else ""
-        names.append(type(env).__name__ + stacked)
+        argument = ""
+        if isinstance(env, VecFrameStack):
+            argument = f"({env.stacked_obs.n_stack})"
+        elif isinstance(env, VecExtractDictObs):
+            argument = f"({env.key})"
+        names.append(type(env).__name__ + argument)
         env = env.venv
     return names
 

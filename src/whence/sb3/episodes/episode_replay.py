@@ -6,19 +6,22 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import gymnasium as gym
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv
 
 from whence.core import ReplayError, WhenceError, preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3.episodes.resets import DIGEST, RecordResets, set_generator
+from whence.sb3.episodes.resets import DIGEST, RecordResets
 
 MakeEnv: TypeAlias = Callable[[], gym.Env[Any, Any]]
 """Makes one environment like those that were trained in, with render_mode "rgb_array" if frames are wanted."""
+
+E = TypeVar("E", bound="gym.Env[Any, Any] | VecEnv")
 
 Frames: TypeAlias = Collection[int] | Literal["all"]
 
@@ -31,11 +34,13 @@ class StoredEpisode:
         episode_id: its number in the run.
         records: the rows of its m records, in time order.
         generator_state: the state before its reset, as `RecordResets` noted it; None if it did not.
+        env_index: the index of its environment among those that were trained in.
     """
 
     episode_id: int
     records: pl.DataFrame
     generator_state: Mapping[str, Any] | None
+    env_index: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class EpisodeReplay:
         actions: (m, ...) as the environment took them.
         rewards: (m,) as the environment gave them; NaN where it was not stepped.
         frames: (height, width, 3) uint8 by step, for the steps asked for.
-        mismatch: None if every observation equals the stored one bit for bit; otherwise a sentence that says at which
-            step they part and what to do. There are no frames from that step on.
+        mismatch: None if every observation and every reward equals the stored one bit for bit; otherwise a sentence
+            that says at which step they part and what to do. There are no frames from that step on.
         frames_note: why frames that were asked for are missing; None if none is.
         inspected: what `inspect` returned before each action, as far as the replay is the stored episode.
     """
@@ -92,7 +97,7 @@ def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) ->
         parts.append(rows)
     records = pl.concat(parts, how="diagonal_relaxed").sort("step")
     state = began["generator_state"][0]
-    return StoredEpisode(episode, records, None if state is None else json.loads(state))
+    return StoredEpisode(episode, records, None if state is None else json.loads(state), int(began["env_index"][0]))
 
 
 def play_again(
@@ -127,7 +132,7 @@ def play_again(
         )
     records = stored.records if last_step is None else stored.records.head(last_step + 1)
     wanted = set(range(len(records))) if frames == "all" else set(frames)
-    with open_env(make_env) as env:
+    with open_env(lambda: RecordResets(make_env())) as env:
         actions = to_env_actions(records["action"].to_numpy(), env.action_space, squashed=squashed)
         note = explain_no_frames(env) if wanted else None
         observation, info = reset_to(env, stored.generator_state)
@@ -146,6 +151,7 @@ def play_again(
                 inspected.append(inspect(env))
             observation, reward, terminated, truncated, info = env.step(actions[step])
             rewards[step] = float(reward)
+            mismatch = mismatch or _compare_rewards(step, row, rewards[step])
             if (terminated or truncated) and step + 1 < len(records):
                 mismatch = mismatch or _explain(step + 1, "the replayed episode has ended, and the stored one goes on")
                 break
@@ -163,8 +169,8 @@ def play_again(
 
 
 @contextmanager
-def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
-    """Yield an environment that notes its resets; global generators are as before on exit.
+def open_env(make_env: Callable[[], E]) -> Iterator[E]:
+    """Yield an environment, or several as one, and close it; global generators are as before on exit.
 
     What fails in it, or in what is done with it, is raised as a `ReplayError`.
     """
@@ -172,8 +178,8 @@ def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
     with preserve_rng_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of environments' own code, and of methods that are called unchecked
         try:
-            env = RecordResets(make_env())
-        except ReplayError:
+            env = make_env()
+        except WhenceError:
             raise
         except Exception as failure:
             raise ReplayError(f"The environment cannot be made: {type(failure).__name__}: {failure}") from failure
@@ -189,12 +195,10 @@ def open_env(make_env: MakeEnv) -> Iterator[RecordResets]:
             env.close()
 
 
-def reset_to(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Reset an environment with its generator in a stored state."""
-    if "seed" in state:
-        return env.reset(seed=state["seed"])
-    set_generator(env, state)
-    return env.reset()
+def reset_to(env: RecordResets, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Reset an environment as it was from a stored state."""
+    env.restore(state)
+    return env.reset(seed=state.get("seed"))
 
 
 def to_env_actions(actions: NDArray[Any], space: gym.Space[Any], *, squashed: bool) -> NDArray[Any]:
@@ -235,6 +239,21 @@ def _find_mismatch(step: int, row: Mapping[str, Any], info: Mapping[str, Any]) -
     if row.get("observation_digest") is None:
         return "The run stores no digest of this observation, so a replay could not be checked and is not shown."
     return None if row["observation_digest"] == info[DIGEST] else _explain(step, "the observation differs")
+
+
+def _compare_rewards(step: int, row: Mapping[str, Any], reward: float) -> str | None:
+    """Return what differs between a reward and the stored one; None if they are equal in single precision.
+
+    Runs of older versions hold rewards as SB3 trained on them; they have no column `end`.
+    """
+    stored = row.get("reward")
+    if "end" not in row or stored is None or np.float32(reward) == np.float32(stored):
+        return None
+    return (
+        f"At step {step} the reward is {reward:.6g}, and {stored:.6g} was stored, though the episode went the same way "
+        "until then. A wrapper that changes rewards is missing, or works otherwise than in training. Pass --env "
+        "module:function (env= in a script), a function that makes the environment in all of its wrappers."
+    )
 
 
 def _explain(step: int, what: str) -> str:

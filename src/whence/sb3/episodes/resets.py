@@ -1,7 +1,9 @@
 """Resets of environments: recorded by a wrapper, so that episodes can be played again, and followed by a tracker."""
 
+import base64
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,6 +15,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import ReplayError
+from whence.sb3.base.wrappers import Part, decode, describe_parts, encode, is_watcher, iterate_wrappers
+from whence.sb3.episodes.attributes import load_attributes, read_attributes
 
 STATE = "whence_generator_state"
 """The key of a reset's info under which `RecordResets` puts the generator's state."""
@@ -24,9 +28,9 @@ DIGEST = "whence_observation_digest"
 class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
     """Put into infos what is needed to play an episode again, and to check that the same was seen.
 
-    A reset's info holds the state of the environment's generator before the reset, as JSON, and every info a digest of
-    its observation. With the episode's actions that is enough to play it again, if the dynamics depend on nothing else.
-    The environment's randomness is unchanged.
+    A reset's info holds the state before the reset, as JSON: of the environment's generator, of what its wrappers
+    count, and of an Atari emulator. Every info holds a digest of its observation. With the episode's actions that is
+    enough to play it again, if the dynamics depend on nothing else. The environment's randomness is unchanged.
 
     Args:
         env: the environment.
@@ -37,23 +41,42 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gym.Env[Any, Any], *, fresh_world: bool = True) -> None:
         super().__init__(env)
         self.renews_world = fresh_world and reuses_world(env.unwrapped)
+        self.unused_wrappers = _read_wrappers(env)
+        self.last_action: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset; the info holds the generator's state before, or the seed if there is one."""
         if self.renews_world:
             _renew_world(self.env.unwrapped)
-        before = {"seed": seed} if seed is not None else _read_generator(self.env)
+        generator = {"seed": seed} if seed is not None else _read_generator(self.env)
+        before = generator and {
+            **generator,
+            "wrappers": _read_wrappers(self.env),
+            **_read_emulator(self.env, self.last_action),
+        }
         # As SB3 calls it: an environment of another library may know no options.
         observation, info = self.env.reset(seed=seed, **({} if options is None else {"options": options}))
         state = before and json.dumps(before, default=lambda number: number.tolist())
         return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
 
-    def set_generator(self, state: Mapping[str, Any]) -> None:
-        """See `set_generator`."""
-        set_generator(self.env, state)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Bring back the state that a reset's info held, to reset the environment again; a seed is for the reset."""
+        _load_wrappers(self.env, state.get("wrappers", self.unused_wrappers))
+        if "emulator" in state and hasattr(self.env.unwrapped, "ale"):
+            from ale_py import ALEState
+
+            emulator = ALEState(base64.b64decode(state["emulator"]))
+            _restore_emulator(self.env, emulator, state["last_action"])
+        if "seed" not in state:
+            _set_generator(self.env, state)
+
+    def describe_parts(self) -> list[Part]:
+        """See `describe_parts`."""
+        return describe_parts(self.env)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; the info holds the observation's digest."""
+        self.last_action = action
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, terminated, truncated, {**info, DIGEST: self._digest(observation)}
 
@@ -61,7 +84,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         return digest_observation(observation, self.env.observation_space)
 
 
-def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
+def _set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     """Put an environment's generator into a state that a reset's info held; not for one that is a seed.
 
     Raises:
@@ -71,8 +94,29 @@ def set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise ReplayError(f"The stored generator is a {state.get('bit_generator')!r}, which NumPy does not have.")
     bits = kind()
-    bits.state = dict(state)
+    bits.state = {name: state[name] for name in type(bits)().state}
     env.unwrapped.np_random = np.random.Generator(bits)
+
+
+def reseed(env: gym.Env[Any, Any], seed: np.random.SeedSequence, last_action: Any) -> None:
+    """Give an environment other randomness from here on; its state stays, into which an action has brought it."""
+    env.unwrapped.np_random = np.random.default_rng(seed)
+    base: Any = env.unwrapped
+    if hasattr(base, "ale") and base.ale.getFloat("repeat_action_probability") > 0:
+        # Its generator takes a seed only as a game is loaded; a state without the generator's brings the game back.
+        state = base.ale.cloneState(include_rng=False)
+        base.ale.setInt("random_seed", int(seed.generate_state(1)[0] >> 1))
+        base.load_game()
+        _restore_emulator(env, state, last_action)
+
+
+def _restore_emulator(env: gym.Env[Any, Any], state: Any, last_action: Any) -> None:
+    base: Any = env.unwrapped
+    if np.ndim(last_action) == 0 and last_action is not None:
+        # A sticky action may be repeated, and no state holds it. Acting often enough makes it the last one.
+        for _ in range(32 if base.ale.getFloat("repeat_action_probability") > 0 else 0):
+            base.ale.act(base._action_set[int(last_action)])
+    base.ale.restoreState(state)
 
 
 def reuses_world(env: Any) -> bool:
@@ -236,7 +280,51 @@ def _read_generator(env: gym.Env[Any, Any]) -> dict[str, Any] | None:
     return None
 
 
+_MOST = 512
+"""The most numbers in an attribute of a wrapper that is noted before each reset."""
+
+
+def _read_wrappers(env: gym.Env[Any, Any]) -> list[tuple[str, Any]]:
+    """Return what wrappers hold from episode to episode, such as counters, in JSON types; not what is large."""
+    states: list[tuple[str, Any]] = []
+    for wrapper in iterate_wrappers(env):
+        state: dict[str, Any] = {}
+        for name, entry in {} if is_watcher(wrapper) else read_attributes(wrapper).items():
+            with suppress(ValueError):  # it has no JSON types
+                state |= {name: encode(entry)} if _count(entry) <= _MOST else {}
+        if state:
+            states.append((type(wrapper).__name__, state))
+    return states
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_count, value.values()))
+    return len(value) if isinstance(value, list | tuple) else int(np.size(value))
+
+
+def _load_wrappers(env: gym.Env[Any, Any], states: list[tuple[str, Any]]) -> None:
+    """Set what `_read_wrappers` returned, in the wrappers of the same names in the same order."""
+    by_name: dict[str, list[Any]] = defaultdict(list)
+    for name, state in states:
+        by_name[name].append(state)
+    for wrapper in iterate_wrappers(env):
+        if by_name[type(wrapper).__name__]:
+            load_attributes(wrapper, decode({"dict": by_name[type(wrapper).__name__].pop(0)}, finds=False))
+
+
+def _read_emulator(env: gym.Env[Any, Any], last_action: Any) -> dict[str, Any]:
+    """Return the state of an Atari emulator with its generator, and the last action; nothing of another environment."""
+    with suppress(AttributeError):
+        state = env.unwrapped.ale.cloneState(include_rng=True)  # type: ignore[attr-defined]
+        return {"emulator": base64.b64encode(state.serialize()).decode(), "last_action": last_action}
+    return {}
+
+
 def _read_seed(env: gym.Env[Any, Any]) -> str | None:
     """Return the seed of an environment's generator as a state; None if it has none."""
-    seed = getattr(env.unwrapped, "np_random_seed", None)
+    base = env.unwrapped
+    if getattr(base, "_np_random", None) is not None and getattr(base, "_np_random_seed", None) is None:
+        return None  # a generator of the environment's making, in whose place the property would put another one
+    seed = getattr(base, "np_random_seed", None)
     return json.dumps({"seed": int(seed)}) if isinstance(seed, int | np.integer) and seed >= 0 else None

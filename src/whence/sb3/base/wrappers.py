@@ -1,0 +1,226 @@
+"""Environments inside of their wrappers: described for a run's configuration, and made again from that."""
+
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, reduce
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils import RecordConstructorArgs
+from gymnasium.wrappers import (
+    HumanRendering,
+    OrderEnforcing,
+    PassiveEnvChecker,
+    RecordEpisodeStatistics,
+    RecordVideo,
+    RenderCollection,
+)
+from stable_baselines3.common.atari_wrappers import AtariWrapper
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+from whence.core import ReplayError
+from whence.sb3.base.stored_spaces import describe_space, make_space
+
+Part: TypeAlias = Mapping[str, Any]
+"""An environment or a wrapper in JSON types: its `class` ("module:name"), `kwargs`, the names of arguments that are
+`lost`, and the `id` of an environment that Gymnasium made."""
+
+_WATCHERS = Monitor, RecordEpisodeStatistics, RecordVideo, HumanRendering, RenderCollection, AtariWrapper
+"""Wrappers that change nothing of an episode; what AtariWrapper does, the wrappers inside of it do."""
+
+
+def iterate_wrappers(env: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, Any, Any]]:
+    """Yield the wrappers of an environment, the outermost first."""
+    while isinstance(env, gym.Wrapper):
+        yield env
+        env = env.env
+
+
+def is_watcher(wrapper: gym.Wrapper[Any, Any, Any, Any]) -> bool:
+    """Return whether a wrapper changes nothing of an episode, as whence's own and monitors do not."""
+    return isinstance(wrapper, _WATCHERS) or type(wrapper).__module__.startswith("whence.")
+
+
+def describe_environments(vec_env: VecEnv) -> list[list[Part]]:
+    """Return the parts of each environment; an empty list if they are not known, as of another library's."""
+    base = vec_env.unwrapped
+    if isinstance(base, DummyVecEnv):
+        return [describe_parts(env) for env in base.envs]
+    with suppress(Exception):
+        specs = base.get_attr("spec")
+        # A method that is not there would end the other process.
+        if any(each.name == "RecordResets" for each in specs[0].additional_wrappers):
+            return list(base.env_method("describe_parts"))
+        return [_describe_spec(spec) for spec in specs]
+    return []
+
+
+def describe_parts(env: gym.Env[Any, Any]) -> list[Part]:
+    """Return what makes an environment again: itself, then its wrappers, the innermost first.
+
+    The arguments of a wrapper are those that Gymnasium stores, or else the attributes of their names.
+    """
+    chain = [*iterate_wrappers(env)][::-1]
+    # What is inside of the wrappers that gymnasium.make() adds is made by the environment's entry point.
+    ends = [place for place, each in enumerate(chain, 1) if isinstance(each, OrderEnforcing | PassiveEnvChecker)]
+    outer = [_describe_part(each) for each in chain[max(ends, default=0) :] if not is_watcher(each)]
+    spec = env.unwrapped.spec
+    if spec is None:
+        return [_describe_part(env.unwrapped), *outer]
+    return [{"id": spec.id, **_describe_call(spec.entry_point, spec.kwargs)}, *outer]
+
+
+def _describe_spec(spec: EnvSpec) -> list[Part]:
+    """Return the parts that a specification names, as far as it knows their arguments."""
+    base = {"id": spec.id, **_describe_call(spec.entry_point, spec.kwargs)}
+    limit = {"class": "gymnasium.wrappers:TimeLimit", "kwargs": {"max_episode_steps": spec.max_episode_steps}}
+    wrappers = [
+        {"class": each.entry_point, "kwargs": {}, "lost": ["..."]}
+        if each.kwargs is None
+        else _describe_call(each.entry_point, each.kwargs)
+        for each in spec.additional_wrappers
+        if each.name not in {kind.__name__ for kind in _WATCHERS}
+    ]
+    return [base, *([limit] if spec.max_episode_steps else []), *wrappers]
+
+
+def _describe_part(part: Any) -> Part:
+    if isinstance(part, RecordConstructorArgs):
+        kwargs = {name: value for name, value in part._saved_kwargs.items() if name != "env"}
+        return _describe_call(type(part), kwargs)
+    first = 2 if isinstance(part, gym.Wrapper) else 1  # self, and what is wrapped
+    parameters = list(inspect.signature(type(part).__init__).parameters.values())[first:]
+    values = vars(part)
+    names = [each.name for each in parameters if each.name != "render_mode"]
+    attributes = {name: key for name in names for key in (name, f"_{name}") if key in values}
+    kwargs = {name: values[key] for name, key in attributes.items()}
+    return _describe_call(type(part), kwargs, [name for name in names if name not in attributes])
+
+
+def _describe_call(create: Any, kwargs: Mapping[str, Any], lost: Sequence[str] = ()) -> Part:
+    """Return a call of a class or a function in JSON types."""
+    encoded, lost = {}, [*lost]
+    for name, value in kwargs.items():
+        try:
+            encoded[name] = encode(value)
+        except ValueError:
+            lost.append(name)
+    name = create if isinstance(create, str) else f"{create.__module__}:{create.__qualname__}"
+    return {"class": name, "kwargs": encoded, **({"lost": lost} if lost else {})}
+
+
+def encode(value: Any) -> Any:
+    """Return a value in JSON types, of which `decode` makes it again.
+
+    Raises:
+        ValueError: it is no plain value, array, space, nor a class or function that a module holds by its name.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return float(value)
+        case float():
+            return {"float": str(value)}
+        case list():
+            return [*map(encode, value)]
+        case tuple():
+            return {"tuple": [*map(encode, value)]}
+        case dict() if all(type(key) is str for key in value):
+            return {"dict": {key: encode(entry) for key, entry in value.items()}}
+        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
+            return {"array": encode(value.tolist()), "dtype": str(value.dtype)}
+        case spaces.Space() if (described := describe_space(value)) is not None:
+            return {"space": encode(described)}
+    name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', getattr(value, '__name__', None))}"
+    with suppress(ImportError, AttributeError):
+        if find_object(name) is value:
+            return {"object": name}
+    raise ValueError(f"{value!r} cannot be stored.")
+
+
+def decode(value: Any, *, finds: bool = True) -> Any:
+    """Return the value of which `encode` made these JSON types; unless `finds`, no module is imported."""
+    read = partial(decode, finds=finds)
+    match value:
+        case list():
+            return [*map(read, value)]
+        case {"float": number}:
+            return float(number)
+        case {"tuple": entries}:
+            return tuple(map(read, entries))
+        case {"dict": entries}:
+            return {key: read(entry) for key, entry in entries.items()}
+        case {"array": entries, "dtype": dtype}:
+            return np.array(read(entries), dtype=dtype)[()]
+        case {"space": described}:
+            return make_space(read(described))
+        case {"object": name} if finds:
+            return find_object(name)
+    return value
+
+
+def find_object(name: str) -> Any:
+    """Return what "module:name" names, or the module that "module" names, also one of the working directory.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such name.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that nothing installed is hidden
+    module, _, path = name.partition(":")
+    return reduce(getattr, filter(None, path.split(".")), sys.modules.get(module) or importlib.import_module(module))
+
+
+def select_options(create: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a class or a function takes."""
+    parameters = inspect.signature(create).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return {name: value for name, value in options.items() if takes_any or name in {each.name for each in parameters}}
+
+
+def make_parts(parts: Sequence[Part], **options: Any) -> gym.Env[Any, Any]:
+    """Return the environment of which `describe_parts` returned the parts, made with options as far as it takes them.
+
+    Raises:
+        ReplayError: a part cannot be made again; the message names it.
+    """
+    env: Any = None
+    for part in parts:
+        name = part["class"].rpartition(":")[2]
+        if part.get("lost"):
+            reason = f"its argument {part['lost'][0]} is in no attribute of that name, or nothing that can be stored"
+        else:
+            try:
+                create, kwargs = find_object(part["class"]), {key: decode(each) for key, each in part["kwargs"].items()}
+                env = create(env, **kwargs) if env is not None else _make_base(part.get("id"), create, kwargs, options)
+                continue
+            except Exception as failure:  # a constructor may raise anything
+                reason = f"{type(failure).__name__}: {failure}"
+        raise ReplayError(
+            f"The run was trained in {'an environment' if env is None else 'the wrapper'} {name} of "
+            f"{part['class'].partition(':')[0]}, which cannot be made again ({reason}). Write a function without "
+            "arguments that makes the environment in all of its wrappers, and pass --env module:function (env= in a "
+            "script)."
+        )
+    assert isinstance(env, gym.Env)
+    return env
+
+
+def _make_base(
+    name: str | None, create: Callable[..., gym.Env[Any, Any]], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> gym.Env[Any, Any]:
+    kwargs = {**kwargs, **select_options(create, options)}
+    if name is None:
+        return create(**kwargs)
+    return gym.make(EnvSpec(name, entry_point=create, kwargs=kwargs), disable_env_checker=True)

@@ -24,6 +24,7 @@ from whence import (
 from whence.attribution import score_targets
 from whence.core import BatchTarget
 from whence.folds import PartialTarget, balance_folds, count_folds, standard_errors
+from whence.influence import SIGNIFICANT
 from whence.sb3 import InfluenceCallback, collect
 
 COVERED = (0.90, 0.98)
@@ -73,9 +74,10 @@ def test_by_hand():
     counted = count_folds(torch.tensor([0, 1, 2, 2, 3, 3]), torch.tensor([0, 1, 2, 2, 3, 3]))[:, :2]
     errors = standard_errors(scores, by_fold, sizes, counted)
     # Record 0: folds 1, 2, 3 hold 1, 2 and 2 of 5 records: w = .2, .4, .4; differences 1, -1, 0.
-    assert errors[0] == pytest.approx(np.sqrt((0.2**2 + 0.4**2) * 3 / 2))
+    # Two errors are a 95% interval: Student's t of 2 degrees of freedom has 4.3027 there.
+    assert errors[0] == pytest.approx(np.sqrt((0.2**2 + 0.4**2) * 3 / 2) * 4.302653 / 2)
     # Record 1: folds 0, 2, 3 hold 1, 2 and 2: differences 0, 3, -1.
-    assert errors[1] == pytest.approx(np.sqrt(((0.4 * 3) ** 2 + 0.4**2) * 3 / 2))
+    assert errors[1] == pytest.approx(np.sqrt(((0.4 * 3) ** 2 + 0.4**2) * 3 / 2) * 4.302653 / 2)
 
 
 def test_folds_that_hold_a_part_of_the_episode_do_not_count():
@@ -136,7 +138,7 @@ def test_errors_are_those_of_a_plain_loop_over_folds(engine):
             scores.append(float(attribute(view, records, target=target, engine="loop").scores[position]))
         weights = sizes / sizes.sum()
         deviations = np.array(scores) - float(influence.scores[position])
-        expected.append(np.sqrt(((weights * deviations) ** 2).sum() * 2 / 1))
+        expected.append(np.sqrt(((weights * deviations) ** 2).sum() * 2 / 1) * 12.706205 / 2)
     np.testing.assert_allclose(influence.errors, expected, rtol=1e-4)
 
 
@@ -166,9 +168,7 @@ def test_intervals_hold_the_truth_of_a_linear_softmax_policy():
         records = play(view, 60, 20, generator)
         influence = attribute(view, records, target=Return(), folds=8)
         true = attribute(view, records, target=truth).scores
-        from scipy import stats
-
-        within = (influence.scores - true).abs() <= stats.t.ppf(0.975, 6) * influence.errors
+        within = (influence.scores - true).abs() <= SIGNIFICANT * influence.errors
         covered.append(float(within.double().mean()))
     assert COVERED[0] <= np.mean(covered) <= COVERED[1], covered
 
@@ -195,6 +195,7 @@ class TestInfluence:
         influence.save(tmp_path / "scores.safetensors")
         assert torch.equal(Influence.load(tmp_path / "scores.safetensors").errors, influence.errors)
         assert (influence + influence).errors is None
+        assert worst.to_polars().columns == ["record_id", "score", "error", "score_folds", "fold"]
 
 
 class TestRefusals:
@@ -239,6 +240,8 @@ class TestCallback:
         assert torch.equal(with_errors, without)
         table = RunDirectory.open(tmp_path / "with").round("records", 2)
         assert table["error"].to_list() == callback.round.influence.errors.tolist()
+        shares = np.bincount(table["fold"]) / len(table)
+        np.testing.assert_allclose(table["score_folds"].to_numpy() @ shares, table["score"], rtol=1e-3, atol=1e-4)
         share = (table["score"].abs() > 2 * table["error"]).mean()
         assert RunDirectory.open(tmp_path / "with").table("metrics")["significant_share"][1] == pytest.approx(share)
         assert "error" not in RunDirectory.open(tmp_path / "without").round("records", 2).columns

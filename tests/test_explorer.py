@@ -353,12 +353,10 @@ class TestTrust:
 
     def test_the_share_beyond_two_errors(self, lake):
         share = (table_of()["score"].abs() > 20).mean()
-        assert self.lines(lake)[1] == {
-            "level": "good",
-            "text": f"{share:.0%} of the scores are beyond two of their standard errors. By chance alone, 5% would be.",
-        }
-        assert self.lines(lake, table_of(error=np.full(60, 1e6)))[1]["level"] == "poor"
-        assert self.lines(lake, table_of(error=None))[1]["level"] == "unknown"
+        line = self.lines(lake)[1]
+        assert line["level"] == "unknown"  # the share is no verdict
+        assert line["text"].startswith(f"{share:.0%} of the scores are beyond two of their errors")
+        assert "have no errors" in self.lines(lake, table_of(error=None))[1]["text"]
 
 
 def test_a_damaged_round_has_a_note(tmp_path):

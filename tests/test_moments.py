@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 import pytest
+import scipy.stats as stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,10 +87,31 @@ class TestGroups:
         assert [group["group"] for group in groups] == ["right", "left"]
         right = [-6.0, -5.0, -9.0, 3.0, -0.5]
         assert groups[0]["mean"] == pytest.approx(np.mean(right))
-        assert groups[0]["error"] == pytest.approx(np.std(right, ddof=1) / np.sqrt(5))
+        assert groups[0]["error"] is None  # without the scores by folds
         assert groups[0]["share_negative"] == pytest.approx(0.8)
         assert groups[0]["dropped_share"] == pytest.approx(0.4)
         assert groups[0]["total"] == pytest.approx(sum(right))
+
+    def test_errors_leave_a_fold_out_of_the_target_and_of_the_group(self):
+        generator = np.random.default_rng(0)
+        episodes, fold = np.repeat(np.arange(10), 6), np.repeat([0, 1, 2, 3, 3, 2, 1, 0, 4, 5], 6)
+        fold[54:57] = 4  # episode 9 lies in folds 4 and 5, which count as one
+        scores = generator.normal(size=(60, 6)).astype(np.float32)
+        actions = generator.integers(2, size=60)
+        shares = np.bincount(fold) / 60
+        more = {"score_folds": scores, "fold": fold, "action": actions}
+        groups = group_scores(make_table(scores @ shares, episodes, **more), "action")
+        cluster = np.minimum(fold, 4)
+        for group in groups.to_dicts():
+            inside, means = actions == int(group["group"]), []
+            for left_out in range(5):
+                weights = shares * (np.minimum(np.arange(6), 4) != left_out)
+                means.append((scores[inside & (cluster != left_out)] @ weights / weights.sum()).mean())
+            sizes = np.bincount(cluster[inside])
+            widened = stats.t.ppf(0.975, sizes.sum() ** 2 / (sizes**2).sum() - 1) / 2
+            assert group["error"] == pytest.approx(np.sqrt(4 * np.var(means)) * widened)
+        # Two episodes alone do not tell how the next would differ.
+        assert group_scores(make_table(scores @ shares, episodes // 5, **more), "action")["error"].null_count() == 2
 
     def test_few_rewards_stand_for_themselves_and_many_are_binned_by_size(self):
         few = make_table(reward=[0.0] * 9 + [1.0])

@@ -250,7 +250,7 @@ def add_errors(
     sizes = fold.bincount()
     check_mean(target_name(target), influence.scores, scores, sizes)
     errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
-    return replace(influence, errors=errors)
+    return replace(influence, errors=errors, by_fold=scores.T.contiguous(), folds=fold.to(torch.int16))
 
 
 def attribute_crossfit(

@@ -21,6 +21,7 @@ from whence.core import (
     label_units,
     target_name,
 )
+from whence.influence import widen_errors
 
 if TYPE_CHECKING:
     from whence.core import Params, PolicyView
@@ -194,7 +195,7 @@ def standard_errors(
     sizes: Int[Tensor, " folds"],
     counted: Bool[Tensor, "folds n"],
 ) -> Float[Tensor, " n"]:
-    """Return the standard error of each score over folds of the target's episodes.
+    """Return the standard error of each score over folds of the target's episodes, by `widen_errors`.
 
     The record's own episode is left out of its error, since its own voice is no sample of the target. What the error
     does not cover: the record's own advantage is taken as given.
@@ -207,13 +208,14 @@ def standard_errors(
 
     Returns:
         (n,) `sqrt(sum_k w_k^2 (by_fold_k - scores)^2 K / (K - 1))` over the K folds that count, whose shares of the
-        records are w_k.
+        records are w_k; widened for K - 1 degrees of freedom.
     """
     weights = counted * sizes.to(scores.dtype)[:, None]
     weights = weights / weights.sum(dim=0)
     count = counted.sum(dim=0)
     squares = (weights * (by_fold - scores)) ** 2
-    return (squares.sum(dim=0) * count / (count - 1)).sqrt()
+    factors = torch.from_numpy(widen_errors((count - 1).double().numpy())).to(squares.dtype)
+    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * factors
 
 
 def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:

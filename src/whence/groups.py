@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from whence.influence import widen_errors
 from whence.moments import name_action, read_axes
 
 Bins: TypeAlias = tuple[Sequence[str], NDArray[np.int64]]
@@ -15,6 +16,9 @@ Bins: TypeAlias = tuple[Sequence[str], NDArray[np.int64]]
 
 FEW = 8
 """Up to so many distinct values are a group each."""
+
+LEAST_CLUSTERS = 3
+"""Independent sets of episodes that the error of a group needs; of a group that fewer fill, no error can be told."""
 
 MOST_AXES = 256
 """Observations of more entries, such as images, have no regions."""
@@ -55,7 +59,7 @@ def group_scores(
 
     Returns:
         A row for each group: `group` (text), `across` (text, the group by the second column, if there are two),
-        `records`, `mean` score, `error` (the standard error of the mean, records taken as independent),
+        `records`, `mean` score, `error` (of the mean, by `group_errors`; null where unknown),
         `share_negative`, `total` and `dropped_share`. No rows if the table lacks what is needed.
     """
     columns = dict(zip(("group", "across"), [by] if isinstance(by, str) else by, strict=False))
@@ -64,6 +68,9 @@ def group_scores(
         numbers = ("records", "mean", "error", "share_negative", "total", "dropped_share")
         return pl.DataFrame(schema={**dict.fromkeys(columns, pl.String), **dict.fromkeys(numbers, pl.Float64)})
     table = records.with_columns(series.alias(name) for name, series in groups.items() if series is not None)
+    place = pl.int_range(pl.len()).first().over(*columns).rank("dense") - 1
+    table = table.with_columns(place=place.cast(pl.Int64))
+    errors = pl.Series("error", group_errors(records, table["place"].to_numpy())).fill_nan(None)
     score = pl.col("score").cast(pl.Float64)
     for name in columns:
         totals = table.group_by(name).agg(score.sum().abs()).sort("score", name, descending=[True, False])
@@ -72,12 +79,63 @@ def group_scores(
     grouped = table.group_by(*columns).agg(
         records=pl.len().cast(pl.Int64),
         mean=score.mean(),
-        error=score.std() / pl.len().sqrt(),
+        error=pl.col("place").first(),
         share_negative=(score < 0).mean(),
         total=score.sum(),
         dropped_share=dropped,
     )
+    grouped = grouped.with_columns(errors.gather(grouped["error"]))
     return grouped.sort("mean", *columns).with_columns(pl.col(*columns).cast(pl.String))
+
+
+def group_errors(records: pl.DataFrame, group: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the standard error of each group's mean score over fresh rollouts, by `widen_errors`.
+
+    A fresh rollout changes both the target and the records of a group. So a fold of episodes at a time is left out of
+    both: `M_j = sum_{k != j} w_k mean_{i in G, not in j} s_ik / (1 - w_j)`, where s_ik is the score by fold k's mean
+    target, and the error is `sqrt((K - 1) / K sum_j (M_j - mean M)^2)`: the jackknife by groups of episodes (Kott,
+    J. of Official Statistics 17, 2001). Folds that share an episode count as one.
+
+    Args:
+        records: a round's table, with scores.
+        group: (n,) the number of each record's group, from 0.
+
+    Returns:
+        (groups,) the errors. NaN if the table has no `score_folds`, or if less than three folds hold the group's
+        records, in effect: `(sum_k n_k)^2 / sum_k n_k^2`, which also gives the degrees of freedom.
+    """
+    number = int(group.max()) + 1
+    if not {"score_folds", "fold"} <= {*records.columns} or records["score_folds"].null_count():
+        return np.full(number, np.nan)
+    cluster = _join_folds(records)
+    count = int(cluster.max()) + 1
+    in_cluster = np.eye(count)[cluster[records["fold"].to_numpy()]]  # (n, clusters)
+    shares = np.bincount(records["fold"].to_numpy(), minlength=len(cluster)) / len(records)
+    weighted = (records["score_folds"].to_numpy().astype(np.float64) * shares) @ np.eye(count)[cluster]
+    sizes, sums = np.zeros((number, count)), np.zeros((number, count, count))
+    np.add.at(sizes, group, in_cluster)
+    for k in range(count):  # sums[g, k, l]: of the scores by cluster k of the records in cluster l
+        np.add.at(sums[:, k], group, in_cluster * weighted[:, k : k + 1])
+    others = sums.sum(axis=(1, 2))[:, None] - sums.sum(axis=1) - sums.sum(axis=2) + np.einsum("gkk->gk", sums)
+    filled = sizes.sum(axis=1) ** 2 / (sizes**2).sum(axis=1)
+    is_known = filled >= LEAST_CLUSTERS
+    counts = np.where(is_known[:, None], sizes.sum(axis=1, keepdims=True) - sizes, 1)
+    means = others / counts / (1 - shares @ np.eye(count)[cluster]) if count > 1 else others
+    errors = np.sqrt((count - 1) * means.var(axis=1)) * widen_errors(np.maximum(filled, 2) - 1)
+    return np.where(is_known, errors, np.nan)
+
+
+def _join_folds(records: pl.DataFrame) -> NDArray[np.int64]:
+    """Return the number of each fold's cluster, from 0: folds that share an episode are in one."""
+    keys = [name for name in ("env_index", "episode_id") if name in records.columns]
+    count = len(records["score_folds"][0])
+    cluster = np.arange(count)
+    if keys:
+        shared = records.group_by(keys).agg(pl.col("fold").unique())["fold"].to_list()
+        for folds in shared:
+            cluster[np.isin(cluster, cluster[folds])] = cluster[folds[0]]
+    numbers: NDArray[np.int64] = np.unique(cluster, return_inverse=True)[1]
+    return numbers
 
 
 def name_groups(

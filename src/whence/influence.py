@@ -7,16 +7,27 @@ from html import escape
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 from torch import Tensor
 
 from whence.core import InvalidInfluence, to_numpy
 from whence.runs import parse_document, read_tensor_file, write_tensor_file
 
 SIGNIFICANT = 2.0
-"""A score is told from 0 if it is further from it than so many of its standard errors."""
+"""A number is told from 0 if it is further from it than so many of its errors: 5% of those of mean 0 are by chance."""
+
+
+def widen_errors(degrees: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Return the factor by which a standard error of few degrees of freedom grows for `SIGNIFICANT` to hold of it.
+
+    The number plus and minus two errors is then its 95% interval by Student's t, however few folds the error is over.
+    """
+    return np.asarray(stdtrit(degrees, 0.975) / SIGNIFICANT)
 
 
 @dataclass(frozen=True)
@@ -40,13 +51,17 @@ class Influence:
         scores: (n,) float, on the CPU, in the order of `record_ids`.
         record_ids: (n,) int64.
         provenance: target, objective, engine and why it was chosen, parameters covered, records, versions.
-        errors: (n,) standard errors of the scores, or None; see `folds` of `attribute`.
+        errors: (n,) standard errors of the scores, by `widen_errors`, or None; see `folds` of `attribute`.
+        by_fold: (n, folds) each score by the mean target of each fold of episodes, or None: what errors of groups need.
+        folds: (n,) the fold of each record, from 0, or None.
     """
 
     scores: Float[Tensor, " n"]
     record_ids: Int[Tensor, " n"]
     provenance: Provenance
     errors: Float[Tensor, " n"] | None = None
+    by_fold: Float[Tensor, "n folds"] | None = None
+    folds: Int[Tensor, " n"] | None = None
 
     def __post_init__(self) -> None:
         shapes = {tuple(column.shape) for column in (self.scores, self.record_ids, self.errors) if column is not None}
@@ -93,16 +108,27 @@ class Influence:
         if k < 1:
             raise InvalidInfluence(f"k is {k}; it is a number of records, 1 or more.")
         chosen = argsort_ascending(keys, self.record_ids)[:k]
-        errors = None if self.errors is None else self.errors[chosen]
-        return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen], errors=errors)
+        parts = {name: column[chosen] for name, column in self._error_columns.items()}
+        return replace(self, scores=self.scores[chosen], record_ids=self.record_ids[chosen], **parts)  # type: ignore[arg-type]
 
     def to_polars(self) -> pl.DataFrame:
-        """Return a table of `record_id` and `score`, and `error` where there are errors.
+        """Return a table of `record_id` and `score`; and `error`, `score_folds` and `fold` where there are errors.
 
         Join it with `RecordBatch.to_polars()` on `record_id`.
         """
-        errors = {} if self.errors is None else {"error": to_numpy(self.errors)}
-        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores), **errors})
+        return pl.DataFrame({"record_id": self.record_ids.numpy(), "score": to_numpy(self.scores)}).with_columns(
+            self.list_error_columns()
+        )
+
+    def list_error_columns(self) -> list[pl.Series]:
+        """Return `error`, `score_folds` (the score by each fold's mean target) and `fold`, as far as they are there."""
+        series = {"errors": "error", "by_fold": "score_folds", "folds": "fold"}
+        return [pl.Series(series[name], to_numpy(column)) for name, column in self._error_columns.items()]
+
+    @property
+    def _error_columns(self) -> dict[str, Tensor]:
+        columns = {name: getattr(self, name) for name in ("errors", "by_fold", "folds")}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def __add__(self, other: "Influence") -> Self:
         """Return the influence of the same records on the sum of both targets; it has no errors."""
@@ -117,12 +143,12 @@ class Influence:
             )
         total = replace(mine, target=f"{mine.target} + {theirs.target}")
         # Both errors come from the same episodes, so the sum's does not follow from them.
-        return replace(self, scores=self.scores + other.scores, provenance=total, errors=None)
+        parts = dict.fromkeys(self._error_columns)
+        return replace(self, scores=self.scores + other.scores, provenance=total, **parts)  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
         """Write scores, errors, ids and provenance to one safetensors file, atomically."""
-        tensors = {"scores": self.scores, "record_ids": self.record_ids}
-        tensors |= {} if self.errors is None else {"errors": self.errors}
+        tensors = {"scores": self.scores, "record_ids": self.record_ids, **self._error_columns}
         provenance = json.dumps(asdict(self.provenance))
         texts = {"format": "whence-influence", "version": "1", "provenance": provenance}
         write_tensor_file(path, tensors, texts)
@@ -140,7 +166,8 @@ class Influence:
                 raise TypeError("it is marked otherwise")
             about = parse_document(path, metadata["provenance"], InvalidInfluence)
             provenance = Provenance(**{**about, "parameters": tuple(about["parameters"])})
-            return cls(tensors["scores"], tensors["record_ids"], provenance, tensors.get("errors"))
+            errors = [tensors.get(name) for name in ("errors", "by_fold", "folds")]
+            return cls(tensors["scores"], tensors["record_ids"], provenance, *errors)
         except (KeyError, TypeError) as wrong:
             raise InvalidInfluence(
                 f"{path} does not hold what Influence.save writes ({wrong}). Restore it, or score again."

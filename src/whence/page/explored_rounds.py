@@ -108,9 +108,6 @@ def choose_round(
 GOOD_LDS, FAIR_LDS = 0.7, 0.4
 """From these LDS on, scores are good or fair: at .7 they explain half of the variance of ranks, at .4 a sixth."""
 
-GOOD_SHARE, FAIR_SHARE = 0.3, 0.1
-"""From these shares of scores beyond two errors on. By chance, 5% of scores of no influence are beyond them."""
-
 
 def describe_trust(run: ExploredRun, number: int, records: pl.DataFrame) -> list[dict[str, str]]:
     """Return sentences on how far to trust a round's scores, each with a level: good, fair, poor or unknown."""
@@ -150,9 +147,12 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
         return "unknown", "The scores have no errors, so that it is not known which differ from 0."
     pairs = records.select("score", "error").drop_nulls()
     share = float((pairs["score"].abs() > SIGNIFICANT * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
-    level = "good" if share >= GOOD_SHARE else "fair" if share >= FAIR_SHARE else "poor"
     shown = "<1%" if 0 < share < 0.005 else f"{share:.0%}"
-    return level, f"{shown} of the scores are beyond two of their standard errors. By chance alone, 5% would be."
+    # The scores of a round share one target, so that by chance none or many of them are beyond two errors together.
+    return "unknown", (
+        f"{shown} of the scores are beyond two of their errors, so that another rollout would hardly change their "
+        "sign. The share says nothing of all scores together: it varies much from rollout to rollout by chance."
+    )
 
 
 MOMENTS = 100

@@ -12,16 +12,16 @@ from whence.selection.selections import Selection
 
 
 def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:
-    """Return a table of records with the columns `keep`, `weight` and `reason`; and `score` and `error`, if known.
+    """Return a table of records with `keep`, `weight` and `reason`; and `score` with its errors, if known.
 
     Args:
         table: a row for each record, in the order of `selection`.
         selection: which records trained, with which weights.
         influence: the records' scores, or None.
     """
-    scores = [] if influence is None else [pl.Series("score", to_numpy(influence.scores))]
-    if influence is not None and influence.errors is not None:
-        scores.append(pl.Series("error", to_numpy(influence.errors)))
+    scores = []
+    if influence is not None:
+        scores = [pl.Series("score", to_numpy(influence.scores)), *influence.list_error_columns()]
     return table.with_columns(
         *scores,
         pl.Series("keep", selection.keep.numpy()),

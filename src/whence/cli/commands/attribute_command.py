@@ -72,6 +72,7 @@ def attribute(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         scored.write_parquet(out)
+    scored = scored.drop("score_folds", "fold", strict=False)  # for groups in tables, not for people to read
     ends = {"lowest": _take_rows(scored, influence.bottom(top).record_ids)}
     ends["highest"] = _take_rows(scored, influence.top(top).record_ids)
     if json:
@@ -88,7 +89,7 @@ def attribute(
         console.print(make_table(title, [*columns, "score"], rows))
     if influence.errors is not None:
         share = float(influence.is_significant().double().mean())
-        print_line(f"± is one standard error. ?: cannot be told from 0; {share:.0%} of all scores can.")
+        print_line(f"Two errors (±) are a 95% interval. ?: cannot be told from 0; {share:.0%} of all scores can.")
     if out is not None:
         print_line(f"All scores: {out}")
 

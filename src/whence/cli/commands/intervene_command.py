@@ -151,7 +151,7 @@ def _intervene(
 
 def _find_group(directory: RunDirectory, number: int, scores: Influence, where: str) -> list[int]:
     """Return the ids of the records for which a condition holds, over columns, scores and axes of observations."""
-    records = directory.round("records", number).drop("score", "error", strict=False)
+    records = directory.round("records", number).drop("score", "error", "score_folds", "fold", strict=False)
     records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
     axes = read_axes(records, experiments.state_names(directory.config.get("env")))
     plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))

@@ -44,7 +44,12 @@ class Column(NamedTuple):
 
 
 _SCORE = Column("score", "score", "Influence on the target: above 0, training on the record raises it", "score")
-_ERROR = Column("error", "± error", "Standard error of the score, over folds of the target's episodes", "error")
+_ERROR = Column(
+    "error",
+    "± error",
+    "Error of the score, over folds of the target's episodes: two of them are a 95% interval",
+    "error",
+)
 _KEPT = Column("keep", "kept", "Whether the record trained", "keep")
 _REASON = Column("reason", "reason", "Why the record was dropped", "reason")
 _FLAG = Column("flag", "flag", "Your flag and note, from an opened record", "text")

@@ -68,8 +68,8 @@ def group_scores(
         numbers = ("records", "mean", "error", "share_negative", "total", "dropped_share")
         return pl.DataFrame(schema={**dict.fromkeys(columns, pl.String), **dict.fromkeys(numbers, pl.Float64)})
     table = records.with_columns(series.alias(name) for name, series in groups.items() if series is not None)
-    place = pl.int_range(pl.len()).first().over(*columns).rank("dense") - 1
-    table = table.with_columns(place=place.cast(pl.Int64))
+    place = pl.col("place").first().over(*columns).rank("dense") - 1  # the number of each group, from 0
+    table = table.with_row_index("place").with_columns(place.cast(pl.Int64))
     errors = pl.Series("error", group_errors(records, table["place"].to_numpy())).fill_nan(None)
     score = pl.col("score").cast(pl.Float64)
     for name in columns:

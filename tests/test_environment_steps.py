@@ -12,6 +12,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 from whence import KeepAll, RecordBatch, RunDirectory
+from whence.experiments import read_reward_scale
 from whence.sb3 import InfluenceCallback, load_statistics
 
 
@@ -115,9 +116,9 @@ def test_raw_observations_and_statistics_give_back_what_was_normalised(kind: str
     if kind == "dict":
         assert (table["raw_observation.noise"].to_numpy() == table["step"].to_numpy() % 3).all()
     other = KINDS[kind]()
-    load_statistics(other, run.statistics(2))
+    load_statistics(other, run.policy(2, name="statistics"))
     assert other.ret_rms.var == env.ret_rms.var
-    assert run.reward_scale(2) == np.sqrt(env.ret_rms.var + env.epsilon)
+    assert read_reward_scale(run, 2) == np.sqrt(env.ret_rms.var + env.epsilon)
     # The statistics have moved since the first steps, and are those of the last one before its own observation.
     again = other.normalize_obs({"place": raw} if name else raw)
     assert np.abs((again["place"] if name else again) - seen)[-1].max() < 0.05
@@ -129,5 +130,5 @@ def test_without_normalisation_nothing_is_stored_twice(tmp_path: Path) -> None:
     run = RunDirectory.open(tmp_path / "run")
     columns = run.round("records", 1).columns
     assert not {"trained_reward", "bootstrap", "raw_observation"} & {*columns}
-    assert run.reward_scale(1) is None
+    assert read_reward_scale(run, 1) == 1
     assert not run.rounds("statistics")

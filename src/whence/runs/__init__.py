@@ -14,8 +14,8 @@ from whence.runs.config_file import find_content as find_content
 from whence.runs.config_file import strip_addresses as strip_addresses
 from whence.runs.directory import POLICIES_EVERY as POLICIES_EVERY
 from whence.runs.directory import RunDirectory as RunDirectory
-from whence.runs.directory import Table as Table
 from whence.runs.files import CHANGED as CHANGED
+from whence.runs.files import Table as Table
 from whence.runs.files import check_links as check_links
 from whence.runs.files import parse_document as parse_document
 from whence.runs.files import read_digests as read_digests

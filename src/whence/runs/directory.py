@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Self, get_args
 
 import polars as pl
 from torch import Tensor
@@ -23,6 +23,10 @@ from whence.runs.config_file import (
     to_plain_json,
 )
 from whence.runs.files import (
+    FOLDERS,
+    PerRound,
+    RoundTensors,
+    Table,
     check_links,
     explain_rounds,
     is_empty,
@@ -46,25 +50,6 @@ POLICIES_EVERY = "policies_every"
 
 _REPLACING = "replacing"
 """The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
-
-_FOLDERS = [
-    *("policies", "recordings", "statistics", "phases", "checkpoints"),
-    *("model", "trl", "counterfactual", "interventions"),
-]
-"""What a run may hold besides tables of rounds."""
-
-Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
-"""Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
-
-PerRound: TypeAlias = Literal["records", "episodes", "answers"]
-"""Tables that a round has one of. Answers to sample prompts follow a round; those of round 0 are the start model's."""
-
-RoundTensors: TypeAlias = Literal["policies", "recordings", "statistics"]
-"""Tensors that a round has: of the policy that collected it, of what its optimisation did, see `RoundRecording`, and
-VecNormalize's statistics when it was collected.
-
-The policy with the number after the last round is the trained one.
-"""
 
 
 @dataclass(eq=False)
@@ -244,7 +229,7 @@ class RunDirectory:
             self.keep_rows(name, range(rounds + 1))
         remove_leftovers(self.path)
         remove_flags(self.path, after=rounds)
-        for folder in (*get_args(PerRound), *_FOLDERS):
+        for folder in (*get_args(PerRound), *FOLDERS):
             # The policy that collects the next round stays.
             remove_after(self.path / folder, rounds + (folder == "policies"))
 
@@ -254,7 +239,7 @@ class RunDirectory:
         (self.path / FLAGS).unlink(missing_ok=True)
         for name in get_args(Table):
             self._row_table(name).remove()
-        for name in (*get_args(PerRound), *_FOLDERS):
+        for name in (*get_args(PerRound), *FOLDERS):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def hold(self) -> None:
@@ -335,15 +320,10 @@ class RunDirectory:
         """Write one round's records, episodes or answers."""
         self._write(table, self.round_path(name, number))
 
-    def write_policy(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of the policy that collects round `number` (from 1); no two may share memory."""
+    def write_policy(self, number: int, tensors: Mapping[str, Tensor], *, name: RoundTensors = "policies") -> None:
+        """Write the tensors of the policy that collects round `number` (from 1), or others; no two may share memory."""
         self._prepare_writing()
-        write_tensor_file(self.round_path("policies", number), tensors, {})
-
-    def write_statistics(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write VecNormalize's statistics when round `number` had been collected."""
-        self._prepare_writing()
-        write_tensor_file(self.round_path("statistics", number), tensors, {})
+        write_tensor_file(self.round_path(name, number), tensors, {})
 
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet."""
@@ -366,30 +346,16 @@ class RunDirectory:
         """Read the records that were flagged on the run's page: `round`, `record_id` and `note`."""
         return read_flags(self.path)
 
-    def policy(self, number: int) -> dict[str, Tensor]:
-        """Read the policy that collected round `number`."""
-        path, every = self.round_path("policies", number), self.notes.get(POLICIES_EVERY, 1)
-        if every > 1 and not path.exists():
+    def policy(self, number: int, *, name: RoundTensors = "policies") -> dict[str, Tensor]:
+        """Read the policy that collected round `number`, or others of its tensors."""
+        path, every = self.round_path(name, number), self.notes.get(POLICIES_EVERY, 1)
+        if every > 1 and name == "policies" and not path.exists():
             raise RunDirectoryError(
                 f"{path} is not there: {self.path} keeps the policy of one round in {every}, to save space. Take "
                 f"one of the rounds {', '.join(map(str, self.rounds('policies')[:4]))}, ..."
             )
         self._check_exists(path)
         return read_tensor_file(path, RunDirectoryError)[1]
-
-    def statistics(self, number: int) -> dict[str, Tensor]:
-        """Read VecNormalize's statistics when round `number` had been collected; see `whence.sb3.load_statistics`."""
-        self._check_exists(path := self.round_path("statistics", number))
-        return read_tensor_file(path, RunDirectoryError)[1]
-
-    def reward_scale(self, number: int) -> float | None:
-        """Return what VecNormalize divided a round's rewards by, at the round's end; None if it did not.
-
-        An advantage, a value or a trained reward, times this, is in the environment's units.
-        """
-        metrics = self.table("metrics")
-        rows = metrics.filter(pl.col("round") == number) if "reward_scale" in metrics.columns else metrics.head(0)
-        return None if rows.is_empty() else rows["reward_scale"][0]
 
     def rounds(self, name: PerRound | RoundTensors = "records") -> list[int]:
         """List the rounds of which there are records, or other files."""

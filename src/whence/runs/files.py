@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import polars as pl
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,25 @@ from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, write_atomically
 from whence.runs.locks import LOCK, check_fork
+
+FOLDERS = [
+    *("policies", "recordings", "statistics", "checkpoints"),
+    *("model", "trl", "counterfactual", "interventions"),
+]
+"""What a run may hold besides tables of rounds."""
+
+Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
+"""Tables with one row a round. Timings have a table of their own, because only they differ between equal runs."""
+
+PerRound: TypeAlias = Literal["records", "episodes", "answers"]
+"""Tables that a round has one of. Answers to sample prompts follow a round; those of round 0 are the start model's."""
+
+RoundTensors: TypeAlias = Literal["policies", "recordings", "statistics"]
+"""Tensors that a round has: of the policy that collected it, of what its optimisation did, see `RoundRecording`, and
+VecNormalize's statistics when it was collected.
+
+The policy with the number after the last round is the trained one.
+"""
 
 
 def check_links(path: Path) -> None:

@@ -117,7 +117,7 @@ class TrainingRun(RunWriter):
         if (number - 1) % self.directory.notes.get(POLICIES_EVERY, 1) == 0:
             self.directory.write_policy(number, named_tensors(model.policy))
         if statistics:
-            self.directory.write_statistics(number, statistics)
+            self.directory.write_policy(number, statistics, name="statistics")
         self.directory.write_round("episodes", number, episodes)
         self.directory.write_round("records", number, records)  # last: a round with records is whole
 

@@ -151,7 +151,7 @@ def _list_statistics(env: VecNormalize | None) -> dict[str, Any]:
 
 
 def load_statistics(env: VecNormalize, tensors: Mapping[str, Tensor]) -> None:
-    """Set the statistics of VecNormalize to those of a round's file, `RunDirectory.statistics`."""
+    """Set the statistics of VecNormalize to those of a round, as `RunDirectory.policy` reads them."""
     for name, each in _list_statistics(env).items():
         each.mean, each.var = (tensors[f"{name}/{field}"].numpy().copy() for field in ("mean", "var"))
         each.count = float(tensors[f"{name}/count"])

@@ -111,5 +111,5 @@ def _normalise(run: RunDirectory, env: VecEnv, number: int) -> VecNormalize:
             f"{run.path} does not hold VecNormalize's statistics of round {number}: an older version made it. Train a "
             "round again, on with whence.sb3.resume(run, env)."
         )
-    load_statistics(normalised, run.statistics(stored[-1]))
+    load_statistics(normalised, run.policy(stored[-1], name="statistics"))
     return normalised

@@ -28,6 +28,8 @@ LENGTH = 20  # steps of an episode
 class Faulty(gym.Env[Any, Any]):
     """Random observations and rewards; one of them is replaced, in the step of this number."""
 
+    mended = False
+
     def __init__(self, fault: str = "", at: int = -1, value: float = math.nan, box: bool = False) -> None:
         self.observation_space = spaces.Box(-1, 1, (3,), np.float32)
         self.action_space = spaces.Box(-1, 1, (2,), np.float32) if box else spaces.Discrete(2)
@@ -46,7 +48,7 @@ class Faulty(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         reward = float(self.np_random.normal())
-        if self.fault == "reward" and self.count == self.at:
+        if self.fault == "reward" and self.count == self.at and not self.mended:
             reward = self.value
         self.count += 1
         self.step_in_episode += 1
@@ -98,7 +100,9 @@ def stop(model: Any, total: int = 192, **settings: Any) -> NonFinite:
 class TestRollouts:
     @pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_a_reward_is_named(self, algorithm: Any, value: float, tmp_path: Path) -> None:
+    def test_a_reward_is_named(
+        self, algorithm: Any, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         model = make(algorithm, Faulty("reward", 70, value))
         error = stop(model, run=tmp_path)
         assert str(error).startswith(f"Round 2: `reward` is {value} in record 70 (environment 0). Nothing was trained")
@@ -106,7 +110,8 @@ class TestRollouts:
         # The run can be read, and goes on from the end of the last whole round.
         run = RunDirectory.open(tmp_path)
         assert run.table("metrics")["round"].to_list() == [1]
-        again = make(algorithm)
+        monkeypatch.setattr(Faulty, "mended", True)
+        again = make(algorithm, Faulty("reward", 70, value))
         again.learn(192, callback=InfluenceCallback(KeepAll(), run=tmp_path))
         assert RunDirectory.open(tmp_path).table("metrics")["round"].to_list() == [1, 2, 3]
 

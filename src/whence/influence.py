@@ -12,7 +12,6 @@ import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 from torch import Tensor
 
 from whence.core import InvalidInfluence, to_numpy
@@ -27,6 +26,8 @@ def widen_errors(degrees: NDArray[np.float64] | float) -> NDArray[np.float64]:
 
     The number plus and minus two errors is then its 95% interval by Student's t, however few folds the error is over.
     """
+    from scipy.special import stdtrit  # loaded where it is used: a training without errors needs none
+
     return np.asarray(stdtrit(degrees, 0.975) / SIGNIFICANT)
 
 

@@ -100,7 +100,7 @@ def map_extremes(
         )
         placed = extremes.with_columns(turn=_translate(_MINIGRID_TURNS)).join(places, on="record_id", how="inner")
     name = env if isinstance(env, str) else run.config.get("env")
-    return GridMap(*layout, _count_arrows(placed, name if isinstance(name, str) else None))
+    return GridMap(*layout, _count_arrows(placed, name if isinstance(name, str) else None, run.config))
 
 
 def _translate(numbers: Mapping[int, int]) -> pl.Expr:
@@ -175,7 +175,7 @@ def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, env: AnyEnv) -> dic
     return poses
 
 
-def _count_arrows(placed: pl.DataFrame, env_id: str | None) -> pl.DataFrame:
+def _count_arrows(placed: pl.DataFrame, env_id: str | None, config: Mapping[str, Any]) -> pl.DataFrame:
     """Return the records by side, cell and action, those of most records first."""
     wrong = pl.col("mismatch").cast(pl.Float64).mean() if "mismatch" in placed.columns else pl.lit(None, pl.Float64)
     counted = placed.group_by("side", *_STATE).agg(
@@ -184,7 +184,7 @@ def _count_arrows(placed: pl.DataFrame, env_id: str | None) -> pl.DataFrame:
         praised=(pl.col("advantage") > 0).mean(),
         wrong=wrong,
     )
-    labels = action_labels(env_id)
+    labels = action_labels(env_id, config)
     names = [name_action(action, labels) for action in counted["action"].to_list()]
     ordered = counted.with_columns(pl.Series("action", names, dtype=pl.String))
     return ordered.sort("side", "count", *_STATE, descending=[True, True, False, False, False, False])

@@ -111,17 +111,17 @@ class ExploredRun:
     @property
     def labels(self) -> list[str] | None:
         """The names of the environment's discrete actions; None: unknown."""
-        return action_labels(self.env_name)
+        return action_labels(self.env_name, self.directory.config)
 
     @property
     def state_names(self) -> list[str] | None:
         """The names of the entries of the environment's observations; None: unknown."""
-        return state_names(self.env_name)
+        return state_names(self.env_name, self.directory.config)
 
     def name_command(self, command: str, options: str = "") -> str:
         """Return a command on this run, with the environment that has to be named where the run names none."""
         env = self.env if isinstance(self.env, str) else None
-        if env is None and not (self.is_language or self.env_name):
+        if env is None and not (self.is_language or self.env_name or self.directory.config.get("env_wrappers")):
             env = "MODULE:FUNCTION"
         words = ["whence", command, str(self.directory.path), options, f"--env {env}" if env else ""]
         return " ".join(filter(None, words))

@@ -196,7 +196,7 @@ def read_change(run: ExploredRun, row: Mapping[str, Any]) -> PolicyChange | None
     is_discrete = row.get("before") is not None
     if not is_discrete and row.get("mean_before") is None:
         return None
-    names = run.labels if is_discrete else box_action_labels(run.env_name)
+    names = run.labels if is_discrete else box_action_labels(run.env_name, run.directory.config)
     columns = ("before", "after") if is_discrete else ("mean_before", "mean_after", "std_before", "std_after")
     before, after, *spreads = (np.atleast_1d(np.asarray(row[name], float)).tolist() for name in columns)
     names = names if names and len(names) == len(before) else [f"action {at}" for at in range(len(before))]

@@ -153,7 +153,7 @@ def _find_group(directory: RunDirectory, number: int, scores: Influence, where: 
     """Return the ids of the records for which a condition holds, over columns, scores and axes of observations."""
     records = directory.round("records", number).drop("score", "error", "score_folds", "fold", strict=False)
     records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
-    axes = read_axes(records, experiments.state_names(directory.config.get("env")))
+    axes = read_axes(records, experiments.state_names(directory.config.get("env"), directory.config))
     plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
     try:

@@ -54,7 +54,7 @@ ReplayEnv: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--env",
-        help="The environment to play episodes in: an id, or module:Id. (default: the run's)",
+        help="The environment to play episodes in: an id, module:Id, or module:function. (default: the run's)",
         show_default=False,
     ),
 ]

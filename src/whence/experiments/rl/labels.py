@@ -5,31 +5,37 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 
-def action_labels(env_id: str | None) -> list[str] | None:
+def action_labels(env_id: str | None, config: Mapping[str, Any] | None = None) -> list[str] | None:
     """Return the names of an environment's discrete actions, in their order; None if they are not known.
 
     Args:
         env_id: a Gymnasium id such as LunarLander-v3, also as module:Id; None: not known.
+        config: a run's configuration, whose own `names` come first.
     """
-    return _find_names(env_id, "actions")
+    return _find_names(env_id, "actions", config or {})
 
 
-def box_action_labels(env_id: str | None) -> list[str] | None:
+def box_action_labels(env_id: str | None, config: Mapping[str, Any] | None = None) -> list[str] | None:
     """Return the names of the axes of an environment's continuous actions; None if they are not known."""
-    return _find_names(env_id, "box_actions")
+    return _find_names(env_id, "box_actions", config or {})
 
 
-def state_names(env_id: str | None) -> list[str] | None:
+def state_names(env_id: str | None, config: Mapping[str, Any] | None = None) -> list[str] | None:
     """Return the names of the axes of an environment's observations; None if they are not known.
 
     They hold for the environment's own observations: check their number before using them.
     """
-    return _find_names(env_id, "state")
+    return _find_names(env_id, "state", config or {})
 
 
-def _find_names(env_id: object, kind: str) -> list[str] | None:
+def _find_names(env_id: object, kind: str, config: Mapping[str, Any]) -> list[str] | None:
+    names, is_box = config.get("names") or {}, (config.get("action_space") or {}).get("type") == "Box"
+    stored = names.get("observations" if kind == "state" else "actions")
+    if stored and (kind == "state" or is_box == (kind == "box_actions")):
+        return list(stored)
     if not isinstance(env_id, str):
         return None
     # "gymnasium.envs.box2d:LunarLander-v3", "ALE/Pong-v5" and "LunarLander-v3" all name an environment by their end.

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import (
@@ -28,7 +27,6 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import ReplayError
-from whence.sb3.base.stored_spaces import describe_space, make_space
 
 Part: TypeAlias = Mapping[str, Any]
 """An environment or a wrapper in JSON types: its `class` ("module:name"), `kwargs`, the names of arguments that are
@@ -122,7 +120,7 @@ def encode(value: Any) -> Any:
     """Return a value in JSON types, of which `decode` makes it again.
 
     Raises:
-        ValueError: it is no plain value, array, space, nor a class or function that a module holds by its name.
+        ValueError: it is no plain value or array, nor a class or function that a module holds by its name.
     """
     match value:
         case None | bool() | int() | str():
@@ -139,8 +137,6 @@ def encode(value: Any) -> Any:
             return {"dict": {key: encode(entry) for key, entry in value.items()}}
         case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
             return {"array": encode(value.tolist()), "dtype": str(value.dtype)}
-        case spaces.Space() if (described := describe_space(value)) is not None:
-            return {"space": encode(described)}
     name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', getattr(value, '__name__', None))}"
     with suppress(ImportError, AttributeError):
         if find_object(name) is value:
@@ -162,8 +158,6 @@ def decode(value: Any, *, finds: bool = True) -> Any:
             return {key: read(entry) for key, entry in entries.items()}
         case {"array": entries, "dtype": dtype}:
             return np.array(read(entries), dtype=dtype)[()]
-        case {"space": described}:
-            return make_space(read(described))
         case {"object": name} if finds:
             return find_object(name)
     return value

@@ -43,11 +43,11 @@ def measure_setting(env: str, n_envs: int, rounds: tuple[int, ...], rollouts: in
     for number in rounds:
         model.learn((number - trained) * 2048, reset_num_timesteps=trained == 0)
         trained = number
-        drawn = [score_rollout(model, seed) for seed in range(rollouts)]
-        noise = [share for _, share in drawn]
+        rollout_scores = [score_rollout(model, seed) for seed in range(rollouts)]
+        noise = [share for _, share in rollout_scores]
         about = {"env": env, "round": number, "noise": np.mean(noise), "noise_sd": np.std(noise)}
         about |= {"noise_q95": np.quantile(noise, 0.95)}
-        rows += [about | row for row in cover_groups([scored for scored, _ in drawn])]
+        rows += [about | row for row in cover_groups([scored for scored, _ in rollout_scores])]
         print(json.dumps(round_numbers(rows[-4:]), default=float), flush=True)
     return rows
 
@@ -83,17 +83,17 @@ def cover_groups(rollouts: list[pl.DataFrame]) -> Iterator[dict[str, Any]]:
             rollouts=pl.len().over("group"),
         )
         groups = groups.filter(pl.col("rollouts") >= len(rollouts) // 2, pl.col("records") > 1)
-        known = groups.filter(pl.col("error").is_not_null())
-        missed, margin = (known["mean"] - known["truth"]).abs(), SIGNIFICANT * known["error"]
-        is_wrong = (known["mean"].abs() > margin) & (known["mean"].sign() != known["truth"].sign())
+        judged = groups.filter(pl.col("error").is_not_null())
+        missed, margin = (judged["mean"] - judged["truth"]).abs(), SIGNIFICANT * judged["error"]
+        is_wrong = (judged["mean"].abs() > margin) & (judged["mean"].sign() != judged["truth"].sign())
         yield {
             "by": by,
             "groups": groups["group"].n_unique(),
             "covered": (missed <= margin).mean(),
-            "independent": (missed <= SIGNIFICANT * known["independent"]).mean(),
+            "independent": (missed <= SIGNIFICANT * judged["independent"]).mean(),
             "wrong_sign": is_wrong.mean(),
-            "known": len(known) / len(groups),
-            "ratio": (known["independent"] / known["spread"]).median(),
+            "known": len(judged) / len(groups),
+            "ratio": (judged["independent"] / judged["spread"]).median(),
         }
 
 

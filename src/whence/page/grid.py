@@ -288,9 +288,9 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
         WhenceError: no column or more than two are named, or the records cannot be grouped by one.
     """
     records = run.round(number)
-    known = [entry["key"] for entry in list_pivots(run, records)]
-    if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*known}:
-        raise WhenceError(f"Records are grouped by {', '.join(by)[:80]}; one or two of {', '.join(known)} are needed.")
+    keys = [entry["key"] for entry in list_pivots(run, records)]
+    if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*keys}:
+        raise WhenceError(f"Records are grouped by {', '.join(by)[:80]}; one or two of {', '.join(keys)} are needed.")
     table = group_scores(records.table, by, labels=run.labels, names=run.name_axes(number))
     places: list[dict[Any, int]] = []
     for name, column in zip(by, ("group", "across"), strict=False):

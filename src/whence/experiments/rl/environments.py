@@ -90,8 +90,8 @@ def make_env(
     """
     module, _, attribute = name.rpartition(":")
     try:
-        known = find_object(module) if module else None
-        create = None if attribute in gym.registry else getattr(known, attribute, None)
+        definitions = find_object(module) if module else None
+        create = None if attribute in gym.registry else getattr(definitions, attribute, None)
         if create is not None:
             env = create(**kwargs, **select_options(create, options))
         else:

@@ -110,7 +110,7 @@ def test_raw_observations_and_statistics_give_back_what_was_normalised(kind: str
     run, _, model = learn(KINDS[kind](), tmp_path / "run")
     table, env = run.round("records", 2), model.get_vec_normalize_env()
     name = ".place" if kind == "dict" else ""
-    raw, seen = (np.stack(table[prefix + name].to_numpy()) for prefix in ("raw_observation", "observation"))
+    raw, normalised = (np.stack(table[prefix + name].to_numpy()) for prefix in ("raw_observation", "observation"))
     assert (raw[:, -2] == np.where(table["action"] == 1, -1, 1) + table["info.place"].to_numpy()).all()
     assert (raw[:, -1] == table["step"].to_numpy()).all()
     if kind == "dict":
@@ -121,7 +121,7 @@ def test_raw_observations_and_statistics_give_back_what_was_normalised(kind: str
     assert read_reward_scale(run, 2) == np.sqrt(env.ret_rms.var + env.epsilon)
     # The statistics have moved since the first steps, and are those of the last one before its own observation.
     again = other.normalize_obs({"place": raw} if name else raw)
-    assert np.abs((again["place"] if name else again) - seen)[-1].max() < 0.05
+    assert np.abs((again["place"] if name else again) - normalised)[-1].max() < 0.05
 
 
 def test_without_normalisation_nothing_is_stored_twice(tmp_path: Path) -> None:

@@ -33,9 +33,6 @@ MEMORIES = 24
 QUIET_SECONDS = 600.0
 """A run whose number of rounds is not planned counts as finished once no round of it came for so long."""
 
-LINKED = 200
-"""Records of a finding that the page links at most."""
-
 LOCK = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
 
@@ -149,14 +146,6 @@ class ExploredRun:
         """Return the names of the observation's entries if there is one for each."""
         names = self.state_names
         return names if names and len(names) == len(read_axes(self.round(number).table, most=len(names))) else None
-
-    def list_findings(self) -> list[dict[str, Any]]:
-        """Return what stands out in the run in JSON types, the surest first; nothing of a language model's.
-
-        Returns:
-            `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids) and `total`, their number.
-        """
-        return []
 
     @cached_property
     def _has_map(self) -> bool:

@@ -222,18 +222,18 @@
   // The columns by which groups are made stay from round to round.
   let by = ["action", "region"];
   async function showGroups(mine) {
-    const known = shown.groupings ?? [];
-    at("groups").hidden = !known.length;
-    if (!known.length) return at("groups-body").replaceChildren();
-    const keys = known.map(({ key }) => key);
+    const groupings = shown.groupings ?? [];
+    at("groups").hidden = !groupings.length;
+    if (!groupings.length) return at("groups-body").replaceChildren();
+    const keys = groupings.map(({ key }) => key);
     const [first] = [by[0], ...keys].filter((key) => keys.includes(key));
     const second = by[1] === "" ? "" : [by[1], ...keys].find((key) => keys.includes(key) && key !== first) ?? "";
-    const options = (but) => known.filter(({ key }) => key !== but).map(({ key, name }) => element("option", { value: key }, name));
+    const options = (but) => groupings.filter(({ key }) => key !== but).map(({ key, name }) => element("option", { value: key }, name));
     at("groups-by").replaceChildren(...options(null));
     at("groups-across").replaceChildren(element("option", { value: "" }, "nothing else"), ...options(first));
     [at("groups-by").value, at("groups-across").value] = [first, second];
     const chosenBy = [first, second].filter(Boolean);
-    const names = chosenBy.map((key) => known.find((one) => one.key === key).name);
+    const names = chosenBy.map((key) => groupings.find((one) => one.key === key).name);
     const { run: runIndex, round } = chosen;
     try {
       const pivot = await source.loadPivot(runIndex, round, chosenBy);
@@ -253,35 +253,6 @@
       by = [at("groups-by").value, at("groups-across").value];
       showGroups(turn);
     });
-  }
-
-  // What stands out: the page opens with the round of the first finding, unless the reader went elsewhere meanwhile.
-  async function showFindings(mayOpen) {
-    const runIndex = chosen.run;
-    let found;
-    try {
-      found = await source.loadFindings(runIndex);
-    } catch {
-      return at("findings-status").replaceChildren();
-    }
-    if (runIndex !== chosen.run) return;
-    const list = found.findings ?? [];
-    at("findings").hidden = at("findings-link").hidden = language;
-    at("findings-status").textContent = list.length ? "" : "Nothing stands out in this run's records.";
-    at("findings-list").replaceChildren(...Whence.lists.findings(list, async ({ round, records, total, title }) => {
-      if (round !== chosen.round) {
-        chosen = { ...chosen, round, record: null, otherRound: null };
-        writeLink();
-        await show();
-      }
-      if (!records?.length) return;
-      grid.pick({ ids: records, words: `${title}${total > records.length ? ` (the first ${records.length})` : ""}` });
-      at("grid-part").scrollIntoView();
-    }));
-    if (list.length && mayOpen() && found.opens?.round !== chosen.round && run().rounds.includes(found.opens?.round)) {
-      run().opens = found.opens;
-      choose({ round: found.opens.round });
-    }
   }
 
   function choose(changes) {
@@ -306,7 +277,6 @@
   runSelect.addEventListener("change", () => {
     const index = Number(runSelect.value);
     choose({ run: index, otherRound: null, other: chosen.other === index ? null : chosen.other });
-    showFindings(() => false);
   });
   otherSelect.addEventListener("change", () => choose({ other: otherSelect.value === "" ? null : Number(otherSelect.value), otherRound: null }));
 
@@ -357,19 +327,11 @@
 
   if (language) at("record-words").textContent = "one response of the model";
   listRuns();
-  follow().then(async (followed) => {
-    if (!followed) {
-      const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
-      chosen.run = Math.max(0, scored);
-      if (!source.served) await showFindings(() => false);
-      await show();
-    }
-    const start = chosen;
-    if (!language && (followed || source.served)) {
-      at("findings").hidden = at("findings-link").hidden = false;
-      if (source.served) at("findings-status").textContent = "Looking for what stands out …";
-      showFindings(() => !followed && chosen === start);
-    }
+  follow().then((followed) => {
+    if (followed) return;
+    const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
+    chosen.run = Math.max(0, scored);
+    show();
   });
   if (source.served && page.runs.some(({ finished }) => !finished)) setTimeout(poll, POLL);
 })();

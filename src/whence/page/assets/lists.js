@@ -1,4 +1,4 @@
-// Lists: what stands out in a run; of a round its moments, its groups, the states that it changed the most.
+// Lists of a round: its moments, its groups, the states that it changed the most.
 Whence.lists = (() => {
   "use strict";
 
@@ -84,16 +84,6 @@ Whence.lists = (() => {
     return element("table", { class: "pivot" }, head([headings.join(" \\ "), ...columns]), element("tbody", {}, ...body));
   }
 
-  // What stands out in the run, the surest first. `onOpen(finding)` shows its round and its records.
-  function findings(list, onOpen) {
-    return list.map((finding) => element("li", {},
-      element("h3", {}, finding.title),
-      finding.evidence ? element("p", {}, ...Whence.withCode(finding.evidence)) : null,
-      finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
-      isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(finding) },
-        finding.total ? `Show ${finding.total === 1 ? "the record" : `${number(finding.total)} records`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null));
-  }
-
   async function changed(list, { run, round, onOpen, actions }) {
     const rows = await Promise.all(list.map(async (change) => {
       const can = await Whence.source.canOpen(run, round, change.record).catch(() => false);
@@ -115,5 +105,5 @@ Whence.lists = (() => {
       ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), " ", ...Whence.withCode(text))));
   }
 
-  return { moments, pivot, findings, changed, trust };
+  return { moments, pivot, changed, trust };
 })();

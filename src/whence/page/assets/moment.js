@@ -344,8 +344,8 @@ Whence.moment = (() => {
     const list = entries(detail.state);
     const rest = detail.state_size > detail.state.length ? ` first ${detail.state.length} of ${number(detail.state_size)}` : ` ${detail.state.length}`;
     const shown = detail.state.length <= 24 ? list : element("details", {}, element("summary", {}, `The${rest} entries of the observation`), list);
-    const seen = detail.normalised?.length ? element("details", {}, element("summary", {}, "The same as the policy saw it, normalised"), entries(detail.normalised)) : null;
-    return part("The state the agent was in", null, shown, seen);
+    const normalised = detail.normalised?.length ? element("details", {}, element("summary", {}, "The same as the policy saw it, normalised"), entries(detail.normalised)) : null;
+    return part("The state the agent was in", null, shown, normalised);
   }
 
   const entries = (list) => element("dl", { class: "state" }, ...list.map(({ name, value }) =>

@@ -13,7 +13,7 @@ from test_episode_replay import Jittery, check_all, learn
 from whence import ReplayError, replay_episode
 from whence.core import WhenceError
 from whence.diagnosis import play_episode
-from whence.experiments import estimate_advantages, load_round, make_lockstep
+from whence.experiments import estimate_advantages, load_round, make_lockstep, measure_returns
 from whence.sb3 import RecordResets, read_episode
 
 
@@ -196,13 +196,20 @@ def test_continuations_see_normalised_stacks_and_measure_the_environments_reward
     envs = make_lockstep(normalised, None, 1, 2)
     stored = read_episode(normalised, records["episode_id"][8])
     envs.unwrapped.state = stored.generator_state
-    seen = [envs.reset()[0], *(envs.step([action])[0][0] for action in stored.records["action"][:2])]
+    observations, stacks = [envs.reset()[0]], [envs.get_original_obs()[0]]
+    for action in stored.records["action"][:2]:
+        observations.append(envs.step([action])[0][0])
+        stacks.append(envs.get_original_obs()[0])
     # The round's last statistics stand in for those of each step.
-    np.testing.assert_allclose(seen, stored.records["observation"].to_numpy()[:3], atol=0.3)
-    assert all((seen[0][:4] == seen[1][:4], (seen[0][4:] == seen[1][2:4])) for _ in [0])
+    np.testing.assert_allclose(observations, stored.records["observation"].to_numpy()[:3], atol=0.3)
+    np.testing.assert_array_equal(stacks, stored.records["raw_observation"].to_numpy()[:3])
+    assert (stacks[2][:2] == stacks[0][4:]).all()
 
 
 def test_an_episode_is_played_now_and_policies_are_tested_behind_the_wrappers(normalised):
+    model, _ = load_round(normalised, 2)
+    with measure_returns(normalised, model, 2, episodes=2, seed=0) as measure:
+        assert measure({}, 0) == 40
     played = play_episode(normalised, seed=1)
     assert len(played) == 4
     assert played.records.observations.shape == (4, 6)

@@ -31,8 +31,8 @@ def two_process_run(tmp_path_factory):
 
 @pytest.mark.long
 def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
-    found = json.loads((run_twice("trl_processes.py", tmp_path) / "groups.json").read_text())
-    for steps in found.values():
+    groups = json.loads((run_twice("trl_processes.py", tmp_path) / "groups.json").read_text())
+    for steps in groups.values():
         for step, in_step in zip(steps, (False, True), strict=True):
             assert step["in_step"] == in_step
             assert [at for at, kept in enumerate(step["kept"]) if kept] == KEPT

@@ -144,8 +144,8 @@ class TestGroups:
         cells = group_scores(table, ("action", "end"), labels=["left", "right"])
         assert cells.select("group", "across", "records", "mean").rows() == [
             ("right", "terminated", 1, -9.0),
-            ("right", "goes on", 3, pytest.approx(-8 / 3)),
-            ("left", "goes on", 5, -0.8),
+            ("right", "not the last step", 3, pytest.approx(-8 / 3)),
+            ("left", "not the last step", 5, -0.8),
             ("right", "truncated", 1, -0.5),
         ]
         sizes = dict(group_scores(table, "info.x").select("group", "records").iter_rows())

@@ -34,7 +34,7 @@ class Server:
         self.started.set()
 
     @property
-    def own(self):
+    def page_headers(self):
         """What the page's own script sends when it writes."""
         return {"Origin": f"http://127.0.0.1:{self.port}", "Content_Type": "application/json"}
 
@@ -274,7 +274,7 @@ class TestRefusals:
     @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
     def test_methods_that_write(self, server, method):
         assert server.status("/api/page", method) == 403
-        response, _ = server.request("/api/page", method, **server.own)
+        response, _ = server.request("/api/page", method, **server.page_headers)
         assert response.status == 405
         assert {*response.getheader("allow").split(", ")} == {"GET", "HEAD"}
         assert response.getheader("access-control-allow-origin") is None
@@ -286,18 +286,18 @@ class TestRefusals:
             {"Content_Type": "text/plain"},
             {"Sec_Fetch_Site": "cross-site"},
         ):
-            assert server.status(address, "PUT", body=note, **server.own | change) == 403
+            assert server.status(address, "PUT", body=note, **server.page_headers | change) == 403
         assert not (path / "lake" / "flags.parquet").exists()
         for body, status in ((b"{}", 400), (b"[", 400), (b'{"note": 1}', 400), (b" " * 9000, 413), (note, 200)):
-            assert server.status(address, "PUT", body=body, **server.own) == status
-        assert server.status(address.replace("17", "999"), "PUT", body=note, **server.own) == 404
+            assert server.status(address, "PUT", body=body, **server.page_headers) == status
+        assert server.status(address.replace("17", "999"), "PUT", body=note, **server.page_headers) == 404
         flags = RunDirectory.open(path / "lake").flags()
         assert flags.rows() == [(1, 17, HOSTILE)]
         assert FromMask(path / "lake").ids == (17,)
         assert server.get("/api/runs/0/rounds/1/records/17")["flag"] == HOSTILE
         (row,) = server.get("/api/runs/0/rounds/1/records?only=flagged")["data"]
         assert (row["record_id"], row["flag"]) == (17, f"⚑ {HOSTILE}")
-        assert server.status(address, "PUT", body=b'{"note": null}', **server.own) == 200
+        assert server.status(address, "PUT", body=b'{"note": null}', **server.page_headers) == 200
         assert RunDirectory.open(path / "lake").flags().is_empty()
 
     def test_head(self, server):

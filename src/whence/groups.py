@@ -18,7 +18,7 @@ FEW = 8
 """Up to so many distinct values are a group each."""
 
 LEAST_CLUSTERS = 3
-"""Independent sets of episodes that the error of a group needs; of a group that fewer fill, no error can be told."""
+"""Independent sets of episodes that a group needs to have an error."""
 
 MOST_AXES = 256
 """Observations of more entries, such as images, have no regions."""
@@ -28,7 +28,7 @@ _ONE_EACH = ("action", "region", "reward", "step", "env_index", "keep", "end")
 
 
 def list_groupings(records: pl.DataFrame) -> list[str]:
-    """Return by what a round's records can be grouped, so that there are several groups: columns, and "region"."""
+    """Return the columns, and "region", that divide a round's records into several groups."""
     columns = [name for name in records.columns if name.startswith("info.")]
     return [
         by
@@ -257,5 +257,5 @@ _BINS: Mapping[str, Callable[[pl.Series], Bins]] = {
     "reward": _bin_rewards,
     "env_index": lambda column: _bin_distinct(column, lambda env: f"environment {env}"),
     "keep": lambda column: _bin_distinct(column, lambda keep: "trained" if keep else "dropped"),
-    "end": lambda column: _bin_distinct(column, str, "goes on"),
+    "end": lambda column: _bin_distinct(column, str, "not the last step"),
 }

@@ -18,7 +18,7 @@ from whence.core import InvalidInfluence, to_numpy
 from whence.runs import parse_document, read_tensor_file, write_tensor_file
 
 SIGNIFICANT = 2.0
-"""A number is told from 0 if it is further from it than so many of its errors: 5% of those of mean 0 are by chance."""
+"""A number differs from 0 if it is more than this many of its errors away. By chance, 5% of those of mean 0 do."""
 
 
 def widen_errors(degrees: NDArray[np.float64] | float) -> NDArray[np.float64]:

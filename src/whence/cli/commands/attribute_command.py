@@ -89,7 +89,9 @@ def attribute(
         console.print(make_table(title, [*columns, "score"], rows))
     if influence.errors is not None:
         share = float(influence.is_significant().double().mean())
-        print_line(f"Two errors (±) are a 95% interval. ?: cannot be told from 0; {share:.0%} of all scores can.")
+        print_line(
+            f"Two errors (±) are a 95% interval. ?: no measurable difference from 0; {share:.0%} of all scores have one."
+        )
     if out is not None:
         print_line(f"All scores: {out}")
 

@@ -117,7 +117,7 @@ def _describe_call(create: Any, kwargs: Mapping[str, Any], lost: Sequence[str] =
 
 
 def encode(value: Any) -> Any:
-    """Return a value in JSON types, of which `decode` makes it again.
+    """Return a value in JSON types, from which `decode` makes it again.
 
     Raises:
         ValueError: it is no plain value or array, nor a class or function that a module holds by its name.
@@ -145,7 +145,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, *, finds: bool = True) -> Any:
-    """Return the value of which `encode` made these JSON types; unless `finds`, no module is imported."""
+    """Return the value that `encode` put into JSON types; unless `finds`, no module is imported."""
     read = partial(decode, finds=finds)
     match value:
         case list():
@@ -184,7 +184,7 @@ def select_options(create: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_parts(parts: Sequence[Part], **options: Any) -> gym.Env[Any, Any]:
-    """Return the environment of which `describe_parts` returned the parts, made with options as far as it takes them.
+    """Make an environment from the parts that `describe_parts` returned, with the options that it takes.
 
     Raises:
         ReplayError: a part cannot be made again; the message names it.

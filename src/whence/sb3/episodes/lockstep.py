@@ -26,7 +26,7 @@ _WATCHERS = "VecMonitor", "VecCheckNan", "VecVideoRecorder"
 
 
 class LockstepEnvs(DummyVecEnv):
-    """Environments that all begin in one stored state; one whose episode has ended stands still.
+    """Environments that all begin in one stored state, each of which stands still once its episode has ended.
 
     Wrappers around them never see an episode end, so that what they show of its last state is of its own frames.
 
@@ -47,7 +47,7 @@ class LockstepEnvs(DummyVecEnv):
 
     @property
     def alive(self) -> NDArray[np.int64]:
-        """The indices of the environments whose episodes go on."""
+        """The indices of the environments with an unfinished episode."""
         return np.flatnonzero(~(self.terminated | self.truncated))
 
     def read_masks(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -64,7 +64,7 @@ class LockstepEnvs(DummyVecEnv):
         return self._obs_from_buf()
 
     def step_wait(self) -> VecEnvStepReturn:
-        """Step those whose episodes go on; the others' rewards are 0."""
+        """Step the environments with an unfinished episode; the rewards of the others are 0."""
         rewards = np.zeros(self.num_envs)
         for index in self.alive:
             observation, reward, ends, is_cut, _ = self.worlds[index].step(self.actions[index])

@@ -89,9 +89,7 @@ def attribute(
         console.print(make_table(title, [*columns, "score"], rows))
     if influence.errors is not None:
         share = float(influence.is_significant().double().mean())
-        print_line(
-            f"Two errors (±) are a 95% interval. ?: no measurable difference from 0; {share:.0%} of all scores have one."
-        )
+        print_line(f"Two errors (±) are a 95% interval. ?: no measurable difference from 0 ({share:.0%} have one).")
     if out is not None:
         print_line(f"All scores: {out}")
 

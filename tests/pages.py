@@ -168,6 +168,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
     ]
     names = [f"{name}{text}" for name in ACTIONS]
     crossed = [[0, 0, 60, -0.15, 0.01, True], [0, 1, 9, 0.1, 0.2, False], [1, 1, 60, 0.05, 0.01, True]]
+    crossed.append([2, 0, 1, 0.3, None, None])  # too few episodes for an error
     single = [[place, 0, 60, 0.1 * place - 0.15, 0.01, place != 1] for place in range(4)]
     pivots = {
         "action\nregion": {"rows": names, "columns": [f"x < 1{text}", "x ≥ 1"], "cells": crossed},

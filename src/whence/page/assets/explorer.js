@@ -67,7 +67,7 @@
     if (!worst) return ["No record of this round scored below 0."];
     const where = Whence.place(worst);
     const what = language ? `record ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
-    const sure = worst.significant === false ? " That is within two errors, so it cannot be told from 0." : worst.significant ? " That is beyond two errors: not by chance alone." : "";
+    const sure = worst.significant === false ? " That is within two errors: no measurable difference from 0." : worst.significant ? " That is beyond two errors; of so many records, the surest may be so by chance." : "";
     return [element("b", {}, "The surest harmful moment"), ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
   }
 

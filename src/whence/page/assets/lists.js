@@ -59,6 +59,9 @@ Whence.lists = (() => {
     const pick = (cell, label, ...content) => element("button", { type: "button", "aria-label": label, onclick: () => onPick(columns ? [rows[cell[0]], columns[cell[1]]] : [rows[cell[0]]]) }, ...content);
     const say = ([, , records, mean, error]) => `${withError(mean, error)}, ${number(records)} ${records === 1 ? "record" : "records"}`;
     const reach = Math.max(...cells.map(([, , , mean, error]) => Math.abs(mean ?? 0) + (columns ? 0 : error ?? 0))) || 1;
+    // A group of too few episodes has no error, and says as little as one within two errors.
+    const hasErrors = cells.some(([, , , , , differs]) => typeof differs === "boolean");
+    const isUnsure = (differs) => hasErrors && !differs;
     const head = (texts) => element("thead", {}, element("tr", {}, ...texts.map((text) => element("th", { scope: "col" }, text))));
     if (!columns) {
       const ordered = [...cells].sort((one, other) => one[3] - other[3]);
@@ -68,7 +71,7 @@ Whence.lists = (() => {
         const track = element("span", { class: "track", "aria-hidden": "true" },
           element("span", { class: `bar ${mean < 0 ? "low" : "high"}`, style: `left:${Math.min(50, end)}%;width:${Math.abs(end - 50)}%` }),
           element("span", { class: "whisker", style: `left:${end - half}%;width:${2 * half}%` }));
-        return element("tr", { class: differs === false ? "unsure" : null }, element("th", { scope: "row" }, pick(cell, `${rows[row]}: ${say(cell)}`, rows[row])),
+        return element("tr", { class: isUnsure(differs) ? "unsure" : null }, element("th", { scope: "row" }, pick(cell, `${rows[row]}: ${say(cell)}`, rows[row])),
           element("td", { class: "wide" }, track), element("td", {}, withError(mean, error)), element("td", {}, number(records)));
       })));
     }
@@ -78,8 +81,8 @@ Whence.lists = (() => {
       const cell = at.get(`${row}/${column}`);
       if (!cell) return element("td", { class: "none" }, "–");
       const [, , records, mean, error, differs] = cell;
-      const tone = differs === false ? "" : `--tone:${colours[Whence.level(mean, reach)]}`;
-      return element("td", { class: differs === false ? "unsure" : null, style: tone }, pick(cell, `${name}, ${other}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
+      const tone = isUnsure(differs) ? "" : `--tone:${colours[Whence.level(mean, reach)]}`;
+      return element("td", { class: isUnsure(differs) ? "unsure" : null, style: tone }, pick(cell, `${name}, ${other}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
     })));
     return element("table", { class: "pivot" }, head([headings.join(" \\ "), ...columns]), element("tbody", {}, ...body));
   }

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from test_llm_trainer import make_model, make_tokenizer
 from whence.core import InvalidRecords, WhenceError
-from whence.llm import ValidationLoss, language_view
+from whence.llm import PPOConfig, ValidationLoss, language_view
 from whence.llm.text import encode_demonstrations
+from whence.llm.text.prompts import tokenize_prompts
 
 ROWS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "cde", "completion": "a"}]
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}j{% endif %}"
@@ -17,6 +19,19 @@ def test_prompts_stand_left_and_responses_right():
     assert ids.tolist() == [[0, 2, 3, 4, 4, 1], [4, 5, 6, 2, 1, 0]]
     assert attended.tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]
     assert mask.tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_an_end_that_a_tokenizer_appends_ends_no_prompt():
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    assert tokenizer("ab")["input_ids"] == [2, 3, 1]
+    rows = [*ROWS, {"prompt": "ab</s>", "completion": "cc</s>"}]
+    assert (
+        encode_demonstrations(ROWS, tokenizer)[0].tolist() == encode_demonstrations(ROWS, make_tokenizer())[0].tolist()
+    )
+    assert encode_demonstrations(rows, tokenizer)[0][2].tolist() == [2, 3, 1, 4, 4, 1]
+    config = PPOConfig("unused", max_new_tokens=2)
+    assert tokenize_prompts(tokenizer, ["ab", "ab</s>"], config, None) == [[2, 3], [2, 3, 1]]
 
 
 def test_the_target_is_minus_the_loss_of_supervised_training():
@@ -40,6 +55,11 @@ def test_a_chat_goes_through_its_template():
     ids, _, mask = encode_demonstrations([row], tokenizer)
     assert ids.tolist() == [[2, 3, 11, 4, 4]]
     assert mask.tolist() == [[True, True]]
+    tokenizer.chat_template = "{% if brief %}i{% endif %}" + CHAT
+    ids, _, _ = encode_demonstrations([row], tokenizer, chat_template_kwargs={"brief": True})
+    config = PPOConfig("unused", max_new_tokens=2, chat_template_kwargs={"brief": True})
+    assert ids.tolist() == [[10, 2, 3, 11, 4, 4]]
+    assert tokenize_prompts(tokenizer, [row["prompt"]], config, None) == [[10, 2, 3, 11]]
     row["completion"][0]["content"] = "cc"
     with pytest.raises(WhenceError, match="does not begin with its prompt"):
         encode_demonstrations([row], tokenizer)

@@ -36,6 +36,7 @@ class PPOConfig:
         horizon: rows over which the weight is steered.
         max_new_tokens: the most tokens of a response.
         max_prompt_length: the most tokens of a prompt; longer ones are refused. None: what the model's context leaves.
+        chat_template_kwargs: further arguments of the tokenizer's chat template for prompts that are chats.
         temperature: sampling temperature; the policy that trains is the one at this temperature.
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that hold this much probability.
@@ -73,6 +74,7 @@ class PPOConfig:
     horizon: Count = 10_000
     max_new_tokens: Count = 32
     max_prompt_length: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     temperature: Positive = 1.0
     top_k: Natural = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -249,7 +249,15 @@ class ValidationLoss(_MeanTarget):
         super().__init__(rows, batch_size)
 
     @classmethod
-    def of(cls, dataset: Any, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 16) -> Self:
+    def of(
+        cls,
+        dataset: Any,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        batch_size: int = 16,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Return the target for demonstrations in the form of TRL's data sets.
 
         Args:
@@ -257,12 +265,14 @@ class ValidationLoss(_MeanTarget):
             tokenizer: the model's tokenizer.
             max_length: the most tokens of a demonstration; longer ones are cut at the end. None: no limit.
             batch_size: the most demonstrations in one pass.
+            chat_template_kwargs: further arguments of the chat template, as TRL's setting of that name.
 
         Raises:
             WhenceError: the data set has other columns.
             InvalidRecords: not a single response token.
         """
-        return cls(*encode_demonstrations(dataset, tokenizer, max_length), batch_size=batch_size)
+        rows = encode_demonstrations(dataset, tokenizer, max_length, chat_template_kwargs)
+        return cls(*rows, batch_size=batch_size)
 
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         return _mask_log_probs(outputs, rows).sum(dim=1)

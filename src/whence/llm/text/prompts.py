@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from whence.core import WhenceError
@@ -39,9 +40,9 @@ def tokenize_prompts(
     rows = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            ids = list(tokenizer(prompt)["input_ids"])
+            ids = _encode(tokenizer, prompt)
         else:
-            ids = list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+            ids = _encode_chat(tokenizer, prompt, config.chat_template_kwargs, add_generation_prompt=True)
         if not 1 <= len(ids) <= longest:
             raise WhenceError(
                 f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed: the model reads {context} "
@@ -50,6 +51,21 @@ def tokenize_prompts(
             )
         rows.append(ids)
     return rows
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """Return a text's tokens without the end-of-text token that some tokenizers append, which would end the row."""
+    end = tokenizer.eos_token_id
+    ids, plain = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    appended, written = (len(list(takewhile(lambda token: token == end, reversed(each)))) for each in (ids, plain))
+    return ids[: len(ids) - max(0, appended - written)]
+
+
+def _encode_chat(
+    tokenizer: Any, messages: Sequence[Any], settings: Mapping[str, Any] | None, *, add_generation_prompt: bool
+) -> list[int]:
+    prompt = {"add_generation_prompt": add_generation_prompt, "return_dict": True}
+    return list(tokenizer.apply_chat_template(messages, **{**(settings or {}), **prompt})["input_ids"])
 
 
 def context_length(model: Any) -> int | None:
@@ -122,14 +138,20 @@ def list_columns(dataset: Any) -> list[str]:
     return [name for name in names if name != "prompt"]
 
 
-def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None = None) -> TokenRows:
+def encode_demonstrations(
+    dataset: Any,
+    tokenizer: Any,
+    max_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> TokenRows:
     """Return the tokens of demonstrations.
 
     Args:
         dataset: rows with "prompt" and "completion", texts or messages of a chat, as in TRL's data sets; completions
-            that are texts get an end-of-text token.
+            that are texts get an end-of-text token, if they do not end in one.
         tokenizer: the model's tokenizer.
         max_length: the most tokens of a demonstration; longer ones are cut at the end. None: no limit.
+        chat_template_kwargs: further arguments of the chat template.
 
     Raises:
         WhenceError: there are no rows, or other columns; or the chat template does not put the completion after the
@@ -139,7 +161,7 @@ def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None =
     rows = list(dataset)
     if not rows:
         raise WhenceError("There are no demonstrations; give at least one.")
-    pairs = [_tokenize(number, row, tokenizer) for number, row in enumerate(rows)]
+    pairs = [_tokenize(number, row, tokenizer, chat_template_kwargs) for number, row in enumerate(rows)]
     if max_length is not None:
         pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
     if empty := sum(not response for _, response in pairs):
@@ -147,7 +169,7 @@ def encode_demonstrations(dataset: Any, tokenizer: Any, max_length: int | None =
     return pad_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokenizer.pad_token_id)
 
 
-def _tokenize(number: int, row: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
+def _tokenize(number: int, row: Any, tokenizer: Any, settings: Mapping[str, Any] | None) -> tuple[list[int], list[int]]:
     """Return the token ids of a demonstration's prompt and response."""
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
         content = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
@@ -160,13 +182,10 @@ def _tokenize(number: int, row: Any, tokenizer: Any) -> tuple[list[int], list[in
             f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
         )
     if isinstance(prompt, str):
-        response = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        return list(tokenizer(prompt)["input_ids"]), [*response, tokenizer.eos_token_id]
-    conversation = [*prompt, *completion]
-    prompt_ids, all_ids = (
-        list(tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt, return_dict=True)["input_ids"])
-        for messages, add_prompt in ((prompt, True), (conversation, False))
-    )
+        response, end = list(tokenizer(completion, add_special_tokens=False)["input_ids"]), tokenizer.eos_token_id
+        return _encode(tokenizer, prompt), response if response[-1:] == [end] else [*response, end]
+    prompt_ids = _encode_chat(tokenizer, prompt, settings, add_generation_prompt=True)
+    all_ids = _encode_chat(tokenizer, [*prompt, *completion], settings, add_generation_prompt=False)
     if all_ids[: len(prompt_ids)] != prompt_ids:
         raise WhenceError(
             f"Demonstration {number}: with the tokenizer's chat template the conversation does not begin with its "

@@ -1,6 +1,8 @@
 """The choice of an engine, with the reason in words."""
 
+import logging
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -15,6 +17,8 @@ from whence.engines.per_record import loop, vmap
 from whence.engines.probing import check_against_loop, check_mixing
 from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.sharded import sharded
+
+log = logging.getLogger("whence")
 
 _ENGINES: dict[str, Engine] = {"ghost": ghost, "forward": forward, "vmap": vmap, "loop": loop}
 
@@ -70,7 +74,14 @@ def solve(problem: Problem, engine: str, memory: int | None) -> tuple[Float[Tens
             reasons.append(f"{name}: {refusal}")
         else:
             return products, name, " ".join(reasons) or "every trainable layer has a ghost rule"
+    _warn_of_loop(" ".join(reasons))
     return run_engine(problem, loop, memory), "loop", " ".join(reasons)
+
+
+@cache
+def _warn_of_loop(reasons: str) -> None:
+    """Say once that scoring is slow, and why."""
+    log.warning("Scored by the slowest engine, the loop: a backward pass for each record. %s", reasons)
 
 
 def check_engine(engine: object) -> None:

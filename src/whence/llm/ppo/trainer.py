@@ -1,5 +1,6 @@
 """PPO for causal language models, on the responses that a rule selects."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -213,7 +214,8 @@ class PPOTrainer:
         config, first = self.config, len(self.metrics) + 1
         if config.report_to:
             plain = {name: value for name, value in config.to_json().items() if isinstance(value, int | float | str)}
-            self.accelerator.init_trackers("whence", plain)
+            # The variable is W&B's own; Accelerate would not read it.
+            self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "whence"), plain)
         if first == 1:
             self._evaluate(0)
         shown = not config.disable_tqdm and self.accelerator.is_main_process

@@ -686,11 +686,12 @@ def test_trackers_are_told(tmp_path, monkeypatch):
     begun, told = [], []
     trainer = make_trainer(*(tmp_path, NonPositive()), evaluate=lambda model, tokenizer: {"exact_match": 0.5})
     object.__setattr__(trainer.config, "report_to", ("tensorboard",))  # which need not be installed for this test
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setattr(trainer.accelerator, "init_trackers", lambda name, config: begun.append((name, config)))
     monkeypatch.setattr(trainer.accelerator, "log", lambda values, step: told.append((step, values)))
     trainer.train()
     ((name, config),) = begun
-    assert name == "whence"
+    assert name == "mine"
     assert config["learning_rate"] == 1e-2
     assert [step for step, _ in told] == [0, 1, 1, 2, 2]
     rounds = [values for _, values in told if "reward" in values]
@@ -767,6 +768,8 @@ def test_rewards_get_the_columns_of_their_prompts(tmp_path, as_rows):
     numbers = {**dict(zip(PROMPTS, range(len(PROMPTS)), strict=True)), "jj": 70, "e": 71}
     assert len(seen) == 4  # of two rounds, each with a rollout to train on and one for the target
     assert all([numbers[text.replace(" ", "")] for text in texts] == given for texts, given in seen)
+    table = RunDirectory.open(tmp_path).round("records", 2)
+    assert table["info.number"].to_list() == [numbers[text.replace(" ", "")] for text in table["prompt"]]
     for lacking in ({"prompts": prompts.remove_columns("number")}, {"held_out": held_out.remove_columns("number")}):
         parts = {"prompts": prompts, "held_out": held_out, **lacking}
         with pytest.raises(WhenceError, match="reward asks for 'number', and the data set has no such column"):

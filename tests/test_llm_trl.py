@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **
     names += ("select", "refresh_target_every")
     kept = {name: more.pop(name) for name in names if name in more}
     rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
+    more_columns = more.pop("columns", {})
     model, args = model or make_model(), make_config(kind, tmp_path, **more)
     if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
         # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
@@ -104,7 +106,7 @@ def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **
         model=model,
         reward_funcs=rewards,
         args=args,
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts, **more_columns}),
         processing_class=make_tokenizer(),
         callbacks=[watch] if watch else [],
         **({"rule": rule, **kept} if own else {}),
@@ -411,6 +413,10 @@ def read_run(path):
     return run, [run.round("records", number) for number in run.rounds()]
 
 
+def weigh_length(prompts, completions, weight, **columns):
+    return [weight * len(text) for text in completions]
+
+
 class TestRunDirectory:
     @pytest.mark.parametrize("kind", TRAINERS)
     @pytest.mark.parametrize("rule", [None, NonPositive()], ids=["none", "scored"])
@@ -444,6 +450,26 @@ class TestRunDirectory:
             assert tables[1]["score"].to_list() == pytest.approx(trainer.influence.scores.tolist())
         write_report(run, tmp_path / "report.html")
         assert "response" in (tmp_path / "report.html").read_text()
+
+    def test_rewards_and_the_users_columns_are_kept(self, tmp_path):
+        def log_more(prompts, completions, log_extra, **columns):
+            log_extra("keep", [f"{text}!" for text in completions])
+            return [None if len(text) > 5 else 1.0 for text in completions]
+
+        length, log_more.__name__ = partial(weigh_length, weight=1.0), "weigh_length"
+        columns = {"score": list(range(len(PROMPTS))), "facts": [{"a": n} for n in range(len(PROMPTS))]}
+        more = {"reward_funcs": [length, log_more, reward], "prompts": PROMPTS, "columns": columns}
+        make_trainer("grpo", tmp_path / "trl", NonPositive(), run=tmp_path / "run", max_steps=2, **more).train()
+        run, (table, _) = read_run(tmp_path / "run")
+        parts = table["reward.weigh_length 1", "reward.weigh_length 2", "reward.reward"]
+        assert parts[:, 0].to_list() == [float(len(text)) for text in table["response"]]
+        assert parts[:, 1].to_list() == [None if len(text) > 5 else 1.0 for text in table["response"]]
+        assert table["reward"].to_list() == pytest.approx(parts.sum_horizontal().to_list(), abs=1e-5)
+        numbers = {prompt: number for number, prompt in enumerate(PROMPTS)}
+        assert table["info.score"].to_list() == [numbers[prompt] for prompt in table["prompt"]]
+        assert table["info.facts"].to_list() == [f'{{"a": {numbers[prompt]}}}' for prompt in table["prompt"]]
+        assert table["info.keep"].to_list() == [f"{text}!" for text in table["response"]]
+        assert run.table("metrics")["reward.reward"][0] == pytest.approx(parts[:, 2].mean())
 
     def test_a_run_changes_nothing_of_the_training(self, plain_training, tmp_path):
         kind, settings, expected = plain_training

@@ -29,7 +29,7 @@ _ONE_EACH = ("action", "region", "reward", "step", "env_index", "keep", "end")
 
 def list_groupings(records: pl.DataFrame) -> list[str]:
     """Return the columns, and "region", that divide a round's records into several groups."""
-    columns = [name for name in records.columns if name.startswith("info.")]
+    columns = [name for name in records.columns if name.startswith(("info.", "reward."))]
     return [
         by
         for by in (*_ONE_EACH, *columns)

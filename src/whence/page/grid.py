@@ -97,9 +97,11 @@ def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     `observation.a` and `observation.b` make one column; what the environment put into `infos` makes one for each key.
     """
     parts = {name.split(".")[0] for name in names} | {"flag"}
-    metrics = [Column(name, name[5:], "From your environment's infos") for name in names if name.startswith("info.")]
+    source = "your data set, or logged by a reward" if is_language else "your environment's infos"
+    further = [Column(name, name[7:], "Of this reward function") for name in names if name.startswith("reward.")]
+    further += [Column(name, name[5:], f"From {source}") for name in names if name.startswith("info.")]
     columns = [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
-    return [*columns[:-1], *metrics, *columns[-1:]]
+    return [*columns[:-1], *further, *columns[-1:]]
 
 
 def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:

@@ -9,6 +9,7 @@ from whence.llm.base.processes import ONE as ONE
 from whence.llm.base.processes import Processes as Processes
 from whence.llm.base.processes import check_copies as check_copies
 from whence.llm.base.rows import TokenRows as TokenRows
+from whence.llm.base.rows import list_infos as list_infos
 from whence.llm.base.rows import list_tokens as list_tokens
 from whence.llm.base.rows import make_rows as make_rows
 from whence.llm.base.rows import pad_rows as pad_rows

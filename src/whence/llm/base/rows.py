@@ -1,6 +1,7 @@
 """Prompts and responses as records: one record a row, with columns of numbers for its response tokens."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -137,3 +138,21 @@ def list_tokens(rows: RecordBatch) -> list[pl.Series]:
     responses = [row[mask].tolist() for row, mask in zip(ids[:, -width:], attended[:, -width:], strict=True)]
     lists = {"prompt_ids": prompts, "response_ids": responses}
     return [pl.Series(name, values, dtype=pl.List(pl.Int32)) for name, values in lists.items()]
+
+
+MOST_INFOS = 32
+"""Columns of a data set that are stored at most."""
+
+
+def list_infos(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
+    """Return a data set's columns as `info.NAME`: numbers, truth values or texts, and anything else as JSON."""
+    return [_make_info(f"info.{name}", list(values)) for name, values in list(columns.items())[:MOST_INFOS]]
+
+
+def _make_info(name: str, values: list[Any]) -> pl.Series:
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds == {int, float}:
+        return pl.Series(name, values, dtype=pl.Float64, strict=False)
+    if len(kinds) > 1 or not kinds <= {bool, int, float, str}:
+        values = [v if v is None or isinstance(v, str) else json.dumps(v, default=str) for v in values]
+    return pl.Series(name, values)

@@ -14,7 +14,17 @@ from whence.advantages import gae
 from whence.core import ModuleView, NonFinite, Outputs, RecordBatch, eval_mode, train_mode
 from whence.engines import record_step
 from whence.influence import Influence
-from whence.llm.base import ONE, PPOConfig, Processes, Reference, WithValueHead, language_view, list_tokens, make_rows
+from whence.llm.base import (
+    ONE,
+    PPOConfig,
+    Processes,
+    Reference,
+    WithValueHead,
+    language_view,
+    list_infos,
+    list_tokens,
+    make_rows,
+)
 from whence.llm.base import token_losses as losses
 from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
@@ -32,6 +42,7 @@ class Rollout:
         rewards: (n,) float64 values of the reward functions, before any penalty.
         divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
         entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
+        columns: the prompts' further columns, with a value for each response.
     """
 
     responses: Responses
@@ -39,6 +50,7 @@ class Rollout:
     rewards: Float[Tensor, " n"]
     divergence: Float[Tensor, " n"]
     entropy: float
+    columns: Columns
 
 
 def make_rollout(
@@ -105,6 +117,7 @@ def make_rollout(
         rewards,
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
         -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
+        columns,
     )
 
 
@@ -160,7 +173,8 @@ def make_response_table(rollout: Rollout, selection: Selection, influence: Influ
             "log_prob": rows.log_probs.double().tolist(),
         }
     )
-    return add_selection(table.with_columns(list_tokens(rows)), selection, influence)
+    table = table.with_columns(*list_infos(rollout.columns), *list_tokens(rows))
+    return add_selection(table, selection, influence)
 
 
 def make_metrics_row(

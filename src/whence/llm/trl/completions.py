@@ -1,12 +1,14 @@
 """The completions of a TRL generation batch: as records, and as kept rows of a minibatch."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -67,6 +69,18 @@ def make_completion_rows(
     )
     observations: Any = rows.observations
     return rows.with_columns({"observations": {**observations, **columns}})
+
+
+def gather_columns(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the data set's columns, other than the prompt, of all processes' completions; call it in every process."""
+    rows = gather_object([{name: value for name, value in row.items() if name != "prompt"} for row in inputs])
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def number_doubles(names: Sequence[str]) -> list[str]:
+    """Return the names of reward functions, with its place behind one that several have."""
+    counts = Counter(names)
+    return [name if counts[name] == 1 else f"{name} {place}" for place, name in enumerate(names, 1)]
 
 
 def sum_rewards(rewards: Float[Tensor, "n functions"], weights: Float[Tensor, " functions"]) -> Float[Tensor, " n"]:

@@ -43,7 +43,9 @@ from whence.llm.trl.completions import (
     discard_gradients,
     find_other_inputs,
     forget_passes,
+    gather_columns,
     make_completion_rows,
+    number_doubles,
     sum_rewards,
     take_kept,
 )
@@ -104,6 +106,8 @@ class _SelectingTrainer:
         if self._run is not None:
             trainer.add_callback(self._run)
         self._rewards = torch.zeros(0)
+        self.rewards_by_function: dict[str, Tensor] = {}
+        self.prompt_columns: dict[str, list[Any]] = {}
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
         self._held_rates: list[tuple[dict[str, Any], float]] = []
@@ -142,6 +146,8 @@ class _SelectingTrainer:
         with time_stage(self.seconds, "generation"):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
+        if self._run is not None:
+            self.prompt_columns = gather_columns(inputs)
         if type(self.rule) is not KeepAll:
             with time_stage(self.seconds, "scoring"), preserve_rng_state():
                 self.rows = self._make_rows(output)
@@ -171,10 +177,11 @@ class _SelectingTrainer:
         """Return TRL's rewards of each function, (n, functions); an infinite one is refused, but in evaluation."""
         rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # type: ignore[misc]
         if self.model.training:  # type: ignore[attr-defined]
-            names: Any = self.reward_func_names  # type: ignore[attr-defined]
+            names = number_doubles(self.reward_func_names)  # type: ignore[attr-defined]
             with name_round(self._batches_done + 1):
                 check_group_rewards(rewards, names, self._batches_done * len(rewards))
             self._rewards = sum_rewards(rewards, self.reward_weights)  # type: ignore[attr-defined]
+            self.rewards_by_function = dict(zip(names, rewards.cpu().unbind(1), strict=True))
         return rewards
 
     def _note_selection(self, selection: Selection, batches: Iterable[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from whence.core import RunDirectoryError, WhenceError
-from whence.llm.base import list_tokens
+from whence.llm.base import list_infos, list_tokens
 from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
 from whence.llm.text import join_messages
 from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_digests, save_tree
@@ -229,10 +229,18 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if self._directory is None:
             return
         logs = {name: list(trainer._logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
+        parts = [
+            pl.Series(f"reward.{name}", rewards.tolist(), dtype=pl.Float64).fill_nan(None)
+            for name, rewards in trainer.rewards_by_function.items()
+        ]
+        # What reward functions logged of each completion by TRL's `log_extra`.
+        extra = {name: list(values)[-size:] for name, values in trainer._logs["extra"].items()}
         texts = {name: list(map(join_messages, logs[name])) for name in ("prompt", "completion")}
         table = pl.DataFrame({"prompt": texts["prompt"], "response": texts["completion"]}).with_columns(
             pl.Series("reward", trainer._rewards.tolist(), dtype=pl.Float64).fill_nan(None),
             pl.Series("advantage", logs["advantages"], dtype=pl.Float64),
+            *(parts if len(parts) > 1 else ()),
+            *list_infos({**trainer.prompt_columns, **extra}),
         )
         if trainer.rows is not None:
             lengths = trainer.rows.observations["response_mask"].sum(dim=1)
@@ -246,6 +254,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "reward": table["reward"].mean(),
             "reward_kept": table.filter(keep)["reward"].mean(),
             "reward_dropped": table.filter(~keep)["reward"].mean(),
+            **({part.name: part.mean() for part in parts} if len(parts) > 1 else {}),
             **({} if trainer.rows is None else {"length": table["tokens"].mean()}),
             **summarise_selection(selection, influence),
         }

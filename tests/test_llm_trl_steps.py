@@ -10,10 +10,11 @@ from languages import language_model, shaken
 from test_llm_in_step import refuse
 from test_llm_trainer import make_model
 from test_llm_trl import Watch, count_rows, make_target, make_trainer
-from whence import NonPositive, Selection
+from whence import NonPositive, Selection, Unsupported
 from whence.engines import Step
 from whence.llm import language_view
 from whence.llm.trl import fused_head
+from whence.llm.trl.choosing import PassChooser
 from whence.selection import ScoreAll
 
 
@@ -90,6 +91,26 @@ def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
     assert trainer.influence.scores.count_nonzero() == 4
     assert_close(trainer, plain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"steps_per_generation": 4, "max_steps": 4}, {"loss_type": "bnpo"}, {"entropy_coef": 0.1}],
+    ids=["several steps on a batch", "bnpo", "entropy"],
+)
+def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, settings, monkeypatch):
+    settings = {"max_steps": 2, **settings}
+    with pytest.raises(Unsupported, match="Completions cannot be selected"):
+        train(tmp_path, "grpo", "llama", NonPositive(), **settings)
+    ends, end = [], PassChooser.end
+    monkeypatch.setattr(PassChooser, "end", lambda chooser: ends.append(chooser) or end(chooser))
+    scored = train(tmp_path, "grpo", "llama", ScoreAll(), **settings)
+    assert_close(scored, train(tmp_path, "grpo", "llama", None, own=False, **settings))
+    assert len(ends) == (0 if "entropy_coef" in settings else 2)  # one for each generation batch
+    # The two rows that are compared at first share an entropy bonus, and differ from one alone.
+    assert scored.influence.engine == ("ghost" if "entropy_coef" in settings else "in_step")
+    assert len(scored.rows) == 4 * settings.get("steps_per_generation", 2)
+    assert torch.equal(scored.influence.scores != 0, scored.rows.advantages != 0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "dr_grpo"}], ids=["dapo", "dr_grpo"])

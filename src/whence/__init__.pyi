@@ -40,6 +40,7 @@ from .selection import NegativeRandom as NegativeRandom
 from .selection import NonPositive as NonPositive
 from .selection import Progress as Progress
 from .selection import RandomDrop as RandomDrop
+from .selection import ScoreAll as ScoreAll
 from .selection import Selection as Selection
 from .selection import SelectionRule as SelectionRule
 from .selection import TDErrorPriority as TDErrorPriority

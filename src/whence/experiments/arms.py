@@ -124,6 +124,7 @@ def place_arm(name: str) -> float:
 LANGUAGE_ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         STANDARD: Arm("KeepAll", "every response trains", unit="", needs=""),
+        "score": Arm("ScoreAll", "every response trains, and is scored", unit=""),
         "random": Arm(
             "RandomDrop",
             "drop as many responses as iif, at random",

@@ -1,6 +1,6 @@
 """Choosing completions inside TRL's own steps, between the two halves of a pass's backward pass."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whence.core import RecordBatch
 from whence.engines import Step, record_step
 from whence.influence import Influence
 from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.trl.completions import ROW, disable_autocast, take_rows
 from whence.llm.trl.fused_head import FusedHead
 from whence.llm.trl.supported_settings import averages_rows, measure_denominator
-from whence.selection import Selection
+from whence.selection import Progress, Selection
 
 
 class PassChooser(RoundChooser):
@@ -38,6 +39,17 @@ class PassChooser(RoundChooser):
         layer = self._head.describe({id(p): name for name, p in self.parameters.items()})
         self.layers += [layer] if layer.names else []
         self.choice: tuple[Influence | None, Selection] | None = None
+        self._rows_left = self._rows_of_step = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows of the generation batch still wait for their first pass."""
+        return self._rows_left > 0
+
+    def begin(self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None = None) -> None:
+        """Begin a generation batch; see `RoundChooser`."""
+        super().begin(rows, progress, draw_rows)
+        self._rows_left, self._rows_of_step = len(rows), 0
 
     def find_difference(self, output: Mapping[str, Any]) -> str | None:
         """Return how a recorded pass on two rows of a generation batch differs from a plain one; None: it does not."""
@@ -99,6 +111,8 @@ class PassChooser(RoundChooser):
         processes, places = self._scoring.processes, self._inputs[ROW]
         positions = processes.gather(places, len(places) * processes.number).cpu()
         self.run_backward(self._step, loss * leaf.grad, positions, unit)
+        self._rows_left -= len(positions)
+        self._rows_of_step += len(positions)
         if self._trainer.accelerator.sync_gradients:
             self._finish_step(unit)
 
@@ -109,7 +123,10 @@ class PassChooser(RoundChooser):
         super()._add_plain(self._compute_plain_loss(self._inputs) * factor)
 
     def _finish_step(self, unit: float) -> None:
-        """End the batch: its gradient becomes the mean over processes and over the kept rows; `unit` is a row's."""
+        """End a step: its gradient becomes the mean over processes and over the kept rows; `unit` is a row's.
+
+        A batch of several steps, of which no row is dropped, ends with the last one.
+        """
         assert self._rows is not None
         selection, number = self.selection, self._scoring.processes.number
         keep, count = selection.keep, int(selection.keep.sum())
@@ -122,6 +139,8 @@ class PassChooser(RoundChooser):
         for parameter in self.parameters.values() if not count else ():
             parameter.grad = torch.zeros_like(parameter)  # which a gradient scaler needs
         scale_gradients(self.parameters, scale / number)
-        self.end_step(1 / (unit * len(keep)))
-        with disable_autocast(self._model):
-            self.choice = self.end()
+        self.end_step(1 / (unit * self._rows_of_step))
+        self._rows_of_step = 0
+        if not self.is_open:
+            with disable_autocast(self._model):
+                self.choice = self.end()

@@ -53,7 +53,16 @@ from whence.llm.trl.supported_settings import averages_rows, check_selectable, m
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
-from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
+from whence.selection import (
+    LANGUAGE_UNITS,
+    KeepAll,
+    Progress,
+    ScoreAll,
+    Selection,
+    SelectionRule,
+    check_rule,
+    choose_target,
+)
 
 
 class _SelectingTrainer:
@@ -82,7 +91,7 @@ class _SelectingTrainer:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         selects = type(self.rule) is not KeepAll
-        if selects:
+        if selects and type(self.rule) is not ScoreAll:
             check_selectable(trainer.args, has_router_loss=getattr(self, "aux_loss_enabled", False))
         self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
         way = choose_way(select, self.rule, objective, trainer.model, self._processes)
@@ -192,7 +201,8 @@ class _SelectingTrainer:
         if self.influence is not None:
             metrics["influence/mean"].append(float(self.influence.scores.mean()))
             metrics["influence/negative_share"].append(float((self.influence.scores < 0).double().mean()))
-        for batch in batches:
+        changes = not (selection.keep.all() and selection.uniform)
+        for batch in batches if changes else ():
             self._apply_selection(batch, selection)
         if self._run is not None:
             self._run.note_batch()
@@ -247,7 +257,7 @@ class _SelectingTrainer:
             count = self._processes.agree_on_most(max(1, int(inputs[KEPT].sum())))
             rows, factor = take_kept(inputs, count, averages=averages_rows(self))
         # Selected rows are marked.
-        chooser = self.chooser if model.training and SCALE not in inputs else None
+        chooser = self.chooser if model.training and self.chooser and self.chooser.is_open else None
         loss = self._compute_trl_loss(model, rows) if chooser is None else chooser.compute_loss(model, inputs)
         loss = loss if factor is None else loss * factor
         if model.training and self._steps_in_backward:
@@ -315,7 +325,8 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
 
     Args:
         *args: arguments of GRPOTrainer.
-        rule: the selection rule; None: all completions train, and none is scored.
+        rule: the selection rule; None: all completions train, and none is scored. `ScoreAll()`: all train and are
+            scored, also under settings where none may be dropped.
         target: the target of the scores; None: in the step `MeanObjective()`, the last generation batch's own
             gradient, before it `SequenceReturn()`.
         select: "in_step": each pass of the first step on a generation batch scores its rows, by a gradient of the

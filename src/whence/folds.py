@@ -1,7 +1,7 @@
 """Folds of a rollout's episodes, targets on one fold's records, and the errors of scores that these give."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from typing import TYPE_CHECKING, Self
 
@@ -47,7 +47,7 @@ class PartialTarget:
     """
 
     target: BatchTarget
-    index: Int[Tensor, " m"]
+    index: Int[Tensor, " m"] = field(repr=False)  # to print a tensor takes a millisecond
 
     @property
     def reads(self) -> frozenset[str]:

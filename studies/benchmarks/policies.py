@@ -84,6 +84,8 @@ def make_model(name: str, device: str) -> PPO:
         return PPO("CnnPolicy", Frames(), **settings)
     if name in ("gaussian", "dict"):
         return PPO("MultiInputPolicy" if name == "dict" else "MlpPolicy", Signals(name), **settings)
+    if name == "cartpole":
+        return PPO("MlpPolicy", gym.make("CartPole-v1"), **{**settings, "n_steps": 512})
     if name == "mlp":
         return PPO("MlpPolicy", gym.make("LunarLander-v3"), **settings)
     width = int(name.removeprefix("width-"))

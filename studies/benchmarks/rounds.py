@@ -1,19 +1,24 @@
-"""The suite's whole rounds: training with scoring and without it, stage by stage, in turns."""
+"""The suite's whole rounds: training with scoring or the recorder and without, stage by stage, in turns."""
 
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from stable_baselines3.common.callbacks import BaseCallback
 
 from studies.benchmarks.cells import Cell, Result, Setting
 from studies.benchmarks.policies import make_model
 from studies.benchmarks.timing import spread, spread_stages
-from whence import IIF
+from whence import IIF, RunDirectory
 from whence.sb3 import InfluenceCallback
 
 WORLDS = {"lunar-lander": "mlp", "minigrid": "minigrid"}
 """Worlds, and the suite's policy of each."""
+
+RECORDED = {"lunar-lander": "mlp", "cartpole": "cartpole"}
+"""The same for the recorder; CartPole's rounds have 512 records."""
 
 DROP = 0.125
 """The share of records that score below 0 that IIF drops."""
@@ -26,6 +31,8 @@ def list_cells() -> Iterator[Cell]:
     """Yield a cell for each world."""
     for world in WORLDS:
         yield Cell(f"rounds/{world}", "rounds", partial(measure_world, world))
+    for world in RECORDED:
+        yield Cell(f"rounds/recorded-{world}", "rounds", partial(measure_recorder, world))
 
 
 class Clock(BaseCallback):
@@ -46,15 +53,29 @@ class Clock(BaseCallback):
 
 def measure_world(world: str, setting: Setting) -> Result:
     """Return the seconds of rounds of SB3's PPO and of PPO with IIF by stage; rounds of the two take turns."""
-    plain, scored = (make_model(WORLDS[world], setting.device) for _ in range(2))
-    influence = InfluenceCallback(IIF(drop=DROP))
-    rounds: dict[str, list[dict[str, float]]] = {"PPO": [], "PPO + IIF": []}
+    return _compare(WORLDS[world], "PPO + IIF", InfluenceCallback(IIF(drop=DROP)), None, setting)
+
+
+def measure_recorder(world: str, setting: Setting) -> Result:
+    """Return the same of PPO and of PPO with the recorder, which scores with errors and writes each round."""
+    with TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        return _compare(RECORDED[world], "PPO, recorded", InfluenceCallback(run=run), run, setting)
+
+
+def _compare(policy: str, title: str, influence: InfluenceCallback, run: Path | None, setting: Setting) -> Result:
+    """Measure rounds with a callback; of a `run`, all but collection and optimisation counts as scoring."""
+    plain, scored = (make_model(policy, setting.device) for _ in range(2))
+    rounds: dict[str, list[dict[str, float]]] = {"PPO": [], title: []}
     for _ in range(max(LEAST, setting.repeats) + 1):
-        for name, model in (("PPO", plain), ("PPO + IIF", scored)):
+        for name, model in (("PPO", plain), (title, scored)):
             clock = Clock()
             callbacks = [clock] if model is plain else [clock, influence]
             model.learn(model.n_steps, callback=callbacks, reset_num_timesteps=False)
             scoring = float(model.logger.name_to_value.get("influence/seconds", 0.0))
+            if run is not None and model is scored:
+                trained = RunDirectory.open(run).table("timings")["optimisation_wall"][-1]
+                scoring = clock.over - clock.end - trained
             stages = {"collection": clock.end - clock.start, "optimisation": clock.over - clock.end - scoring}
             rounds[name].append({**stages, "scoring": scoring, "round": clock.over - clock.start})
     counted = {name: each[1:] for name, each in rounds.items()}

@@ -5,13 +5,24 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
 from whence.attribution import add_errors, attribute
-from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest, target_name
+from whence.core import (
+    NonFinite,
+    Objective,
+    RecordBatch,
+    Return,
+    Target,
+    WhenceError,
+    as_objective,
+    suggest,
+    target_name,
+)
 from whence.engines import ENGINES, check_engine, check_memory
 from whence.folds import FOLDS, NoMean, check_folds, usable_folds
 from whence.influence import Influence
@@ -21,16 +32,21 @@ from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses, ti
 from whence.sb3.base import (
     EnvironmentSteps,
     Last,
+    Names,
     Ongoing,
     Recorder,
     cancel_hook,
     check_groups,
+    check_names,
     check_observation,
     check_recordings,
     check_step,
     claim_learn,
+    digest_source,
+    find_factory,
     model_objective,
     read_buffer,
+    read_names,
     select_from,
     watch_training,
     wrap_next,
@@ -98,6 +114,12 @@ class InfluenceCallback(BaseCallback):
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records, instead of skipping its training.
+        env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
+            "module:function". Episodes are played again in what it makes. None: the environment is made again by its
+            class and its wrappers, as far as their arguments can be stored.
+        names: of discrete actions or of the axes of others, and of the observation's entries, as pages show them:
+            {"actions": [...], "observations": [...]}. What it lacks is read from the environment if that tells them:
+            `action_names`, `get_action_meanings()`, an Enum `Actions`, or `observation_names`.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -122,6 +144,8 @@ class InfluenceCallback(BaseCallback):
         recordings: Collection[int] = (),
         last: Last = "keep",
         strict: bool = False,
+        env: str | None = None,
+        names: Names = MappingProxyType({}),
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
@@ -134,6 +158,8 @@ class InfluenceCallback(BaseCallback):
         self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
+        self.env, self._factory = env, None if env is None else find_factory(env)
+        self.names = check_names(names)
         self.engine, self.memory = engine, memory
         self.folds = check_folds(folds)
         self.round: RoundResult | None = None
@@ -217,7 +243,14 @@ class InfluenceCallback(BaseCallback):
             "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
             "engine": self.engine,
             **({} if self.last == "keep" else {"last": self.last}),
+            **({"names": self.names} if self.names else {}),
+            **self._describe_factory(),
         }
+
+    def _describe_factory(self) -> dict[str, Any]:
+        if self.env is None:
+            return {}
+        return {"env": self.env, "env_kwargs": {}, "factory_source": {self.env: digest_source(self._factory)}}
 
     @property
     def next_round(self) -> int:
@@ -235,6 +268,7 @@ class InfluenceCallback(BaseCallback):
         self.check_model()
         claim_learn(self.model)
         if self._run is not None:
+            self.names = read_names(self.model, self.names)
             self._checkpoint = self._run.open(self.model, self.settings())
 
     def _on_training_start(self) -> None:
@@ -308,8 +342,11 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
             self._run.tracker.step(actions, dones, infos)
-        with name_round(self.next_round):
+        try:
             check_step(self.model, self.locals)
+        except NonFinite:
+            with name_round(self.next_round):
+                raise
         self._steps.add(self.locals["rewards"], dones, infos)
         return True
 

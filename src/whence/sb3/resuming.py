@@ -22,7 +22,7 @@ from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.base.stored_spaces import make_space
 from whence.sb3.callback import InfluenceCallback
-from whence.sb3.training_run import load_model
+from whence.sb3.training_run import NAMES, load_model
 from whence.selection import SelectionRule
 
 SPACES = ("observation_space", "action_space")
@@ -201,11 +201,13 @@ def resume(
         objective=objective,
         engine=config["engine"],
         last=config.get("last", "keep"),
+        env=config["env"] if config.get("factory_source") else None,
+        names=config.get("names", {}),
     )
     model = build_model(stored, env, changes=hyperparameters, device=device)
     experiment = {"experiment": stored.experiment} if stored.experiment else {}
     settings = {**describe(model), **make_callback().settings(), **experiment}
-    directory = RunDirectory.resume(run, settings, trust=stored.is_trusted)
+    directory = RunDirectory.resume(run, settings, may_change=NAMES, trust=stored.is_trusted)
     assert directory.checkpoint is not None
     load_model(model, directory.checkpoint.content["model"])
     directory.release()  # until learn() takes it

@@ -29,6 +29,10 @@ from whence.sb3.episodes import (
 log = logging.getLogger("whence")
 
 
+NAMES = "names.actions", "names.observations"
+"""The settings that may be others when a training goes on: they are only shown."""
+
+
 class TrainingRun(RunWriter):
     """The run directory of a training, whose environments a `tracker` follows once it is open.
 
@@ -55,7 +59,7 @@ class TrainingRun(RunWriter):
         """
         config = {**describe(model), **settings}
         # In a further learn(), the wrappers' attributes may have changed since they were described.
-        may_change = ("env_wrappers", "other_env_wrappers") if hasattr(self, "tracker") else ()
+        may_change = (*NAMES, *(("env_wrappers", "other_env_wrappers") if hasattr(self, "tracker") else ()))
         checkpoint = self.begin(config, versions=library_versions(), overwrite=self._overwrite, may_change=may_change)
         run = self.directory
         try:

@@ -1,6 +1,7 @@
 """A rollout as its environments returned it: rewards in their own units, ends of episodes, numbers in infos."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ class EnvironmentSteps:
 
     def __init__(self, model: Any) -> None:
         self._normalised: VecNormalize | None = model.get_vec_normalize_env()
-        self._rewards: list[NDArray[np.float32]] = []
-        self._scaled: list[NDArray[np.float32]] = []
-        self._terminated: list[NDArray[np.bool_]] = []
+        self._rewards: list[NDArray[Any]] = []
+        self._scaled: list[NDArray[Any]] = []
+        self._dones: list[NDArray[np.bool_]] = []
         self._truncated: list[NDArray[np.bool_]] = []
         self._infos: list[list[dict[str, Any]]] = []
         self._observations: list[dict[str, NDArray[Any]]] = []
@@ -43,12 +44,13 @@ class EnvironmentSteps:
     def add(self, rewards: NDArray[Any], dones: NDArray[np.bool_], infos: Sequence[Mapping[str, Any]]) -> None:
         """Read what the environments returned for a step."""
         # SB3 adds the bootstrap to these rewards in place, after its callbacks.
-        self._scaled.append(np.array(rewards, np.float32))
-        raw = rewards if self._normalised is None else self._normalised.get_original_reward()
-        self._rewards.append(np.array(raw, np.float32))
-        truncated = np.array([bool(info.get("TimeLimit.truncated")) for info in infos]) & dones
+        self._scaled.append(rewards.copy())
+        self._rewards.append(self._scaled[-1] if self._normalised is None else self._normalised.old_reward.copy())
+        truncated = np.zeros(len(dones), bool)
+        if dones.any():
+            truncated = np.array([bool(info.get("TimeLimit.truncated")) for info in infos]) & dones
         self._truncated.append(truncated)
-        self._terminated.append(dones & ~truncated)
+        self._dones.append(dones)
         self._infos.append([_select_numbers(info) for info in infos])
         self._note_observation()
 
@@ -66,7 +68,7 @@ class EnvironmentSteps:
         """
         rewards = np.array(self._rewards)
         is_same = bool((rewards == rewards[0, 0]).all())
-        return is_same and (rewards[0, 0] == 0 or not np.any(self._terminated))
+        return is_same and (rewards[0, 0] == 0 or not (np.array(self._dones) & ~np.array(self._truncated)).any())
 
     @property
     def reward_scale(self) -> float | None:
@@ -91,10 +93,10 @@ class EnvironmentSteps:
         last record. `raw_observation`, or `raw_observation.KEY`, are those that VecNormalize read. `info.KEY` are the
         numbers in infos.
         """
-        rewards, scaled = _flatten(self._rewards), _flatten(self._scaled)
-        terminated, truncated = _flatten(self._terminated), _flatten(self._truncated)
+        rewards, scaled = (_flatten(each).astype(np.float32) for each in (self._rewards, self._scaled))
+        dones, truncated = _flatten(self._dones), _flatten(self._truncated)
         trained = table["reward"].to_numpy()
-        ends = pl.Series("end", np.where(terminated, "terminated", np.where(truncated, "truncated", "")))
+        ends = pl.Series("end", np.where(truncated, "truncated", np.where(dones, "terminated", "")))
         columns = [pl.Series("reward", rewards), ends.set(ends == "", None)]
         if (trained != rewards).any():
             columns.append(pl.Series("trained_reward", trained))
@@ -115,11 +117,12 @@ class EnvironmentSteps:
 
 
 def _select_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in info.items()
-        if isinstance(value, _NUMBERS) and isinstance(key, str) and not key.startswith(_OTHERS)
-    }
+    return {key: value for key, value in info.items() if _is_users(key) and isinstance(value, _NUMBERS)}
+
+
+@lru_cache(maxsize=1024)
+def _is_users(key: object) -> bool:
+    return isinstance(key, str) and not key.startswith(_OTHERS)
 
 
 def _make_numbers(name: str, values: list[Any]) -> pl.Series:

@@ -22,6 +22,7 @@ from stable_baselines3.common.vec_env import (
 from torch.nn.parameter import is_lazy
 
 from whence.runs import strip_addresses
+from whence.sb3.base.environment_source import digest_sources
 from whence.sb3.base.stored_spaces import describe_space
 from whence.sb3.base.wrappers import describe_environments
 
@@ -57,6 +58,7 @@ def describe(model: Any) -> dict[str, Any]:
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "env_wrappers": first,
         "other_env_wrappers": {str(index): each for index, each in enumerate(others, 1) if each != first},
+        "env_source": digest_sources(env),
         "n_envs": env.num_envs,
         "observation_space": to_json_types(describe_space(model.observation_space)),
         "action_space": to_json_types(describe_space(model.action_space)),

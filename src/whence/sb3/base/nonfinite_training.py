@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves
-from whence.nonfinite import check_gradients, check_parameters, raise_if_refused
+from whence.nonfinite import are_finite, check_gradients, check_parameters, raise_if_refused
 from whence.sb3.base.sampling import replace_samples
 
 log = logging.getLogger("whence")
@@ -99,6 +99,9 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
         norms[name] = torch.linalg.vector_norm(param.grad)
 
     def check(*args: Any) -> None:
+        if are_finite([*norms.values()]):
+            norms.clear()
+            return
         ids = records.ids[torch.as_tensor(np.asarray(positions))].tolist()
         shown = ", ".join(str(record_id) for record_id in ids[:4])
         check_gradients(norms, f"a minibatch of {len(ids)} records ({shown}{', ...' if len(ids) > 4 else ''})", ids)

@@ -11,7 +11,19 @@ from whence.runs import TAG
 _PLAIN = bool, int, float, str, type(None)
 _PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."
 _LEFT_ALONE = frozenset(
-    ("env", "venv", "envs", "spec", "metadata", "render_mode", "results_writer", "t_start", "_saved_kwargs")
+    (
+        "env",
+        "venv",
+        "envs",
+        "spec",
+        "metadata",
+        "render_mode",
+        "results_writer",
+        "t_start",
+        "_saved_kwargs",
+        "_cached_spec",
+        "_metadata",
+    )
 )
 
 

@@ -76,7 +76,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; the info holds the observation's digest."""
-        self.last_action = action
+        vars(self)["last_action"] = action  # not by a __setattr__ that looks where attributes belong
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, terminated, truncated, {**info, DIGEST: self._digest(observation)}
 
@@ -134,20 +134,16 @@ def _renew_world(env: Any) -> None:
 
 def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
     """Return 64 bits of a hash of an observation's bytes, cast to the dtypes of its space."""
-    state = hashlib.blake2b(digest_size=8)
-    _update_digest(state, observation, space)
-    return int.from_bytes(state.digest(), "little")
+    return int.from_bytes(hashlib.blake2b(_to_bytes(observation, space), digest_size=8).digest(), "little")
 
 
-def _update_digest(state: Any, observation: Any, space: gym.Space[Any]) -> None:
+def _to_bytes(observation: Any, space: gym.Space[Any]) -> bytes:
     if isinstance(space, gym.spaces.Dict):
-        for name in sorted(space.spaces):
-            state.update(repr(name).encode())
-            _update_digest(state, observation[name], space[name])
-        return
-    array = np.ascontiguousarray(np.asarray(observation, dtype=space.dtype))
-    state.update(repr(array.shape).encode())
-    state.update(array.tobytes())
+        parts = ((name, _to_bytes(observation[name], space[name])) for name in sorted(space.spaces))
+        return b"".join(repr(name).encode() + part for name, part in parts)
+    # No number has no axis here; ascontiguousarray() gave it one, and older runs hold such digests.
+    array = np.asarray(observation, dtype=space.dtype)
+    return repr(array.shape or (1,)).encode() + array.tobytes()
 
 
 class ResetTracker:
@@ -193,15 +189,16 @@ class ResetTracker:
     def step(self, actions: NDArray[Any], dones: NDArray[np.bool_], infos: list[dict[str, Any]]) -> None:
         """Follow one step of the environments: the actions as they took them, and what they returned."""
         self._digests.append(self._current)
-        resets = self._read_reset_infos()
-        self._current = [(resets[env] if done else infos[env]).get(DIGEST) for env, done in enumerate(dones)]
-        for env, done in enumerate(dones):
-            if done:
+        self._current = [info.get(DIGEST) for info in infos]
+        for (_, taken), action in zip(self._open, actions, strict=True):
+            taken.append(action)
+        if dones.any():
+            resets = self._read_reset_infos()
+            for env in np.flatnonzero(dones):
                 state = resets[env].get(STATE)
+                self._current[env] = resets[env].get(DIGEST)
                 self._states[env].append(state)
                 self._open[env] = state, []
-            else:
-                self._open[env][1].append(actions[env])
 
     def _read_reset_infos(self) -> list[dict[str, Any]]:
         # What another library takes for a VecEnv has none.

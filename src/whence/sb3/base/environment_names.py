@@ -1,0 +1,92 @@
+"""Names of actions and of observations' entries: the user's, or those that an environment tells."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from math import prod
+from typing import Any
+
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecFrameStack
+
+from whence.core import WhenceError
+
+Names = Mapping[str, Sequence[str]]
+"""Under "actions" the names of discrete actions, or of the axes of others; under "observations" those of entries."""
+
+
+def check_names(names: object) -> Names:
+    """Return the names that a user passes, by "actions" and "observations".
+
+    Raises:
+        WhenceError: they are something else.
+    """
+    is_table = isinstance(names, Mapping) and names.keys() <= {"actions", "observations"}
+    if not is_table or not all(_are_names(each) for each in names.values()):  # type: ignore[attr-defined]
+        raise WhenceError(
+            f'names is {names!r}; pass lists of texts: names={{"actions": ["left", "right"], "observations": ["x"]}}.'
+        )
+    return names  # type: ignore[return-value]
+
+
+def read_names(model: Any, names: Names) -> dict[str, list[str]]:
+    """Return the names that are known of a model's actions and observations, one for each.
+
+    Those that `names` lacks are the environment's `action_names`, `get_action_meanings()`, an Enum in `Actions` or
+    `actions`, and `observation_names`. Of stacked frames, each has its own names.
+
+    Raises:
+        WhenceError: `names` has other numbers of names.
+    """
+    counts = {"actions": _count(model.action_space), "observations": _count(model.observation_space)}
+    frames, env = 1, model.get_env()
+    while isinstance(env, VecEnvWrapper):
+        frames = env.stacked_obs.n_stack if isinstance(env, VecFrameStack) else frames
+        env = env.venv
+    known = {}
+    for kind, count in counts.items():
+        listed = names.get(kind) or _ask(env, kind) or []
+        if kind == "observations" and len(listed) * frames == count:
+            ages = [f" ({age} back)" if age else "" for age in reversed(range(frames))]
+            listed = [f"{name}{age}" for age in ages for name in listed]
+        if len(listed) == count:
+            known[kind] = [*listed]
+        elif names.get(kind):
+            space = model.action_space if kind == "actions" else model.observation_space
+            raise WhenceError(f"names has {len(listed)} {kind}, and {count} are needed for {space}.")
+    return known
+
+
+def _count(space: spaces.Space[Any]) -> int:
+    """Return how many names a space has; 0: it has none."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    return prod(space.shape) if space.shape and len(space.shape) == 1 else 0
+
+
+def _ask(env: Any, kind: str) -> Sequence[str] | None:
+    """Return the names that the first environment tells, if it does."""
+    with suppress(Exception):  # it may be of another library, or tell something else
+        if kind == "observations":
+            return _check(env.get_attr("observation_names", [0])[0] if env.has_attr("observation_names") else None)
+        if env.has_attr("action_names"):
+            return _check(env.get_attr("action_names", [0])[0])
+        if env.has_attr("get_action_meanings"):
+            return _check(env.env_method("get_action_meanings", indices=[0])[0])
+        # Only in this process: a class need not go through to another, which would end.
+        for name in ("Actions", "actions") if isinstance(env, DummyVecEnv) else ():
+            each = env.get_attr(name, [0])[0] if env.has_attr(name) else None
+            if inspect.isclass(each) and issubclass(each, Enum):
+                entries = sorted((entry.value, entry.name) for entry in each)
+                if [value for value, _ in entries] == [*range(len(entries))]:
+                    return [name.lower().replace("_", " ") for _, name in entries]
+    return None
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+
+
+def _check(value: Any) -> Sequence[str] | None:
+    return value if _are_names(value) else None

@@ -50,7 +50,7 @@ class EnvironmentSteps:
         if dones.any():
             truncated = np.array([bool(info.get("TimeLimit.truncated")) for info in infos]) & dones
         self._truncated.append(truncated)
-        self._dones.append(dones)
+        self._dones.append(dones.copy())
         self._infos.append([_select_numbers(info) for info in infos])
         self._note_observation()
 

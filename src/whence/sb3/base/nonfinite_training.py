@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves
-from whence.nonfinite import are_finite, check_gradients, check_parameters, raise_if_refused
+from whence.nonfinite import are_finite, check_gradients, check_parameters, measure_gradients, raise_if_refused
 from whence.sb3.base.sampling import replace_samples
 
 log = logging.getLogger("whence")
@@ -82,21 +82,29 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
     policy, buffer = model.policy, model.rollout_buffer
     norms: dict[str, Tensor] = {}
     positions: Any = np.arange(len(records))
-    get_samples = buffer._get_samples
+    get_samples, unread, is_due = buffer._get_samples, len(records), False
 
     def note_samples(indices: Any, *rest: Any, **options: Any) -> Any:
-        nonlocal positions
+        nonlocal positions, unread
         positions, samples = indices, get_samples(indices, *rest, **options)
-        if "other advantages" not in logged:
+        if unread > 0 and "other advantages" not in logged:  # once for each record
+            unread -= len(indices)
             scored = records.advantages[torch.as_tensor(indices)]
             if count := int((samples.advantages.cpu() != scored).sum()):
                 logged.add("other advantages")
                 log.warning(_OTHER_ADVANTAGES, count, len(scored))
         return samples
 
-    def note_norm(name: str, param: Tensor) -> None:
-        assert param.grad is not None
-        norms[name] = torch.linalg.vector_norm(param.grad)
+    def wait_for_all(_: Tensor) -> None:
+        nonlocal is_due
+        if not is_due:  # one call at the end of the pass is cheaper than one for each parameter
+            is_due = True
+            torch.autograd.Variable._execution_engine.queue_callback(note_norms)
+
+    def note_norms() -> None:
+        nonlocal is_due
+        is_due = False
+        norms.update(measure_gradients(trained))
 
     def check(*args: Any) -> None:
         if are_finite([*norms.values()]):
@@ -108,11 +116,8 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
         norms.clear()
 
     # Before the step SB3 clips gradients: a NaN is then in all parameters, and what overflows makes all of them 0.
-    hooks = [
-        param.register_post_accumulate_grad_hook(lambda param, name=name: note_norm(name, param))
-        for name, param in policy.named_parameters()
-        if param.requires_grad
-    ]
+    trained = [(name, param) for name, param in policy.named_parameters() if param.requires_grad]
+    hooks = [param.register_post_accumulate_grad_hook(wait_for_all) for _, param in trained]
     hooks.append(policy.optimizer.register_step_pre_hook(check))
     try:
         with replace_samples(buffer, note_samples), raise_if_refused("training", "Lower the learning rate."):

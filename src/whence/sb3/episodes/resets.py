@@ -43,6 +43,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         self.renews_world = fresh_world and reuses_world(env.unwrapped)
         self.unused_wrappers = _read_wrappers(env)
         self.last_action: Any = None
+        self.space = env.observation_space  # each wrapper on the way would pass the question on, at each step
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset; the info holds the generator's state before, or the seed if there is one."""
@@ -81,7 +82,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, {**info, DIGEST: self._digest(observation)}
 
     def _digest(self, observation: Any) -> int:
-        return digest_observation(observation, self.env.observation_space)
+        return digest_observation(observation, self.space)
 
 
 def _set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The environment as it was trained in: every wrapper made again, or refused by its name."""
 
+import enum
 import sys
 
 import gymnasium as gym
@@ -10,11 +11,12 @@ from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 from test_episode_replay import Jittery, check_all, learn
-from whence import ReplayError, replay_episode
+from whence import ReplayError, RunDirectoryError, replay_episode
 from whence.core import WhenceError
 from whence.diagnosis import play_episode
 from whence.experiments import estimate_advantages, load_round, make_lockstep, measure_returns
-from whence.sb3 import RecordResets, read_episode
+from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
+from whence.sb3 import InfluenceCallback, RecordResets, read_episode, resume
 
 
 def cart(**kwargs):
@@ -167,6 +169,16 @@ def test_a_function_of_a_module_in_the_working_directory_makes_it(tmp_path, monk
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert check_all(directory, env="made_here:make") == 128
     assert replay_episode(directory, 0, env="made_here:make", frames=[0]).frames
+    noted = learn(tmp_path / "noted", Hiding(cart()), noted={"env": "made_here:make"})
+    assert check_all(noted) == 128
+    model, callback = resume(noted.path, Hiding(cart()))
+    model.learn(256, callback=callback)
+    (noted.path / ".signature").unlink()
+    with pytest.raises(RunDirectoryError, match="is not signed"):
+        resume(noted.path, Hiding(cart()))
+    for name in ("made_here:none", "no:make", "make", 3):
+        with pytest.raises(WhenceError, match=f"env is {name!r}: .*Pass the name of a function without arguments"):
+            InfluenceCallback(env=name)
     for env, match in (
         ("made_here:two", "returns a DummyVecEnv"),
         ("made_here:none", "is registered"),
@@ -234,3 +246,64 @@ def test_atari_where_an_episode_is_a_life_and_actions_are_sticky(tmp_path, name)
     np.testing.assert_allclose(values, records.values, atol=1e-4)
     chosen = directory.round("records", 2).drop_nulls("step")["record_id"].to_list()[:2]
     assert estimate_advantages(directory, 2, chosen, continuations=2)["mc_value"].is_finite().all()
+
+
+class Named(Plain):
+    """It tells what its actions and its observation's entries are."""
+
+    action_names = "left", "right"
+    observation_names = ("x", "y")
+
+
+class Lettered(Plain):
+    """It tells its actions as Atari does, and MiniGrid; and more names of entries than there are."""
+
+    Actions = enum.Enum("Actions", {"TURN_LEFT": 0, "GO": 1})
+    observation_names = ("x", "y", "z")
+
+
+class Meaning(Lettered):
+    """It tells its actions as Atari does."""
+
+    def get_action_meanings(self):
+        return ["NOOP", "FIRE"]
+
+
+STACKED = ["x (1 back)", "y (1 back)", "x", "y"]
+NAMES = {
+    "the environment's": (lambda: Scaled(Named()), {}, ["left", "right"], ["x", "y"]),
+    "the user's first": (Named, {"actions": ("no", "yes")}, ["no", "yes"], ["x", "y"]),
+    "an Enum's": (Lettered, {}, ["turn left", "go"], None),
+    "Atari's": (Meaning, {}, ["NOOP", "FIRE"], None),
+    "none": (Plain, {}, None, None),
+    "stacked": (lambda: VecFrameStack(DummyVecEnv([Named]), 2), {}, ["left", "right"], STACKED),
+    "stacked, the user's": (lambda: VecFrameStack(DummyVecEnv([Plain]), 2), {"observations": "xy"}, None, STACKED),
+    "of axes": (lambda: gym.make("Pendulum-v1"), {"actions": ["torque"]}, ["torque"], None),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_the_users_or_the_environments(tmp_path, name):
+    make, names, actions, observations = NAMES[name]
+    names = {kind: [*listed] for kind, listed in names.items()}
+    config = learn(tmp_path / "run", make(), noted={"names": names}).config
+    find = box_action_labels if config["action_space"]["type"] == "Box" else action_labels
+    assert (find(None, config), state_names(None, config)) == (actions, observations)
+    assert len(config.get("names", {})) == (actions is not None) + (observations is not None)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["left", "right"], "names is .*Pass lists of texts that differ"),
+        ({"action": ["left", "right"]}, "Pass lists of texts"),
+        ({"actions": "lr"}, "Pass lists of texts"),
+        ({"actions": ["left", "left"]}, "that differ"),
+        ({"actions": ["left"]}, r"names has 1 actions \(left\); Discrete\(2\) has 2\. Pass 2, in their order"),
+        ({"observations": ["x", "y", "z"]}, r"3 observations .*Box\(.* has 2\."),
+    ],
+)
+def test_other_names_are_refused_before_anything_is_written(tmp_path, names, message):
+    with pytest.raises(WhenceError, match=message):
+        learn(tmp_path / "run", Plain(), noted={"names": names})
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from types import MappingProxyType
 
 import gymnasium as gym
 import numpy as np
@@ -56,10 +57,12 @@ def train(path, *, arm="iif", rounds=2, n_steps=256, **settings) -> RunDirectory
     return RunDirectory.open(path)
 
 
-def learn(path, env, *, algorithm=PPO, policy="MlpPolicy", times=1, **settings) -> RunDirectory:
+def learn(
+    path, env, *, algorithm=PPO, policy="MlpPolicy", times=1, noted=MappingProxyType({}), **settings
+) -> RunDirectory:
     small = {"batch_size": 64, "n_epochs": 1} if algorithm is PPO else {}
     model = algorithm(policy, env, n_steps=64, seed=1, device="cpu", **small, **settings)
-    callback = InfluenceCallback(IIF(drop=0.5), run=path)
+    callback = InfluenceCallback(IIF(drop=0.5), run=path, **noted)
     for turn in range(times):
         model.learn(2 * 64 * model.n_envs, callback=callback, reset_num_timesteps=turn == 0)
     return RunDirectory.open(path)

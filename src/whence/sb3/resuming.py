@@ -194,6 +194,8 @@ def resume(
         raise RunDirectoryError(
             f"{run} was scored by the objective {config.get('objective')!r}. Pass it: objective=..."
         )
+    if config.get("factory_source"):
+        stored.check_trust()  # the function is imported by its name
     make_callback = partial(
         InfluenceCallback,
         build_rule(config["rule"]) if rule is None else rule,

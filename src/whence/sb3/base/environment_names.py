@@ -23,9 +23,10 @@ def check_names(names: object) -> Names:
         WhenceError: they are something else.
     """
     is_table = isinstance(names, Mapping) and names.keys() <= {"actions", "observations"}
-    if not is_table or not all(_are_names(each) for each in names.values()):  # type: ignore[attr-defined]
+    if not is_table or not all(map(_are_names, names.values())):  # type: ignore[attr-defined]
         raise WhenceError(
-            f'names is {names!r}; pass lists of texts: names={{"actions": ["left", "right"], "observations": ["x"]}}.'
+            f"names is {names!r}. Pass lists of texts that differ, as "
+            'names={"actions": ["left", "right"], "observations": ["x", "y"]}.'
         )
     return names  # type: ignore[return-value]
 
@@ -54,7 +55,8 @@ def read_names(model: Any, names: Names) -> dict[str, list[str]]:
             known[kind] = [*listed]
         elif names.get(kind):
             space = model.action_space if kind == "actions" else model.observation_space
-            raise WhenceError(f"names has {len(listed)} {kind}, and {count} are needed for {space}.")
+            remedy = f"Pass {count}, in their order" if count else "Leave them out"
+            raise WhenceError(f"names has {len(listed)} {kind} ({', '.join(listed)}); {space} has {count}. {remedy}.")
     return known
 
 
@@ -85,7 +87,11 @@ def _ask(env: Any, kind: str) -> Sequence[str] | None:
 
 
 def _are_names(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+    """Return whether a value is a list of texts that differ."""
+    is_list = (
+        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+    )
+    return is_list and len({*value}) == len(value)  # type: ignore[misc,arg-type]
 
 
 def _check(value: Any) -> Sequence[str] | None:

@@ -24,12 +24,26 @@ class Advice:
     Attributes:
         kind: the short name of its rule.
         round: the first round that showed it.
-        text: what was seen, what it means, what to do.
+        title: what was seen; of advice on no setting also what it means and what to do.
+        evidence: of advice on a setting: how sure that is.
+        remedy: of advice on a setting: what to do.
     """
 
     kind: str
     round: int
-    text: str
+    title: str
+    evidence: str = ""
+    remedy: str = ""
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether a setting is what is wrong."""
+        return bool(self.remedy)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return " ".join(filter(None, [f"{self.title}." if self.is_setting else self.title, self.evidence, self.remedy]))
 
 
 def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
@@ -37,7 +51,8 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
-        config: the run's configuration; `n_epochs` and `batch_size` of its hyperparameters are read.
+        config: the run's configuration; its hyper-parameters and `n_envs` are read, and `episode_length`, the median
+            number of steps of an episode, if it was added.
     """
     return _apply_rules(metrics.to_dicts(), config)
 
@@ -66,8 +81,8 @@ def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
     return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
 
 
-Finding = tuple[int, str]
-"""A round, and what to say of it."""
+Finding = tuple[int, str] | tuple[int, str, str, str]
+"""A round, and what to say of it: the fields of `Advice` after `round`."""
 
 
 def _drops_nearly_all(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -120,8 +135,80 @@ def _steps_are_short_or_long(rows: Rows, config: Mapping[str, Any]) -> Iterator[
         first, last = divergences[0][0], divergences[-1][0]
         yield (
             last,
-            f"A round takes the policy {kl:.2g} nats from where it was (median of rounds {first} to {last}). That is "
-            f"{size}: with PPO's best learning rates 0.006 to 0.06 were seen. Try {rate} the `learning_rate`.",
+            f"Steps are too {size}: a round takes the policy {kl:.2g} nats from where it was",
+            f"That is the median of rounds {first} to {last}; with PPO's best learning rates in nine environments "
+            "0.006 to 0.06 were seen (results/practice).",
+            f"Try {rate} the `learning_rate`.",
+        )
+
+
+_MOST_CLIPPED = 0.5
+"""Median share of clipped ratios from which on most records have no gradient left."""
+
+_COLLAPSED = 0.1
+"""Share of the first round's entropy below which hardly anything is explored."""
+
+
+def _policy_is_thrown(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Look for symptoms of a high learning rate: most ratios clipped, or an entropy that collapses for nothing."""
+    rate = config.get("hyperparameters", {}).get("learning_rate")
+    clipped = [value for _, value in _read(rows, "train/clip_fraction")][:_WINDOW]
+    losses = [abs(value) for _, value in _read(rows, "train/entropy_loss")]
+    returns = [value for _, value in _read(rows, "episode_return")]
+    third = len(losses) // 3
+    symptoms = []
+    if len(clipped) >= 4 and (median := statistics.median(clipped)) > _MOST_CLIPPED:
+        symptoms.append(f"{median:.0%} of the ratios are clipped (median of {len(clipped)} rounds)")
+    # An entropy that falls while the return rises is learning.
+    if third >= 2 and losses[third] < _COLLAPSED * losses[0] and len(returns) > third and returns[-1] <= returns[third]:
+        symptoms.append(
+            f"the entropy fell from {losses[0]:.2g} to {losses[third]:.2g} within {third} rounds, and the return has "
+            f"not risen since ({returns[third]:.3g} then, {returns[-1]:.3g} now)"
+        )
+    if symptoms and "length" not in rows[0]:
+        setting = f"the learning rate {rate:g}" if isinstance(rate, int | float) else "the learning rate"
+        yield (
+            rows[-1]["round"],
+            f"Updates throw the policy about: {', and '.join(symptoms)}",
+            f"Likely {setting} is too high: in nine environments PPO's best were 3e-4 to 1e-3, and 3e-3 lost "
+            "(results/practice).",
+            "Lower `learning_rate`; if only the entropy fell, raise `ent_coef`.",
+        )
+
+
+_FEWEST = 256
+"""Records of a round; of RL Baselines3 Zoo's tuned settings of PPO none has fewer."""
+
+
+def _rounds_are_small(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compare a round with an episode: a few steps of few environments see neither its end nor many of its states."""
+    settings, length = config.get("hyperparameters", {}), config.get("episode_length")
+    steps, copies = settings.get("n_steps"), config.get("n_envs")
+    if isinstance(steps, int) and isinstance(copies, int) and steps * copies < _FEWEST and length and length > steps:
+        yield (
+            rows[-1]["round"],
+            f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records, while an "
+            f"episode takes {length:.0f}",
+            f"After {steps} steps the advantages are the critic's guess. RL Baselines3 Zoo's tuned settings of PPO have "
+            f"{_FEWEST} records a round and more.",
+            "Raise `n_steps`, to 512 or more.",
+        )
+
+
+_LEAST_GAMMA, _FORGOTTEN = 0.9, 0.01
+"""The smallest γ among RL Baselines3 Zoo's tuned settings of PPO; a weight that is next to nothing."""
+
+
+def _discount_is_short(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Look at what a reward half an episode ahead counts."""
+    gamma, length = config.get("hyperparameters", {}).get("gamma"), config.get("episode_length")
+    if isinstance(gamma, int | float) and gamma < _LEAST_GAMMA and length and gamma ** (length / 2) < _FORGOTTEN:
+        yield (
+            rows[-1]["round"],
+            f"The discount γ = {gamma:g} looks {1 / (1 - gamma):.2g} steps ahead, while an episode takes {length:.0f}",
+            f"A reward half an episode ahead counts {gamma ** (length / 2):.1g} of one now. RL Baselines3 Zoo's tuned "
+            f"settings of PPO have {_LEAST_GAMMA} and more.",
+            "Raise `gamma`, to 0.99 where a reward comes late.",
         )
 
 
@@ -190,6 +277,9 @@ _RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Finding]]] = {
     "drops nearly all": _drops_nearly_all,
     "entropy collapses": _entropy_collapses,
     "steps are short or long": _steps_are_short_or_long,
+    "policy is thrown about": _policy_is_thrown,
+    "rounds are small": _rounds_are_small,
+    "discount is short": _discount_is_short,
     "does not improve": _does_not_improve,
     "leaves the start model": _leaves_start_model,
     "responses become alike": _responses_become_alike,

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "table": "sweep_command:table",
     "attribute": "attribute_command:attribute",
     "show": "show_command:show",
+    "findings": "findings_command:findings",
     "diagnose": "diagnose_command:diagnose",
     "why": "why_command:why",
     "view": "report_command:view",

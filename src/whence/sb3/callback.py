@@ -427,7 +427,8 @@ class InfluenceCallback(BaseCallback):
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
-        sizes = {name: getattr(self.model, name, None) for name in ("n_epochs", "batch_size")}
-        log_new_advice(self.metrics, {"hyperparameters": sizes}, self._logged)
+        names = ("n_epochs", "batch_size", "n_steps", "gamma", "learning_rate")
+        settings = {name: getattr(self.model, name, None) for name in names}
+        log_new_advice(self.metrics, {"hyperparameters": settings, "n_envs": self.model.n_envs}, self._logged)
         if self._run is not None:
             self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())

@@ -1,0 +1,220 @@
+"""What the detectors read of a run: records of rounds spread over it as columns, and the metrics of all rounds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+
+from whence.experiments import action_labels, box_action_labels, state_names
+from whence.runs import RunDirectory
+
+RECORDS = 40_000
+"""Records that are read at most; of a longer run, those of stretches spread over it."""
+
+_BYTES = 2**27
+_STRETCHES = 8
+
+FEW = 24
+"""Numbers of an observation that are looked at one by one, and that regions are made of."""
+
+_WIDEST = 256
+
+Numbers = Float[np.ndarray, " n"]
+Mask = Bool[np.ndarray, " n"]
+Features = Mapping[str, Numbers]
+Blocks = Mapping[str, NDArray[Any]]
+"""The observation in parts (n, entries): a number each; of an image, a channel each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """n records of a run, each environment's in the order of time.
+
+    Attributes:
+        config: the run's configuration.
+        metrics: the table of that name, one row a round.
+        columns: what each record has as one number, by name; unknown ones are NaN. `record_id`, `round`, `env_index`,
+            `episode_id`, `step`, `reward`, `value` and `return` are used.
+        votes: (n, k) the score by each fold of the target's episodes, times the fold's share; 0 by the record's own
+            fold. The score itself, k = 1, if it has no folds; NaN if there are no scores.
+        actions: (n,) integers, or (n, axes) floats.
+        action_names: of the discrete actions, or of the axes.
+        features: the observation's numbers as the environment returned them, by name; an image's mean and spread by
+            channel.
+        blocks: the observation's parts as the policy saw them.
+        ends: (n,) "terminated" or "truncated" at an episode's last record, "" elsewhere; "ended" if that is all that is
+            known.
+        digests: (n,) equal where observations are, also those that were too large to be stored; None: unknown.
+    """
+
+    config: Mapping[str, Any]
+    metrics: pl.DataFrame
+    columns: Mapping[str, Numbers]
+    votes: Float[np.ndarray, "n k"]
+    actions: NDArray[Any]
+    action_names: Sequence[str]
+    features: Features
+    blocks: Blocks
+    ends: NDArray[np.str_]
+    digests: NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @cached_property
+    def has_next(self) -> Mask:
+        """Whether the record after it, in this order, is the next one of its episode."""
+        step, episode, env = (self.columns[name] for name in ("step", "episode_id", "env_index"))
+        joins = (env[1:] == env[:-1]) & (episode[1:] == episode[:-1]) & (step[1:] == step[:-1] + 1)
+        return np.append(joins, False)
+
+    @cached_property
+    def episodes(self) -> Int[np.ndarray, " n"]:
+        """The number of each record's episode, from 0."""
+        return np.unique(self.columns["episode_id"], return_inverse=True)[1]
+
+    @cached_property
+    def state(self) -> Float[np.ndarray, "n d"]:
+        """The observation as a few standardised numbers; a discrete one as indicators."""
+        values = np.stack(list(self.features.values()), axis=1) if self.features else np.zeros((len(self), 0))
+        if values.shape[1] == 1 and (values % 1 == 0).all() and len(distinct := np.unique(values)) <= _WIDEST:
+            return np.asarray(values == distinct, dtype=np.float64)
+        values = values[:, values.std(axis=0) > 0]
+        values = (values - values.mean(axis=0)) / values.std(axis=0)
+        if values.shape[1] > FEW:
+            values = values @ np.linalg.eigh(values.T @ values / len(self))[1][:, -FEW:]
+            values = values / np.maximum(values.std(axis=0), 1e-9)
+        return np.asarray(values, dtype=np.float64)
+
+    @cached_property
+    def acting(self) -> Float[np.ndarray, "n k"]:
+        """The action as numbers: indicators of discrete ones; else the axes and their squares."""
+        if self.actions.ndim == 1:
+            return np.asarray(np.eye(len(self.action_names))[self.actions], dtype=np.float64)
+        return np.asarray(np.hstack([self.actions, self.actions**2]), dtype=np.float64)
+
+
+def read_evidence(run: RunDirectory) -> Evidence | None:
+    """Read a run of an agent; None if no round of it holds what the detectors need."""
+    rounds = {number: run.round("records", number) for number in _choose_rounds(run)}
+    tables = [table.with_columns(round=pl.lit(number)) for number, table in rounds.items() if not table.is_empty()]
+    table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
+    if not {"env_index", "episode_id", "step", "action", "reward"} <= set(table.columns):
+        return None
+    table = table.sort("env_index", "record_id")
+    shown = _read_blocks(table, run.config, "observation")
+    names = "record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return"
+    columns = {name: _read_column(table, name) for name in names}
+    actions, labels = _read_actions(table, run.config)
+    return Evidence(
+        config=run.config,
+        metrics=run.table("metrics"),
+        columns=columns,
+        votes=_read_votes(table),
+        actions=actions,
+        action_names=labels,
+        features=summarise(_read_blocks(table, run.config, "raw_observation") or shown),
+        blocks=shown,
+        ends=_read_ends(table, columns),
+        digests=table["observation_digest"].to_numpy() if _is_whole(table, "observation_digest") else None,
+    )
+
+
+def summarise(blocks: Blocks) -> dict[str, Numbers]:
+    """Return parts of the observation as numbers: those of several entries as their mean and spread."""
+    features: dict[str, Numbers] = {}
+    for name, values in blocks.items():
+        if values.shape[1] == 1:
+            features[name] = values[:, 0].astype(np.float64)
+        else:
+            features[f"{name} mean"] = values.mean(axis=1, dtype=np.float64)
+            features[f"{name} spread"] = values.std(axis=1, dtype=np.float32).astype(np.float64)
+    return features
+
+
+def _choose_rounds(run: RunDirectory) -> list[int]:
+    """Return all rounds if they are few, else as many in stretches that are spread over the run."""
+    rounds = run.rounds()
+    if not rounds:
+        return []
+    first, last = (run.round("records", number) for number in (rounds[0], rounds[-1]))
+    width = max(1, int(last.estimated_size() / max(1, len(last))))
+    most = max(_STRETCHES, min(RECORDS, _BYTES // width) // max(1, len(first), len(last)))
+    if len(rounds) <= most:
+        return rounds
+    length = most // _STRETCHES
+    starts = np.linspace(0, len(rounds) - length, _STRETCHES).astype(int)
+    return sorted({rounds[start + offset] for start in starts for offset in range(length)})
+
+
+def _is_whole(table: pl.DataFrame, name: str) -> bool:
+    return name in table.columns and not table[name].null_count()
+
+
+def _read_column(table: pl.DataFrame, name: str) -> Numbers:
+    if name not in table.columns:
+        return np.full(len(table), np.nan)
+    return table[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
+
+
+def _read_votes(table: pl.DataFrame) -> Float[np.ndarray, "n k"]:
+    if not (_is_whole(table, "score_folds") and _is_whole(table, "fold")):
+        return _read_column(table, "score")[:, None]
+    votes, fold = np.array(table["score_folds"].to_numpy(), dtype=np.float64), table["fold"].to_numpy()
+    sizes = table.select(pl.len().over("round", "fold") / pl.len().over("round"))["len"].to_numpy()
+    by_round = table["round"].to_numpy()
+    for number in np.unique(by_round):
+        rows = by_round == number
+        votes[rows] *= [sizes[rows & (fold == k)][:1].sum() for k in range(votes.shape[1])]
+    votes[np.arange(len(votes)), fold] = 0.0
+    return votes
+
+
+def _read_ends(table: pl.DataFrame, columns: Mapping[str, Numbers]) -> NDArray[np.str_]:
+    if "end" in table.columns:
+        return table["end"].fill_null("").to_numpy().astype(str)
+    begins = (columns["step"][1:] == 0) & (np.diff(columns["env_index"]) == 0)
+    return np.append(np.where(begins & (np.diff(columns["episode_id"]) != 0), "ended", ""), "")
+
+
+def _read_actions(table: pl.DataFrame, config: Mapping[str, Any]) -> tuple[NDArray[Any], list[str]]:
+    actions = np.asarray(table["action"].to_numpy())
+    space = config.get("action_space") or {}
+    if actions.ndim == 1 and actions.dtype.kind in "iu":
+        start = int(space.get("start", 0) or 0)
+        count = max(int(space.get("n", 0) or 0), int(actions.max()) - start + 1)
+        names = action_labels(config.get("env"), config) or []
+        return actions - start, [str(names[i]) if i < len(names) else str(i + start) for i in range(count)]
+    actions = actions.reshape(len(table), -1).astype(np.float64)
+    names = box_action_labels(config.get("env"), config) or []
+    return actions, [str(names[i]) if i < len(names) else f"a{i}" for i in range(actions.shape[1])]
+
+
+def _read_blocks(table: pl.DataFrame, config: Mapping[str, Any], root: str) -> dict[str, NDArray[Any]]:
+    """Return the parts of a column of observations by name: numbers; of an image, channels; else the whole."""
+    blocks: dict[str, NDArray[Any]] = {}
+    for column in (name for name in table.columns if name.split(".")[0] == root and _is_whole(table, name)):
+        values = np.asarray(table[column].to_numpy()).reshape(len(table), -1)
+        key, space = column.partition(".")[2], config.get("observation_space") or {}
+        for part in filter(None, key.split(".")):
+            space = (space.get("spaces") or {}).get(part) or {}
+        shape = space.get("shape") or ()
+        names = (state_names(config.get("env"), config) or []) if not key else []
+        width = values.shape[1]
+        if len(shape) == 3 and math.prod(shape) == width > FEW:
+            channels = np.moveaxis(values.reshape(-1, *shape), 1 if shape[0] <= shape[2] else 3, 0)
+            prefix = f"{key} " if key else ""
+            blocks |= {f"{prefix}channel {i}": each.reshape(len(table), -1) for i, each in enumerate(channels)}
+        elif width > _WIDEST:
+            blocks[key or "the observation"] = values
+        else:
+            plain = [f"x{i}" if not key else key if width == 1 else f"{key}[{i}]" for i in range(width)]
+            chosen = names if len(names) == width else plain
+            blocks |= {str(chosen[i]): values[:, i : i + 1] for i in range(width)}
+    return blocks

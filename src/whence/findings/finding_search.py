@@ -1,0 +1,89 @@
+"""The search through all kinds of faults."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from whence.core import first_line
+from whence.experiments import AnyEnv, estimate_advantages, read_reward_scale
+from whence.findings.agreement import find_action_faults, find_reward_faults
+from whence.findings.environments import (
+    find_limit_as_end,
+    find_loops,
+    find_odd_copies,
+    find_paid_again,
+    find_unpaid_ends,
+)
+from whence.findings.evidence import Evidence, read_evidence
+from whence.findings.finding import Finding
+from whence.findings.learning import find_critic_faults, find_harm, find_settings
+from whence.findings.observations import find_clipped, find_constant, find_repeated
+from whence.runs import RunDirectory
+
+MOST = 5
+"""Findings that are returned at most."""
+
+CHANCE = 0.05
+"""The chance of a false finding in a run where nothing stands out, over all kinds of faults."""
+
+_MOMENTS = 10
+_CONTINUATIONS = 8
+_CERTAIN = 1e-6
+
+DETECTORS: Sequence[Callable[[Evidence], list[Finding]]] = (
+    find_repeated,
+    find_constant,
+    find_clipped,
+    find_odd_copies,
+    find_limit_as_end,
+    find_unpaid_ends,
+    find_paid_again,
+    find_reward_faults,
+    find_action_faults,
+    find_settings,
+    find_loops,
+    find_critic_faults,
+    find_harm,
+)
+"""What is looked for: causes before what follows from them."""
+
+
+def find(run: RunDirectory, *, env: AnyEnv = None) -> list[Finding]:
+    """Return what stands out in an agent's run, the surest first, at most five; nothing where nothing stands out.
+
+    Findings are ordered by their chance. Plain facts, whose `p` is None, and chances below one in a million are all as
+    good as certain: of these, causes come before what follows from them.
+
+    Args:
+        run: the run.
+        env: the environment, for fresh rollouts that confirm where the critic is off; see `make_replay_env`. None:
+            nothing is played.
+
+    Raises:
+        RunDirectoryError: a round's file is damaged.
+    """
+    evidence = None if run.is_language else read_evidence(run)
+    if evidence is None:
+        return []
+    findings = [finding for detector in DETECTORS for finding in detector(evidence)]
+    sure = [one for one in findings if one.p is None or one.p <= CHANCE / len(DETECTORS)]
+    sure = sorted(sure, key=lambda one: max(one.p or 0.0, _CERTAIN))[:MOST]
+    return sure if env is None else [_confirm(run, evidence, one, env) for one in sure]
+
+
+def _confirm(run: RunDirectory, evidence: Evidence, finding: Finding, env: AnyEnv) -> Finding:
+    """Return a finding on the critic with what fresh rollouts from some of its records say; others as they are."""
+    if finding.kind != "critic" or finding.round is None:
+        return finding
+    ids = list(finding.record_ids[:: max(1, len(finding.record_ids) // _MOMENTS)][:_MOMENTS])
+    try:
+        table = estimate_advantages(run, finding.round, ids, env=env, continuations=_CONTINUATIONS)
+    except Exception as refusal:  # An environment's own code may raise anything.
+        return replace(finding, evidence=f"{finding.evidence} Not measured by fresh rollouts: {first_line(refusal)}")
+    places = [int(np.flatnonzero(evidence.columns["record_id"] == each)[0]) for each in ids]
+    # The critic speaks in the rewards that trained it, fresh rollouts in the environment's.
+    misses = table["mc_value"].to_numpy() / read_reward_scale(run, finding.round) - evidence.columns["value"][places]
+    error = misses.std() / np.sqrt(len(misses))
+    text = f"Fresh rollouts from {len(ids)} of these records return {misses.mean():+.3g} ± {error:.2g} more than it says."
+    return replace(finding, evidence=f"{finding.evidence} {text}")

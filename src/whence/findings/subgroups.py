@@ -1,0 +1,177 @@
+"""A search for subgroups of records whose sum of a column stands out, with a test over the whole search."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from whence.findings.evidence import FEW, Evidence
+
+LEAST = 0.01
+"""The smallest share of the records that is a subgroup: rarer ones are moments, which a page lists by themselves."""
+
+_UNITS = 8
+"""Independent units that a subgroup needs: of fewer, a random sign of each decides alone."""
+
+_MOST_UNITS = 512
+_PERMUTATIONS = 199
+_BEST = 12
+_LONGEST = 3
+
+Mask = Bool[np.ndarray, " n"]
+Numbers = Float[np.ndarray, " n"]
+Votes = Float[np.ndarray, "n k"]
+Units = Int[np.ndarray, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """A set of records in words; conditions of one column are not joined. `is_place`: it is on the observation."""
+
+    column: str
+    text: str
+    mask: Mask
+    is_place: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Subgroup:
+    """Records that satisfy all of a few conditions.
+
+    Attributes:
+        conditions: at most three.
+        mask: (n,) whether a record is in it.
+        t: how far the sum over it is from 0, in standard errors over units.
+        p: the chance that a search like this one finds as large a |t| where each unit's sums are as often negative.
+        tried: how many subgroups the search tried.
+    """
+
+    conditions: tuple[Condition, ...]
+    mask: Mask
+    t: float
+    p: float
+    tried: int
+
+    @property
+    def text(self) -> str:
+        """The conditions in words."""
+        return " and ".join(condition.text for condition in self.conditions)
+
+
+def cut(name: str, values: Numbers, bins: int = 5, *, is_place: bool = False) -> list[Condition]:
+    """Return the conditions of a numeric column: above and below its quantiles; of a few values, equal to each."""
+    distinct = np.unique(values[np.isfinite(values)])
+    if len(distinct) < 2:
+        return []
+    if len(distinct) <= bins + 1:
+        return [Condition(name, f"{name} = {value:.4g}", values == value, is_place) for value in distinct]
+    levels = np.unique(np.quantile(values[np.isfinite(values)], np.linspace(0, 1, bins + 1)[1:-1]))
+    below = [Condition(name, f"{name} < {level:.3g}", values < level, is_place) for level in levels]
+    return below + [Condition(name, f"{name} ≥ {level:.3g}", values >= level, is_place) for level in levels]
+
+
+def list_conditions(evidence: Evidence, rows: Mask, *, bins: int = 5) -> list[Condition]:
+    """Return what subgroups of some records are made of: action, observation, environment, and time in the episode."""
+    if evidence.actions.ndim == 1:
+        taken = [Condition("action", f"action {name}", evidence.actions[rows] == number)
+                 for number, name in enumerate(evidence.action_names)]
+    else:
+        taken = [
+            Condition(name, f"{name} {sign} 0", (axis < 0) == (sign == "<"))
+            for name, axis in zip(evidence.action_names, evidence.actions[rows].T, strict=True)
+            for sign in "<≥"
+        ]
+    copies, steps = evidence.columns["env_index"][rows], evidence.columns["step"][rows]
+    if len(distinct := np.unique(copies)) > 1:
+        taken += [Condition("env_index", f"environment {copy:.0f}", copies == copy) for copy in distinct]
+    taken += [one for one in cut("step", steps, bins) if "<" not in one.text]
+    if len(evidence.features) <= FEW:
+        for name, values in evidence.features.items():
+            taken += cut(name, values[rows], bins, is_place=True)
+    return taken
+
+
+def search(
+    values: Votes,
+    units: Units,
+    conditions: Sequence[Condition],
+    *,
+    sign: int,
+    needed: Collection[str] = (),
+    seed: int = 0,
+) -> list[Subgroup]:
+    """Return the subgroups by one or two conditions whose sums are farthest from 0, the surest first.
+
+    Each unit's sums get a random sign, the same for all subgroups, and the largest |t| of all subgroups is noted, many
+    times: so the chance is that of the whole search. Where no sign comes near, it is bounded by Hoeffding's inequality
+    for sums of random signs, times the number of subgroups.
+
+    Args:
+        values: (n, k) numbers of mean 0 if nothing stands out; the k columns are independent of each other.
+        units: (n,) records of different units are independent: their episode, or their round.
+        conditions: what subgroups are made of.
+        sign: 1 or −1: sums above or below 0.
+        needed: columns of which a subgroup has a condition; none: any.
+        seed: of the random signs.
+    """
+    conditions = [one for one in conditions if LEAST <= one.mask.mean() <= 1 - LEAST]
+    if not conditions:
+        return []
+    masks = np.stack([one.mask for one in conditions], axis=1).astype(np.float32)
+    order = np.argsort(units % _MOST_UNITS, kind="stable")
+    starts = np.flatnonzero(np.diff((units % _MOST_UNITS)[order], prepend=-1))
+    parts = [(masks[rows], values[rows].astype(np.float32)) for rows in np.split(order, starts[1:])]
+    sums = np.stack([(mask * column[:, None]).T @ mask for mask, part in parts for column in part.T])
+    squares, filled = (sums**2).sum(axis=0), (sums != 0).sum(axis=0)
+    columns = np.array([one.column for one in conditions])
+    is_pair = np.triu(columns[:, None] != columns) | np.eye(len(columns), dtype=bool)
+    if needed:
+        is_needed = np.isin(columns, list(needed))
+        is_pair &= is_needed[:, None] | is_needed
+    is_tested = is_pair & (filled >= _UNITS) & (masks.T @ masks >= LEAST * len(masks)) & (squares > 0)
+    tried = int(is_tested.sum())
+    if not tried:
+        return []
+    tested, scale = sums[:, is_tested], np.sqrt(squares[is_tested])
+    t = sign * tested.sum(axis=0) / scale
+    signs = np.random.default_rng(seed).choice(np.array([-1, 1], dtype=np.float32), (_PERMUTATIONS, len(tested)))
+    null = np.abs(signs @ tested / scale).max(axis=1)
+    subgroups = []
+    for place in np.argsort(-t)[:_BEST]:
+        pair = tuple(conditions[i] for i in sorted({*np.argwhere(is_tested)[place].tolist()}))
+        reached = int((null >= t[place]).sum())
+        bound = 2 * tried * float(np.exp(-(t[place] ** 2) / 2))
+        p = (1 + reached) / (1 + len(null)) if reached else min(1 / (1 + len(null)), bound)
+        subgroups.append(Subgroup(pair, _join(pair), sign * float(t[place]), p, tried))
+    return [one for one in subgroups if sign * one.t > 0]
+
+
+def refine(group: Subgroup, values: Votes, units: Units, conditions: Sequence[Condition]) -> Subgroup:
+    """Return the surest subgroup that a condition on the observation, changed, added or left out, makes of one.
+
+    A change has to raise t² by more than the best of as many changes by noise would. The chance stays the search's.
+    """
+    places = [one for one in conditions if one.is_place]
+    least = 2 * np.log(1 + len(places))
+    for _ in range(_LONGEST):
+        removable = [one for one in group.conditions if one.is_place]
+        without = [tuple(one for one in group.conditions if one is not each) for each in removable]
+        changed = [(*(one for one in group.conditions if one.column != new.column), new) for new in places]
+        options = [option for option in [*without, *changed] if 0 < len(option) <= _LONGEST]
+        measured = [(_measure(mask, values, units), option, mask) for option in options
+                    if LEAST <= (mask := _join(option)).mean() <= 1 - LEAST]
+        t, option, mask = max(measured, key=lambda one: np.sign(group.t) * one[0], default=(0.0, (), group.mask))
+        if np.sign(group.t) * t <= np.sqrt(group.t**2 + least):
+            break
+        group = Subgroup(option, mask, t, group.p, group.tried)
+    return group
+
+
+def _join(conditions: Sequence[Condition]) -> Mask:
+    return np.asarray(np.logical_and.reduce([one.mask for one in conditions]))
+
+
+def _measure(mask: Mask, values: Votes, units: Units) -> float:
+    sums = np.stack([np.bincount(units[mask], column[mask]) for column in values.T])
+    return float(sums.sum() / max(np.sqrt((sums**2).sum()), 1e-12))

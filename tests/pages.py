@@ -68,8 +68,15 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
     }
     shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
     commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}", "llm why": "whence llm why RUN"}
-    opens = {"round": numbers[-1], "why": "The largest share of scores differs from 0 here."}
-    shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens}
+    finding = {
+        "kind": "region",
+        "title": f"Fire left harms{HOSTILE}",
+        "evidence": "p = 0.01",
+        "advice": "Look at `it`.",
+    }
+    finding |= {"round": 4, "records": [4000 + WORST, 4000 + BEST], "total": 2}
+    opens = {"round": numbers[-1], "why": "The first finding is about this round."}
+    shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens, "findings": [finding]}
     return {
         "mode": mode,
         "kind": kind,

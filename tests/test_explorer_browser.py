@@ -274,7 +274,7 @@ class TestGrid:
         page.fill("#grid-search", "no such text")
         expect(page.locator("#grid")).to_contain_text("No record fits.")
 
-    def test_groups_and_boxes_choose_records(self, page):
+    def test_groups_findings_and_boxes_choose_records(self, page):
         rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
         expect(page.locator(".pivot tbody td.unsure")).to_have_text(["+0.1 ± 0.29", "+0.31"])
         page.select_option("#groups-across", label="nothing else")
@@ -286,6 +286,11 @@ class TestGrid:
         expect(rows).to_have_count(2)
         page.get_by_label("flagged").check()
         expect(rows).to_have_count(1)
+        page.get_by_role("button", name="Previous round").click()
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 4")
+        page.locator("#findings").get_by_role("button", name="Show 2 records in round 4").click()
+        expect(note).to_contain_text(f"Fire left harms{pages.HOSTILE}: 2 of the 240")
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 4 of 4")
 
     def test_a_row_opens_its_moment(self, page):
         page.get_by_role("button", name="Open record 4,057").press("Enter")
@@ -404,6 +409,8 @@ class Server:
         if path == "/api/figures":
             return []
         parts = path.split("/")
+        if parts[-1] == "findings":
+            return {"findings": [], "opens": None}
         content = make_round(int(parts[5]))
         if len(parts) == 6:
             return content["round"] | {"rows": None}

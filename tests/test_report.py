@@ -197,6 +197,7 @@ class TestPage:
         assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
             *(
+                "What stands out",
                 "Summary",
                 *EXPLORER,
                 "Learning curves",
@@ -295,6 +296,7 @@ class TestRunPage:
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")
         assert page.of("h2") == [
             *(
+                "What stands out",
                 *EXPLORER,
                 "Learning curves",
                 "Records kept and dropped",

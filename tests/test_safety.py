@@ -527,7 +527,7 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
         write_report(RunDirectory.open(stage / name), tmp_path / "page.html")
         served = (
             TestClient(
-                make_app([ExploredRun(stage / name)], Questions(), Questions()),
+                make_app([ExploredRun(stage / name)], Questions(), Questions(), Questions()),
                 base_url="http://127.0.0.1:8000",
             )
             .get("/")

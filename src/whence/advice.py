@@ -189,8 +189,8 @@ def _rounds_are_small(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding
             rows[-1]["round"],
             f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records, while an "
             f"episode takes {length:.0f}",
-            f"After {steps} steps the advantages are the critic's guess. RL Baselines3 Zoo's tuned settings of PPO have "
-            f"{_FEWEST} records a round and more.",
+            f"After {steps} steps the advantages are the critic's guess. RL Baselines3 Zoo's tuned settings of PPO "
+            f"have {_FEWEST} records a round and more.",
             "Raise `n_steps`, to 512 or more.",
         )
 

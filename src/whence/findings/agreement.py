@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.findings.evidence import Evidence, Mask, Numbers
-from whence.findings.finding import Finding, make_finding, say_chance
+from whence.findings.finding import CHANCE, Finding, make_finding, say_chance
 from whence.findings.models import Matrix, expand, predict_each
 from whence.findings.subgroups import Condition, Subgroup, Votes, list_conditions, refine, search
 
 _LEAST_RECORDS = 500
-_FEW_ACTIONS = 8
-_CHANCE = 0.01
+_FEW_ACTIONS = 6
 
 _HALF = 0.5
 """The slope of what is paid on what is due, halfway from all of it to nothing; from nothing to its opposite, minus."""
@@ -44,14 +43,16 @@ def find_reward_faults(evidence: Evidence) -> list[Finding]:
 
     def predict_all(without: Mask | None) -> Numbers:
         due = predict_each(basis, paid[:, None], episodes, without)[0][:, 0]
-        return due - _level(due, actions)
+        return np.asarray(due - _level(due, actions))
 
     def predict_from_others(without: Mask | None) -> Numbers:
         due = np.zeros(len(paid))
         for number in np.unique(actions):
             mask = actions == number
-            due[mask] = predict_each(basis, paid[:, None], episodes, mask if without is None else mask | without)[0][mask, 0]
-        return due - _level(due, actions)
+            due[mask] = predict_each(basis, paid[:, None], episodes, mask if without is None else mask | without)[0][
+                mask, 0
+            ]
+        return np.asarray(due - _level(due, actions))
 
     has_others = 1 < len(np.unique(actions)) <= _FEW_ACTIONS
     times = {"env_index", "round"}
@@ -60,7 +61,7 @@ def find_reward_faults(evidence: Evidence) -> list[Finding]:
     attempts += [(predict_from_others, -_HALF, set())] if has_others else []
     for model, slope, needed in attempts:
         group = _find_disagreement(evidence, paid, model, slope, needed)
-        if group is not None and group.p * len(attempts) < _CHANCE:
+        if group is not None and group.p * len(attempts) <= CHANCE:
             group, due = _choose_actions(evidence, replace(group, p=group.p * len(attempts)), paid, model, slope)
             return [_say_reward(evidence, group, paid, due)]
     return []
@@ -68,10 +69,8 @@ def find_reward_faults(evidence: Evidence) -> list[Finding]:
 
 def _level(values: Numbers, actions: NDArray[np.int64]) -> Numbers:
     """Return the median of each record's action."""
-    levels = np.zeros(len(values))
-    for number in np.unique(actions):
-        levels[actions == number] = np.median(values[actions == number])
-    return levels
+    levels = {number: np.median(values[actions == number]) for number in np.unique(actions)}
+    return np.asarray([levels[number] for number in actions.tolist()], dtype=np.float64)
 
 
 def _describe_moves(evidence: Evidence) -> Matrix:
@@ -104,10 +103,10 @@ def _find_disagreement(
 
 
 def _count_votes(paid: Numbers, due: Numbers, slope: float) -> Votes:
-    """Return (n, 1) numbers whose sum is below 0 where the slope is below that one, without the largest few."""
-    product, square = paid * due, due**2
-    top = np.quantile(square, 0.99)
-    return np.asarray(((product - slope * square) * np.minimum(1, top / np.maximum(square, 1e-12)))[:, None])
+    """Return (n, 1) numbers whose sum is below 0 where less than that slope of what is due is paid."""
+    votes = paid * np.sign(due) - slope * np.abs(due)
+    bound = 10 * np.median(np.abs(votes)) + 1e-12
+    return np.asarray(np.clip(votes, -bound, bound)[:, None])
 
 
 def _list_all_conditions(evidence: Evidence, bins: int) -> list[Condition]:
@@ -176,56 +175,60 @@ def find_action_faults(evidence: Evidence) -> list[Finding]:
     def cross(actions: Matrix) -> Matrix:
         return np.hstack([basis, *(basis[:, : 1 + state.shape[1]] * column[:, None] for column in actions.T)])
 
-    names = [name for name, _ in acts]
-    moves = predict_each(cross(acting), change, episodes, others=[cross(actions) for _, actions in acts])
+    moves = predict_each(cross(acting), change, episodes, others=[cross(actions) for _, _, actions in acts])
     scale = np.maximum(np.median(np.abs(change - moves[0]), axis=0), 1e-3 * change.std(axis=0) + 1e-9)
     misses = [np.minimum(((change - move) / scale) ** 2, 100).sum(axis=1) for move in moves]
-    conditions, finer = _list_all_conditions(evidence, 5), _list_all_conditions(evidence, 16)
-    best: tuple[Subgroup, int, int, NDArray[np.int64]] | None = None
-    pairs = list(itertools.permutations(range(len(names)), 2)) if evidence.actions.ndim == 1 else [(0, 0)]
-    for one, other in pairs:
-        taken = np.flatnonzero(evidence.actions[rows] == one) if evidence.actions.ndim == 1 else np.arange(len(state))
-        if len(taken) < _LEAST_RECORDS:
-            continue
-        # Above 0 where the other action tells better what happened.
-        votes = np.clip(misses[0] - misses[1 + other], -100, 100)[taken, None]
-        of_taken = [replace(each, mask=each.mask[taken]) for each in conditions if each.column != "action"]
-        for group in search(votes, episodes[taken], of_taken, sign=1)[:1]:
-            if best is None or group.t > best[0].t:
-                narrow = [replace(each, mask=each.mask[taken]) for each in finer if each.column != "action"]
-                best = refine(group, votes, episodes[taken], narrow), one, other, taken
-    if best is None or (p := best[0].p * len(pairs)) > _CHANCE:
+    # Above 0 where the other action tells better what happened. Each pair of actions is a condition of the search.
+    taken = [np.flatnonzero(mask) for _, mask, _ in acts]
+    places, pair = np.concatenate(taken), np.repeat(np.arange(len(acts)), [len(each) for each in taken])
+    margins = [(misses[0] - other)[each] for other, each in zip(misses[1:], taken, strict=True)]
+    votes, units = np.clip(np.concatenate(margins), -100, 100)[:, None], episodes[places]
+    pairs = [Condition("pair", name, pair == number) for number, (name, _, _) in enumerate(acts)]
+
+    def list_pairs(bins: int) -> list[Condition]:
+        # Of discrete states the model knows each by itself, so no place is left where it could be wrong.
+        no_place = len(evidence.features) == 1
+        others = [each for each in _list_all_conditions(evidence, bins) if each.column != "action"]
+        others = [each for each in others if not (each.is_place and no_place)]
+        return [*pairs, *(replace(each, mask=each.mask[places]) for each in others)]
+
+    groups = search(votes, units, list_pairs(5), sign=1, needed={"pair"})
+    groups = [group for group in groups if len(group.conditions) > 1]  # what is so everywhere is how the action works
+    if not groups or groups[0].p > CHANCE:
         return []
-    group, one, other, taken = best
+    group = refine(groups[0], votes, units, list_pairs(16))
+    is_pair = np.logical_and.reduce([one.mask for one in group.conditions if one.column == "pair"])
+    if (votes[is_pair & ~group.mask] < 0).mean() < _HALF:  # nor are the two told apart elsewhere
+        return []
+    (what,) = (one.text for one in group.conditions if one.column == "pair")
+    where = " and ".join(one.text for one in group.conditions if one.column != "pair")
     mask = np.zeros(len(state), dtype=bool)
-    mask[taken[group.mask]] = True
-    share = (misses[1 + other] < misses[0])[mask].mean()
-    what = f"Action {names[one]} does what {names[other]} does elsewhere" if evidence.actions.ndim == 1 else (
-        f"Actions do the opposite in {names[0]}")
+    mask[places[group.mask]] = True
     return [
         make_finding(
             "dynamics",
             evidence,
             _widen(rows, mask),
-            title=f"{what}, for {group.text}: in {share:.0%} of {mask.sum():,} steps",
+            title=f"{what}, for {where}: in {(votes[group.mask] > 0).mean():.0%} of {mask.sum():,} steps",
             because="The next observation is nearer to what the other action makes of the same state in the other "
-            f"records. By chance: {say_chance(p)}, over all actions and places that were tried.",
-            advice=f"Compare how the environment and its wrappers read actions for {group.text} with the others.",
-            p=p,
+            f"records. By chance: {say_chance(group.p)}, over all actions and places that were tried.",
+            advice=f"Compare how the environment and its wrappers read actions for {where} with the others.",
+            p=group.p,
         )
     ]
 
 
-def _list_alternatives(evidence: Evidence) -> list[tuple[str, Matrix]]:
-    """Return what else could have been done, each as the actions of all records that have a next one."""
-    acting = evidence.acting[evidence.has_next]
-    if evidence.actions.ndim == 1:
-        if len(evidence.action_names) > _FEW_ACTIONS:
-            return []
-        rows = np.eye(len(evidence.action_names))
-        return [(name, np.tile(row, (len(acting), 1))) for name, row in zip(evidence.action_names, rows, strict=True)]
-    axes = evidence.actions.shape[1]
-    return [("all axes", np.hstack([-acting[:, :axes], acting[:, axes:]]))]
+def _list_alternatives(evidence: Evidence) -> list[tuple[str, Mask, Matrix]]:
+    """Return what else each action could be: in words, who took the action, and the others' actions as numbers."""
+    acting, names = evidence.acting[evidence.has_next], evidence.action_names
+    if evidence.actions.ndim > 1:
+        opposite = np.hstack([-evidence.actions, evidence.actions**2])[evidence.has_next]
+        return [("Actions do the opposite of what they do elsewhere", np.ones(len(acting), dtype=bool), opposite)]
+    rows, count = np.eye(len(names)), len(names) if len(names) <= _FEW_ACTIONS else 0
+    return [
+        (f"Action {names[i]} does what {names[j]} does elsewhere", acting[:, i] > 0, np.tile(rows[j], (len(acting), 1)))
+        for i, j in itertools.permutations(range(count), 2)
+    ]
 
 
 def _widen(rows: Mask, mask: Mask) -> Mask:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from whence.findings.evidence import FEW, Evidence, Mask, Numbers
+from whence.findings.evidence import FEW, Evidence, Mask
 from whence.findings.finding import Finding, make_finding, say_chance
 
 _EPISODES = 8
@@ -126,42 +126,41 @@ def find_unpaid_ends(evidence: Evidence) -> list[Finding]:
 
 
 def find_paid_again(evidence: Evidence) -> list[Finding]:
-    """Find a reward at an episode's first step that grows with the last one of the episode before."""
+    """Find an unusual last reward that the first step of the next episode has, too."""
     from scipy import stats  # loaded where it is used: other commands need none
 
-    rewards, env, rounds = (evidence.columns[name] for name in ("reward", "env_index", "round"))
+    rewards, env = evidence.columns["reward"], evidence.columns["env_index"]
     last = np.flatnonzero((evidence.ends[:-1] != "") & (env[1:] == env[:-1]) & (evidence.columns["step"][1:] == 0))
-    if len(last) < 3 * _EPISODES:
+    inner = np.sort(rewards[evidence.has_next & (evidence.columns["step"] > 0)])
+    if not len(inner):
         return []
-    # Within a round, since both change as the policy does.
-    numbers = np.unique(rounds[last], return_inverse=True)[1]
-    final, first = (_center(values, numbers) for values in (rewards[last], rewards[last + 1]))
-    if final.std() == 0 or first.std() == 0:
+    low, usual, high = np.quantile(inner, [0.005, 0.5, 0.995])  # as 99 of 100 steps pay
+    last = last[(rewards[last] < low) | (rewards[last] > high)]
+    if len(last) < _EPISODES:
         return []
-    p, slope = float(stats.spearmanr(final, first).pvalue), float((final * first).sum() / (final**2).sum())
-    # Halfway from nothing to all of it.
-    if not 0.5 < slope < 2:
+    # Nearer to the last reward than to the usual one; by chance, as often as other steps are.
+    halfway = (rewards[last] + usual) / 2
+    is_near = np.where(rewards[last] > usual, rewards[last + 1] > halfway, rewards[last + 1] < halfway)
+    below = np.searchsorted(inner, halfway) / len(inner)
+    by_chance = max(float(np.where(rewards[last] > usual, 1 - below, below).mean()), 1 / len(inner))
+    p = float(stats.binom.sf(is_near.sum() - 1, len(last), by_chance))
+    if is_near.mean() < 0.5:
         return []
     mask = np.zeros(len(evidence), dtype=bool)
-    mask[last + 1] = np.abs(rewards[last]) > np.abs(np.median(rewards[evidence.has_next])) + 1e-9
+    mask[last[is_near] + 1] = True
     return [
         make_finding(
             "reward",
             evidence,
-            mask if mask.any() else evidence.columns["step"] == 0,
-            title=f"The first step of an episode is paid {slope:.2g} times the last reward of the episode before, over "
-            f"{len(last):,} resets",
-            because="A reset should forget it: in a sound environment the two rewards have nothing in common. By "
+            mask,
+            title="The last reward of an episode is paid again at the first step of the next: after "
+            f"{is_near.sum():,} of {len(last):,} ends that pay what few steps do",
+            because=f"These first steps pay {np.median(rewards[last[is_near] + 1]):.3g}, a usual step {usual:.2g}. By "
             f"chance: {say_chance(p)}.",
             advice="Clear what the environment or a wrapper remembers of the reward in `reset()`.",
             p=p,
         )
     ]
-
-
-def _center(values: Numbers, numbers: Numbers) -> Numbers:
-    """Return values less the mean of their round."""
-    return np.asarray(values - (np.bincount(numbers, values) / np.bincount(numbers))[numbers])
 
 
 def find_loops(evidence: Evidence) -> list[Finding]:

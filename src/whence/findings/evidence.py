@@ -24,6 +24,7 @@ FEW = 24
 """Numbers of an observation that are looked at one by one, and that regions are made of."""
 
 _WIDEST = 256
+_STATES = 64
 
 Numbers = Float[np.ndarray, " n"]
 Mask = Bool[np.ndarray, " n"]
@@ -81,10 +82,11 @@ class Evidence:
 
     @cached_property
     def state(self) -> Float[np.ndarray, "n d"]:
-        """The observation as a few standardised numbers; a discrete one as indicators."""
+        """The observation as a few standardised numbers; one of few states as indicators, of many as nothing."""
         values = np.stack(list(self.features.values()), axis=1) if self.features else np.zeros((len(self), 0))
-        if values.shape[1] == 1 and (values % 1 == 0).all() and len(distinct := np.unique(values)) <= _WIDEST:
-            return np.asarray(values == distinct, dtype=np.float64)
+        if values.shape[1] == 1 and (values % 1 == 0).all():
+            distinct = np.unique(values)
+            return np.asarray(values == distinct[: len(distinct) if len(distinct) <= _STATES else 0], dtype=np.float64)
         values = values[:, values.std(axis=0) > 0]
         values = (values - values.mean(axis=0)) / values.std(axis=0)
         if values.shape[1] > FEW:
@@ -204,7 +206,7 @@ def _read_blocks(table: pl.DataFrame, config: Mapping[str, Any], root: str) -> d
         key, space = column.partition(".")[2], config.get("observation_space") or {}
         for part in filter(None, key.split(".")):
             space = (space.get("spaces") or {}).get(part) or {}
-        shape = space.get("shape") or ()
+        shape: tuple[int, ...] = tuple(space.get("shape") or ())
         names = (state_names(config.get("env"), config) or []) if not key else []
         width = values.shape[1]
         if len(shape) == 3 and math.prod(shape) == width > FEW:

@@ -6,6 +6,9 @@ import numpy as np
 
 from whence.findings.evidence import Evidence, Mask
 
+CHANCE = 0.005
+"""The chance of a false finding by each kind of search at most: ten that compute one have 5% in all."""
+
 
 @dataclass(frozen=True)
 class Finding:

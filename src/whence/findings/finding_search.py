@@ -16,16 +16,13 @@ from whence.findings.environments import (
     find_unpaid_ends,
 )
 from whence.findings.evidence import Evidence, read_evidence
-from whence.findings.finding import Finding
+from whence.findings.finding import CHANCE, Finding
 from whence.findings.learning import find_critic_faults, find_harm, find_settings
 from whence.findings.observations import find_clipped, find_constant, find_repeated
 from whence.runs import RunDirectory
 
 MOST = 5
 """Findings that are returned at most."""
-
-CHANCE = 0.05
-"""The chance of a false finding in a run where nothing stands out, over all kinds of faults."""
 
 _MOMENTS = 10
 _CONTINUATIONS = 8
@@ -35,12 +32,12 @@ DETECTORS: Sequence[Callable[[Evidence], list[Finding]]] = (
     find_repeated,
     find_constant,
     find_clipped,
-    find_odd_copies,
-    find_limit_as_end,
-    find_unpaid_ends,
     find_paid_again,
     find_reward_faults,
     find_action_faults,
+    find_odd_copies,
+    find_limit_as_end,
+    find_unpaid_ends,
     find_settings,
     find_loops,
     find_critic_faults,
@@ -49,7 +46,7 @@ DETECTORS: Sequence[Callable[[Evidence], list[Finding]]] = (
 """What is looked for: causes before what follows from them."""
 
 
-def find(run: RunDirectory, *, env: AnyEnv = None) -> list[Finding]:
+def find(run: RunDirectory, *, env: AnyEnv = None, play: bool = False) -> list[Finding]:
     """Return what stands out in an agent's run, the surest first, at most five; nothing where nothing stands out.
 
     Findings are ordered by their chance. Plain facts, whose `p` is None, and chances below one in a million are all as
@@ -57,8 +54,8 @@ def find(run: RunDirectory, *, env: AnyEnv = None) -> list[Finding]:
 
     Args:
         run: the run.
-        env: the environment, for fresh rollouts that confirm where the critic is off; see `make_replay_env`. None:
-            nothing is played.
+        env: the environment, if it is not the run's own; see `make_replay_env`.
+        play: measure where the critic is off by fresh rollouts, too, which takes longer.
 
     Raises:
         RunDirectoryError: a round's file is damaged.
@@ -67,12 +64,12 @@ def find(run: RunDirectory, *, env: AnyEnv = None) -> list[Finding]:
     if evidence is None:
         return []
     findings = [finding for detector in DETECTORS for finding in detector(evidence)]
-    sure = [one for one in findings if one.p is None or one.p <= CHANCE / len(DETECTORS)]
+    sure = [one for one in findings if one.p is None or one.p <= CHANCE]
     sure = sorted(sure, key=lambda one: max(one.p or 0.0, _CERTAIN))[:MOST]
-    return sure if env is None else [_confirm(run, evidence, one, env) for one in sure]
+    return [_measure(run, evidence, one, env) for one in sure] if play else sure
 
 
-def _confirm(run: RunDirectory, evidence: Evidence, finding: Finding, env: AnyEnv) -> Finding:
+def _measure(run: RunDirectory, evidence: Evidence, finding: Finding, env: AnyEnv) -> Finding:
     """Return a finding on the critic with what fresh rollouts from some of its records say; others as they are."""
     if finding.kind != "critic" or finding.round is None:
         return finding
@@ -85,5 +82,7 @@ def _confirm(run: RunDirectory, evidence: Evidence, finding: Finding, env: AnyEn
     # The critic speaks in the rewards that trained it, fresh rollouts in the environment's.
     misses = table["mc_value"].to_numpy() / read_reward_scale(run, finding.round) - evidence.columns["value"][places]
     error = misses.std() / np.sqrt(len(misses))
-    text = f"Fresh rollouts from {len(ids)} of these records return {misses.mean():+.3g} ± {error:.2g} more than it says."
+    text = (
+        f"Fresh rollouts from {len(ids)} of these records return {misses.mean():+.3g} ± {error:.2g} more than it says."
+    )
     return replace(finding, evidence=f"{finding.evidence} {text}")

@@ -12,6 +12,9 @@ _LEAST_RECORDS = 1000
 _UNDONE = 0.25
 """The share of the other records' gain that a subgroup takes back at least: the update without it is a third larger."""
 
+_WEIGHT = 0.25
+"""The share of the critic's squared error that is of one place at least: less is a rare state, or learned too late."""
+
 _SHARPEST = 5.0
 """Sizes beyond which a number counts no more: a search is for what many records share."""
 
@@ -82,7 +85,8 @@ def find_critic_faults(evidence: Evidence) -> list[Finding]:
             off, rest = float(misses[group.mask].mean()), float(misses[~group.mask].mean())
             by_round = [misses[group.mask & (rounds == each)].sum() for each in np.unique(rounds[group.mask])]
             # By more than all returns vary: a critic that says the mean everywhere would be nearer there.
-            if min(sign * off, sign * (off - rest)) < 1 or min(sign * np.array(by_round)) < 0:
+            is_large = min(sign * off, sign * (off - rest)) >= 1 and min(sign * np.array(by_round)) >= 0
+            if not is_large or off**2 * group.mask.mean() < _WEIGHT * (misses**2).mean():
                 continue
             mask = np.zeros(len(rows), dtype=bool)
             mask[np.flatnonzero(rows)[group.mask]] = True
@@ -91,9 +95,9 @@ def find_critic_faults(evidence: Evidence) -> list[Finding]:
                     "critic",
                     evidence,
                     mask,
-                    title=f"The critic is too {'low' if off > 0 else 'high'} for {group.text}: by {abs(off) * size:.3g} "
-                    f"on average, {abs(off):.2g} standard deviations of the return, in {group.mask.mean():.1%} of the "
-                    "last rounds' records",
+                    title=f"The critic is too {'low' if off > 0 else 'high'} for {group.text}: by "
+                    f"{abs(off) * size:.3g} on average, {abs(off):.2g} standard deviations of the return, in "
+                    f"{group.mask.mean():.1%} of the last rounds' records",
                     because=f"In each of the last {len(by_round)} rounds that were read; elsewhere by "
                     f"{abs(rest) * size:.2g}. By chance: {say_chance(group.p)}, over all places that were tried.",
                     advice="Raise `n_epochs` or the critic's size, or look for what the observation leaves out there.",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.evidence import FEW, Evidence, Mask
+from whence.findings.evidence import FEW, Evidence, Mask, Numbers
 from whence.findings.finding import Finding, make_finding, say_chance
 
 _MANY = 50
@@ -18,7 +18,7 @@ _SHARE = 0.05
 
 def find_constant(evidence: Evidence) -> list[Finding]:
     """Find parts of the observation that never change while others do, in all environments or in one."""
-    moves = {name: _find_moves(values) for name, values in evidence.blocks.items()}
+    moves = {name: _find_moves(values, evidence.columns["env_index"]) for name, values in evidence.blocks.items()}
     if not 2 <= len(moves) <= FEW or len(evidence) < 200:
         return []
     findings, copies = [], evidence.columns["env_index"]
@@ -31,18 +31,18 @@ def find_constant(evidence: Evidence) -> list[Finding]:
             if is_moving[inside].any() or not any(each[inside].any() for each in others):
                 continue
             # The chance that no episode there shows a change, by the share of the others' episodes that do.
-            elsewhere = np.bincount(evidence.episodes[~inside], is_moving[~inside])[np.unique(evidence.episodes[~inside])]
+            elsewhere = np.bincount(evidence.episodes[~inside], is_moving[~inside])[
+                np.unique(evidence.episodes[~inside])
+            ]
             p = float((1 - (elsewhere > 0).mean()) ** len(np.unique(evidence.episodes[inside])))
             text = f" of environment {copy:.0f}"
             findings.append(_say_constant(evidence, name, inside, text, p * len(moves) * len(np.unique(copies))))
     return findings
 
 
-def _find_moves(values: NDArray[Any]) -> Mask:
-    """Return where a part differs from what it is in the first record, or from the record before."""
-    is_moving = np.zeros(len(values), dtype=bool)
-    is_moving[1:] = (values[1:] != values[:-1]).any(axis=1)
-    return is_moving
+def _find_moves(values: NDArray[Any], copies: Numbers) -> Mask:
+    """Return where a part differs from what it was in the record before, of the same environment."""
+    return np.append(False, (values[1:] != values[:-1]).any(axis=1) & (copies[1:] == copies[:-1]))
 
 
 def _say_constant(evidence: Evidence, name: str, mask: Mask, where: str, p: float | None) -> Finding:

@@ -15,7 +15,7 @@ _UNITS = 8
 """Independent units that a subgroup needs: of fewer, a random sign of each decides alone."""
 
 _MOST_UNITS = 512
-_PERMUTATIONS = 199
+_PERMUTATIONS = 999
 _BEST = 12
 _LONGEST = 3
 
@@ -74,8 +74,10 @@ def cut(name: str, values: Numbers, bins: int = 5, *, is_place: bool = False) ->
 def list_conditions(evidence: Evidence, rows: Mask, *, bins: int = 5) -> list[Condition]:
     """Return what subgroups of some records are made of: action, observation, environment, and time in the episode."""
     if evidence.actions.ndim == 1:
-        taken = [Condition("action", f"action {name}", evidence.actions[rows] == number)
-                 for number, name in enumerate(evidence.action_names)]
+        taken = [
+            Condition("action", f"action {name}", evidence.actions[rows] == number)
+            for number, name in enumerate(evidence.action_names)
+        ]
     else:
         taken = [
             Condition(name, f"{name} {sign} 0", (axis < 0) == (sign == "<"))
@@ -159,8 +161,11 @@ def refine(group: Subgroup, values: Votes, units: Units, conditions: Sequence[Co
         without = [tuple(one for one in group.conditions if one is not each) for each in removable]
         changed = [(*(one for one in group.conditions if one.column != new.column), new) for new in places]
         options = [option for option in [*without, *changed] if 0 < len(option) <= _LONGEST]
-        measured = [(_measure(mask, values, units), option, mask) for option in options
-                    if LEAST <= (mask := _join(option)).mean() <= 1 - LEAST]
+        measured = [
+            (_measure(mask, values, units), option, mask)
+            for option in options
+            if LEAST <= (mask := _join(option)).mean() <= 1 - LEAST
+        ]
         t, option, mask = max(measured, key=lambda one: np.sign(group.t) * one[0], default=(0.0, (), group.mask))
         if np.sign(group.t) * t <= np.sqrt(group.t**2 + least):
             break

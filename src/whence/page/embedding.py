@@ -3,12 +3,13 @@
 import base64
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from whence.moments import find_moment
 from whence.page.explored_rounds import build_round, list_moments
 from whence.page.explored_run import ExploredRun
 from whence.page.frames import choose_steps, make_thumb, replay_moments
@@ -49,25 +50,29 @@ def embed_rounds(
     runs: Sequence[ExploredRun],
     rounds: Sequence[Sequence[int]],
     on_round: OnRound | None = None,
+    findings: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> Iterator[EmbeddedRound]:
     """Yield each round of some runs as the file embeds it: JSON, compressed by gzip, as base64."""
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
     for done, (index, number) in enumerate(places, start=1):
-        content = _build_content(runs[index], number)
+        content = _build_content(runs[index], number, findings[index] if findings else ())
         yield EmbeddedRound(f"round-{index}-{number}", compress(content))
         if on_round is not None:
             on_round(done, len(places))
 
 
-def _build_content(run: ExploredRun, number: int) -> dict[str, Any]:
+def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a round with the details of its moments."""
-    shown = build_round(run, number, rows=True)
+    linked = [record for finding in findings if finding["round"] == number for record in finding["records"]]
+    shown = build_round(run, number, rows=True, records=linked)
     records = run.round(number)
     worst, best = list_moments(records, [])
-    framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED]]
+    present = {*records.table["record_id"]}
+    named = [find_moment(records.table, record) for record in linked[:FRAMED] if record in present]
+    framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
     replays = replay_moments(run, [(moment, choose_steps(moment.step)) for moment in framed])
     details, thumbs = {}, {}
-    for moment in (*worst, *best):
+    for moment in (*worst, *best, *named):
         record = moment.record_id
         replay = replays.get(record, ({}, NOT_EMBEDDED))
         view = gather_moment(run, number, moment, replay=replay)

@@ -51,16 +51,18 @@ def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] |
     """
     kind = "responses" if runs and runs[0].is_language else "steps"
     numbers = [run.directory.rounds() for run in runs] if rounds is None else rounds
-    shown = [_describe_run(run, chosen) for run, chosen in zip(runs, numbers, strict=True)]
+    shown = [_describe_run(run, chosen, is_served=rounds is None) for run, chosen in zip(runs, numbers, strict=True)]
     return {"mode": "served" if rounds is None else "file", "kind": kind, "runs": shown}
 
 
-def _describe_run(run: ExploredRun, rounds: Sequence[int]) -> dict[str, Any]:
+def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -> dict[str, Any]:
+    findings = None if is_served else run.list_findings()  # a server is asked for them, as they take a while
     return {
         "label": run.label,
         "path": str(run.directory.path),
         "commands": {command: run.name_command(command, options) for command, options in COMMANDS.items()},
-        "opens": choose_round(run, rounds),
+        "findings": findings,
+        "opens": choose_round(run, rounds, findings or ()),
         "planned": run.planned,
         "finished": run.is_finished(),
         "rounds": [*rounds],
@@ -90,8 +92,12 @@ def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Column]:
     return list_columns([*names, *computed], is_language=run.is_language)
 
 
-def choose_round(run: ExploredRun, rounds: Sequence[int]) -> dict[str, Any] | None:
-    """Return the round to open with, and why: where the largest share of scores differs from 0, or the last."""
+def choose_round(
+    run: ExploredRun, rounds: Sequence[int], findings: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any] | None:
+    """Return the round to open with, and why: the first finding's, or where most scores differ from 0, or the last."""
+    if findings and findings[0]["round"] in rounds:
+        return {"round": findings[0]["round"], "why": "The first finding is about this round."}
     shares = _read_series(run, rounds).get("significant_share", [])
     share, number = max(zip([value or 0.0 for value in shares], rounds, strict=False), default=(0.0, 0))
     if not share:
@@ -165,13 +171,14 @@ STRIP = 50_000
 """Records up to which the strip shows the whole round; of larger rounds it shows the moments' episodes."""
 
 
-def build_round(run: ExploredRun, number: int, *, rows: bool = False) -> dict[str, Any]:
+def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: Sequence[int] = ()) -> dict[str, Any]:
     """Return a round in JSON types, as the page's contract has it.
 
     Args:
         run: the run.
         number: the round.
         rows: whether the grid's rows of the moments' records are included; the server is asked for them instead.
+        records: further ones that the grid shows.
 
     Raises:
         RunDirectoryError: the round is not there. A damaged round is a round without records, and a note.
@@ -194,7 +201,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False) -> dict[st
         "groupings": attempt(lambda: list_pivots(run, scored), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, scored, notes),
-        "rows": _make_rows(run, number, [*worst, *best]) if rows else None,
+        "rows": _make_rows(run, number, [*worst, *best], records) if rows else None,
         "notes": notes,
     }
 
@@ -306,8 +313,10 @@ def _shorten(number: float) -> str:
     return re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")
 
 
-def _make_rows(run: ExploredRun, number: int, moments: Sequence[Moment]) -> list[dict[str, Any]]:
-    """Return the grid's rows: flagged records, the moments' faces, the rest of their stretches, up to `ROWS` in all.
+def _make_rows(
+    run: ExploredRun, number: int, moments: Sequence[Moment], records: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the grid's rows: some records, the moments' faces, then the rest of their stretches, up to `ROWS`.
 
     Each has `differs`, whether its score differs from 0, and `groups`, the names of its groups.
     """
@@ -315,7 +324,7 @@ def _make_rows(run: ExploredRun, number: int, moments: Sequence[Moment]) -> list
     faces = [moment.record_id for moment in moments]
     others = [record for moment in moments for record in moment.record_ids]
     flagged = table.filter(pl.col("flag").is_not_null())["record_id"].to_list()
-    ids = list(dict.fromkeys([*flagged, *faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
+    ids = list(dict.fromkeys([*records, *flagged, *faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
     keys = [entry["key"] for entry in list_pivots(run, run.round(number))[:EMBEDDED]]
     names = {f"groups {by}": run.group(number, by).cast(pl.String) for by in keys}
     wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})

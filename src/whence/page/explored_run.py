@@ -1,5 +1,6 @@
 """A run that is looked at: its directory, and what was read and computed of its last few rounds."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,16 +23,22 @@ from whence.experiments import (
     replay_episode,
     state_names,
 )
+from whence.findings import find
 from whence.groups import name_groups
 from whence.moments import read_axes
 from whence.page.scored_round import Round, read_round
 from whence.runs import RunDirectory
+
+log = logging.getLogger("whence")
 
 MEMORIES = 24
 """Results of rounds that are remembered at a time."""
 
 QUIET_SECONDS = 600.0
 """A run whose number of rounds is not planned counts as finished once no round of it came for so long."""
+
+LINKED = 200
+"""Records of a finding that the page links at most."""
 
 LOCK = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
@@ -146,6 +153,26 @@ class ExploredRun:
         """Return the names of the observation's entries if there is one for each."""
         names = self.state_names
         return names if names and len(names) == len(read_axes(self.round(number).table, most=len(names))) else None
+
+    def list_findings(self) -> list[dict[str, Any]]:
+        """Return what stands out in the run in JSON types, the surest first; nothing of a language model's.
+
+        Returns:
+            `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids) and `total`, their number.
+        """
+        try:
+            findings = find(self.directory)
+        except Exception as refusal:  # records may be damaged, or of a shape that no detector has met
+            log.warning("What stands out in %s is not known: %s", self.directory.path, first_line(refusal))
+            findings = []
+        return [
+            {
+                **{name: getattr(finding, name) for name in ("kind", "title", "evidence", "advice", "round")},
+                "records": list(finding.record_ids[:LINKED]),
+                "total": len(finding.record_ids),
+            }
+            for finding in findings
+        ]
 
     @cached_property
     def _has_map(self) -> bool:

@@ -178,6 +178,7 @@ def query_records(
     filters: Sequence[tuple[str, str]] = (),
     groups: Sequence[tuple[str, str]] = (),
     only: Collection[str] = (),
+    ids: Collection[int] = (),
 ) -> dict[str, Any]:
     """Return one page of a round's records, in JSON types.
 
@@ -193,6 +194,7 @@ def query_records(
             and a number; `keep` takes "kept" or "dropped".
         groups: a column that records are grouped by, and the name of a group, for each.
         only: "differs": records whose score differs from 0; "flagged": those that were flagged.
+        ids: only these records; none: all.
 
     Returns:
         `last_page`, `last_row` and `data`, a list of records by the columns' keys.
@@ -216,6 +218,8 @@ def query_records(
         conditions.append(pl.col("differs"))
     if "flagged" in only:
         conditions.append(pl.col("flag").is_not_null())
+    if ids:
+        conditions.append(pl.col("record_id").is_in(list(ids)))
     if search.strip():
         searched = [cells[name] for name, column in columns.items() if _is_searched(column)]
         conditions.append(pl.any_horizontal(_contains(cell, search.strip()) for cell in searched))

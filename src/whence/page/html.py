@@ -183,7 +183,9 @@ def _render(
     strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
     notes += [explain_distrust(run.directory.path) for run in strangers[:1]]
     page = describe_runs(explored, rounds)
-    embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
+    embedded = (
+        () if rounds is None else embed_rounds(explored, rounds, on_round, [run["findings"] for run in page["runs"]])
+    )
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}

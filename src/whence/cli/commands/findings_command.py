@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.terminal import AsJson, errors, open_agent_run, print_json, print_line
+from whence.cli.terminal import AsJson, ReplayEnv, Trust, errors, open_agent_run, print_json, print_line
 from whence.findings import find
 
 _LISTED = 5
@@ -14,19 +14,28 @@ _LISTED = 5
 
 def findings(
     run: Annotated[Path, typer.Argument(help="A run directory of an agent, finished or not.")],
+    play: Annotated[
+        bool, typer.Option("--play", help="Measure where the critic is off by fresh rollouts, too.")
+    ] = False,
+    env: ReplayEnv = None,
+    trust: Trust = False,
     json: AsJson = False,
 ) -> None:
     """Say what is wrong with a run: at most five statements, the surest first, each with what to do.
 
-    It reads up to 40,000 records and the metrics of all rounds, and plays nothing. It says nothing where nothing stands
-    out.
+    A statement names what, where and how much: a reward of the wrong sign for one action in one region, swapped
+    actions in one environment, an observation that is stale, frozen or clipped, a time limit taken as an end, a critic
+    that is off, records that harm, settings that do not fit. Below it stand how sure that is, what to do, and records
+    to open. Where nothing stands out, it says so; that is not yet proof that all is well.
+
+    It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing without --play.
 
     Example: whence findings runs/lander
     """
-    directory = open_agent_run(run, trust=False)
+    directory = open_agent_run(run, trust=trust)
     directory.require_rounds()
     with errors.status("Looking for what stands out …"):
-        statements = find(directory)
+        statements = find(directory, env=env, play=play)
     if json:
         print_json({"run": str(run), "findings": [asdict(one) for one in statements]})
         return

@@ -255,6 +255,35 @@
     });
   }
 
+  // What stands out: the page opens with the round of the first finding, unless the reader went elsewhere meanwhile.
+  async function showFindings(mayOpen) {
+    const runIndex = chosen.run;
+    let answer;
+    try {
+      answer = await source.loadFindings(runIndex);
+    } catch {
+      return at("findings-status").replaceChildren();
+    }
+    if (runIndex !== chosen.run) return;
+    const list = answer.findings ?? [];
+    at("findings").hidden = at("findings-link").hidden = language;
+    at("findings-status").textContent = list.length ? "" : "Nothing stands out in this run's records.";
+    at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, async ({ round, records, total, title }) => {
+      if (round !== chosen.round) {
+        chosen = { ...chosen, round, record: null, otherRound: null };
+        writeLink();
+        await show();
+      }
+      if (!records?.length) return;
+      grid.pick({ ids: records, words: `${title}${total > records.length ? ` (the first ${records.length})` : ""}` });
+      at("grid-part").scrollIntoView();
+    }));
+    if (list.length && mayOpen() && answer.opens?.round !== chosen.round && run().rounds.includes(answer.opens?.round)) {
+      run().opens = answer.opens;
+      choose({ round: answer.opens.round });
+    }
+  }
+
   function choose(changes) {
     chosen = { ...chosen, ...changes, record: null };
     show();
@@ -277,6 +306,7 @@
   runSelect.addEventListener("change", () => {
     const index = Number(runSelect.value);
     choose({ run: index, otherRound: null, other: chosen.other === index ? null : chosen.other });
+    showFindings(() => false);
   });
   otherSelect.addEventListener("change", () => choose({ other: otherSelect.value === "" ? null : Number(otherSelect.value), otherRound: null }));
 
@@ -327,11 +357,19 @@
 
   if (language) at("record-words").textContent = "one response of the model";
   listRuns();
-  follow().then((followed) => {
-    if (followed) return;
-    const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
-    chosen.run = Math.max(0, scored);
-    show();
+  follow().then(async (followed) => {
+    if (!followed) {
+      const scored = page.runs.findIndex(({ rounds, series }) => rounds.length && series?.negative_share?.some(isNumber));
+      chosen.run = Math.max(0, scored);
+      if (!source.served) await showFindings(() => false);
+      await show();
+    }
+    const start = chosen;
+    if (!language && (followed || source.served)) {
+      at("findings").hidden = at("findings-link").hidden = false;
+      if (source.served) at("findings-status").textContent = "Looking for what stands out …";
+      showFindings(() => !followed && chosen === start);
+    }
   });
   if (source.served && page.runs.some(({ finished }) => !finished)) setTimeout(poll, POLL);
 })();

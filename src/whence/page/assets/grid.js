@@ -139,6 +139,7 @@ Whence.makeGrid = (parts) => {
         if (search.value.trim()) query.set("search", search.value.trim());
         for (const { field, value } of params.filter ?? []) query.append("filter", `${encodeURIComponent(field)}:${value}`);
         for (const group of picked.groups ?? []) query.append("group", group.map(encodeURIComponent).join(":"));
+        if (picked.ids) query.set("ids", picked.ids.join(","));
         if (differs.checked) query.append("only", "differs");
         if (flagged.checked) query.append("only", "flagged");
         try {
@@ -168,12 +169,12 @@ Whence.makeGrid = (parts) => {
     if (Whence.source.served) return void table.setPage(1);
     const wanted = search.value.trim().toLowerCase();
     const { columns } = Whence.source.page.runs[Number(shown.split("/")[0])];
-    table.setFilter((row) => (!differs.checked || row.differs) && (!flagged.checked || row.flag)
+    table.setFilter((row) => (!differs.checked || row.differs) && (!flagged.checked || row.flag) && (!picked.ids || picked.ids.includes(row.record_id))
       && (picked.groups ?? []).every(([column, name]) => row.groups?.[column] === name)
       && (!wanted || columns.some((column) => text(row[column.key], column).toLowerCase().includes(wanted))));
   }
 
-  // Shows the records of some groups; {} shows all.
+  // Shows the records of some groups, or those of some ids; {} shows all.
   function pick(wanted, anew = true) {
     picked = wanted;
     all.hidden = !picked.words;

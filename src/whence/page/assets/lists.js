@@ -1,4 +1,4 @@
-// Lists of a round: its moments, its groups, the states that it changed the most.
+// Lists: what stands out in a run; of a round its moments, its groups, the states that it changed the most.
 Whence.lists = (() => {
   "use strict";
 
@@ -87,6 +87,18 @@ Whence.lists = (() => {
     return element("table", { class: "pivot" }, head([headings.join(" \\ "), ...columns]), element("tbody", {}, ...body));
   }
 
+  // What stands out in a run, the surest first. `onOpen(finding)` shows its round and its records.
+  function findings(list, run, onOpen) {
+    const first = ({ round, records }) => element("a", { href: `#run=${run}&round=${round}&record=${records[0]}` }, "Open the first moment");
+    return list.map((finding) => element("li", {},
+      element("h3", {}, finding.title),
+      finding.evidence ? element("p", {}, ...Whence.withCode(finding.evidence)) : null,
+      finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
+      isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(finding) },
+        finding.total ? `Show ${finding.total === 1 ? "the record" : `${number(finding.total)} records`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null,
+      finding.records?.length ? [" ", first(finding)] : null));
+  }
+
   async function changed(list, { run, round, onOpen, actions }) {
     const rows = await Promise.all(list.map(async (change) => {
       const can = await Whence.source.canOpen(run, round, change.record).catch(() => false);
@@ -108,5 +120,5 @@ Whence.lists = (() => {
       ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), " ", ...Whence.withCode(text))));
   }
 
-  return { moments, pivot, changed, trust };
+  return { moments, pivot, findings, changed, trust };
 })();

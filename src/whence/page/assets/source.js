@@ -68,6 +68,7 @@ Whence.source = (() => {
     return { rows: columns, columns: rows, cells: cells.map(([row, column, ...rest]) => [column, row, ...rest]) };
   }
 
+  const loadFindings = async (run) => (served ? fetchJson(`/api/runs/${run}/findings`) : page.runs[run]);
 
   // Served pages only: a note flags a record, null takes the flag away.
   const saveFlag = (run, round, record, note) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/flag`, {
@@ -96,5 +97,5 @@ Whence.source = (() => {
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 
-  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, saveFlag, canOpen, fetchJson };
+  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, loadFindings, saveFlag, canOpen, fetchJson };
 })();

@@ -13,6 +13,7 @@ from typing import Any
 from whence.core import WhenceError, hide_working_directory
 from whence.experiments import AnyEnv
 from whence.page.cause_view import build_causes
+from whence.page.explored_rounds import choose_round
 from whence.page.explored_run import ExploredRun, stamp_file
 from whence.runs import RunDirectory
 
@@ -83,6 +84,14 @@ def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Ca
 def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:
     """Return what taught the policy the action of a record; see `build_causes`."""
     return build_causes(run, number, record, by=by, on_round=check)
+
+
+def gather_findings(
+    run: ExploredRun, number: int, record: int, setting: Any, check: Callable[..., None]
+) -> dict[str, Any]:
+    """Return what stands out in a run, and the round to open with; see `ExploredRun.list_findings`."""
+    findings = run.list_findings()
+    return {"findings": findings, "opens": choose_round(run, run.directory.rounds(), findings)}
 
 
 def _begin(newest: Any) -> None:

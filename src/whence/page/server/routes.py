@@ -24,7 +24,7 @@ from whence.page.explored_run import ExploredRun
 from whence.page.grid import build_pivot, query_records
 from whence.page.html import list_figures, render_runs
 from whence.page.moment_view import CONTINUATIONS
-from whence.page.server.questions import Questions, explain, measure
+from whence.page.server.questions import Questions, explain, gather_findings, measure
 from whence.runs import write_flag
 
 LONGEST_TEXT = 500
@@ -59,6 +59,7 @@ def make_app(
     runs: Sequence[ExploredRun],
     measurements: Questions,
     causes: Questions,
+    findings: Questions,
     *,
     continuations: int = CONTINUATIONS,
 ) -> Starlette:
@@ -87,11 +88,16 @@ def make_app(
             filters=[(unquote(key), text) for key, _, text in filters],
             groups=[tuple(map(unquote, group.split(":", 1))) for group in query.getlist("group") if ":" in group],  # type: ignore[misc]
             only=query.getlist("only"),
+            ids=[_parse_number(record) for record in query.get("ids", "").split(",") if record],
         )
 
     def answer_pivot(request: Request) -> Any:
         run, number = find(request)
         return build_pivot(run, number, request.query_params.getlist("by"))
+
+    def answer_findings(request: Request) -> Any:
+        (run,) = find(request)
+        return findings.ask(gather_findings, run, max(run.directory.rounds(), default=0), 0, None)
 
     async def write(request: Request) -> Response:
         body = bytearray()
@@ -143,6 +149,7 @@ def make_app(
         Route("/api/page", _in_thread(lambda request: describe_runs(runs))),
         Route("/api/figures", _in_thread(lambda request: list_figures(runs))),
         Route(of_round, _in_thread(lambda request: build_round(*find(request)))),
+        Route("/api/runs/{run:int}/findings", _in_thread(answer_findings)),
         Route(f"{of_round}/pivot", _in_thread(answer_pivot)),
         Route(f"{of_round}/records", _in_thread(answer_records)),
         Route(f"{of_round}/records/{{record:int}}", _in_thread(answer_detail)),

@@ -51,9 +51,9 @@ def serve(
             f"{HOST}:{port} cannot be listened to: {refusal.strerror}. Choose another --port; 0 picks a free one."
         ) from None
     torch.set_num_threads(THREADS)
-    measurements, causes = Questions(), Questions()
+    measurements, causes, findings = Questions(), Questions(), Questions()
     config = uvicorn.Config(
-        make_app(runs, measurements, causes, continuations=continuations),
+        make_app(runs, measurements, causes, findings, continuations=continuations),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -69,6 +69,7 @@ def serve(
     def stop() -> None:
         measurements.close()
         causes.close()
+        findings.close()
 
     # Whoever asks from now on waits for the answer: the socket listens.
     on_start(f"http://{HOST}:{listener.getsockname()[1]}/")

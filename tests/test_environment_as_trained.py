@@ -1,7 +1,12 @@
 """The environment as it was trained in: every wrapper made again, or refused by its name."""
 
 import enum
+import importlib
+import inspect
+import shutil
 import sys
+from contextlib import closing
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -11,12 +16,14 @@ from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 from test_episode_replay import Jittery, check_all, learn
+from test_safety import rewrite
 from whence import ReplayError, RunDirectoryError, replay_episode
 from whence.core import WhenceError
 from whence.diagnosis import play_episode
 from whence.experiments import estimate_advantages, load_round, make_lockstep, measure_returns
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.sb3 import InfluenceCallback, RecordResets, read_episode, resume
+from whence.sb3.base.environment_source import digest_sources
 
 
 def cart(**kwargs):
@@ -307,3 +314,86 @@ def test_other_names_are_refused_before_anything_is_written(tmp_path, names, mes
     with pytest.raises(WhenceError, match=message):
         learn(tmp_path / "run", Plain(), noted={"names": names})
     assert not (tmp_path / "run").exists()
+
+
+WORLD = """
+from gymnasium import RewardWrapper
+from gymnasium.wrappers import TransformReward
+from test_environment_as_trained import Plain
+
+BONUS = 2.0
+shift = [BONUS]
+
+def pay(step):
+    return step * BONUS
+
+class Base(Plain):
+    length = 3
+
+class World(Base):
+    def step(self, action):
+        '''It pays.'''
+        observation, reward, *rest = super().step(action)
+        return observation, pay(reward), *rest  # at last
+
+class Shaped(RewardWrapper):
+    def reward(self, reward):
+        return reward - 1
+
+def make():
+    return TransformReward(Shaped(World()), lambda reward: 3 * reward)
+"""
+EDITS = {
+    "the class": ("reward, *rest = super().step(action)", "reward, *rest = super().step(1 - action)", "World"),
+    "its base": ("length = 3", "length = 4", "Base"),
+    "a wrapper": ("reward - 1", "reward - 2", "Shaped"),
+    "a function that it calls": ("return step", "return -step", "pay"),
+    "a constant of that": ("BONUS = 2", "BONUS = 1", "pay"),
+    "a lambda": ("3 * reward", "4 * reward", "make.<locals>.<lambda>"),
+    "its comments and docstrings": ("at last", "now", None),
+    "its docstrings": ("It pays.", "It pays at once.", None),
+}
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Return a function that writes and imports the module `world`, with a text replaced, and returns its `make`."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(old="", new=""):
+        (tmp_path / "world.py").write_text(WORLD.replace(old, new) if old else WORLD)
+        sys.modules.pop("world", None)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        return importlib.import_module("world").make
+
+    yield write
+    sys.modules.pop("world", None)
+
+
+@pytest.mark.parametrize("has_source", [True, False])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_what_environments_run_is_noticed(build, monkeypatch, name, has_source):
+    old, new, changed = EDITS[name]
+    if not has_source:
+        monkeypatch.setattr(inspect, "getsource", Mock(side_effect=OSError))
+    before, after = (digest_sources(DummyVecEnv([build(*edit)])) for edit in ((), (old, new)))
+    assert before.keys() == after.keys() == {"World", "Base", "Plain", "Shaped", "pay", "make.<locals>.<lambda>"}
+    # Compiled code holds its docstrings.
+    expected = [changed] if changed else [] if has_source or "comments" in name else ["World"]
+    assert [key for key in before if before[key] != after[key]] == expected
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, SubprocVecEnv])
+def test_a_run_does_not_go_on_in_an_environment_whose_source_has_changed(tmp_path, build, kind):
+    def begin(make):
+        env = DummyVecEnv([make]) if kind is DummyVecEnv else SubprocVecEnv([lambda: RecordResets(make())], "fork")
+        with closing(env):
+            return learn(tmp_path / "run", env)
+
+    rows = begin(build()).table("metrics")
+    with pytest.raises(RunDirectoryError, match="run of another environment: the source of pay has changed since"):
+        begin(build("return step", "return -step"))
+    assert begin(build("at last", "now")).table("metrics").equals(rows)
+    rewrite(tmp_path / "run" / "config.json", lambda document: document["config"].pop("env_source"))
+    begin(build("return step", "return -step"))  # an older run, which has no digests

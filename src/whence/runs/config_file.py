@@ -99,6 +99,8 @@ def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *,
                 "another directory for the changed one, or pass overwrite=True (--overwrite) to replace the run. To go "
                 "on with this run, restore the source."
             )
+    # An older run has no digests.
+    now = {name: value for name, value in now.items() if name not in _SOURCES or name in before}
     if changes := list_changes(before, now, but=but):
         rest = [f"and {len(changes) - 5} more"] if len(changes) > 5 else []
         shown = "; ".join([*changes[:5], *rest])

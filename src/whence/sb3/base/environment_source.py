@@ -1,20 +1,28 @@
 """The user's code that environments run: digests of its source, by which a changed one is noticed."""
 
+import ast
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.core import WhenceError
+from whence.runs import strip_addresses
 from whence.sb3.base.wrappers import describe_environments, find_object, iterate_wrappers
 
-_VERSIONED = {"builtins", "abc", "typing", "gymnasium", "stable_baselines3", "sb3_contrib", "minigrid", "whence"}
+_VERSIONED = sys.stdlib_module_names | {
+    *("gymnasium", "stable_baselines3", "sb3_contrib", "numpy", "torch", "whence"),
+    *("envpool", "minigrid", "highway_env", "Box2D"),
+}
 """Packages whose code is left out: a run notes their versions, see `library_versions`."""
 
 _DIGESTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -22,47 +30,119 @@ _DIGESTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def digest_sources(vec_env: VecEnv) -> dict[str, str]:
-    """Return a digest of the source of each class of the environments and of their wrappers, by its name.
+    """Return digests of the source of the environments' classes and of all wrappers', by their names.
 
-    The classes' own bases are among them, and functions that a wrapper holds. Those of libraries whose versions a run
-    notes are not; nor, in other processes, those that are not to be found by their names.
+    The classes' bases are among them, the functions that wrappers hold, and what these name of the user's functions and
+    classes. Libraries whose versions a run notes are not. Of environments in other processes, those classes are read
+    that this process finds by their names.
     """
-    base = vec_env.unwrapped
-    sources: dict[str, str] = {}
-    for each in _iterate_code(base) if isinstance(base, DummyVecEnv) else _iterate_named(vec_env):
-        for code in inspect.getmro(each) if isinstance(each, type) else (each,):
-            if code.__module__.partition(".")[0] not in _VERSIONED:
-                sources[code.__qualname__] = digest_source(code)
-    return dict(sorted(sources.items()))
+    digests: defaultdict[str, set[str]] = defaultdict(set)
+    pending, seen = [*_iterate_code(vec_env)], set[Any]()
+    while pending:
+        code = pending.pop()
+        if code not in seen and _is_code(code) and _is_users(code.__module__):
+            seen.add(code)
+            digests[code.__qualname__].add(digest_source(code))
+            pending += code.__bases__ if isinstance(code, type) else ()
+            pending += (value for _, value in _iterate_globals(code) if _is_near(value, code))
+    return {name: " ".join(sorted(each)) for name, each in sorted(digests.items())}
 
 
-def _iterate_code(base: DummyVecEnv) -> Iterator[Any]:
+def _iterate_code(vec_env: VecEnv) -> Iterator[Any]:
     """Yield the classes of environments and wrappers, and the functions that wrappers hold."""
-    for env in base.envs:
-        for part in (*iterate_wrappers(env), env.unwrapped):
-            yield type(part)
-            yield from (value for value in vars(part).values() if inspect.isfunction(value))
+    each: Any = vec_env
+    while isinstance(each, VecEnvWrapper):
+        yield type(each)
+        each = each.venv
+    yield type(each)
+    if isinstance(each, DummyVecEnv):
+        for env in each.envs:
+            for part in (*iterate_wrappers(env), env.unwrapped):
+                yield type(part)
+                yield from filter(inspect.isfunction, vars(part).values())
+        return
+    for name in {part["class"] for parts in describe_environments(vec_env) for part in parts}:
+        if _is_users(name):
+            with suppress(ImportError, AttributeError):
+                yield find_object(name)
 
 
-def _iterate_named(vec_env: VecEnv) -> Iterator[Any]:
-    """Yield the classes and functions that environments of other processes say they were made by."""
-    for part in (part for parts in describe_environments(vec_env) for part in parts):
-        with suppress(ImportError, AttributeError):
-            code = find_object(part["class"])
-            if inspect.isclass(code) or inspect.isfunction(code):
-                yield code
+def _is_code(value: Any) -> bool:
+    return inspect.isclass(value) or inspect.isfunction(value)
+
+
+def _is_users(module: str) -> bool:
+    return module.partition(":")[0].partition(".")[0] not in _VERSIONED
+
+
+def _is_near(value: Any, code: Any) -> bool:
+    """Return whether what code names is the user's, too, or of the same package, not of some other library."""
+    if not _is_code(value):
+        return False
+    is_same = value.__module__.partition(".")[0] == code.__module__.partition(".")[0]
+    return is_same or "site-packages" not in str(getattr(sys.modules.get(value.__module__), "__file__", ""))
 
 
 def digest_source(code: Any) -> str:
-    """Return a digest of the source of a class or a function; of its compiled code if there is no source."""
+    """Return a digest of a class's or a function's source without comments and docstrings, and of constants it names.
+
+    If the source cannot be read, as of a lambda or in a console, it is of the compiled code.
+    """
     if code not in _DIGESTS:
         try:
-            text = inspect.getsource(code)
-        except (OSError, TypeError):  # as of a class that was typed into a console
-            functions = [code] if inspect.isfunction(code) else [*vars(code).values()]
-            text = repr([each.__code__.co_code for each in functions if inspect.isfunction(each)])
+            tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+            text = ast.unparse(_strip_docstrings(tree))
+        except (OSError, TypeError, SyntaxError):
+            numbers = sorted((name, value) for name, value in vars(code).items() if _is_number(value))
+            text = repr([*map(list_code, _list_functions(code)), numbers])
+        text += repr(sorted({(name, repr(value)) for name, value in _iterate_globals(code) if _is_number(value)}))
         _DIGESTS[code] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return _DIGESTS[code]
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or a list of numbers."""
+    return isinstance(value, int | float) or (isinstance(value, list | tuple) and all(map(_is_number, value)))
+
+
+def _strip_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def _list_functions(code: Any) -> list[Any]:
+    """Return a function itself, or the functions that a class defines."""
+    values: Iterable[Any] = vars(code).values() if isinstance(code, type) else [code]
+    values = (getattr(value, "fget", getattr(value, "__func__", value)) for value in values)
+    return [value for value in values if inspect.isfunction(value)]
+
+
+def _iterate_globals(code: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function, or a class's functions, name of their module."""
+    for function in _list_functions(code):
+        names = {name for part in _iterate_parts(function.__code__) for name in part.co_names}
+        yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
+
+
+def _iterate_parts(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's compiled code, and that of the functions and comprehensions inside of it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _iterate_parts(value)
+
+
+def list_code(function: Any) -> Any:
+    """Return what a function computes by: its code, defaults, and the plain values that it closes over."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return strip_addresses(repr(function))
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    values = [*cells, *(function.__defaults__ or ()), *code.co_consts]
+    plain = [value for value in values if isinstance(value, int | float | str | tuple)]
+    return code.co_code, code.co_names, [strip_addresses(repr(value)) for value in plain]
 
 
 def find_factory(name: str) -> Any:

@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import (
 from torch.nn.parameter import is_lazy
 
 from whence.runs import strip_addresses
-from whence.sb3.base.environment_source import digest_sources
+from whence.sb3.base.environment_source import digest_sources, list_code
 from whence.sb3.base.stored_spaces import describe_space
 from whence.sb3.base.wrappers import describe_environments
 
@@ -134,19 +134,8 @@ def _describe_setting(value: Any) -> Any:
         return to_json_types(start) if start == end else f"a schedule: {value!r}"
     inner = value.value_schedule if isinstance(value, FloatSchedule) else value
     call = inner if inspect.isfunction(inner) else type(inner).__call__
-    digest = hashlib.sha256(repr(_list_code(call)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr(list_code(call)).encode()).hexdigest()[:8]
     return f"a schedule of the code {digest}"
-
-
-def _list_code(function: Any) -> Any:
-    """Return what a function computes by: its code, defaults, and the plain values that it closes over."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return strip_addresses(repr(function))
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    values = [*cells, *(function.__defaults__ or ()), *code.co_consts]
-    plain = [value for value in values if isinstance(value, int | float | str | tuple)]
-    return code.co_code, code.co_names, [strip_addresses(repr(value)) for value in plain]
 
 
 def library_versions() -> dict[str, str]:

@@ -54,11 +54,10 @@ def describe_environments(vec_env: VecEnv) -> list[list[Part]]:
     if isinstance(base, DummyVecEnv):
         return [describe_parts(env) for env in base.envs]
     with suppress(Exception):
-        specs = base.get_attr("spec")
         # A method that is not there would end the other process.
-        if any(each.name == "RecordResets" for each in specs[0].additional_wrappers):
+        if base.has_attr("describe_parts"):
             return list(base.env_method("describe_parts"))
-        return [_describe_spec(spec) for spec in specs]
+        return [_describe_spec(spec) for spec in base.get_attr("spec")]
     return []
 
 

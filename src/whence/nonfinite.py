@@ -1,6 +1,6 @@
 """Numbers that are not finite: they stop a training before a step is taken on them, and the error names them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -27,12 +27,6 @@ def measure_gradients(params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]
     return dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True)) if gradients else {}
 
 
-def are_finite(norms: Sequence[Tensor]) -> bool:
-    """Return whether numbers, each a tensor, are finite."""
-    # One look at the sum, since each look at a number waits for the device.
-    return not norms or bool(torch.stack([norm.to(norms[0].device) for norm in norms]).sum().isfinite())
-
-
 def check_gradients(
     norms: Mapping[str, Tensor], batch: str, record_ids: Iterable[int] = (), loss: Tensor | None = None
 ) -> None:
@@ -47,7 +41,10 @@ def check_gradients(
     Raises:
         NonFinite: the loss, a gradient or its norm is not finite; the message names the first such parameter.
     """
-    if are_finite([*norms.values()]) and (loss is None or bool(loss.isfinite())):
+    values = list(norms.values())
+    # One look at the sum, since each look at a number waits for the device.
+    are_finite = not values or bool(torch.stack([norm.to(values[0].device) for norm in values]).sum().isfinite())
+    if are_finite and (loss is None or bool(loss.isfinite())):
         return
     broken = next((name for name, norm in norms.items() if not norm.isfinite()), None)
     what, where = ("loss", "") if broken is None else ("gradient", f" in the parameter `{broken}`")

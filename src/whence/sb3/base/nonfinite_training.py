@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves
-from whence.nonfinite import are_finite, check_gradients, check_parameters, measure_gradients, raise_if_refused
+from whence.nonfinite import check_gradients, check_parameters, measure_gradients, raise_if_refused
 from whence.sb3.base.sampling import replace_samples
 
 log = logging.getLogger("whence")
@@ -104,11 +104,13 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
     def note_norms() -> None:
         nonlocal is_due
         is_due = False
-        norms.update(measure_gradients(trained))
+        gradients = torch.cat([param.grad.reshape(-1) for _, param in trained if param.grad is not None])
+        # Cheaper than each parameter's norm; large gradients overflow, and then the norms are looked at.
+        if not math.isfinite(torch.dot(gradients, gradients).item()):
+            norms.update(measure_gradients(trained))
 
     def check(*args: Any) -> None:
-        if are_finite([*norms.values()]):
-            norms.clear()
+        if not norms:
             return
         ids = records.ids[torch.as_tensor(np.asarray(positions))].tolist()
         shown = ", ".join(str(record_id) for record_id in ids[:4])

@@ -9,19 +9,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings.agreement import find_action_faults, find_reward_faults
-from whence.findings.environments import (
-    find_limit_as_end,
-    find_loops,
-    find_odd_copies,
-    find_paid_again,
-    find_unpaid_ends,
-)
+from whence.findings import agreement, environments, learning, observations
 from whence.findings.evidence import Evidence, summarise
-from whence.findings.finding import CHANCE, Finding
-from whence.findings.finding_search import DETECTORS
-from whence.findings.learning import find_critic_faults, find_harm, find_settings
-from whence.findings.observations import find_clipped, find_constant, find_repeated
+from whence.findings.finding import CHANCE
+from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
 from whence.findings.subgroups import Condition, cut, refine, search
 
 COPIES, EPISODES, LENGTH = 4, 25, 30
@@ -46,21 +37,12 @@ def healthy(seed: int = 0, push: float = 0.4) -> Evidence:
     ends = np.where(STEP == LENGTH - 1, "truncated", "")
     reward[ends != ""] = 0.3 * rng.normal(size=COPIES * EPISODES)
     value = rng.normal(size=N)
-    columns: dict[str, Any] = {
-        "record_id": np.arange(N, dtype=float),
-        "round": 1.0 + EPISODE % EPISODES // 5,
-        "env_index": COPY.astype(float),
-        "episode_id": EPISODE.astype(float),
-        "step": STEP.astype(float),
-        "reward": reward,
-        "value": value,
-        "return": value + rng.normal(size=N),
-    }
-    features = {"place": place, "speed": speed, "colour": rng.normal(size=N)}
-    blocks = {name: values[:, None] for name, values in features.items()}
-    votes = rng.standard_t(4, size=(N, 8))
-    names = ["push back", "wait", "push forth"]
-    return Evidence({}, pl.DataFrame(), columns, votes, actions, names, features, blocks, ends)
+    times = {"record_id": np.arange(N), "round": 1 + EPISODE % EPISODES // 5, "env_index": COPY, "step": STEP}
+    columns: dict[str, Any] = {name: column.astype(float) for name, column in times.items()}
+    columns |= {"episode_id": EPISODE, "reward": reward, "value": value, "return": value + rng.normal(size=N)}
+    votes, names = rng.standard_t(4, size=(N, 8)), ["push back", "wait", "push forth"]
+    evidence = Evidence({}, pl.DataFrame(), columns, votes, actions, names, {}, {}, ends)
+    return with_features(evidence, place=place, speed=speed, colour=rng.normal(size=N))
 
 
 def with_column(evidence: Evidence, **columns: Any) -> Evidence:
@@ -84,7 +66,8 @@ def lose_rewards(evidence: Evidence) -> Evidence:
     return with_column(evidence, reward=np.where(is_wrong, 0, evidence.columns["reward"]))
 
 
-def swap_actions(evidence: Evidence) -> Evidence:
+def swap_actions(_: Evidence) -> Evidence:
+    evidence = healthy(push=1.0)
     return replace(evidence, actions=np.where(COPY == 2, 2 - evidence.actions, evidence.actions))
 
 
@@ -113,28 +96,18 @@ def end_early(evidence: Evidence) -> Evidence:
 def farm(evidence: Evidence) -> Evidence:
     """Half of the episodes end after 10 steps with 1; the others stand at one place and earn 0.2 at each step."""
     is_short = EPISODE % 2 == 0
+    ends = np.where(is_short & (STEP == 9), "terminated", np.where(STEP == LENGTH - 1, "truncated", ""))
+    other = with_column(replace(evidence, ends=ends), reward=np.where(is_short, (STEP == 9) * 1.0, 0.2))
+    other = with_features(other, **{name: np.where(is_short, x, 1.0) for name, x in evidence.features.items()})
     taken = ~is_short | (STEP < 10)
-    reward = np.where(is_short, (STEP == 9) * 1.0, 0.2)
-    ends = np.where(is_short & (STEP == 9), "terminated", np.where(~is_short & (STEP == LENGTH - 1), "truncated", ""))
-    place = np.where(is_short, evidence.features["place"], 1.0)
-    other = with_features(
-        with_column(replace(evidence, ends=ends), reward=reward), place=place, speed=place, colour=place
-    )
-    columns = {name: values[taken] for name, values in other.columns.items()}
-    features = {name: values[taken] for name, values in other.features.items()}
-    actions, votes = other.actions[taken], other.votes[taken]
-    return replace(other, columns=columns, features=features, actions=actions, votes=votes, ends=ends[taken])
+    tables = {name: {key: x[taken] for key, x in getattr(other, name).items()} for name in ("columns", "features")}
+    return replace(other, **tables, **{name: getattr(other, name)[taken] for name in ("actions", "votes", "ends")})
 
 
 def change_settings(**hyperparameters: Any) -> Callable[[Evidence], Evidence]:
     def change(evidence: Evidence) -> Evidence:
-        metrics = pl.DataFrame(
-            {
-                "round": range(1, 13),
-                "train/approx_kl": [0.02] * 12,
-                "train/clip_fraction": [hyperparameters.pop("clipped", 0.1)] * 12,
-            }
-        )
+        clipped = hyperparameters.pop("clipped", 0.1)
+        metrics = pl.DataFrame({"round": range(1, 13), "train/clip_fraction": [clipped] * 12})
         return replace(evidence, metrics=metrics, config={"n_envs": COPIES, "hyperparameters": hyperparameters})
 
     return change
@@ -159,54 +132,66 @@ def see_images(evidence: Evidence, *, frozen: bool, shown: Any = None) -> Eviden
     return replace(evidence, features=summarise(blocks), blocks=blocks, digests=shown)
 
 
-FAULTS: Mapping[str, tuple[Callable[[Evidence], list[Finding]], Callable[[Evidence], Evidence], str]] = {
-    "reversed reward": (find_reward_faults, reverse_rewards, r"wrong sign for (?=.*push forth)(?=.*speed ≥)"),
-    "lost reward": (find_reward_faults, lose_rewards, r"not paid for (?=.*push back)(?=.*round 4 and later)"),
+FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evidence], str]] = {
+    "reversed reward": (agreement.find_reward_faults, reverse_rewards, r"wrong sign for (?=.*push forth)(?=.*speed ≥)"),
+    "lost reward": (agreement.find_reward_faults, lose_rewards, r"not paid for (?=.*push back)(?=.*round 4 and later)"),
     "swapped actions": (
-        find_action_faults,
+        agreement.find_action_faults,
         swap_actions,
         r"push (back|forth) does what push (back|forth) does .*ment 2",
     ),
-    "repeated": (find_repeated, repeat_observations, r"does not change in 5\d% of the steps, mostly at even steps"),
+    "repeated": (
+        observations.find_repeated,
+        repeat_observations,
+        r"does not change in 5\d% of the steps, mostly at even steps",
+    ),
     "repeated image": (
-        find_repeated,
+        observations.find_repeated,
         lambda e: see_images(e, frozen=False, shown=np.arange(N) - STEP % 2),
         r"does not change in 5\d% of the steps",
     ),
-    "constant": (find_constant, lambda e: with_features(e, speed=np.zeros(N)), r"speed never changes: it is 0"),
+    "constant": (
+        observations.find_constant,
+        lambda e: with_features(e, speed=np.zeros(N)),
+        r"speed never changes: it is 0",
+    ),
     "frozen": (
-        find_constant,
+        observations.find_constant,
         lambda e: with_features(e, speed=np.where(COPY == 1, 0.5, e.features["speed"])),
         r"speed never changes: it is 0.5 in all 750 records of environment 1",
     ),
     "frozen channel": (
-        find_constant,
+        observations.find_constant,
         lambda e: see_images(e, frozen=True),
         r"channel 1 never changes, .* environment 1",
     ),
     "clipped": (
-        find_clipped,
+        observations.find_clipped,
         lambda e: with_features(e, place=np.clip(e.features["place"], -0.5, 0.5)),
         r"clipped at a bound: place \(at ±0.5",
     ),
     "limit": (
-        find_limit_as_end,
+        environments.find_limit_as_end,
         lambda e: replace(e, ends=np.where(e.ends != "", "terminated", "")),
         r"time limit is reported as an end: 100 episodes are terminated after exactly 30 steps",
     ),
-    "early end": (find_unpaid_ends, end_early, r"end early where colour ≥ 2.5: 50% of all ends"),
-    "paid again": (find_paid_again, pay_again, r"last reward of an episode is paid again .* after 96 of 96 ends"),
-    "loop": (find_loops, farm, r"0.2 is collected again and again .* earn 6, those that reach it 1"),
+    "early end": (environments.find_unpaid_ends, end_early, r"end early where colour ≥ 2.5: 50% of all ends"),
+    "paid again": (
+        environments.find_paid_again,
+        pay_again,
+        r"last reward of an episode is paid again .* after 96 of 96 ends",
+    ),
+    "loop": (environments.find_loops, farm, r"0.2 is collected again and again .* earn 6, those that reach it 1"),
     "scaled copy": (
-        find_odd_copies,
+        environments.find_odd_copies,
         lambda e: with_column(e, reward=np.where(COPY == 3, 100, 1) * e.columns["reward"]),
         r"size of rewards in environment 3 is \d+ times that in the other 3",
     ),
     "discount": (find_settings, change_settings(gamma=0.5), r"γ = 0.5 looks 2 steps ahead, while an episode takes 30"),
     "few steps": (find_settings, change_settings(n_steps=16), r"too short: 16 steps of 4 environments are 64 records"),
     "rate": (find_settings, change_settings(learning_rate=0.03, clipped=0.7), r"about: 70% of the ratios are clipped"),
-    "harm": (find_harm, harm, r"(?=.*speed ≥)(?=.*push forth).* undo \d+% of what the others gain"),
-    "critic": (find_critic_faults, mislead_critic, r"critic is too low for .*speed ≥"),
+    "harm": (learning.find_harm, harm, r"(?=.*speed ≥)(?=.*push forth).* undo \d+% of what the others gain"),
+    "critic": (learning.find_critic_faults, mislead_critic, r"critic is too low for .*speed ≥"),
 }
 
 
@@ -222,7 +207,7 @@ def test_each_fault_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_stands_out_in_a_healthy_run(seed: int) -> None:
-    findings = [finding for detector in DETECTORS for finding in detector(healthy(seed))]
+    findings = [finding for detector in (*CAUSES, *EFFECTS) for finding in detector(healthy(seed))]
     assert [one.title for one in findings if one.p is None or one.p <= CHANCE] == []
 
 
@@ -244,11 +229,8 @@ def test_a_search_finds_a_pair_of_conditions_and_a_finer_cut() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 2000))
     units = np.repeat(np.arange(100), 20)
-    conditions = [
-        *cut("a", a, is_place=True),
-        *cut("b", b, is_place=True),
-        Condition("action", "1", rng.random(2000) < 0.5),
-    ]
+    conditions = [*cut("a", a, is_place=True), *cut("b", b, is_place=True)]
+    conditions += [Condition("action", "action 1", rng.random(2000) < 0.5)]
     inside = (a >= np.quantile(a, 0.6)) & (b < np.quantile(b, 0.4))
     best = search((rng.normal(size=2000) - 1.5 * inside)[:, None], units, conditions, sign=-1)[0]
     assert {one.column for one in best.conditions} == {"a", "b"}

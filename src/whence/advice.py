@@ -186,7 +186,7 @@ def _rounds_are_small(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding
     steps, copies = settings.get("n_steps"), config.get("n_envs")
     if isinstance(steps, int) and isinstance(copies, int) and steps * copies < _FEWEST and length and length > steps:
         yield (
-            rows[-1]["round"],
+            rows[0]["round"],
             f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records, while an "
             f"episode takes {length:.0f}",
             f"After {steps} steps the advantages are the critic's guess. RL Baselines3 Zoo's tuned settings of PPO "
@@ -204,7 +204,7 @@ def _discount_is_short(rows: Rows, config: Mapping[str, Any]) -> Iterator[Findin
     gamma, length = config.get("hyperparameters", {}).get("gamma"), config.get("episode_length")
     if isinstance(gamma, int | float) and gamma < _LEAST_GAMMA and length and gamma ** (length / 2) < _FORGOTTEN:
         yield (
-            rows[-1]["round"],
+            rows[0]["round"],
             f"The discount γ = {gamma:g} looks {1 / (1 - gamma):.2g} steps ahead, while an episode takes {length:.0f}",
             f"A reward half an episode ahead counts {gamma ** (length / 2):.1g} of one now. RL Baselines3 Zoo's tuned "
             f"settings of PPO have {_LEAST_GAMMA} and more.",

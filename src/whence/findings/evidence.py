@@ -49,8 +49,7 @@ class Evidence:
         features: the observation's numbers as the environment returned them, by name; an image's mean and spread by
             channel.
         blocks: the observation's parts as the policy saw them.
-        ends: (n,) "terminated" or "truncated" at an episode's last record, "" elsewhere; "ended" if that is all that is
-            known.
+        ends: (n,) "terminated" or "truncated" at an episode's last record, "" elsewhere and where that is not known.
         digests: (n,) equal where observations are, also those that were too large to be stored; None: unknown.
     """
 
@@ -67,6 +66,12 @@ class Evidence:
 
     def __len__(self) -> int:
         return len(self.actions)
+
+    def widen(self, rows: Mask, mask: Mask) -> Mask:
+        """Return a mask over all records from one over some rows."""
+        wide = np.zeros(len(self), dtype=bool)
+        wide[np.flatnonzero(rows)[mask]] = True
+        return wide
 
     @cached_property
     def has_next(self) -> Mask:
@@ -123,7 +128,7 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
         action_names=labels,
         features=summarise(_read_blocks(table, run.config, "raw_observation") or shown),
         blocks=shown,
-        ends=_read_ends(table, columns),
+        ends=table["end"].fill_null("").to_numpy().astype(str) if "end" in table.columns else np.full(len(table), ""),
         digests=table["observation_digest"].to_numpy() if _is_whole(table, "observation_digest") else None,
     )
 
@@ -178,24 +183,18 @@ def _read_votes(table: pl.DataFrame) -> Float[np.ndarray, "n k"]:
     return votes
 
 
-def _read_ends(table: pl.DataFrame, columns: Mapping[str, Numbers]) -> NDArray[np.str_]:
-    if "end" in table.columns:
-        return table["end"].fill_null("").to_numpy().astype(str)
-    begins = (columns["step"][1:] == 0) & (np.diff(columns["env_index"]) == 0)
-    return np.append(np.where(begins & (np.diff(columns["episode_id"]) != 0), "ended", ""), "")
-
-
 def _read_actions(table: pl.DataFrame, config: Mapping[str, Any]) -> tuple[NDArray[Any], list[str]]:
-    actions = np.asarray(table["action"].to_numpy())
-    space = config.get("action_space") or {}
-    if actions.ndim == 1 and actions.dtype.kind in "iu":
-        start = int(space.get("start", 0) or 0)
-        count = max(int(space.get("n", 0) or 0), int(actions.max()) - start + 1)
+    actions, space = np.asarray(table["action"].to_numpy()), config.get("action_space") or {}
+    is_discrete = actions.ndim == 1 and actions.dtype.kind in "iu"
+    if is_discrete:
+        actions = actions - int(space.get("start", 0) or 0)
         names = action_labels(config.get("env"), config) or []
-        return actions - start, [str(names[i]) if i < len(names) else str(i + start) for i in range(count)]
-    actions = actions.reshape(len(table), -1).astype(np.float64)
-    names = box_action_labels(config.get("env"), config) or []
-    return actions, [str(names[i]) if i < len(names) else f"a{i}" for i in range(actions.shape[1])]
+        plain = [str(i) for i in range(max(int(space.get("n", 0) or 0), int(actions.max()) + 1))]
+    else:
+        actions = actions.reshape(len(table), -1).astype(np.float64)
+        names = box_action_labels(config.get("env"), config) or []
+        plain = [f"a{i}" for i in range(actions.shape[1])]
+    return actions, [*map(str, names[: len(plain)]), *plain[len(names) :]]
 
 
 def _read_blocks(table: pl.DataFrame, config: Mapping[str, Any], root: str) -> dict[str, NDArray[Any]]:

@@ -1,6 +1,8 @@
 """One statement on a run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,16 +36,29 @@ class Finding:
     record_ids: tuple[int, ...] = ()
 
 
-def make_finding(
-    kind: str, evidence: Evidence, mask: Mask, *, title: str, because: str, advice: str, p: float | None
-) -> Finding:
-    """Return a finding on records: its round is the one that holds most of them, the last of several."""
-    rounds, counts = np.unique(evidence.columns["round"][mask], return_counts=True)
+class Claim(NamedTuple):
+    """A finding before its records are looked up in `mask`, (n,); see `Finding`."""
+
+    kind: str
+    mask: Mask
+    title: str
+    evidence: str
+    advice: str
+    p: float | None = None
+
+
+Claims: TypeAlias = Iterator[Claim]
+
+
+def link_records(claim: Claim, evidence: Evidence) -> Finding:
+    """Return a claim as a finding on the round that holds most of its records, the last of several."""
+    rounds, counts = np.unique(evidence.columns["round"][claim.mask], return_counts=True)
     number = int(rounds[len(counts) - 1 - counts[::-1].argmax()])
-    ids = evidence.columns["record_id"][mask & (evidence.columns["round"] == number)].astype(int)
-    return Finding(kind, title, because, advice, p, number, tuple(ids.tolist()))
+    ids = evidence.columns["record_id"][claim.mask & (evidence.columns["round"] == number)].astype(int)
+    return Finding(claim.kind, claim.title, claim.evidence, claim.advice, claim.p, number, tuple(ids.tolist()))
 
 
-def say_chance(p: float) -> str:
-    """Return a chance in words."""
-    return "less than one in a million" if p < 1e-6 else f"{p:.1g}"
+def say_chance(p: float, tried: str = "") -> str:
+    """Return a chance as a sentence, with what was tried."""
+    by_chance = "less than one in a million" if p < 1e-6 else f"{p:.1g}"
+    return f"By chance: {by_chance}{f', over all {tried} that were tried' if tried else ''}."

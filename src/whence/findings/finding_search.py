@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from whence.advice import give_advice
 from whence.core import first_line
 from whence.experiments import AnyEnv, estimate_advantages, read_reward_scale
 from whence.findings.agreement import find_action_faults, find_reward_faults
@@ -16,8 +17,8 @@ from whence.findings.environments import (
     find_unpaid_ends,
 )
 from whence.findings.evidence import Evidence, read_evidence
-from whence.findings.finding import CHANCE, Finding
-from whence.findings.learning import find_critic_faults, find_harm, find_settings
+from whence.findings.finding import CHANCE, Claims, Finding, link_records
+from whence.findings.learning import find_critic_faults, find_harm
 from whence.findings.observations import find_clipped, find_constant, find_repeated
 from whence.runs import RunDirectory
 
@@ -28,7 +29,7 @@ _MOMENTS = 10
 _CONTINUATIONS = 8
 _CERTAIN = 1e-6
 
-DETECTORS: Sequence[Callable[[Evidence], list[Finding]]] = (
+CAUSES: Sequence[Callable[[Evidence], Claims]] = (
     find_repeated,
     find_constant,
     find_clipped,
@@ -38,12 +39,9 @@ DETECTORS: Sequence[Callable[[Evidence], list[Finding]]] = (
     find_odd_copies,
     find_limit_as_end,
     find_unpaid_ends,
-    find_settings,
-    find_loops,
-    find_critic_faults,
-    find_harm,
 )
-"""What is looked for: causes before what follows from them."""
+EFFECTS: Sequence[Callable[[Evidence], Claims]] = (find_loops, find_critic_faults, find_harm)
+"""What is looked for in the records: what may be wrong with the environment, and what follows also from settings."""
 
 
 def find(run: RunDirectory, *, env: AnyEnv = None, play: bool = False) -> list[Finding]:
@@ -63,10 +61,22 @@ def find(run: RunDirectory, *, env: AnyEnv = None, play: bool = False) -> list[F
     evidence = None if run.is_language else read_evidence(run)
     if evidence is None:
         return []
-    findings = [finding for detector in DETECTORS for finding in detector(evidence)]
-    sure = [one for one in findings if one.p is None or one.p <= CHANCE]
-    sure = sorted(sure, key=lambda one: max(one.p or 0.0, _CERTAIN))[:MOST]
+    findings = [*_look(evidence, CAUSES), *find_settings(evidence), *_look(evidence, EFFECTS)]
+    sure = sorted(findings, key=lambda one: max(one.p or 0.0, _CERTAIN))[:MOST]
     return [_measure(run, evidence, one, env) for one in sure] if play else sure
+
+
+def _look(evidence: Evidence, detectors: Sequence[Callable[[Evidence], Claims]]) -> list[Finding]:
+    claims = [claim for detector in detectors for claim in detector(evidence)]
+    return [link_records(claim, evidence) for claim in claims if claim.p is None or claim.p <= CHANCE]
+
+
+def find_settings(evidence: Evidence) -> list[Finding]:
+    """Return settings that do not fit the run, by its metrics and the lengths of its episodes."""
+    ended = evidence.ends != ""
+    length = float(np.median(evidence.columns["step"][ended]) + 1) if ended.any() else None
+    advice = give_advice(evidence.metrics, {**evidence.config, "episode_length": length})
+    return [Finding("setting", a.title, a.evidence, a.remedy, None, a.round) for a in advice if a.is_setting]
 
 
 def _measure(run: RunDirectory, evidence: Evidence, finding: Finding, env: AnyEnv) -> Finding:

@@ -37,21 +37,15 @@ class Condition:
 
 @dataclass(frozen=True, eq=False)
 class Subgroup:
-    """Records that satisfy all of a few conditions.
+    """Records that satisfy all of a few conditions, whose sum is t standard errors, over units, from 0.
 
-    Attributes:
-        conditions: at most three.
-        mask: (n,) whether a record is in it.
-        t: how far the sum over it is from 0, in standard errors over units.
-        p: the chance that a search like this one finds as large a |t| where each unit's sums are as often negative.
-        tried: how many subgroups the search tried.
+    `p` is the chance that a search like this one finds as large a |t| where each unit's sums are as often negative.
     """
 
     conditions: tuple[Condition, ...]
     mask: Mask
     t: float
     p: float
-    tried: int
 
     @property
     def text(self) -> str:
@@ -73,25 +67,19 @@ def cut(name: str, values: Numbers, bins: int = 5, *, is_place: bool = False) ->
 
 def list_conditions(evidence: Evidence, rows: Mask, *, bins: int = 5) -> list[Condition]:
     """Return what subgroups of some records are made of: action, observation, environment, and time in the episode."""
-    if evidence.actions.ndim == 1:
-        taken = [
-            Condition("action", f"action {name}", evidence.actions[rows] == number)
-            for number, name in enumerate(evidence.action_names)
-        ]
-    else:
-        taken = [
-            Condition(name, f"{name} {sign} 0", (axis < 0) == (sign == "<"))
-            for name, axis in zip(evidence.action_names, evidence.actions[rows].T, strict=True)
-            for sign in "<≥"
-        ]
-    copies, steps = evidence.columns["env_index"][rows], evidence.columns["step"][rows]
-    if len(distinct := np.unique(copies)) > 1:
-        taken += [Condition("env_index", f"environment {copy:.0f}", copies == copy) for copy in distinct]
-    taken += [one for one in cut("step", steps, bins) if "<" not in one.text]
-    if len(evidence.features) <= FEW:
-        for name, values in evidence.features.items():
-            taken += cut(name, values[rows], bins, is_place=True)
-    return taken
+    conditions: list[Condition] = []
+    for number, name in enumerate(evidence.action_names):
+        if evidence.actions.ndim == 1:
+            conditions.append(Condition("action", f"action {name}", evidence.actions[rows] == number))
+        else:
+            is_low = evidence.actions[rows, number] < 0
+            conditions += [Condition(name, f"{name} < 0", is_low), Condition(name, f"{name} ≥ 0", ~is_low)]
+    copies = evidence.columns["env_index"][rows]
+    conditions += [Condition("env_index", f"environment {copy:.0f}", copies == copy) for copy in np.unique(copies)]
+    conditions += [one for one in cut("step", evidence.columns["step"][rows], bins) if "<" not in one.text]
+    for name, values in evidence.features.items() if len(evidence.features) <= FEW else ():
+        conditions += cut(name, values[rows], bins, is_place=True)
+    return conditions
 
 
 def search(
@@ -145,7 +133,7 @@ def search(
         reached = int((null >= t[place]).sum())
         bound = 2 * tried * float(np.exp(-(t[place] ** 2) / 2))
         p = (1 + reached) / (1 + len(null)) if reached else min(1 / (1 + len(null)), bound)
-        subgroups.append(Subgroup(pair, _join(pair), sign * float(t[place]), p, tried))
+        subgroups.append(Subgroup(pair, _join(pair), sign * float(t[place]), p))
     return [one for one in subgroups if sign * one.t > 0]
 
 
@@ -169,7 +157,7 @@ def refine(group: Subgroup, values: Votes, units: Units, conditions: Sequence[Co
         t, option, mask = max(measured, key=lambda one: np.sign(group.t) * one[0], default=(0.0, (), group.mask))
         if np.sign(group.t) * t <= np.sqrt(group.t**2 + least):
             break
-        group = Subgroup(option, mask, t, group.p, group.tried)
+        group = Subgroup(option, mask, t, group.p)
     return group
 
 

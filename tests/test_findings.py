@@ -1,25 +1,30 @@
 """What findings say of tables made by hand, each with one thing wrong, and of noise."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 
+from whence.cli.commands.findings_command import findings
 from whence.findings import agreement, environments, learning, observations
 from whence.findings.evidence import Evidence, summarise
 from whence.findings.finding import CHANCE
 from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
 from whence.findings.subgroups import Condition, cut, refine, search
+from whence.runs import RunDirectory
 
 COPIES, EPISODES, LENGTH = 4, 25, 30
 N = COPIES * EPISODES * LENGTH
 STEP = np.arange(N) % LENGTH
 EPISODE = np.arange(N) // LENGTH
 COPY = EPISODE // EPISODES
+TIMES = {"record_id": np.arange(N), "round": 1 + EPISODE % EPISODES // 5, "env_index": COPY, "step": STEP}
 
 
 def healthy(seed: int = 0, push: float = 0.4) -> Evidence:
@@ -37,8 +42,7 @@ def healthy(seed: int = 0, push: float = 0.4) -> Evidence:
     ends = np.where(STEP == LENGTH - 1, "truncated", "")
     reward[ends != ""] = 0.3 * rng.normal(size=COPIES * EPISODES)
     value = rng.normal(size=N)
-    times = {"record_id": np.arange(N), "round": 1 + EPISODE % EPISODES // 5, "env_index": COPY, "step": STEP}
-    columns: dict[str, Any] = {name: column.astype(float) for name, column in times.items()}
+    columns: dict[str, Any] = {name: column.astype(float) for name, column in TIMES.items()}
     columns |= {"episode_id": EPISODE, "reward": reward, "value": value, "return": value + rng.normal(size=N)}
     votes, names = rng.standard_t(4, size=(N, 8)), ["push back", "wait", "push forth"]
     evidence = Evidence({}, pl.DataFrame(), columns, votes, actions, names, {}, {}, ends)
@@ -138,7 +142,7 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
     "swapped actions": (
         agreement.find_action_faults,
         swap_actions,
-        r"push (back|forth) does what push (back|forth) does .*ment 2",
+        r"Actions push (back|forth) and push (back|forth) are swapped for environment 2: in 100%",
     ),
     "repeated": (
         observations.find_repeated,
@@ -239,3 +243,21 @@ def test_a_search_finds_a_pair_of_conditions_and_a_finer_cut() -> None:
     votes = (1.0 - 3.0 * (a >= np.quantile(a, 0.7)) + 2 * rng.normal(size=2000))[:, None]
     finer = refine(search(votes, units, conditions[:8], sign=-1)[0], votes, units, cut("a", a, 10, is_place=True))
     assert np.isclose(finer.mask.mean(), 0.3)
+
+
+def test_a_run_is_read_with_its_names_and_named_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    evidence = swap_actions(healthy())
+    columns = {name: column.astype(int) if name in TIMES else column for name, column in evidence.columns.items()}
+    places = np.stack([evidence.features["place"], evidence.features["speed"]], axis=1)
+    table = pl.DataFrame({**columns, "action": evidence.actions, "observation": places, "end": evidence.ends})
+    names = {"actions": evidence.action_names, "observations": ["place", "speed"]}
+    run = RunDirectory.create(tmp_path / "run", {"names": names, "action_space": {"type": "Discrete", "n": 3}})
+    for number in range(1, 6):
+        run.write_round("records", number, table.filter(pl.col("round") == number).drop("round"))
+    findings(run.path, json=True)
+    (first, *_) = json.loads(capsys.readouterr().out)["findings"]
+    assert re.search(r"Actions push (back|forth) and push (back|forth) are swapped", first["title"])
+    findings(run.path)
+    assert f"1. {first['title']}." in capsys.readouterr().out
+    shown = set(table.filter(pl.col("env_index") == 2)["record_id"])
+    assert set(first["record_ids"]) <= shown

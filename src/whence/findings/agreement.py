@@ -149,62 +149,67 @@ def find_action_faults(evidence: Evidence) -> Claims:
     rows, others = evidence.has_next, _list_alternatives(evidence)
     if not evidence.state.shape[1] or rows.sum() < _LEAST_RECORDS or not others:
         return
-    (state, change), episodes = _read_moves(evidence), evidence.episodes[rows]
+    (state, change), acting, episodes = _read_moves(evidence), evidence.acting[rows], evidence.episodes[rows]
+    # What an action does is the same everywhere to this model: else it would learn where it does something else.
     basis = expand(state, 64)
-
-    def cross(actions: Matrix) -> Matrix:
-        return np.hstack([basis, *(basis[:, : 1 + state.shape[1]] * column[:, None] for column in actions.T)])
-
-    alternatives = [cross(actions) for _, _, actions in others]
-    moves = predict_each(cross(evidence.acting[rows]), change, episodes, others=alternatives)
+    alternatives = [np.hstack([basis, actions]) for _, _, actions in others]
+    moves = predict_each(np.hstack([basis, acting]), change, episodes, others=alternatives)
     scale = np.maximum(np.median(np.abs(change - moves[0]), axis=0), 1e-3 * change.std(axis=0) + 1e-9)
     misses = [np.minimum(((change - move) / scale) ** 2, 100).sum(axis=1) for move in moves]
     # Above 0 where the other action tells better what happened. Each pair of actions is a condition of the search.
     taken = [np.flatnonzero(mask) for _, mask, _ in others]
     places, pair = np.concatenate(taken), np.repeat(np.arange(len(others)), [len(each) for each in taken])
     votes = np.sign(np.concatenate([(misses[0] - miss)[each] for miss, each in zip(misses[1:], taken, strict=True)]))
+    pairs = [Condition("pair", str(number), pair == number) for number in range(len(others))]
 
     def list_pairs(bins: int) -> list[Condition]:
         # Of discrete states the model knows each by itself, so there is no place where it could be wrong.
         where = [each for each in _list_all_conditions(evidence, bins) if each.column != "action"]
         where = [each for each in where if not each.is_place or len(evidence.features) > 1]
-        pairs = [Condition("pair", name, pair == number) for number, (name, _, _) in enumerate(others)]
         return [*pairs, *(replace(each, mask=each.mask[places]) for each in where)]
 
     units = episodes[places]
     for rough in search(votes[:, None], units, list_pairs(5), sign=1, needed={"pair"}):
         group = refine(rough, votes[:, None], units, list_pairs(16))
-        (what,) = (one for one in group.conditions if one.column == "pair")
-        where, inside = " and ".join(one.text for one in group.conditions if one is not what), places[group.mask]
-        share, elsewhere = (votes[group.mask] > 0).mean(), votes[what.mask & ~group.mask]
-        # Of several that fit better than the action that was taken, the best.
+        # Of several actions that fit better than the one that was taken, the best; and what that one itself does there.
+        inside = places[group.mask]
         fits = {
-            name: -miss[inside].sum()
-            for (name, by, _), miss in zip(others, misses[1:], strict=True)
-            if by[inside].all()
+            number: misses[1 + number][inside].sum() for number in range(len(others)) if others[number][1][inside].all()
         }
-        # What is so everywhere is how the action works; and elsewhere the two have to be told apart.
-        if where and share >= _MOST and (elsewhere < 0).mean() > _HALF:
-            yield Claim(
-                "dynamics",
-                evidence.widen(rows, np.bincount(inside, minlength=len(state)) > 0),
-                f"{max(fits, key=lambda name: fits[name])}, for {where}: in {share:.0%} of {group.mask.sum():,} steps",
-                "The next observation is nearer to what the other action makes of the same state in the other records. "
-                + say_chance(group.p, "actions and places"),
-                f"Compare how the environment and its wrappers read actions for {where} with the others.",
-                group.p,
-            )
-            return
+        (one, other), _, _ = others[best := min(fits, key=lambda number: fits[number])]
+        back = next(number for number, (names, _, _) in enumerate(others) if names == (other, one))
+        where = [condition for condition in group.conditions if condition.column != "pair"]
+        there = np.logical_and.reduce([condition.mask for condition in where] or [pairs[best].mask])
+        share, elsewhere = (votes[pairs[best].mask & there] > 0).mean(), votes[pairs[best].mask & ~there]
+        is_mutual = bool((votes[pairs[back].mask & there] > 0).mean() > _HALF)
+        # What is so everywhere is how the action works; elsewhere the two have to be told apart. And where something
+        # holds the body, an action may do nothing; so that counts only in one environment, or from some round on.
+        is_local = all(condition.is_place or condition.column == "step" for condition in where)
+        if not where or share < _MOST or (elsewhere < 0).mean() < _HALF or (is_local and not is_mutual):
+            continue
+        text = " and ".join(condition.text for condition in where)
+        swapped = f"Actions {one} and {other} are swapped" if one != other else f"{one} does the opposite of elsewhere"
+        yield Claim(
+            "dynamics",
+            evidence.widen(rows, np.bincount(inside, minlength=len(state)) > 0),
+            f"{swapped if is_mutual else f'Action {one} does what {other} does elsewhere,'} for {text}: in "
+            f"{share:.0%} of {(pairs[best].mask & there).sum():,} steps",
+            "The next observation is nearer to what the other action makes of the same state elsewhere. "
+            + say_chance(group.p, "actions and places"),
+            f"Compare how the environment and its wrappers read actions for {text} with the others.",
+            group.p,
+        )
+        return
 
 
-def _list_alternatives(evidence: Evidence) -> list[tuple[str, Mask, Matrix]]:
-    """Return what else each action could be: in words, who took the action, and the others' actions as numbers."""
+def _list_alternatives(evidence: Evidence) -> list[tuple[tuple[str, str], Mask, Matrix]]:
+    """Return for each pair of actions their names, who took the first, and the second as numbers, once a record."""
     acting, names = evidence.acting[evidence.has_next], evidence.action_names
     if evidence.actions.ndim > 1:
         opposite = np.hstack([-evidence.actions, evidence.actions**2])[evidence.has_next]
-        return [("Actions do the opposite of what they do elsewhere", np.ones(len(acting), dtype=bool), opposite)]
+        return [(("The action", "The action"), np.ones(len(acting), dtype=bool), opposite)]
     rows, count = np.eye(len(names)), len(names) if len(names) <= _FEW_ACTIONS else 0
     return [
-        (f"Action {names[i]} does what {names[j]} does elsewhere", acting[:, i] > 0, np.tile(rows[j], (len(acting), 1)))
+        ((names[i], names[j]), acting[:, i] > 0, np.tile(rows[j], (len(acting), 1)))
         for i, j in itertools.permutations(range(count), 2)
     ]

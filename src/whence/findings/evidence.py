@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,8 +48,9 @@ class Evidence:
         action_names: of the discrete actions, or of the axes.
         features: the observation's numbers as the environment returned them, by name; an image's mean and spread by
             channel.
-        blocks: the observation's parts as the policy saw them.
+        blocks: the observation's parts as the environment returned them.
         ends: (n,) "terminated" or "truncated" at an episode's last record, "" elsewhere and where that is not known.
+        normalised: the parts as the policy saw them, if VecNormalize changed them.
         digests: (n,) equal where observations are, also those that were too large to be stored; None: unknown.
     """
 
@@ -62,6 +63,7 @@ class Evidence:
     features: Features
     blocks: Blocks
     ends: NDArray[np.str_]
+    normalised: Blocks = field(default_factory=dict)
     digests: NDArray[Any] | None = None
 
     def __len__(self) -> int:
@@ -109,13 +111,12 @@ class Evidence:
 
 def read_evidence(run: RunDirectory) -> Evidence | None:
     """Read a run of an agent; None if no round of it holds what the detectors need."""
-    rounds = {number: run.round("records", number) for number in _choose_rounds(run)}
-    tables = [table.with_columns(round=pl.lit(number)) for number, table in rounds.items() if not table.is_empty()]
+    tables = [run.round("records", each).with_columns(round=pl.lit(each)) for each in _choose_rounds(run)]
     table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
     if not {"env_index", "episode_id", "step", "action", "reward"} <= set(table.columns):
         return None
     table = table.sort("env_index", "record_id")
-    shown = _read_blocks(table, run.config, "observation")
+    blocks, raw = (_read_blocks(table, run.config, name) for name in ("observation", "raw_observation"))
     names = "record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return"
     columns = {name: _read_column(table, name) for name in names}
     actions, labels = _read_actions(table, run.config)
@@ -126,8 +127,9 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
         votes=_read_votes(table),
         actions=actions,
         action_names=labels,
-        features=summarise(_read_blocks(table, run.config, "raw_observation") or shown),
-        blocks=shown,
+        features=summarise(raw or blocks),
+        blocks=raw or blocks,
+        normalised=blocks if raw else {},
         ends=table["end"].fill_null("").to_numpy().astype(str) if "end" in table.columns else np.full(len(table), ""),
         digests=table["observation_digest"].to_numpy() if _is_whole(table, "observation_digest") else None,
     )
@@ -135,14 +137,11 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
 
 def summarise(blocks: Blocks) -> dict[str, Numbers]:
     """Return parts of the observation as numbers: those of several entries as their mean and spread."""
-    features: dict[str, Numbers] = {}
+    features: dict[str, Numbers] = {name: values[:, 0] for name, values in blocks.items() if values.shape[1] == 1}
     for name, values in blocks.items():
-        if values.shape[1] == 1:
-            features[name] = values[:, 0].astype(np.float64)
-        else:
-            features[f"{name} mean"] = values.mean(axis=1, dtype=np.float64)
-            features[f"{name} spread"] = values.std(axis=1, dtype=np.float32).astype(np.float64)
-    return features
+        if values.shape[1] > 1:
+            features |= {f"{name} mean": values.mean(axis=1), f"{name} spread": values.std(axis=1, dtype=np.float32)}
+    return {name: values.astype(np.float64) for name, values in features.items()}
 
 
 def _choose_rounds(run: RunDirectory) -> list[int]:
@@ -185,8 +184,7 @@ def _read_votes(table: pl.DataFrame) -> Float[np.ndarray, "n k"]:
 
 def _read_actions(table: pl.DataFrame, config: Mapping[str, Any]) -> tuple[NDArray[Any], list[str]]:
     actions, space = np.asarray(table["action"].to_numpy()), config.get("action_space") or {}
-    is_discrete = actions.ndim == 1 and actions.dtype.kind in "iu"
-    if is_discrete:
+    if actions.ndim == 1 and actions.dtype.kind in "iu":
         actions = actions - int(space.get("start", 0) or 0)
         names = action_labels(config.get("env"), config) or []
         plain = [str(i) for i in range(max(int(space.get("n", 0) or 0), int(actions.max()) + 1))]

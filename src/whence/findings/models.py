@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float, Int
 
 _RIDGE = 1e-3
 _FOLDS = 3
-_PASSES = 3
-_FITTED = 6_000
+_PASSES = 2
+_FITTED = 5_000
 """Records that a model is fitted on at most."""
 
 _OUTLYING = 6.0

@@ -47,7 +47,8 @@ def find_constant(evidence: Evidence) -> Claims:
 def find_clipped(evidence: Evidence) -> Claims:
     """Find continuous numbers of the observation of which many lie at their largest or smallest value."""
     limits, clipped, texts = _list_limits(evidence.config.get("observation_space")), [], []
-    for name, block in evidence.blocks.items() if len(evidence.blocks) <= FEW else ():
+    parts = [*evidence.blocks.items(), *evidence.normalised.items()]
+    for name, block in parts if len(evidence.blocks) <= FEW else ():
         values = block[:, 0].astype(np.float64)
         if block.shape[1] > 1 or len(np.unique(values)) < _MANY:
             continue

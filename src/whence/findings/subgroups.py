@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from whence.findings.evidence import FEW, Evidence
+from whence.findings.evidence import FEW, Evidence, Mask, Numbers
 
 LEAST = 0.01
 """The smallest share of the records that is a subgroup: rarer ones are moments, which a page lists by themselves."""
@@ -19,8 +19,6 @@ _PERMUTATIONS = 999
 _BEST = 12
 _LONGEST = 3
 
-Mask = Bool[np.ndarray, " n"]
-Numbers = Float[np.ndarray, " n"]
 Votes = Float[np.ndarray, "n k"]
 Units = Int[np.ndarray, " n"]
 
@@ -145,19 +143,16 @@ def refine(group: Subgroup, values: Votes, units: Units, conditions: Sequence[Co
     places = [one for one in conditions if one.is_place]
     least = 2 * np.log(1 + len(places))
     for _ in range(_LONGEST):
-        removable = [one for one in group.conditions if one.is_place]
-        without = [tuple(one for one in group.conditions if one is not each) for each in removable]
-        changed = [(*(one for one in group.conditions if one.column != new.column), new) for new in places]
-        options = [option for option in [*without, *changed] if 0 < len(option) <= _LONGEST]
-        measured = [
-            (_measure(mask, values, units), option, mask)
-            for option in options
-            if LEAST <= (mask := _join(option)).mean() <= 1 - LEAST
+        options = [
+            tuple(one for one in group.conditions if one is not each) for each in group.conditions if each.is_place
         ]
-        t, option, mask = max(measured, key=lambda one: np.sign(group.t) * one[0], default=(0.0, (), group.mask))
-        if np.sign(group.t) * t <= np.sqrt(group.t**2 + least):
+        options += [(*(one for one in group.conditions if one.column != each.column), each) for each in places]
+        options = [each for each in options if 0 < len(each) <= _LONGEST and _join(each).mean() >= LEAST]
+        measured = [np.sign(group.t) * _measure(_join(each), values, units) for each in options]
+        if not measured or max(measured) <= np.sqrt(group.t**2 + least):
             break
-        group = Subgroup(option, mask, t, group.p)
+        best = options[int(np.argmax(measured))]
+        group = Subgroup(best, _join(best), float(np.sign(group.t) * max(measured)), group.p)
     return group
 
 

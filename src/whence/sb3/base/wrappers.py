@@ -32,7 +32,10 @@ Part: TypeAlias = Mapping[str, Any]
 """An environment or a wrapper in JSON types: its `class` ("module:name"), `kwargs`, the names of arguments that are
 `lost`, and the `id` of an environment that Gymnasium made."""
 
-_WATCHERS = Monitor, RecordEpisodeStatistics, RecordVideo, HumanRendering, RenderCollection, AtariWrapper
+_WATCHERS = (
+    *(Monitor, RecordEpisodeStatistics, RecordVideo, HumanRendering, RenderCollection, AtariWrapper),
+    *(OrderEnforcing, PassiveEnvChecker),
+)
 """Wrappers that change nothing of an episode; what AtariWrapper does, the wrappers inside of it do."""
 
 

@@ -23,6 +23,8 @@ _LEFT_ALONE = frozenset(
         "_saved_kwargs",
         "_cached_spec",
         "_metadata",
+        "_action_space",
+        "_observation_space",
     )
 )
 

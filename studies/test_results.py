@@ -102,7 +102,7 @@ def test_every_interval_of_the_papers_text_is_one_of_the_runs() -> None:
 def test_every_interval_of_faithfulness_is_one_of_the_rows(tmp_path: Path) -> None:
     folder = RESULTS / "faithfulness"
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    faithfulness.main(tmp_path, no_pictures=True)
+    faithfulness.main(tmp_path)
     assert (tmp_path / "tables.md").read_bytes() == (folder / "tables.md").read_bytes()
     known = read_intervals((folder / "judges.md").read_text(encoding="utf-8"))
     for name in ("summary.json", "costs.json"):

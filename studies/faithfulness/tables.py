@@ -1,6 +1,6 @@
-"""Tabulate what `studies.faithfulness.run` has found so far: tables.md, summary.json and pictures.
+"""Tabulate what `studies.faithfulness.run` has found so far: tables.md and summary.json.
 
-Run: `python -m studies.faithfulness.tables results/faithfulness [--no-pictures]`. Rounds are chosen and seeds are
+Run: `python -m studies.faithfulness.tables results/faithfulness`. Rounds are chosen and seeds are
 drawn: figures are means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none. What
 `studies.faithfulness.selections` and two commands that are history, ablations and datamodels, found stands there, too.
 """
@@ -10,19 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import plotly.graph_objects as go
 import polars as pl
 import typer
-from plotly.subplots import make_subplots
 
 from studies.faithfulness import ablation_tables, tested
 from studies.faithfulness.means import means_of, over_seeds
-from studies.faithfulness.run import LEFT_OUT, OPTIMIZERS, SETUPS, SHARES, STEPS
+from studies.faithfulness.run import LEFT_OUT, SETUPS, SHARES, STEPS
 from studies.faithfulness.selection_tables import compared, gain_means, gain_sections
 from studies.markdown import cell, nested, table
 from studies.stored import ROUND, read_datamodels, read_rounds
 from whence.core import write_atomically
-from whence.page.figures import COLOURS, make_figure
 
 PHASES = ("early", "middle", "late")
 SCORES = (
@@ -41,7 +38,6 @@ GROUPS = [f"{env}-{optimizer}" for env, optimizer in SETUPS]
 
 def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    no_pictures: Annotated[bool, typer.Option("--no-pictures", help="Draw nothing.")] = False,
 ) -> None:
     """Write the tables."""
     lds, removals, cosines = (_rows(out, "round", key) for key in ("lds", "removals", "cosines"))
@@ -84,13 +80,6 @@ def main(
         *_tested_removals(removals),
         _intervention_section(interventions),
     ]
-    if not no_pictures:
-        _draw(out / "figures" / "interventions.svg", intervention_boxes(interventions))
-        parts.append("![Change of the test return, by round](figures/interventions.svg)")
-        curves = removals.filter(truth="reshuffled")
-        for group in _groups(curves):
-            _draw(out / "figures" / f"removals-{group}.svg", removal_curves(curves.filter(group=group)))
-            parts.append(f"## Leaving out the best, the worst, or others: {group}\n\n![](figures/removals-{group}.svg)")
     _write(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     _write(out / "tables.md", "\n\n".join(parts) + "\n")
 
@@ -308,91 +297,9 @@ def _intervention_section(rows: pl.DataFrame) -> str:
     return f"## Test return of single rounds, less that of training on everything\n\n{table(lines)}"
 
 
-def intervention_boxes(rows: pl.DataFrame) -> go.Figure:
-    """Draw a panel for each environment and optimiser: changes by round, a box over seeds (LDA figures 5 and 10)."""
-    groups = _groups(rows)
-    envs = list(dict.fromkeys(env for env, optimizer in SETUPS if f"{env}-{optimizer}" in groups))
-    titles = [f"{env}, {optimizer}" for env in envs for optimizer in OPTIMIZERS]
-    figure = make_subplots(len(envs), len(OPTIMIZERS), subplot_titles=titles)
-    named: set[str] = set()
-    for row, env in enumerate(envs, start=1):
-        for column, optimizer in enumerate(OPTIMIZERS, start=1):
-            rounds = rows.filter(env=env, optimizer=optimizer).sort("round", "seed")
-            panel = interventions_box(rounds.with_columns(run=pl.col("round").cast(pl.String)))
-            for box in panel.data:
-                # Else Plotly leaves room in each panel for the boxes of all others.
-                box.update(offsetgroup=box.name, legendgroup=box.name)
-                box.update(showlegend=len(box.x) > 0 and box.name not in named)
-                named |= {box.name} if len(box.x) else set()
-                figure.add_trace(box, row, column)
-    figure.update_xaxes(type="category", title="round").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
-    figure.update_yaxes(title="change of the test return", col=1)
-    figure.update_layout(legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.08, "yanchor": "bottom"})
-    return figure.update_layout(boxmode="group", template="plotly_white", width=1000, height=60 + 300 * len(envs))
-
-
-def removal_curves(rows: pl.DataFrame) -> go.Figure:
-    """Draw what leaving out more and more records does, of one group: a row for each outcome, a column for each side.
-
-    Means over the rounds of a seed first, with 95% t intervals over seeds; leaving out at random is in both columns.
-    """
-    outcomes = {"target": "target", "surrogate": "mean(ρÂ)"}
-    sides = {"top": "the highest left out", "bottom": "the lowest left out"}
-    figure = make_subplots(len(outcomes), len(sides), column_titles=list(sides.values()), vertical_spacing=0.08)
-    means = _removal_means(rows)
-    scores = [score for score in SCORES if score in {row["score"] for row in means}]
-    for line, (outcome, what) in enumerate(outcomes.items(), start=1):
-        figure.update_yaxes(title=f"change of the {what}", col=1, row=line)
-        for column, side in enumerate(sides, start=1):
-            for score, colour in zip(["any", *scores], (COLOURS[-1], *COLOURS), strict=False):
-                points = [
-                    row
-                    for row in means
-                    if (row["outcome"], row["score"]) == (outcome, score) and row["side"] in (side, "random")
-                ]
-                points.sort(key=lambda row: row["removed"])
-                change = [row["change"] for row in points]
-                figure.add_scatter(
-                    x=[row["removed"] for row in points],
-                    y=[one["mean"] for one in change],
-                    error_y={"array": [one["high"] - one["mean"] for one in change], "thickness": 1, "width": 2},
-                    line={"color": colour, "dash": "dot" if score == "any" else "solid"},
-                    name="at random" if score == "any" else score,
-                    showlegend=(line, column) == (1, 1),
-                    row=line,
-                    col=column,
-                )
-    figure.update_xaxes(type="log").update_xaxes(title="records left out", row=len(outcomes))
-    figure.update_yaxes(zeroline=True, zerolinecolor="#b0b6be")  # of no score
-    return figure.update_layout(template="plotly_white", width=1000, height=640, margin={"t": 40, "b": 60})
-
-
-def _draw(file: Path, figure: go.Figure) -> None:
-    content = figure.update_layout(font_family="sans-serif").to_image(format="svg")
-    with write_atomically(file) as temporary:
-        temporary.write_bytes(content)
-
-
 def _write(file: Path, text: str) -> None:
     with write_atomically(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def interventions_box(changes: pl.DataFrame) -> go.Figure:
-    """Draw the effect of leaving records out of single rounds, a box for each run and variant (LDA figures 5 and 10).
-
-    Args:
-        changes: with columns `run` (the text below its boxes), `variant` and `change`, a row for each round; rows
-            without a change are left out.
-    """
-    figure = make_figure("change of the test return").update_yaxes(zeroline=True, zerolinecolor=COLOURS[4])
-    for variant, colour in zip(("filtered", "random"), COLOURS[1:], strict=False):
-        rounds = changes.filter(pl.col("variant") == variant).drop_nulls("change")
-        figure.add_box(
-            **{"x": rounds["run"].to_list(), "y": rounds["change"].to_list(), "name": variant},
-            **{"boxpoints": "all", "boxmean": True, "marker_color": colour},
-        )
-    return figure.update_xaxes(type="category", title=None).update_layout(boxmode="group", hovermode="closest")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ru
         job = run.Job("frozenlake", "sgd", 0)
         for _ in range(2):
             run.study_run(job, out, runs)  # nothing is done twice
-        tables.main(out, no_pictures=True)
+        tables.main(out)
         yield out, RunDirectory.open(runs / job.name)
 
 

@@ -51,15 +51,6 @@ def time_once(run: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def count_seconds(run: Callable[[], Any], device: str) -> float:
-    """Return the CPU seconds of a run, which other work hardly changes; on a GPU those of the clock."""
-    if device.startswith("cuda"):
-        return time_once(run, device)
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def _wait(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)

@@ -17,10 +17,9 @@ The outcome of each training is written with the rest, by order and subset: `whe
 the round's seed draws the subsets again, and another score can be compared with them without a training.
 """
 
-import json
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,8 @@ from rich.console import Console
 
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.faithfulness.smoothed import score_smoothed
-from studies.stored import read_round, round_numbers, write_round
+from studies.stored import read_round, write_round
 from whence import IIF, Return, attribute, experiments
-from whence.core import write_atomically
 from whence.counterfactual import compute_scores, intervene, leave_out, study
 from whence.experiments import RunConfig, measure_returns
 from whence.runs import RunDirectory
@@ -128,19 +126,14 @@ class Job:
 
 
 def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> None:
-    """Run what is not there yet."""
-    at_once(study_run, out, runs, only, workers)
-
-
-def at_once(study: Callable[[Job, Path, Path], float], out: Path, runs: Path, only: str, workers: int) -> None:
-    """Run `study(job, out, runs)` of the jobs whose name begins with `only`, several at a time; it returns seconds."""
+    """Run what is not there yet, of the jobs whose name begins with `only`, several at a time."""
     console = Console(stderr=True)
     names = [Job(env, optimizer, seed) for seed in SEEDS for env, optimizer in SETUPS]
     jobs = [job for job in names if job.name.startswith(only)]
     context = multiprocessing.get_context("spawn")
     failed = False
     with ProcessPoolExecutor(workers, context) as pool:
-        begun = {pool.submit(study, job, out, runs): job for job in jobs}
+        begun = {pool.submit(study_run, job, out, runs): job for job in jobs}
         for done in as_completed(begun):
             failure = done.exception()
             message = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
@@ -231,12 +224,6 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     with measure_returns(run, model, number, episodes=2 * TEST_EPISODES, seed=seed) as measure:
         rows = intervene(model.policy, recording, scored, evaluate=measure, seed=seed)
     return {"interventions": rows.drop("outcome").rename({"value": "outcome"}).to_dicts()}
-
-
-def write(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of JSON, its numbers at six digits."""
-    with write_atomically(file) as temporary:
-        temporary.write_text(json.dumps(round_numbers(content), allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tabulate what `studies.faithfulness.selections` has found: for `studies.faithfulness.tables`.
+"""Tables of what selections gain on fresh steps, whose code is in the history, for `studies.faithfulness.tables`.
 
 Means are over rounds and seeds, with 95% percentile bootstrap intervals; a round of a seed is one unit, which makes
 them too narrow as far as rounds of a seed are alike. So beside the main figures stands what each seed came to.
@@ -11,9 +11,13 @@ import numpy as np
 import polars as pl
 from scipy import stats
 
-from studies.faithfulness.gains import ALL
-from studies.faithfulness.selections import ONCE, STEPS
 from studies.markdown import cell, table
+
+ALL, ONCE = "all", ", normalised once"
+"""The name of the selection of all records, and the ending of those whose advantages are normalised over all."""
+
+STEPS = 100_000
+"""Fresh steps of a round: one half judges selections, and the other is a fresh target."""
 
 SHARES_OF_ALL = {
     "less": "less all's",

@@ -2,7 +2,7 @@
 
 Run: `python -m studies.faithfulness.tables results/faithfulness`. Rounds are chosen and seeds are
 drawn: figures are means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none. What
-`studies.faithfulness.selections` and two commands that are history, ablations and datamodels, found stands there, too.
+commands that are history found (selections, ablations, datamodels) stands there, too.
 """
 
 import json

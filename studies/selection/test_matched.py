@@ -1,4 +1,4 @@
-"""What only studies measure: matched updates, gains on fresh records, gradients of large rollouts."""
+"""What only studies measure: matched updates, and gradients of large rollouts."""
 
 import math
 
@@ -7,15 +7,13 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 
-from studies.faithfulness.gains import measure_gains
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.selection.matched import MatchedUpdate, main
-from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, KeepAll, RunDirectory
 from whence.experiments import configure
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.training import make_model
-from whence.sb3 import InfluenceCallback, collect, load_tensors, named_tensors
+from whence.sb3 import InfluenceCallback, collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -72,31 +70,6 @@ def test_a_run_trains_with_a_studys_callback(tmp_path, monkeypatch):
     run = RunDirectory.open(tmp_path / "run")
     assert run.experiment["arm"] == "ppo-as-far"
     assert "train/update_scale" in run.table("metrics").columns
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_gains_are_rises_of_the_centred_surrogate(optimizer):
-    model = model_of(optimizer, ent_coef=0.01, learning_rate={"SGD": 1.0, "Adam": 0.01}[optimizer])
-    recording = recorded(model)
-    load_tensors(named_tensors(model.policy), recording.start)
-    fresh, before = collect(model), state_of(model)
-    table = measure_gains(model.policy, recording, {"first": torch.arange(64) < 32}, fresh, orders=2, seed=5)
-    assert_untouched(before, state_of(model))
-    assert table.select("order", "selection", "kept").rows() == [
-        *((1, "all", 64), (1, "first", 32)),
-        *((2, "all", 64), (2, "first", 32)),
-    ]
-    for row in table.filter(selection="all").to_dicts():
-        assert row["gain"] == pytest.approx(row["all_as_long"], abs=1e-9)
-        assert row["gain"] == pytest.approx(row["all_as_far"], abs=1e-9)
-        assert row["trained"] > 0  # clipped steps on the rollout's advantages raise the surrogate on the rollout
-    shifted = measure_gains(
-        *(model.policy, recording, {"first": torch.arange(64) < 32}, fresh),
-        advantages={"turned": 3 - 2 * fresh.advantages},
-        orders=2,
-        seed=5,
-    )
-    assert shifted["gain"].to_list() == pytest.approx([-2 * gain for gain in table["gain"]], abs=1e-6)
 
 
 @pytest.fixture(scope="module")

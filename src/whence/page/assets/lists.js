@@ -96,7 +96,7 @@ Whence.lists = (() => {
       finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
       isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(finding) },
         finding.total ? `Show ${finding.total === 1 ? "the record" : `${number(finding.total)} records`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null,
-      finding.records?.length ? [" ", first(finding)] : null));
+      finding.records?.length ? first(finding) : null));
   }
 
   async function changed(list, { run, round, onOpen, actions }) {

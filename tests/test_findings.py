@@ -58,26 +58,22 @@ def with_features(evidence: Evidence, **features: Any) -> Evidence:
     return replace(evidence, features=features, blocks={name: values[:, None] for name, values in features.items()})
 
 
-def reverse_rewards(_: Evidence) -> Evidence:
-    """Where an action pushes hard, the next observation tells it, and the prediction learns the wrong sign as well."""
-    evidence = healthy(push=0.2)
-    is_wrong = (evidence.actions == 2) & (evidence.features["speed"] > 0.3)
-    return with_column(evidence, reward=np.where(is_wrong, -1, 1) * evidence.columns["reward"])
+def spoil(where: Callable[[Evidence], Any], push: float = 0.4, **changes: Any) -> Callable[[Evidence], Evidence]:
+    """Return what changes columns of some records of a run whose actions push so hard."""
+
+    def plant(_: Evidence) -> Evidence:
+        evidence = healthy(push=push)
+        columns = evidence.columns
+        return with_column(
+            evidence,
+            **{name: np.where(where(evidence), f(columns[name]), columns[name]) for name, f in changes.items()},
+        )
+
+    return plant
 
 
-def lose_rewards(evidence: Evidence) -> Evidence:
-    is_wrong = (evidence.actions == 0) & (evidence.columns["round"] >= 4)
-    return with_column(evidence, reward=np.where(is_wrong, 0, evidence.columns["reward"]))
-
-
-def swap_actions(_: Evidence) -> Evidence:
-    evidence = healthy(push=1.0)
-    return replace(evidence, actions=np.where(COPY == 2, 2 - evidence.actions, evidence.actions))
-
-
-def repeat_observations(evidence: Evidence) -> Evidence:
-    shown = np.arange(N) - STEP % 2
-    return with_features(evidence, **{name: values[shown] for name, values in evidence.features.items()})
+def speeds_forth(evidence: Evidence) -> Any:
+    return (evidence.actions == 2) & (evidence.features["speed"] > 0.3)
 
 
 def pay_again(evidence: Evidence) -> Evidence:
@@ -117,15 +113,6 @@ def change_settings(**hyperparameters: Any) -> Callable[[Evidence], Evidence]:
     return change
 
 
-def harm(evidence: Evidence) -> Evidence:
-    is_harmful = (evidence.actions == 2) & (evidence.features["speed"] > 0.3)
-    return replace(evidence, votes=np.where(is_harmful, -2.0, 1.0)[:, None] + evidence.votes)
-
-
-def mislead_critic(evidence: Evidence) -> Evidence:
-    return with_column(evidence, value=evidence.columns["value"] - 4.0 * (evidence.features["speed"] > 0.3))
-
-
 def see_images(evidence: Evidence, *, frozen: bool, shown: Any = None) -> Evidence:
     """Two channels of 3 x 3 pixels; a channel may be frozen in environment 1."""
     rng = np.random.default_rng(0)
@@ -137,16 +124,25 @@ def see_images(evidence: Evidence, *, frozen: bool, shown: Any = None) -> Eviden
 
 
 FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evidence], str]] = {
-    "reversed reward": (agreement.find_reward_faults, reverse_rewards, r"wrong sign for (?=.*push forth)(?=.*speed ≥)"),
-    "lost reward": (agreement.find_reward_faults, lose_rewards, r"not paid for (?=.*push back)(?=.*round 4 and later)"),
+    # Where an action pushes hard, the next observation tells it, and the prediction learns the wrong sign as well.
+    "reversed reward": (
+        agreement.find_reward_faults,
+        spoil(speeds_forth, 0.2, reward=np.negative),
+        r"wrong sign for (?=.*push forth)(?=.*speed ≥)",
+    ),
+    "lost reward": (
+        agreement.find_reward_faults,
+        spoil(lambda e: (e.actions == 0) & (e.columns["round"] >= 4), reward=np.zeros_like),
+        r"not paid for (?=.*push back)(?=.*round 4 and later)",
+    ),
     "swapped actions": (
         agreement.find_action_faults,
-        swap_actions,
+        lambda e: replace(e := healthy(push=1.0), actions=np.where(COPY == 2, 2 - e.actions, e.actions)),
         r"Actions push (back|forth) and push (back|forth) are swapped for environment 2: in 100%",
     ),
     "repeated": (
         observations.find_repeated,
-        repeat_observations,
+        lambda e: with_features(e, **{name: x[np.arange(N) - STEP % 2] for name, x in e.features.items()}),
         r"does not change in 5\d% of the steps, mostly at even steps",
     ),
     "repeated image": (
@@ -194,8 +190,16 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
     "discount": (find_settings, change_settings(gamma=0.5), r"γ = 0.5 looks 2 steps ahead, while an episode takes 30"),
     "few steps": (find_settings, change_settings(n_steps=16), r"too short: 16 steps of 4 environments are 64 records"),
     "rate": (find_settings, change_settings(learning_rate=0.03, clipped=0.7), r"about: 70% of the ratios are clipped"),
-    "harm": (learning.find_harm, harm, r"(?=.*speed ≥)(?=.*push forth).* undo \d+% of what the others gain"),
-    "critic": (learning.find_critic_faults, mislead_critic, r"critic is too low for .*speed ≥"),
+    "harm": (
+        learning.find_harm,
+        lambda e: replace(e, votes=np.where(speeds_forth(e), -2.0, 1.0)[:, None] + e.votes),
+        r"(?=.*speed ≥)(?=.*push forth).* undo \d+% of what the others gain",
+    ),
+    "critic": (
+        learning.find_critic_faults,
+        spoil(lambda e: e.features["speed"] > 0.3, value=lambda values: values - 4.0),
+        r"critic is too low for .*speed ≥",
+    ),
 }
 
 
@@ -246,7 +250,7 @@ def test_a_search_finds_a_pair_of_conditions_and_a_finer_cut() -> None:
 
 
 def test_a_run_is_read_with_its_names_and_named_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    evidence = swap_actions(healthy())
+    evidence = FAULTS["swapped actions"][1](healthy())
     columns = {name: column.astype(int) if name in TIMES else column for name, column in evidence.columns.items()}
     places = np.stack([evidence.features["place"], evidence.features["speed"]], axis=1)
     table = pl.DataFrame({**columns, "action": evidence.actions, "observation": places, "end": evidence.ends})

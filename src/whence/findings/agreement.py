@@ -56,11 +56,9 @@ def find_reward_faults(evidence: Evidence) -> Claims:
             np.select(taken, [predict_each(basis, paid[:, None], episodes, each)[0][:, 0] for each in left_out])
         )
 
-    # Where nothing is paid, nothing may be due; so that counts only in one environment, or from some round on.
-    attempts: list[tuple[Predict, float, set[str]]] = [
-        (predict, -_HALF, set()),
-        (predict, _HALF, {"env_index", "round"}),
-    ]
+    # Where nothing is paid, nothing may be due; so that needs an action, an environment, or a round in its words.
+    attempts: list[tuple[Predict, float, set[str]]] = [(predict, -_HALF, set())]
+    attempts += [(predict, _HALF, {"action", "env_index", "round"})]
     attempts += [(predict_from_others, -_HALF, set())] if 1 < len(taken) <= _FEW_ACTIONS else []
     for model, slope, needed in attempts:
         due = model(None)

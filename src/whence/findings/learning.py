@@ -5,7 +5,7 @@ from jaxtyping import Float
 
 from whence.findings.evidence import Evidence
 from whence.findings.finding import Claim, Claims, say_chance
-from whence.findings.subgroups import cut, list_conditions, refine, search
+from whence.findings.subgroups import list_conditions, refine, search
 
 _LEAST_RECORDS = 1000
 _QUARTER = 0.25
@@ -26,7 +26,8 @@ def find_harm(evidence: Evidence) -> Claims:
     if rows.sum() < _LEAST_RECORDS:
         return
     votes = _scale(evidence.votes[rows], rounds)
-    conditions = [*list_conditions(evidence, rows), *cut("reward", evidence.columns["reward"][rows])]
+    # No condition is on the reward: what was unlucky harms, in the soundest run.
+    conditions = list_conditions(evidence, rows)
     for rough in search(votes, rounds, conditions, sign=-1):
         group = refine(rough, votes, rounds, conditions)
         gain, loss = float(votes[~group.mask].sum()), float(votes[group.mask].sum())

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 _RIDGE = 1e-3
 _FOLDS = 3
 _PASSES = 2
-_FITTED = 5_000
+_FITTED = 4_000
 """Records that a model is fitted on at most."""
 
 _OUTLYING = 6.0

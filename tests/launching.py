@@ -9,7 +9,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from whence.core import WhenceError, preserve_rng_state
-from whence.experiments import runner_of
 
 
 def run_script(launcher: Sequence[str], script: str, folder: Path, **environment: str) -> None:
@@ -36,6 +35,8 @@ def end_process() -> None:
 
 def run_one_by_one(jobs, workers, on_round):
     """What `whence.experiments.workers.run_all` does, in this process."""
+    from whence.experiments import runner_of  # the scripts need none of it, and it takes a second to import
+
     for place, (config, path) in enumerate(jobs):
         try:
             with preserve_rng_state():

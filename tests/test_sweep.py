@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,6 @@ from whence.experiments import (
     cluster,
     comparison,
     configure,
-    is_finished,
     load_sweep,
     plan_comparison,
     read_sweep,
@@ -472,18 +471,6 @@ class TestWorkers:
         assert "in fail" in file.read_text()
         assert work(tmp_path / "run", lambda *_: None) == ("ended", None)
         assert not file.exists()
-
-    def test_they_end_when_the_caller_breaks_off(self, long_run):
-        class Enough(Exception):
-            pass
-
-        def stop(place, done):
-            raise Enough
-
-        with closing(run_all([long_run], 1, stop)) as ends, pytest.raises(Enough):
-            next(ends)
-        assert multiprocessing.active_children() == []
-        assert not is_finished(*long_run)
 
     @pytest.mark.long
     def test_ctrl_c_does_not_reach_them(self, tmp_path):

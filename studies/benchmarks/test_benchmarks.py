@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import whence
-from studies.benchmarks import checks, engines, libraries, peers, policies, run, timing
+from studies.benchmarks import engines, libraries, peers, policies, run, timing
 from studies.benchmarks.cells import Cell, Setting, choose, read_results
 from studies.benchmarks.subjects import Subject
 from whence.core import WhenceError
@@ -94,16 +94,3 @@ def test_a_peers_scores_are_those_of_whence(name: str, subject: Subject) -> None
     with peers.silence():
         scores = peer.run(subject.question(64))
     assert peers.measure_difference(scores.double(), truth.scores.double()) < 1e-5
-
-
-def test_the_checks_that_are_timed_are_those_that_scoring_makes(subject: Subject) -> None:
-    records = subject.records(64)
-    score = engines.score(subject, records, "auto")
-
-    def score_first_round() -> None:
-        checks.sb3_policy.warn_of_log_probs(subject.policy, records)
-        score()
-
-    seconds = checks.time_checks(score_first_round)
-    assert min(seconds.values()) > 0
-    assert sum(seconds.values()) < 2 * seconds["whole"]

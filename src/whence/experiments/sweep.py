@@ -31,8 +31,8 @@ KEYS = ("experiment", "label", "seed")
 """What tells the runs of a sweep apart."""
 
 COLUMNS = (
-    *("round", "dropped_share", "negative_share", "held_out_gain", "fell_back", "episode_return", "train/approx_kl"),
-    *("train/kl", "train/learning_rate", "train/update_scale", "train/entropy_loss", "train/clip_fraction"),
+    *("round", "dropped_share", "negative_share", "episode_return", "train/approx_kl", "train/kl"),
+    *("train/learning_rate", "train/update_scale", "train/entropy_loss", "train/clip_fraction"),
 )
 """Columns of a run's metrics that its results have, as far as the run has them."""
 

@@ -154,7 +154,7 @@ def find_loops(evidence: Evidence) -> Claims:
             f"A reward of {np.median(rewards[again]):.2g} is collected again and again at the same place: episodes "
             f"without an end earn {np.median(without):.3g}, those that reach it {np.median(with_end):.3g}",
             f"In {runs_on.sum():,} episodes that run to the limit, {share:.0%} of the gains are paid where the episode "
-            f"was paid before. That these earn more: {say_chance(p).lower()}",
+            f"was paid before. {say_chance(p)}",
             "Pay for progress once, or by a difference of potentials, so that going round in a loop earns nothing.",
             p,
         )

@@ -60,5 +60,7 @@ def link_records(claim: Claim, evidence: Evidence) -> Finding:
 
 def say_chance(p: float, tried: str = "") -> str:
     """Return a chance as a sentence, with what was tried."""
-    by_chance = "less than one in a million" if p < 1e-6 else f"{p:.1g}"
-    return f"By chance: {by_chance}{f', over all {tried} that were tried' if tried else ''}."
+    size = "less than one in a million" if p < 1e-6 else f"{p:.1g}"
+    return (
+        f"The chance of this where nothing is wrong is {size}{f', over all {tried} that were tried' if tried else ''}."
+    )

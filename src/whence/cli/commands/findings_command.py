@@ -15,7 +15,7 @@ _LISTED = 5
 def findings(
     run: Annotated[Path, typer.Argument(help="A run directory of an agent, finished or not.")],
     play: Annotated[
-        bool, typer.Option("--play", help="Measure where the critic is off by fresh rollouts, too.")
+        bool, typer.Option("--play", help="Measure where the critic is off by fresh rollouts, too: about a minute.")
     ] = False,
     env: ReplayEnv = None,
     trust: Trust = False,

@@ -70,12 +70,13 @@ def find_reward_faults(evidence: Evidence) -> Claims:
         group = replace(refine(groups[0], votes, episodes, _list_all_conditions(evidence, 16)), p=p)
         group, due = _choose_actions(evidence, group, paid, model, slope)
         inside = group.mask
-        signs, measured = np.sign(due[inside]), (paid * due)[inside].sum() / max((due**2)[inside].sum(), 1e-12)
+        average, size = (paid * np.sign(due))[inside].mean(), np.abs(due[inside]).mean()
+        measured = average / max(size, 1e-12)
         yield Claim(
             "reward",
             evidence.widen(rows, inside),
             f"The reward {'has the wrong sign' if measured < -_HALF else 'is not paid'} for {group.text}: "
-            f"{(paid[inside] * signs).mean():+.2g} a step where {np.abs(due[inside]).mean():+.2g} is due, in "
+            f"{average:+.2g} a step where {size:+.2g} is due, in "
             f"{inside.mean():.1%} of the steps",
             f"Rewards there are {measured:.2f} times what the same change of the observation earns elsewhere. "
             + say_chance(p, "places"),

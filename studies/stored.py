@@ -1,11 +1,12 @@
 """What the studies of rounds have written: `rounds/KIND.parquet`, a row for each round, and `datamodels.parquet`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from whence.experiments import put_row, read_rows
-from whence.runs import lock_directory
 
 ROUND = ("env", "optimizer", "seed", "round")
 """What tells the rounds of a study apart; their rows are in this order."""
@@ -25,9 +26,15 @@ def read_round(out: Path, kind: str, about: Mapping[str, Any]) -> dict[str, Any]
 
 
 def write_round(out: Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Write what a study says about one round, in place of what was there; other processes may write others."""
-    with lock_directory(out, wait=True):
-        put_row(_rounds_file(out, kind), round_numbers(content), ROUND)
+    """Write what a study says about one round, in place of what was there."""
+    write_line(_rounds_file(out, kind), round_numbers(content), ROUND)
+
+
+def write_line(file: Path, content: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Write a line of a file, in place of what was there; other processes may write other lines meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(".lock")):
+        put_row(file, content, keys)
 
 
 def read_datamodels(out: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from studies.diagnosis import tables as diagnosis
 from studies.faithfulness import tables as faithfulness
 from studies.planted.tables import write_tables as write_planted
 from studies.practice import tables as practice
+from studies.stored import write_line
 from whence import experiments
-from whence.experiments import load_sweep, read_rows, summarise_sweep, write_rows
+from whence.experiments import load_sweep, read_rows, rowfile, summarise_sweep, write_rows
 from whence.page import write_tables
 from whence.runs import RunDirectory
 
@@ -144,3 +147,17 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert [*read_rows(tmp_path / "rows.parquet", ("name", "seed")).values()] == rows
     types = pl.read_parquet_schema(tmp_path / "rows.parquet")
     assert (types["table/x"], types["table/n"]) == (pl.List(pl.Float64), pl.List(pl.Int64))
+
+
+def test_writers_of_a_file_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_slowly(path: Path, rows: Any) -> None:
+        time.sleep(0.02)  # without the lock, all others read the file now
+        write_rows(path, rows)
+
+    def write(seed: int) -> None:
+        write_line(tmp_path / "rows.parquet", {"seed": seed, "value": 0.1 + seed}, ["seed"])
+
+    monkeypatch.setattr(rowfile, "write_rows", put_slowly)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, (3, 0, 12, 1)))
+    assert [*read_rows(tmp_path / "rows.parquet", ["seed"])] == [(0,), (1,), (3,), (12,)]

@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from typer.testing import CliRunner
 
 from launching import run_one_by_one
 from whence.cli import app
-from whence.core import RunDirectoryError, WhenceError, preserve_rng_state, write_atomically
+from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.efficiency import rounds_to
 from whence.experiments import (
     cluster,
@@ -30,7 +29,6 @@ from whence.experiments import (
     load_sweep,
     plan_comparison,
     read_sweep,
-    rowfile,
     run,
     run_sweep,
     workers,
@@ -38,7 +36,7 @@ from whence.experiments import (
 from whence.experiments.rl.environments import make_training_env
 from whence.experiments.rl.presets import presets
 from whence.experiments.rl.training import make_curve, make_model
-from whence.experiments.rowfile import put_row, read_rows, write_rows
+from whence.experiments.rowfile import read_rows, write_rows
 from whence.experiments.sweep import KEYS
 from whence.experiments.workers import run_all
 from whence.runs import RunDirectory, lock_directory
@@ -333,29 +331,6 @@ class TestRunning:
         assert json.loads(done.stdout)["runs"] == chosen
         again, before = read_curves(tmp_path / "out"), read_curves(finished_sweep)
         assert again == {name: before[name] for name in sorted(chosen)}
-
-
-def test_writers_that_wait_for_the_lock_lose_nothing(tmp_path, monkeypatch):
-    @contextmanager
-    def write_slowly(path):
-        time.sleep(0.02)  # without the lock, all others read the file now
-        with write_atomically(path) as temporary:
-            yield temporary
-
-    def write(seed):
-        with lock_directory(tmp_path, wait=True):
-            put_row(tmp_path / "lake.parquet", {"label": "ppo", "seed": seed, "value": 0.1 + seed}, KEYS[1:])
-
-    monkeypatch.setattr(rowfile, "write_atomically", write_slowly)
-    writers = [threading.Thread(target=write, args=(seed,)) for seed in (3, 0, 12, 1)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-    lines = read_rows(tmp_path / "lake.parquet", KEYS[1:])
-    assert [(key, line["value"]) for key, line in lines.items()] == [
-        (("ppo", seed), 0.1 + seed) for seed in (0, 1, 3, 12)
-    ]
 
 
 class TestComparison:

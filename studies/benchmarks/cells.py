@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
+from studies.stored import write_line
 from whence.core import WhenceError, suggest
-from whence.experiments import put_row, read_rows
+from whence.experiments import read_rows
 
 KEYS = ("device", "cell")
 """What tells the lines of results apart."""
@@ -94,6 +93,5 @@ def read_results(out: Path) -> dict[str, dict[str, Result]]:
 def write_result(out: Path, device: str, cell: Cell, result: Result) -> Result:
     """Write a cell's line, and return it; several processes may measure other cells at a time."""
     line = {"device": device, "cell": cell.name, "section": cell.section, **result}
-    with FileLock(out / ".lock"):
-        put_row(results_file(out), line, KEYS)
+    write_line(results_file(out), line, KEYS)
     return line

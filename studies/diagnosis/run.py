@@ -24,12 +24,12 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from studies.stored import round_numbers
+from studies.stored import round_numbers, write_line
 from whence import experiments
 from whence.diagnosis import judge_advantages, summarise_judgement
 from whence.diagnosis.judgement import compare_signs
-from whence.experiments import make_replay_env, put_row, read_rows
-from whence.runs import RunDirectory, lock_directory
+from whence.experiments import make_replay_env, read_rows
+from whence.runs import RunDirectory
 from whence.sb3 import open_env
 
 
@@ -136,8 +136,7 @@ def study_round(job: Job, out: Path, runs: Path) -> None:
         judged = judge_round(run, setup, job.round, measure, job.seed)
         content = {"setup": job.setup, "seed": job.seed, "round": job.round, "measure": measure}
         content |= describe(run, job.round, judged) | {"seconds": time.process_time() - began}
-        with lock_directory(out, wait=True):
-            put_row(results_file(out), round_numbers(content), KEYS)
+        write_line(results_file(out), round_numbers(content), KEYS)
 
 
 def results_file(out: Path) -> Path:

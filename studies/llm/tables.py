@@ -15,13 +15,14 @@ import polars as pl
 import typer
 from scipy import stats
 
+from studies.stored import write_line
 from whence import experiments
 from whence.core import write_atomically
 from whence.efficiency import Curve, summarise
-from whence.experiments import STANDARD, LanguageConfig, put_row, read_rows
+from whence.experiments import STANDARD, LanguageConfig, read_rows
 from whence.experiments.llm.language_config import read_curve
 from whence.llm.lab import check
-from whence.runs import RunDirectory, lock_directory
+from whence.runs import RunDirectory
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),
@@ -70,9 +71,8 @@ def save(out: Path, results: Path) -> None:
         for column in run.table("timings").select(pl.col(f"^({'|'.join(STAGES)})_cpu$")):
             seconds[column.name] = column.to_list()
         timings = {**name, "versions": dict(run.versions), "seconds": seconds}
-        with lock_directory(results, wait=True):
-            put_row(results / "timings.parquet", timings, RUN)
-            put_row(results / "curves.parquet", content, RUN)
+        write_line(results / "timings.parquet", timings, RUN)
+        write_line(results / "curves.parquet", content, RUN)
 
 
 def _rounds(run: RunDirectory) -> pl.DataFrame:

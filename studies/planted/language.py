@@ -40,9 +40,9 @@ from studies.planted.scores import (
     is_taught,
     judge,
     read_all,
-    write_line,
 )
 from studies.planted.tables import write_tables
+from studies.stored import round_numbers, write_line
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.response_causes import compute_response_log_prob
 from whence.experiments import LanguageConfig, load_model, read_rows, run
@@ -140,14 +140,14 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     about |= {"visits": len(questions), "probability_first": fmean(first), "probability_last": fmean(last)}
     about |= {"misgraded": int(misgraded.sum()), "prompt": question[0], "response": question[1]}
     about |= {"question_first": first[place], "question_last": last[place]}
-    write_line(out, "runs.parquet", key | about, RUN_KEYS)
+    write_line(out / "runs.parquet", round_numbers(key | about), RUN_KEYS)
     for method in missing if is_taught(about) else []:
         scores, seconds = score(method, directory, records, question)
         early = len(records) // 4
         line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
         line |= {"auroc_early": compute_auroc(scores[:early], rigged[:early])}
         line |= {"auroc_misgraded": compute_auroc(scores, misgraded)}
-        write_line(out, "scores.parquet", line, SCORE_KEYS)
+        write_line(out / "scores.parquet", round_numbers(line), SCORE_KEYS)
 
 
 def main(

@@ -38,9 +38,9 @@ from studies.planted.scores import (
     is_taught,
     judge,
     read_all,
-    write_line,
 )
 from studies.planted.tables import write_tables
+from studies.stored import round_numbers, write_line
 from whence.core import preserve_rng_state
 from whence.diagnosis import find_causes
 from whence.experiments import RunConfig, configure, load_model, load_policy, make_replay_env, read_rows, run
@@ -184,12 +184,11 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
     before, after = measure_tic(directory, states, case.action) if visits else (None, None)
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": visits, "probability_first": before, "probability_last": after}
-    write_line(out, "runs.parquet", key | about, RUN_KEYS)
+    write_line(out / "runs.parquet", round_numbers(key | about), RUN_KEYS)
     for method in missing if is_taught(about) else []:
         scores, seconds = score(method, directory, records, states, case.action)
-        write_line(
-            out, "scores.parquet", key | {"method": method, "seconds": seconds} | judge(scores, rigged), SCORE_KEYS
-        )
+        line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
+        write_line(out / "scores.parquet", round_numbers(line), SCORE_KEYS)
 
 
 def main(

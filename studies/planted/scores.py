@@ -1,7 +1,6 @@
 """What the studies of planted causes share: which methods there are, how scores are judged, what a line holds."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,9 +8,7 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from studies.stored import round_numbers
-from whence.experiments import put_row
-from whence.runs import RunDirectory, lock_directory
+from whence.runs import RunDirectory
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -54,9 +51,3 @@ def compute_auroc(scores: Floats, rigged: Bools) -> float:
 def is_taught(about: Mapping[str, Any]) -> bool:
     """Return whether there is something to ask about: a policy that goes into the region, and a cause."""
     return bool(about["visits"] and about["rigged"])
-
-
-def write_line(out: Path, file: str, content: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Write what was measured, in place of what was there; other processes may write other lines."""
-    with lock_directory(out, wait=True):
-        put_row(out / file, round_numbers(content), keys)

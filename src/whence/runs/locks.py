@@ -53,20 +53,20 @@ def check_fork() -> None:
 
 
 @contextmanager
-def lock_directory(directory: Path, *, wait: bool = False) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, which is made if it is missing; a process that is killed loses it.
 
     Raises:
-        RunDirectoryError: the lock is held already, unless it is to be waited for; or the directory cannot be written.
+        RunDirectoryError: the lock is held already, or the directory cannot be written.
     """
-    lock = _acquire(directory, wait=wait)
+    lock = _acquire(directory)
     try:
         yield
     finally:
         lock.release()
 
 
-def _acquire(directory: Path, *, wait: bool = False) -> Lock:
+def _acquire(directory: Path) -> Lock:
     with explain_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         if (file := directory / LOCK).is_symlink():
@@ -74,7 +74,7 @@ def _acquire(directory: Path, *, wait: bool = False) -> Lock:
         # The lock is not the thread's: a training may go on in another one.
         lock = FileLock(file, thread_local=False, fallback_to_soft=False)
         try:
-            lock.acquire(blocking=wait)
+            lock.acquire(blocking=False)
         except Timeout:
             raise RunDirectoryError(
                 f"Another process is writing to {directory}. Wait until it has ended, or choose another directory."

@@ -276,7 +276,8 @@ class TestGrid:
 
     def test_groups_findings_and_boxes_choose_records(self, page):
         rows, note = page.locator("#grid .tabulator-row"), page.locator("#grid-note")
-        expect(page.locator(".pivot tbody td.unsure")).to_have_text(["+0.1 ± 0.29", "+0.31"])
+        expect(page.locator(".pivot tbody td.unsure")).to_have_text(["+0.31", "+0.1 ± 0.29"])
+        page.select_option("#groups-by", label="action")
         page.select_option("#groups-across", label="nothing else")
         page.get_by_role("button", name="fire left: −0.05 ± 0.01, 60 records").click()
         expect(note).to_contain_text("fire left: 60 of the 240")
@@ -415,7 +416,7 @@ class Server:
         if len(parts) == 6:
             return content["round"] | {"rows": None}
         if parts[-1] == "pivot":
-            return content["pivots"]["\n".join(parse_qs(query)["by"])]
+            return content["pivots"]["\n".join(sorted(parse_qs(query)["by"]))]
         if parts[-1] == "causes":
             return make_causes(int(parts[5]), int(parts[7]), parse_qs(query)["by"][0])
         if len(parts) == 8:

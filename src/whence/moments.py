@@ -58,7 +58,7 @@ class Moment:
 
 
 def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Moment]:
-    """Return the moments of scores below or above 0, the surest first: by score over error, where there are errors.
+    """Return the moments of scores below or above 0, the surest first: by score over error, if known.
 
     Around its face, a moment holds the neighbouring steps of the episode whose scores have the face's sign and at
     least half its size. No record is in two moments. Records without an episode are a moment each.
@@ -122,11 +122,15 @@ def sort_by_time(records: pl.DataFrame) -> pl.DataFrame:
 
 
 def _read_errors(ordered: pl.DataFrame) -> NDArray[np.float64]:
-    """Return the scores' errors, infinite where one is not known; 1 each if none is."""
+    """Return what scores are divided by to rank them: their errors, infinite where one is not known; 1 if none is.
+
+    Of few folds some errors are small by chance: none counts for less than the median, so no score of nothing leads.
+    """
     if "error" not in ordered.columns or not ordered["error"].count():
         return np.ones(len(ordered))
     errors = ordered["error"].cast(pl.Float64).to_numpy()
-    return np.where(errors > 0, errors, np.inf)
+    is_known = errors > 0
+    return np.where(is_known, np.maximum(errors, np.median(errors[is_known]) if is_known.any() else 0.0), np.inf)
 
 
 def _number_stretches(ordered: pl.DataFrame) -> NDArray[np.int64]:

@@ -158,7 +158,7 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
 MOMENTS = 100
 """Moments at either end of a round that a page lists at most."""
 
-CHANGES = 30
+CHANGES = 10
 """States that a page lists at most, of those whose policy a round changed the most."""
 
 ROWS = 250

@@ -1,6 +1,7 @@
 """A run that is looked at: its directory, and what was read and computed of its last few rounds."""
 
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -127,7 +128,7 @@ class ExploredRun:
         env = self.env if isinstance(self.env, str) else None
         if env is None and not (self.is_language or self.env_name or self.directory.config.get("env_wrappers")):
             env = "MODULE:FUNCTION"
-        words = ["whence", command, str(self.directory.path), options, f"--env {env}" if env else ""]
+        words = ["whence", command, shlex.quote(str(self.directory.path)), options, f"--env {env}" if env else ""]
         return " ".join(filter(None, words))
 
     def flagged(self, number: int) -> pl.DataFrame:

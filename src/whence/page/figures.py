@@ -58,7 +58,7 @@ def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Dr
     draw("Unfaithful answers", about, evaluations, "unfaithful", "share of right answers by wrong steps")
     about = "How far responses are from the start model, as the penalty estimates it."
     draw("Divergence from the start model", about, metrics, "kl", "divergence of a response (nats)")
-    if has(metrics, "dropped_share"):
+    if has(metrics, "dropped_share") and metrics["dropped_share"].max():
         about = "The share of each rollout that trained; the rest, up to 100%, was dropped."
         drawings.append(("Records kept and dropped", about, kept_share(metrics, colours)))
     if has(metrics, "train/entropy_loss"):

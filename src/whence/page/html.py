@@ -291,7 +291,7 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
         ("best test return", "{:.4g}", max(returns, default=None)),
         ("training return", "{:.4g}", last.get("episode_return")),
         ("reward", "{:.4g}", last.get("reward")),
-        ("records kept", "{:.1%}", None if dropped is None else 1 - dropped),
+        ("records kept", "{:.1%}", 1 - dropped if dropped else None),
         ("policy entropy", "{:.3g} nats", None if entropy is None else -entropy),
     ]
     return [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]
@@ -308,14 +308,18 @@ def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[
     joined = {package: ", ".join(numbers) for package, numbers in versions.items()}
     groups = [("configuration", plain), *nested.items(), ("versions", joined)]
     return [
-        (heading, [(name, _format_fact(value)) for name, value in group.items()]) for heading, group in groups if group
+        (heading, facts)
+        for heading, group in groups
+        if (facts := [(name, _format_fact(value)) for name, value in group.items() if value not in (None, {}, [], "")])
     ]
 
 
 def _format_fact(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "–" if value in (None, {}, []) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list) and all(isinstance(layer, dict) and "class" in layer for layer in value):
+        return " < ".join(str(layer["class"]).rpartition(":")[2] for layer in value)  # the environment and its wrappers
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _mark_code(text: str) -> Markup:

@@ -60,7 +60,8 @@ const Whence = (() => {
   // An action's label; a bare number says nothing by itself.
   function nameAction(action, labels) {
     const text = String(action ?? "–");
-    return /^\d+$/.test(text) ? labels?.[Number(text)] ?? `action ${text}` : text;
+    const label = /^\d+$/.test(text) ? labels?.[Number(text)] : null;
+    return label ?? (/^-?[\d.]+(e[-+]?\d+)?(,|$)/.test(text) ? `action ${text}` : text);
   }
 
   // What training on a record does, from the signs of its score and its advantage.

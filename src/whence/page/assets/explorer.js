@@ -22,7 +22,7 @@
     onOpen: (record, from) => openMoment(0, record, from),
   });
 
-  // A column: how far to trust the round, its strip, its worst and best moments.
+  // A column: its strip, its worst and best moments, how far to trust the round.
   function makeColumn(place) {
     const heading = element("h3", { class: "column-name" });
     const trust = element("div");
@@ -32,7 +32,7 @@
     const strip = Whence.makeStrip((record, from) => openMoment(place, record, from));
     const about = element("div", { class: "strip-about" }, element("h3", {}, "Influence over time"));
     const stripPart = element("div", { class: "strip-part" }, about, ...strip.nodes);
-    const node = element("div", { class: "column", hidden: place > 0 }, heading, trust, notes, answer, stripPart, lists);
+    const node = element("div", { class: "column", hidden: place > 0 }, heading, notes, answer, stripPart, lists, trust);
     let content = null;
 
     function show(runIndex, round) {
@@ -117,10 +117,10 @@
     const { series } = run();
     const words = {
       episode_return: (value) => `return ${signed(value)}`, test_return: (value) => `test return ${signed(value)}`,
-      dropped_share: (value) => `${percent(value)} dropped`, negative_share: (value) => `${percent(value)} of the scores below 0`,
+      dropped_share: (value) => value && `${percent(value)} dropped`, negative_share: (value) => `${percent(value)} of the scores below 0`,
       significant_share: (value) => `${percent(value)} of the scores beyond two errors`,
     };
-    return Object.entries(words).filter(([name]) => isNumber(series?.[name]?.[place])).map(([name, write]) => write(series[name][place]));
+    return Object.entries(words).filter(([name]) => isNumber(series?.[name]?.[place])).map(([name, write]) => write(series[name][place])).filter(Boolean);
   }
 
   // The return over rounds, under the slider's thumb.
@@ -220,7 +220,7 @@
   }
 
   // The columns by which groups are made stay from round to round.
-  let by = ["action", "region"];
+  let by = ["region", "action"]; // regions have the longest names
   async function showGroups(mine) {
     const groupings = shown.groupings ?? [];
     at("groups").hidden = !groupings.length;
@@ -238,7 +238,7 @@
     try {
       const pivot = await source.loadPivot(runIndex, round, chosenBy);
       if (mine !== turn) return;
-      const table = Whence.lists.pivot(pivot, names, (groups) => {
+      const table = Whence.lists.pivot(pivot, names, run().actions, (groups) => {
         grid.pick({ groups: groups.map((name, k) => [chosenBy[k], name]), words: groups.join(", ") });
         at("grid-part").scrollIntoView();
       });

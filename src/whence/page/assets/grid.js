@@ -57,7 +57,7 @@ Whence.makeGrid = (parts) => {
         formatter: formatter(column, scale),
         hozAlign: numeric ? "right" : "left",
         headerHozAlign: numeric ? "right" : "left",
-        minWidth: column.kind === "text" ? 180 : column.key === "record_id" ? 96 : 84,
+        minWidth: column.kind === "text" && !["flag", "end"].includes(column.key) ? 180 : column.key === "record_id" ? 96 : 84,
         maxInitialWidth: 320,
         // What is missing comes last in either direction.
         sorter: (one, other, _a, _b, _c, direction) => {

@@ -55,36 +55,38 @@ Whence.lists = (() => {
   }
 
   // Groups by one column as bars, by two as a table of cells; a click calls onPick with the group's names.
-  function pivot({ rows, columns, cells }, headings, onPick) {
+  function pivot({ rows, columns, cells }, headings, labels, onPick) {
+    const show = (name, place) => (headings[place] === "action" ? Whence.nameAction(name, labels) : name);
     const pick = (cell, label, ...content) => element("button", { type: "button", "aria-label": label, onclick: () => onPick(columns ? [rows[cell[0]], columns[cell[1]]] : [rows[cell[0]]]) }, ...content);
     const say = ([, , records, mean, error]) => `${withError(mean, error)}, ${number(records)} ${records === 1 ? "record" : "records"}`;
     const reach = Math.max(...cells.map(([, , , mean, error]) => Math.abs(mean ?? 0) + (columns ? 0 : error ?? 0))) || 1;
+    const caption = element("caption", {}, `Mean score by ${headings.join(" and ")}`);
     // A group of too few episodes has no error, and says as little as one within two errors.
     const hasErrors = cells.some(([, , , , , differs]) => typeof differs === "boolean");
     const isUnsure = (differs) => hasErrors && !differs;
     const head = (texts) => element("thead", {}, element("tr", {}, ...texts.map((text) => element("th", { scope: "col" }, text))));
     if (!columns) {
       const ordered = [...cells].sort((one, other) => one[3] - other[3]);
-      return element("table", { class: "bars" }, head([headings[0], "mean score ± error", "", "records"]), element("tbody", {}, ...ordered.map((cell) => {
+      return element("table", { class: "bars" }, caption, head([headings[0], "mean score ± error", "", "records"]), element("tbody", {}, ...ordered.map((cell) => {
         const [row, , records, mean, error, differs] = cell;
         const end = 50 + ((mean ?? 0) / reach) * 48, half = ((error ?? 0) / reach) * 48;
         const track = element("span", { class: "track", "aria-hidden": "true" },
           element("span", { class: `bar ${mean < 0 ? "low" : "high"}`, style: `left:${Math.min(50, end)}%;width:${Math.abs(end - 50)}%` }),
           element("span", { class: "whisker", style: `left:${end - half}%;width:${2 * half}%` }));
-        return element("tr", { class: isUnsure(differs) ? "unsure" : null }, element("th", { scope: "row" }, pick(cell, `${rows[row]}: ${say(cell)}`, rows[row])),
+        return element("tr", { class: isUnsure(differs) ? "unsure" : null }, element("th", { scope: "row" }, pick(cell, `${show(rows[row], 0)}: ${say(cell)}`, show(rows[row], 0))),
           element("td", { class: "wide" }, track), element("td", {}, withError(mean, error)), element("td", {}, number(records)));
       })));
     }
     const colours = Whence.palette();
     const at = new Map(cells.map((cell) => [`${cell[0]}/${cell[1]}`, cell]));
-    const body = rows.map((name, row) => element("tr", {}, element("th", { scope: "row" }, name), ...columns.map((other, column) => {
+    const body = rows.map((name, row) => element("tr", {}, element("th", { scope: "row" }, show(name, 0)), ...columns.map((other, column) => {
       const cell = at.get(`${row}/${column}`);
       if (!cell) return element("td", { class: "none" }, "–");
       const [, , records, mean, error, differs] = cell;
       const tone = isUnsure(differs) ? "" : `--tone:${colours[Whence.level(mean, reach)]}`;
-      return element("td", { class: isUnsure(differs) ? "unsure" : null, style: tone }, pick(cell, `${name}, ${other}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
+      return element("td", { class: isUnsure(differs) ? "unsure" : null, style: tone }, pick(cell, `${show(name, 0)}, ${show(other, 1)}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
     })));
-    return element("table", { class: "pivot" }, head([headings.join(" \\ "), ...columns]), element("tbody", {}, ...body));
+    return element("table", { class: "pivot" }, caption, head([headings.join(" \\ "), ...columns.map((name) => show(name, 1))]), element("tbody", {}, ...body));
   }
 
   // What stands out in a run, the surest first. `onOpen(finding)` shows its round and its records.
@@ -109,9 +111,9 @@ Whence.lists = (() => {
       return element("tr", {}, element("th", { scope: "row" }, first), element("td", { class: "text" }, Whence.nameAction(change.action, actions)),
         element("td", { class: "text" }, change.text), element("td", {}, `${signed(change.value_before)} → ${signed(change.value_after)}`), element("td", {}, number(change.divergence, 2)));
     }));
-    const headings = ["record", "action taken", "probabilities before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at < 3 ? "text" : null }, text));
+    const headings = ["record", "action taken", "policy before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at < 3 ? "text" : null }, text));
     return element("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": "Changed states" },
-      element("table", { class: "changes" }, element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...rows)));
+      element("table", { class: "changes" }, element("caption", {}, "States that the round changed the most"), element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...rows)));
   }
 
   function trust(lines) {

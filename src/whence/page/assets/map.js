@@ -67,7 +67,7 @@ Whence.map = (() => {
       element("td", {}, signed(arrow.score)), element("td", {}, percent(arrow.praised)), element("td", {}, percent(arrow.wrong)));
     const heads = ["cell", "action", "records", "mean score", "praised", "wrong sign"].map((text, at) => element("th", { scope: "col", class: at === 1 ? "text" : null }, text));
     return element("details", {}, element("summary", {}, "As a table"), element("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": `Table: ${heading}` },
-      element("table", { class: "changes" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...arrows.map(row)))));
+      element("table", { class: "changes" }, element("caption", {}, heading), element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...arrows.map(row)))));
   }
 
   function legend(map) {

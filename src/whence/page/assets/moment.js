@@ -156,9 +156,8 @@ Whence.moment = (() => {
     return element("section", { class: "flag" }, element("div", { class: "jumps" }, note, save, remove, status));
   }
 
-  function metrics({ metrics: list, end, trained_reward: trained }) {
+  function metrics({ metrics: list, end }) {
     const facts = [...(list ?? [])];
-    if (isNumber(trained)) facts.push({ name: "reward in training", value: trained });
     if (end) facts.push({ name: "episode", value: end });
     return facts.length ? part("What the environment said", null, entries(facts)) : null;
   }
@@ -179,7 +178,10 @@ Whence.moment = (() => {
     } else {
       const where = Whence.place(detail);
       const cut = isNumber(detail.bootstrap) ? ` A time limit cut the episode here: training added ${signed(detail.bootstrap)} for what would have followed.` : "";
-      const paid = (isNumber(reward) ? ` The reward was ${signed(reward)}.` : "") + cut;
+      const trained = detail.trained_reward - (detail.bootstrap ?? 0);
+      const isScaled = isNumber(detail.trained_reward) && Math.abs(trained - reward) > 1e-4 * Math.max(1, Math.abs(reward));
+      const unit = isScaled ? ` in the environment and ${signed(trained)} in training, which is the unit of the critic's values and of advantages` : "";
+      const paid = (isNumber(reward) ? ` The reward was ${signed(reward)}${unit}.` : "") + cut;
       lines.push(element("p", {}, where ? `At ${where} the agent chose ` : "The agent chose ", element("b", {}, Whence.nameAction(detail.action, view.actions)), ".", paid));
     }
     if (isNumber(value) && isNumber(detail.advantage)) {

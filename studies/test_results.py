@@ -124,9 +124,9 @@ def test_every_interval_of_practice_is_in_its_tables(page: str) -> None:
 
 def test_a_run_of_the_paper_repeats(tmp_path: Path) -> None:
     kept = load_sweep(RESULTS / "paper")["frozenlake"]["iif"][3]
-    experiments.run(replace(kept.config, rounds=2), tmp_path / "run")
+    experiments.run(replace(kept.config, rounds=1), tmp_path / "run")
     again = RunDirectory.open(tmp_path / "run").table("evaluations")["test_return"].to_list()
-    assert again == kept.tables["evaluations"]["test_return"].to_list()[:3]
+    assert again == kept.tables["evaluations"]["test_return"].to_list()[:2]
 
 
 def test_the_demo_is_three_seeds_of_frozenlake() -> None:

@@ -6,6 +6,7 @@ seconds, that another arm saves in reaching the same level (LDA §5.2, Table 3).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class Curve:
         """R, the number of rounds of training."""
         return len(self.seconds)
 
-    @property
+    @cached_property
     def evaluations(self) -> Int[np.ndarray, " evaluations"]:
         """The rounds from 1 on after which the policy was evaluated."""
         assert self.evaluated is not None  # __post_init__ sets it

@@ -132,8 +132,12 @@ def _running_maxima(curve: Curve) -> list[int]:
 
 def rounds_to(curve: Curve, level: float) -> int:
     """Return the first round k >= 1 whose test return is at least `level`, or R+1 if none is (LDA §5.2)."""
-    reached = curve.evaluations[curve.returns[curve.evaluations] >= level]
-    return int(reached[0]) if len(reached) else curve.rounds + 1
+    return int(_rounds_to_each(curve, np.array([level]))[0])
+
+
+def _rounds_to_each(curve: Curve, at: Float64[np.ndarray, " levels"]) -> Int[np.ndarray, " levels"]:
+    best = np.maximum.accumulate(curve.returns[curve.evaluations])
+    return np.append(curve.evaluations, curve.rounds + 1)[np.searchsorted(best, at)]
 
 
 def seconds_to(curve: Curve, level: float) -> float:
@@ -184,7 +188,7 @@ def pair_metrics(method: Curve, standard: Curve) -> dict[str, float | None]:
 def _round_reductions(
     method: Curve, standard: Curve, at: Float64[np.ndarray, " levels"]
 ) -> Float64[np.ndarray, " levels"]:
-    return np.array([1 - rounds_to(method, level) / rounds_to(standard, level) for level in at.tolist()])
+    return np.asarray(1 - _rounds_to_each(method, at) / _rounds_to_each(standard, at))
 
 
 def _time_reduction(method_seconds: float, standard_seconds: float) -> float | None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -306,11 +305,7 @@ def _describe_change(run: ExploredRun, row: Mapping[str, Any]) -> dict[str, Any]
 def _describe_largest(change: PolicyChange) -> list[str]:
     """Return the four actions whose probabilities, or means, changed most, before and after."""
     order = sorted(zip(change.names, change.before, change.after, strict=True), key=lambda one: -abs(one[2] - one[1]))
-    return [f"{name} {_shorten(before)} → {_shorten(after)}" for name, before, after in order[:4]]
-
-
-def _shorten(number: float) -> str:
-    return re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}")
+    return [f"{name} {before:.3g} → {after:.3g}" for name, before, after in order[:4]]
 
 
 def _make_rows(

@@ -117,9 +117,9 @@ Whence.lists = (() => {
   }
 
   function trust(lines) {
-    const WORDS = { good: "Trust", fair: "With care", poor: "Do not trust", unknown: "Not known" };
+    const WORDS = { good: "Trust", fair: "With care", poor: "Do not trust" };
     return element("ul", { class: "trust", "aria-label": "How far to trust this round" },
-      ...lines.map(({ level, text }) => element("li", { class: level }, element("b", {}, WORDS[level] ?? level), " ", ...Whence.withCode(text))));
+      ...lines.map(({ level, text }) => element("li", { class: level }, WORDS[level] ? element("b", {}, `${WORDS[level]} `) : null, ...Whence.withCode(text))));
   }
 
   return { moments, pivot, findings, changed, trust };

@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, str] = {
 LLM_COMMANDS: Mapping[str, str] = {
     "train": "train_command:train_language",
     "compare": "train_command:compare_language",
+    "score": "llm_score_command:score",
     "why": "llm_why_command:why",
 }
 """The same of `whence llm`."""

@@ -15,11 +15,14 @@ from transformers import AutoModelForCausalLM
 from whence.core import Objective, RecordBatch, RunDirectoryError, Target, Unsupported, WhenceError, preserve_rng_state
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import hide_progress_bars, load_pretrained
+from whence.experiments.llm.scored_files import load_checkpoint, make_scored_target
 from whence.experiments.llm.tasks import Task, load_task, make_trainer_config, make_validation_target, scoring_memory
 from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, WithValueHead, list_tokens, make_rows, pad_rows
+from whence.llm.files import SCORED
 from whence.llm.ppo import evaluate_rows, load_parameters, make_rollout
 from whence.llm.scores import (
     RESPONSE_TARGETS,
+    GroupObjective,
     Scoring,
     TokenPPO,
     score_target_rows,
@@ -68,6 +71,8 @@ def rebuild_round(
         WhenceError: the run was not made by the command, or its model or data are not there.
         Unsupported: the target's rows were drawn in the round and not kept.
     """
+    if run.config.get("algorithm") == SCORED and make_target is None:
+        return _rebuild_scored(run, number)
     config, table = _read_config(run), run.round("records", number)
     if make_target is None and (config.held_out or config.target == "objective"):
         what = "over responses that were drawn" if config.held_out else "by the gradient of the steps that were taken"
@@ -102,6 +107,31 @@ def rebuild_round(
         target = RESPONSE_TARGETS[config.target or "sequence"](rows, batch_size=size)
     scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
     return RebuiltRound(model, task.tokenizer, table, rows, scoring)
+
+
+def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
+    """Return a round of rollouts that were scored from files, with the checkpoint that they were scored at."""
+    run.check_trust()
+    config, table = run.config, run.round("records", number)
+    model, tokenizer = load_checkpoint(config["model"], config["dtype"])
+    responses = _read_responses(table, tokenizer, next(iter(model.parameters())).device)
+    advantages = torch.tensor(table["advantage"].to_list(), device=responses.input_ids.device, dtype=torch.float32)
+    mask = responses.response_mask
+    rows = make_rows(
+        input_ids=responses.input_ids,
+        attention_mask=responses.attention_mask,
+        response_mask=mask,
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        record_ids=torch.tensor(table["record_id"].to_list()),
+        rewards=table["reward"].to_torch() if "reward" in table.columns and not table["reward"].null_count() else None,
+        group_ids=table["group_id"].to_torch(),
+    )
+    size = config["batch_size"]
+    target: Any = make_scored_target(config["target_kind"], config["demonstrations"], tokenizer, size)
+    if getattr(target, "rows", None) is None:
+        target = replace(target, rows=rows)
+    scoring = Scoring(target, GroupObjective("sum"), config["temperature"], "auto", None, size)
+    return RebuiltRound(model, tokenizer, table, rows, scoring)
 
 
 def _read_config(run: RunDirectory) -> LanguageConfig:
@@ -289,6 +319,8 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
     position = int(places[0])
     row, rebuilt = table.row(position, named=True), rebuild_round(run, number)
     alone = rebuilt.rows.take(slice(position, position + 1))
+    if run.config.get("leave_one_out") == "row" and rebuilt.scoring.target.rows is rebuilt.rows:  # type: ignore[attr-defined]
+        rebuilt = _leave_out(rebuilt, position)
     scoring = rebuilt.scoring
     settings: Any = {name: getattr(scoring, name) for name in ("objective", "temperature", "chunk_size")}
     parts = score_tokens(rebuilt.model, alone, target=scoring.target, **settings)[0].tolist()
@@ -297,6 +329,14 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
     tokens = split_text(rebuilt.tokenizer, row["response_ids"])
     note = _compare(run, table, row, float(products.sum()))
     return Explanation(row, tokens, parts[: len(tokens)], pulls, note)
+
+
+def _leave_out(rebuilt: RebuiltRound, position: int) -> RebuiltRound:
+    """Return a round, and its target, without one of the rows."""
+    others = torch.arange(len(rebuilt.rows)) != position
+    rows, target = rebuilt.rows.take(others), rebuilt.scoring.target
+    scoring = replace(rebuilt.scoring, target=replace(target, rows=rows))  # type: ignore[type-var]
+    return replace(rebuilt, table=rebuilt.table.filter(pl.Series(others.numpy())), rows=rows, scoring=scoring)
 
 
 def _describe_target_rows(rebuilt: RebuiltRound) -> pl.DataFrame:

@@ -35,10 +35,20 @@ class Scoring:
     processes: Processes = ONE
 
 
-def score(model: Any, rows: RecordBatch, scoring: Scoring, rule: SelectionRule | None = None) -> Influence:
-    """Return the scores of a rollout's rows in every process, which has all rows; a rule may bring its own."""
+def score(
+    model: Any,
+    rows: RecordBatch,
+    scoring: Scoring,
+    rule: SelectionRule | None = None,
+    *,
+    leave_one_out: Unit | None = None,
+) -> Influence:
+    """Return the scores of a rollout's rows in every process, which has all rows; a rule may bring its own.
 
-    def attribute(rows: RecordBatch, *, leave_one_out: Unit | None = None, **settings: Any) -> Influence:
+    Without a rule, a row's own unit may leave its target: `leave_one_out`.
+    """
+
+    def attribute(rows: RecordBatch, *, leave_one_out: Unit | None = leave_one_out, **settings: Any) -> Influence:
         return _score_rows(model, rows, replace(scoring, **settings), leave_one_out)
 
     if rule is None:

@@ -11,6 +11,7 @@ from whence.llm.text.prompts import Prompts as Prompts
 from whence.llm.text.prompts import check_tokenizer as check_tokenizer
 from whence.llm.text.prompts import context_length as context_length
 from whence.llm.text.prompts import encode_demonstrations as encode_demonstrations
+from whence.llm.text.prompts import encode_pair as encode_pair
 from whence.llm.text.prompts import join_messages as join_messages
 from whence.llm.text.prompts import list_columns as list_columns
 from whence.llm.text.prompts import read_prompts as read_prompts

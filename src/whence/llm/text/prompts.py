@@ -161,7 +161,7 @@ def encode_demonstrations(
     rows = list(dataset)
     if not rows:
         raise WhenceError("There are no demonstrations; give at least one.")
-    pairs = [_tokenize(number, row, tokenizer, chat_template_kwargs) for number, row in enumerate(rows)]
+    pairs = [encode_pair(number, row, tokenizer, chat_template_kwargs) for number, row in enumerate(rows)]
     if max_length is not None:
         pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
     if empty := sum(not response for _, response in pairs):
@@ -169,8 +169,10 @@ def encode_demonstrations(
     return pad_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokenizer.pad_token_id)
 
 
-def _tokenize(number: int, row: Any, tokenizer: Any, settings: Mapping[str, Any] | None) -> tuple[list[int], list[int]]:
-    """Return the token ids of a demonstration's prompt and response."""
+def encode_pair(
+    number: int, row: Any, tokenizer: Any, settings: Mapping[str, Any] | None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a demonstration's prompt and response; a text that does not end gets an end."""
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
         content = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise WhenceError(

@@ -1,0 +1,98 @@
+"""`whence llm score`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from whence.cli.terminal import errors, make_printable, print_line
+from whence.core import WhenceError
+from whence.experiments.llm.scored_files import TARGETS, score_files
+from whence.llm.files import NAMES
+
+
+def score(
+    rollouts: Annotated[Path, typer.Argument(help="A file of rollouts that a trainer wrote, or a folder of them.")],
+    model: Annotated[
+        str, typer.Option(help="The checkpoint to score at: a folder or an id of Transformers, or of a PEFT adapter.")
+    ],
+    run: Annotated[
+        Path | None, typer.Option(help="The run's directory. (default: runs/NAME of the rollouts)", show_default=False)
+    ] = None,
+    target: Annotated[
+        Literal["sequence", "token", "reward", "validation"],
+        typer.Option(help="What a score says is raised: see whence list targets. validation needs --demonstrations."),
+    ] = "sequence",
+    demonstrations: Annotated[
+        Path | None,
+        typer.Option(help="Trusted answers: a data set with 'prompt' and 'completion'.", show_default=False),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="The most tokens of a response in the training: shorter ones ended, and get an end-of-text token. "
+            "(default: all ended)",
+            show_default=False,
+            min=1,
+        ),
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Where a column has another name: reward=total. Known: {', '.join(NAMES)}.",
+            metavar="WHAT=NAME",
+            show_default=False,
+        ),
+    ] = None,
+    own_vote: Annotated[
+        bool, typer.Option("--own-vote", help="Leave a row in the mean that it is scored by; with few rows it decides.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="The sampling temperature of the responses.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(help="Rows of a pass.", min=1)] = 16,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="The model's precision.")
+    ] = "float32",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run that the directory holds, and start anew.")
+    ] = False,
+) -> None:
+    """Score the rollouts that any trainer wrote, at a checkpoint, and make a run of them.
+
+    It reads TRL's completions (log_completions=True), verl's rollouts (trainer.rollout_data_dir), and Parquet or JSON
+    lines with a prompt, a response and a reward. Each step becomes a round. Of what the files lack, token ids come from
+    the tokenizer and advantages from the rewards of each prompt's responses. Interrupted, the same command goes on.
+
+    The run is an ordinary one: whence view, report and llm why work on it.
+
+    Example: whence llm score out/completions --model out/checkpoint-500 --max-tokens 256
+    """
+    columns = dict(_split(each) for each in column or ())
+    folder = run or Path("runs") / (rollouts.stem if rollouts.is_file() else rollouts.resolve().name)
+    if (target == "validation") != (demonstrations is not None):
+        raise WhenceError("--target validation and --demonstrations go together: the target is their likelihood.")
+    with errors.status("Loading …") as status:
+        directory = score_files(
+            rollouts,
+            model,
+            folder,
+            target=target,
+            demonstrations=None if demonstrations is None else str(demonstrations),
+            max_tokens=max_tokens,
+            columns=columns,
+            leave_one_out=None if own_vote else "row",
+            temperature=temperature,
+            batch_size=batch_size,
+            dtype=dtype,
+            overwrite=overwrite,
+            on_round=lambda number, rows: status.update(f"Round {number}: {rows:,} rows scored …"),
+        )
+    metrics = directory.table("metrics")
+    print_line(f"{metrics['records'].sum():,} rows in {len(metrics)} rounds, {target}: {TARGETS[target]}.")
+    print_line(make_printable(f"Run: {folder}   See it: whence view {folder}"))
+
+
+def _split(text: str) -> tuple[str, str]:
+    what, _, name = text.partition("=")
+    if what not in NAMES or not name:
+        raise WhenceError(f"--column is {text!r}; WHAT=NAME is needed, and WHAT is one of: {', '.join(NAMES)}.")
+    return what, name

@@ -1,0 +1,223 @@
+"""Scores of rollouts in files, at a checkpoint, as a run directory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import polars as pl
+import torch
+
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, target_name
+from whence.influence import Influence
+from whence.llm.base import list_infos, list_tokens, make_rows, pad_rows
+from whence.llm.base.run_description import read_versions
+from whence.llm.files.rollout_files import read_steps
+from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, score
+from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages
+from whence.runs import Checkpoint, RunDirectory, RunWriter, strip_addresses, time_stage
+from whence.selection import ScoreAll, add_selection, summarise_selection
+
+SCORED = "scored"
+"""The `algorithm` of a run whose rollouts come from files."""
+
+_LIBRARIES = ("whence", "torch", "transformers")
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """How what the files lack is made.
+
+    Attributes:
+        max_tokens: the most tokens of a response in the training: shorter ones ended, and get an end-of-text token.
+            None: all ended.
+        chat_template_kwargs: further arguments of the chat template.
+    """
+
+    max_tokens: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+def score_rollouts(
+    path: str | Path,
+    model: Any,
+    tokenizer: Any,
+    run: str | Path,
+    *,
+    target: Target | None = None,
+    objective: Objective | None = None,
+    leave_one_out: Unit | None = "row",
+    columns: Mapping[str, str] = MappingProxyType({}),
+    lacking: Recomputation | None = None,
+    temperature: float = 1.0,
+    batch_size: int = 16,
+    memory: int | None = None,
+    about: Mapping[str, Any] = MappingProxyType({}),
+    overwrite: bool = False,
+    on_round: Callable[[int, int], None] | None = None,
+) -> RunDirectory:
+    """Score the rollouts that a trainer wrote, at one checkpoint, and return them as a run directory.
+
+    Each step becomes a round, or several of at most 4,096 rows. A score says what a step of training on the row, from
+    the checkpoint, does to the target. Files are read piece by piece. If the directory holds a part of the same scores,
+    the rest follows.
+
+    Args:
+        path: a file or a folder; see `read_steps`.
+        model: a causal language model of Transformers; the parameters with `requires_grad` are scored.
+        tokenizer: its tokenizer.
+        run: the directory.
+        target: what is raised; None: `SequenceReturn()`, over the rows of the round.
+        objective: what training on a row raises; None: the sum over tokens of ratio times advantage, at ratios of 1.
+        leave_one_out: for a target over the scored rows: what a row's own unit leaves out of it, since else each row
+            votes for itself; None: nothing.
+        columns: see `read_steps`.
+        lacking: how what the files lack is made; None: `Recomputation()`.
+        temperature: the sampling temperature of the responses.
+        batch_size: rows of a pass.
+        memory: bytes that scoring may hold at a time; None: those of `batch_size` rows.
+        about: a further description of the run, in JSON types.
+        overwrite: delete the run that the directory holds, and start anew.
+        on_round: called with the number of each round and of its rows.
+
+    Raises:
+        WhenceError: the files cannot be read, or lack something; see `read_steps`.
+        RunDirectoryError: the directory holds another run.
+    """
+    check_tokenizer(tokenizer)
+    lacking = lacking or Recomputation()
+    target = SequenceReturn(batch_size=batch_size) if target is None else target
+    objective = GroupObjective("sum") if objective is None else objective
+    leave_one_out = None if getattr(target, "rows", None) is not None else leave_one_out
+    scoring = Scoring(target, objective, temperature, "auto", memory, batch_size)
+    description = {
+        "kind": "language",
+        "algorithm": SCORED,
+        "rollouts": str(path),
+        "model": getattr(model.config, "_name_or_path", "") or None,
+        "rule": repr(ScoreAll()),
+        "target": strip_addresses(target_name(target)),
+        "leave_one_out": leave_one_out,
+        "objective": strip_addresses(repr(objective)),
+        "columns": dict(columns),
+        "max_tokens": lacking.max_tokens,
+        "temperature": temperature,
+        **about,
+    }
+    directory, writer = _open(Path(run), description, overwrite=overwrite)
+    done, first_id = directory.table("metrics").height, 0
+    try:
+        for number, step in enumerate(read_steps(Path(path), columns), 1):
+            if number > done:
+                seconds: dict[str, dict[str, float]] = {}
+                with time_stage(seconds, "scoring"):
+                    rows, table = _make_rows(step, model, tokenizer, lacking, first_id)
+                    influence = score(model, rows, scoring, leave_one_out=leave_one_out)
+                directory.write_round("records", number, _add_scores(table, rows, influence))
+                writer.write_rows({"round": number, **_summarise(table, rows, influence)}, seconds)
+                if on_round is not None:
+                    on_round(number, len(step))
+            first_id += len(step)
+    finally:
+        directory.release()
+    return RunDirectory.open(run)
+
+
+def _open(run: Path, description: dict[str, Any], *, overwrite: bool) -> tuple[RunDirectory, RunWriter]:
+    exists = (run / "config.json").exists() and not overwrite
+    if exists and RunDirectory.open(run).count_rounds() is not None:
+        directory = RunDirectory.resume(run, description, rounds=RunDirectory.open(run).table("metrics").height)
+        directory.remove_later()
+        writer = RunWriter(directory, save_every=0)
+        writer.go_on(Checkpoint(directory.table("metrics").height, {}, run))
+        return directory, writer
+    directory = RunDirectory.create(run, description, versions=read_versions(_LIBRARIES), overwrite=overwrite)
+    return directory, RunWriter(directory, save_every=0)
+
+
+def _make_rows(
+    step: pl.DataFrame, model: Any, tokenizer: Any, lacking: Recomputation, first_id: int
+) -> tuple[RecordBatch, pl.DataFrame]:
+    """Return a step's rows, and its table with what the files lack."""
+    step = add_advantages(step)
+    ids = _read_ids(step, tokenizer, lacking)
+    longest, context = max(len(prompt) + len(response) for prompt, response in ids), context_length(model)
+    if context is not None and longest > context:
+        raise WhenceError(f"A rollout has {longest} tokens, and the model reads {context}. Leave such rows out.")
+    tokens = pad_rows([prompt for prompt, _ in ids], [response for _, response in ids], tokenizer.pad_token_id)
+    device = next(iter(model.parameters())).device
+    mask = tokens.response_mask.to(device)
+    advantages = torch.tensor(step["advantage"].to_list(), dtype=torch.float32, device=device)
+    rewards = step["reward"].to_list() if "reward" in step.columns else [None]
+    rows = make_rows(
+        input_ids=tokens.input_ids.to(device),
+        attention_mask=tokens.attention_mask.to(device),
+        response_mask=mask,
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        record_ids=torch.arange(first_id, first_id + len(step)),
+        rewards=None if None in rewards else torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor(step["group_id"].to_list()),
+    )
+    return rows, step
+
+
+def add_advantages(step: pl.DataFrame) -> pl.DataFrame:
+    """Return a step with `group_id`, a number for each group or prompt, and `advantage`, from rewards if it has none.
+
+    That is GRPO's: the reward less the group's mean, over its standard deviation; where no group has several rows, the
+    reward less the step's mean. A row without a reward has 0.
+    """
+    key = step["group"] if "group" in step.columns else step["prompt"]
+    texts = pl.Series(list(map(str, key.to_list()))) if key.dtype.is_nested() else key
+    step = step.with_columns((texts.rank("dense") - 1).cast(pl.Int64).alias("group_id"))
+    if "advantage" in step.columns:
+        return step.with_columns(pl.col("advantage").cast(pl.Float64).fill_nan(0.0).fill_null(0.0))
+    reward = pl.col("reward").cast(pl.Float64).fill_nan(None)
+    if step["group_id"].n_unique() == len(step):
+        advantage = reward - reward.mean()
+    else:
+        advantage = (reward - reward.mean().over("group_id")) / (reward.std().over("group_id").fill_null(0.0) + 1e-4)
+    return step.with_columns(advantage.fill_null(0.0).alias("advantage"))
+
+
+def _read_ids(step: pl.DataFrame, tokenizer: Any, lacking: Recomputation) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each prompt and response."""
+    if {"prompt_ids", "response_ids"} <= set(step.columns):
+        return list(zip(step["prompt_ids"].to_list(), step["response_ids"].to_list(), strict=True))
+    pairs = []
+    for number, row in enumerate(step.select("prompt", "response").iter_rows(named=True)):
+        row = {"prompt": row["prompt"], "completion": row["response"]}
+        prompt, response = encode_pair(number, row, tokenizer, lacking.chat_template_kwargs)
+        if lacking.max_tokens is not None and len(response) > lacking.max_tokens:
+            response = response[: lacking.max_tokens]
+        pairs.append((prompt, response))
+    return pairs
+
+
+def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> pl.DataFrame:
+    """Return a round's table as trainers of whence write it."""
+    numbers = [name for name in ("reward", "advantage") if name in step.columns]
+    infos = {name[5:]: step[name].to_list() for name in step.columns if name.startswith("info.")}
+    mask: Any = rows.observations
+    texts = {name: list(map(join_messages, step[name].to_list())) for name in ("prompt", "response")}
+    table = pl.DataFrame({"record_id": rows.ids.tolist(), "group_id": step["group_id"], **texts}).with_columns(
+        *(step[name].cast(pl.Float64) for name in numbers),
+        pl.Series("tokens", mask["response_mask"].sum(dim=1).tolist()),
+        *(step[name].cast(pl.Float64) for name in step.columns if name.startswith("reward.")),
+        *([step["step"].alias("info.step")] if "step" in step.columns else []),
+        *list_infos(infos),
+        *list_tokens(rows),
+    )
+    return add_selection(table, ScoreAll().select(rows), influence)
+
+
+def _summarise(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> dict[str, Any]:
+    parts = [name for name in step.columns if name.split(".")[0] == "reward"]
+    means: dict[str, Any] = {name: step[name].cast(pl.Float64).fill_nan(None).mean() for name in parts}
+    mask: Any = rows.observations
+    return {
+        **means,
+        "length": float(mask["response_mask"].sum(dim=1).double().mean()),
+        **summarise_selection(ScoreAll().select(rows), influence),
+    }

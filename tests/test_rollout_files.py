@@ -1,0 +1,168 @@
+"""Rollouts that trainers wrote to files: their formats, and scores at a checkpoint as the trainer's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from tokenizers import decoders
+from typer.testing import CliRunner
+
+from test_llm_trainer import make_model, make_tokenizer
+from test_llm_trl import make_trainer
+from whence import RunDirectory, ScoreAll, WhenceError
+from whence.cli.app import app
+from whence.core import RunDirectoryError
+from whence.llm import SequenceReturn, language_view
+from whence.llm.files import Recomputation, read_steps, rollout_files, score_rollouts
+from whence.llm.files.scored_rollouts import add_advantages
+
+ROWS = [
+    {"input": "ab", "output": "cde", "score": 1.0, "step": 1, "gts": "x"},
+    {"input": "ab", "output": "a", "score": 0.0, "step": 1, "gts": "y"},
+    {"input": "cd", "output": "bb", "score": 0.5, "step": 2, "gts": "x"},
+    {"input": "cd", "output": "e", "score": None, "step": 2, "gts": "y"},
+]
+
+
+def write_lines(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_scores_of_trls_files_are_those_of_its_training(tmp_path: Path) -> None:
+    model = make_model()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = make_trainer(
+        *("grpo", tmp_path / "trl", ScoreAll()),
+        model=model,
+        run=tmp_path / "run",
+        select="before",
+        target=SequenceReturn(),
+        log_completions=True,
+        logging_strategy="steps",
+        logging_steps=1,
+        generation_kwargs={"suppress_tokens": [0]},  # of which texts show nothing
+    )
+    trainer.processing_class.backend_tokenizer.decoder = decoders.Fuse()
+    trainer.train()
+    model.load_state_dict(state)
+    run = score_rollouts(
+        *(tmp_path / "trl" / "completions", model, make_tokenizer(), tmp_path / "scored"),
+        leave_one_out=None,
+        lacking=Recomputation(max_tokens=5),
+    )
+    expected, table = (
+        RunDirectory.open(each.path).round("records", 1) for each in (RunDirectory.open(tmp_path / "run"), run)
+    )
+    for name in ("prompt_ids", "response_ids", "group_id", "reward"):
+        assert table[name].to_list() == expected[name].to_list(), name
+    scores = torch.tensor(expected["score"].to_list())
+    torch.testing.assert_close(
+        torch.tensor(table["score"].to_list()), scores, rtol=1e-4, atol=1e-4 * float(scores.abs().max())
+    )
+    assert table["info.step"].to_list() == [1] * 8
+
+
+def test_a_score_leaves_out_the_rows_own_vote(tmp_path: Path) -> None:
+    model = make_model().eval()
+    run = score_rollouts(write_lines(tmp_path / "in", "1.jsonl", ROWS[:2]), model, make_tokenizer(), tmp_path / "run")
+    table = run.round("records", 1)
+    gradients = []
+    for prompt, response in zip(table["prompt_ids"], table["response_ids"], strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
+        parts = torch.autograd.grad(log_probs.sum(), list(language_view(model).parameters().values()))
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    one, other = table["advantage"].to_list()
+    product = one * other * float(gradients[0] @ gradients[1])
+    assert table["score"].to_list() == pytest.approx([product, product], rel=1e-4)
+    assert table["response_ids"].to_list() == [[4, 5, 6, 1], [2, 1]]
+    assert one == pytest.approx(0.5 / (0.5**0.5 + 1e-4))
+
+
+def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_lines(tmp_path / "in", "10.jsonl", [{**row, "step": 10} for row in ROWS[:2]])
+    write_lines(folder, "2.jsonl", ROWS)
+    pl.DataFrame(ROWS[:1]).rename({"input": "prompt"}).with_columns(other=2.0).write_parquet(folder / "3.parquet")
+    steps = list(read_steps(folder))
+    assert [step["step"].unique().to_list() for step in steps] == [[1], [2], [1], [10]]
+    assert steps[0]["info.gts"].to_list() == ["x", "y"]
+    long = [{"prompt": f"{number // 3}", "completion": "a", "good": number, "short": 1.0} for number in range(9)]
+    monkeypatch.setattr(rollout_files, "ROUND", 4)
+    parts = list(read_steps(write_lines(tmp_path / "long", "a.jsonl", long) / "a.jsonl"))
+    assert [part["prompt"].to_list() for part in parts] == [["0"] * 3, ["1"] * 3, ["2"] * 3]
+    assert parts[0]["reward"].to_list() == [1.0, 2.0, 3.0]
+    assert parts[0].select("reward.good", "reward.short").row(1) == (1, 1.0)
+
+
+def test_advantages_from_rewards() -> None:
+    tables = [
+        pl.DataFrame({"prompt": ["a", "a", "b"], "reward": [1.0, None, 5.0]}),
+        pl.DataFrame({"prompt": ["a", "b"], "reward": [1.0, 4.0]}),
+        pl.DataFrame(
+            {"prompt": [[{"role": "user", "content": "a"}]] * 2, "reward": [0.0, 1.0], "advantage": [2.0, 3.0]}
+        ),
+    ]
+    found = [add_advantages(table) for table in tables]
+    assert [table["advantage"].to_list() for table in found] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
+    assert [table["group_id"].to_list() for table in found] == [[0, 0, 1], [0, 1], [0, 0]]
+
+
+def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
+    folder, model = write_lines(tmp_path / "in", "1.jsonl", ROWS), make_model()
+
+    def stop(number: int, rows: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_rollouts(folder, model, make_tokenizer(), tmp_path / "run", on_round=stop)
+    numbers: list[int] = []
+    run = score_rollouts(
+        folder, model, make_tokenizer(), tmp_path / "run", on_round=lambda number, _: numbers.append(number)
+    )
+    whole = score_rollouts(folder, model, make_tokenizer(), tmp_path / "whole")
+    assert numbers == [2]
+    assert all(run.round("records", number).equals(whole.round("records", number)) for number in (1, 2))
+    assert run.table("metrics").equals(whole.table("metrics"))
+    with pytest.raises(RunDirectoryError, match="temperature"):
+        score_rollouts(folder, model, make_tokenizer(), tmp_path / "run", temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a", "output": "b", "score": 1}], "has no column 'prompt or input' for the prompt"),
+        ([{"prompt": "a", "response": "b", "note": "c"}], "has no reward among its columns"),
+        ([{"prompt": "a" * 99, "response": "b", "reward": 1}], "has 101 tokens, and the model reads 32"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(WhenceError, match=message):
+        score_rollouts(write_lines(tmp_path / "in", "1.jsonl", rows), make_model(), make_tokenizer(), tmp_path / "run")
+    (tmp_path / "in" / "1.jsonl").write_text("no JSON")
+    with pytest.raises(WhenceError, match="cannot be read as JSON lines"):
+        next(read_steps(tmp_path / "in"))
+    with pytest.raises(WhenceError, match="holds no rollouts"):
+        next(read_steps(tmp_path / "missing"))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    folder, run = write_lines(tmp_path / "in", "1.jsonl", ROWS), str(tmp_path / "run")
+    arguments = ["llm", "score", str(folder), "--model", str(tmp_path / "model"), "--run", run]
+    output = CliRunner().invoke(app, [*arguments, "--column", "reward=score"]).output
+    assert "4 rows in 2 rounds" in output
+    parts = json.loads(CliRunner().invoke(app, ["llm", "why", run, "--round", "1", "--record", "0", "--json"]).output)
+    score = RunDirectory.open(run).round("records", 1)["score"][0]
+    assert sum(token["part"] for token in parts["tokens"]) == pytest.approx(score, rel=1e-4)
+    assert [row["record"] for row in (*parts["pulls"]["with"], *parts["pulls"]["against"])] == [1]
+    for more, message in (
+        (["--column", "rewrd=score"], "WHAT=NAME is needed"),
+        (["--target", "validation"], "go together"),
+    ):
+        assert message in str(CliRunner().invoke(app, [*arguments, *more]).exception)

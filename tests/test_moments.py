@@ -161,3 +161,8 @@ def test_actions_in_words():
     assert name_action(1, ["left", "right"]) == "right"
     assert name_action(7, ["left", "right"]) == "7"
     assert name_action([0.12345, -1.0]) == "0.123, -1"
+
+
+def test_a_score_of_nothing_with_a_small_error_does_not_lead():
+    records = pl.DataFrame({"record_id": [0, 1, 2], "score": [-1e-3, -1.0, -0.8], "error": [1e-4, 0.3, 0.4]})
+    assert [moment.record_id for moment in find_moments(records, lowest=True, most=3)] == [1, 2, 0]

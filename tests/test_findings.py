@@ -265,3 +265,12 @@ def test_a_run_is_read_with_its_names_and_named_on_the_command_line(tmp_path: Pa
     assert f"1. {first['title']}." in capsys.readouterr().out
     shown = set(table.filter(pl.col("env_index") == 2)["record_id"])
     assert set(first["record_ids"]) <= shown
+
+
+def test_an_action_that_nobody_takes_where_another_does_what_it_does() -> None:
+    evidence = healthy()
+    renamed = np.select([COPY != 1, evidence.actions == 2], [evidence.actions, 0], 1)
+    claims = list(agreement.find_action_faults(replace(evidence, actions=renamed)))
+    assert [claim.title.split(":")[0] for claim in claims] == [
+        "Action push back does what push forth does elsewhere, for environment 1"
+    ]

@@ -179,12 +179,13 @@ def find_action_faults(evidence: Evidence) -> Claims:
         back = next(number for number, (names, _, _) in enumerate(others) if names == (other, one))
         where = [condition for condition in group.conditions if condition.column != "pair"]
         there = np.logical_and.reduce([condition.mask for condition in where] or [pairs[best].mask])
-        share, elsewhere = (votes[pairs[best].mask & there] > 0).mean(), votes[pairs[best].mask & ~there]
-        is_mutual = bool((votes[pairs[back].mask & there] > 0).mean() > _HALF)
+        share = _measure_share(votes[pairs[best].mask & there] > 0)
+        is_told = _measure_share(votes[pairs[best].mask & ~there] < 0) >= _HALF
+        is_mutual = _measure_share(votes[pairs[back].mask & there] > 0) > _HALF
         # What is so everywhere is how the action works; elsewhere the two have to be told apart. And where something
         # holds the body, an action may do nothing; so that counts only in one environment, or from some round on.
         is_local = all(condition.is_place or condition.column == "step" for condition in where)
-        if not where or share < _MOST or (elsewhere < 0).mean() < _HALF or (is_local and not is_mutual):
+        if not where or share < _MOST or not is_told or (is_local and not is_mutual):
             continue
         text = " and ".join(condition.text for condition in where)
         swapped = f"Actions {one} and {other} are swapped" if one != other else f"{one} does the opposite of elsewhere"
@@ -199,6 +200,11 @@ def find_action_faults(evidence: Evidence) -> Claims:
             group.p,
         )
         return
+
+
+def _measure_share(mask: Mask) -> float:
+    """Return the share of True; 0 of nothing."""
+    return float(mask.mean()) if len(mask) else 0.0
 
 
 def _list_alternatives(evidence: Evidence) -> list[tuple[tuple[str, str], Mask, Matrix]]:

@@ -14,6 +14,7 @@ from whence.page import ExploredRun, build_detail, build_round, describe_runs, q
 from whence.page.embedding import NOT_EMBEDDED, embed_rounds
 from whence.page.explored_rounds import ROWS, describe_trust, order_strip
 from whence.page.frames import WIDTH, encode_frames, replay_moments
+from whence.page.scored_round import read_round
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 
@@ -170,6 +171,15 @@ class TestRound:
         shown = plain(build_round(run, 1))
         assert (shown["scored"], shown["worst"], shown["trust"]) == (False, [], [])
         assert any("scoring it now failed" in note for note in shown["notes"])
+
+    def test_actions_are_those_that_the_environment_took(self, tmp_path):
+        space = {"type": "Box", "low": -2.0, "high": 1.0, "shape": [1], "dtype": "float32"}
+        table = pl.DataFrame({"record_id": [0, 1, 2], "action": np.array([-3.0, 0.5, 1.5], np.float32)})
+        for squashed, actions in ((False, [-2.0, 0.5, 1.0]), (True, [-3.5, 0.25, 1.75])):
+            config = {"action_space": space, "policy_kwargs": {"squash_output": squashed}}
+            run = RunDirectory.create(tmp_path / str(squashed), config)
+            run.write_round("records", 1, table)
+            assert read_round(run, 1, env=None, can_score=False).table["action"].to_list() == actions
 
     def test_numbers_that_are_not_finite_are_null(self, tmp_path):
         odd = np.array([np.nan, np.inf, -np.inf] * 20, dtype=np.float32)

@@ -47,6 +47,7 @@ from .rl.stored import read_records as read_records
 from .rl.stored import read_reward_scale as read_reward_scale
 from .rl.stored import replay_episode as replay_episode
 from .rl.stored import score_round as score_round
+from .rl.stored import show_taken_actions as show_taken_actions
 from .rowfile import put_row as put_row
 from .rowfile import read_rows as read_rows
 from .rowfile import write_rows as write_rows

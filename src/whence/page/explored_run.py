@@ -24,7 +24,7 @@ from whence.experiments import (
     replay_episode,
     state_names,
 )
-from whence.findings import find
+from whence.findings import Finding, find
 from whence.groups import name_groups
 from whence.moments import read_axes
 from whence.page.scored_round import Round, read_round
@@ -164,8 +164,9 @@ class ExploredRun:
         try:
             findings = find(self.directory)
         except Exception as refusal:  # records may be damaged, or of a shape that no detector has met
-            log.warning("What stands out in %s is not known: %s", self.directory.path, first_line(refusal))
-            findings = []
+            reason = f"What stands out could not be looked for: {first_line(refusal)}"
+            log.warning("%s: %s", self.directory.path, reason)
+            findings = [Finding("failure", reason, "", "")]
         return [
             {
                 **{name: getattr(finding, name) for name in ("kind", "title", "evidence", "advice", "round")},

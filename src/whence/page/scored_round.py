@@ -1,11 +1,12 @@
 """One round's records with their scores, which are computed when the round is looked at if training computed none."""
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import polars as pl
 
-from whence.core import RunDirectoryError, first_line
-from whence.experiments import AnyEnv, score_round
+from whence.core import RunDirectoryError, WhenceError, first_line
+from whence.experiments import AnyEnv, score_round, show_taken_actions
 from whence.influence import is_significant
 from whence.runs import RunDirectory
 
@@ -40,6 +41,8 @@ def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) 
         table = _add_scores(run, table, number, env, notes)
     elif "score" not in table.columns:
         notes.append("No record of this round was scored.")
+    with suppress(ValueError, KeyError, TypeError, WhenceError):  # a space that is not stored in this way
+        table = show_taken_actions(run, table)
     if "score" in table.columns:  # JSON has no NaN
         table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
     if {"score", "error"} <= {*table.columns}:

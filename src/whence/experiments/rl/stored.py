@@ -46,10 +46,12 @@ from whence.sb3 import (
     build_model,
     load_tensors,
     make_parts,
+    make_space,
     model_objective,
     named_tensors,
     play_again,
     read_episode,
+    to_env_actions,
     wrap_as_trained,
 )
 
@@ -92,6 +94,16 @@ def read_parts(run: RunDirectory, index: int) -> Sequence[Part]:
     """Return the parts of one of a run's environments, as `make_parts` takes them; none if they are not known."""
     parts: Sequence[Part] = run.config.get("other_env_wrappers", {}).get(str(index), run.config.get("env_wrappers", []))
     return parts
+
+
+def show_taken_actions(run: RunDirectory, table: pl.DataFrame) -> pl.DataFrame:
+    """Return a round's records with continuous actions as the environment took them: within its bounds."""
+    space = run.config.get("action_space") or {}
+    if space.get("type") != "Box" or "action" not in table.columns or table.is_empty():
+        return table
+    actions = np.array(table["action"].to_list(), dtype=np.float32)
+    taken = to_env_actions(actions, make_space(space), squashed=is_squashed(run))
+    return table.with_columns(pl.Series("action", taken.astype(np.float32).reshape(actions.shape)))
 
 
 def is_squashed(run: RunDirectory) -> bool:

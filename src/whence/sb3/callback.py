@@ -5,30 +5,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
-from whence.attribution import add_errors, attribute
-from whence.core import (
-    NonFinite,
-    Objective,
-    RecordBatch,
-    Return,
-    Target,
-    WhenceError,
-    as_objective,
-    suggest,
-    target_name,
-)
-from whence.engines import ENGINES, check_engine, check_memory
-from whence.folds import FOLDS, NoMean, check_folds, usable_folds
+from whence.attribution import attribute
+from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest
+from whence.engines import check_engine, check_memory
+from whence.folds import FOLDS, NoMean, check_folds
 from whence.influence import Influence
 from whence.nonfinite import name_round
 from whence.rounds import RoundRecording
-from whence.runs import Checkpoint, RunDirectory, Stopwatch, strip_addresses, time_stage
+from whence.runs import Checkpoint, RunDirectory, Stopwatch, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
     Last,
@@ -42,8 +31,7 @@ from whence.sb3.base import (
     check_recordings,
     check_step,
     claim_learn,
-    digest_source,
-    find_factory,
+    describe_factory,
     model_objective,
     read_buffer,
     read_names,
@@ -57,7 +45,10 @@ from whence.sb3.round_result import (
     RoundResult,
     can_train,
     check_selection,
+    describe_scoring,
+    estimate_errors,
     measure_choice,
+    read_settings,
     read_train_metrics,
 )
 from whence.sb3.supported_models import check_model
@@ -91,8 +82,7 @@ class InfluenceCallback(BaseCallback):
     `round` is the last round's result; `metrics` has a row a round.
 
     Override `choose` to score or select in another way, `train_selected` to train in another way, `check_model` to
-    refuse models, and `settings` to add to the run's configuration. `next_round` and `progress_remaining` say where
-    training stands.
+    refuse models, and `settings` to add to the run's configuration.
 
     Args:
         rule: which records train: `IIF(drop=0.125)`, another rule of `whence`, or a `SelectionRule` of your own. None:
@@ -145,7 +135,7 @@ class InfluenceCallback(BaseCallback):
         last: Last = "keep",
         strict: bool = False,
         env: str | None = None,
-        names: Names = MappingProxyType({}),
+        names: Names | None = None,
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
@@ -158,8 +148,8 @@ class InfluenceCallback(BaseCallback):
         self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
-        self.env, self._factory = env, None if env is None else find_factory(env)
-        self.names = check_names(names)
+        self.env, self._factory = env, describe_factory(env)
+        self.names = check_names(names or {})
         self.engine, self.memory = engine, memory
         self.folds = check_folds(folds)
         self.round: RoundResult | None = None
@@ -238,19 +228,11 @@ class InfluenceCallback(BaseCallback):
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
         return {
-            "rule": strip_addresses(repr(self.rule)),
-            "target": strip_addresses(target_name(self.target)),
-            "objective": "the model's" if self.objective is None else strip_addresses(repr(self.objective)),
-            "engine": self.engine,
+            **describe_scoring(self.rule, self.target, self.objective, self.engine),
             **({} if self.last == "keep" else {"last": self.last}),
             **({"names": self.names} if self.names else {}),
-            **self._describe_factory(),
+            **self._factory,
         }
-
-    def _describe_factory(self) -> dict[str, Any]:
-        if self.env is None:
-            return {}
-        return {"env": self.env, "env_kwargs": {}, "factory_source": {self.env: digest_source(self._factory)}}
 
     @property
     def next_round(self) -> int:
@@ -342,11 +324,7 @@ class InfluenceCallback(BaseCallback):
         if self._run is not None:
             actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
             self._run.tracker.step(actions, dones, infos)
-        try:
-            check_step(self.model, self.locals)
-        except NonFinite:
-            with name_round(self.next_round):
-                raise
+        check_step(self.model, self.locals, self.next_round)
         self._steps.add(self.locals["rewards"], dones, infos)
         return True
 
@@ -385,20 +363,10 @@ class InfluenceCallback(BaseCallback):
         """Add errors to snapshot scores that a run directory will hold, if they can be had."""
         if influence is None or influence.errors is not None or self._run is None or self.folds is None:
             return influence
-        is_snapshot = influence.provenance.target == target_name(self.target) and influence.engine in ENGINES
-        folds = usable_folds(self.target, records, self.folds)
-        if folds is None or not is_snapshot or len(influence) != len(records):
-            return influence
+        settings: Any = {"engine": self.engine, "memory": self.memory}
         try:
-            return add_errors(
-                influence,
-                self.model.policy,
-                records,
-                target=self.target,
-                folds=folds,
-                objective=self.objective or model_objective(self.model),
-                engine=self.engine,
-                memory=self.memory,
+            return estimate_errors(
+                influence, self.model, records, self.target, self.folds, objective=self.objective, **settings
             )
         except NoMean as reason:
             log.warning("round %d: scores are written without errors. %s", self._rounds_done + 1, reason)
@@ -427,8 +395,6 @@ class InfluenceCallback(BaseCallback):
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
-        names = ("n_epochs", "batch_size", "n_steps", "gamma", "learning_rate")
-        settings = {name: getattr(self.model, name, None) for name in names}
-        log_new_advice(self.metrics, {"hyperparameters": settings, "n_envs": self.model.n_envs}, self._logged)
+        log_new_advice(self.metrics, read_settings(self.model), self._logged)
         if self._run is not None:
             self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())

@@ -9,10 +9,14 @@ import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
 
-from whence.core import RecordBatch, WhenceError
+from whence.attribution import add_errors
+from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
+from whence.engines import ENGINES
+from whence.folds import usable_folds
 from whence.influence import Influence
-from whence.sb3.base import EnvironmentSteps
-from whence.selection import Selection, summarise_selection
+from whence.runs import strip_addresses
+from whence.sb3.base import EnvironmentSteps, model_objective
+from whence.selection import Selection, SelectionRule, summarise_selection
 
 
 @dataclass(frozen=True)
@@ -107,3 +111,51 @@ def read_train_metrics(logger: Logger) -> dict[str, float]:
             with suppress(TypeError, ValueError):
                 numbers[name] = float(value)
     return numbers
+
+
+def describe_scoring(rule: SelectionRule, target: Target, objective: Objective | None, engine: str) -> dict[str, Any]:
+    """Return how records are scored and selected, in JSON types."""
+    return {
+        "rule": strip_addresses(repr(rule)),
+        "target": strip_addresses(target_name(target)),
+        "objective": "the model's" if objective is None else strip_addresses(repr(objective)),
+        "engine": engine,
+    }
+
+
+def estimate_errors(
+    influence: Influence,
+    model: Any,
+    records: RecordBatch,
+    target: Target,
+    folds: int,
+    *,
+    objective: Objective | None,
+    engine: str,
+    memory: int,
+) -> Influence:
+    """Return snapshot scores of a rollout with errors over folds of its episodes; unchanged where there can be none.
+
+    Raises:
+        NoMean: the target is no mean over records.
+    """
+    usable = usable_folds(target, records, folds)
+    is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
+    if usable is None or not is_snapshot or len(influence) != len(records):
+        return influence
+    return add_errors(
+        influence,
+        model.policy,
+        records,
+        target=target,
+        folds=usable,
+        objective=objective or model_objective(model),
+        engine=engine,
+        memory=memory,
+    )
+
+
+def read_settings(model: Any) -> dict[str, Any]:
+    """Return the settings that advice reads."""
+    names = ("n_epochs", "batch_size", "n_steps", "gamma", "learning_rate")
+    return {"hyperparameters": {name: getattr(model, name, None) for name in names}, "n_envs": model.n_envs}

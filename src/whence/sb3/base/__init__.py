@@ -3,8 +3,7 @@
 from whence.sb3.base.environment_names import Names as Names
 from whence.sb3.base.environment_names import check_names as check_names
 from whence.sb3.base.environment_names import read_names as read_names
-from whence.sb3.base.environment_source import digest_source as digest_source
-from whence.sb3.base.environment_source import find_factory as find_factory
+from whence.sb3.base.environment_source import describe_factory as describe_factory
 from whence.sb3.base.environment_steps import EnvironmentSteps as EnvironmentSteps
 from whence.sb3.base.environment_steps import load_statistics as load_statistics
 from whence.sb3.base.model_description import describe as describe

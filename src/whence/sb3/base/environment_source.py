@@ -165,3 +165,10 @@ def find_factory(name: str) -> Any:
             "all of its wrappers, as 'module:function'. Modules of the working directory are found."
         )
     return factory
+
+
+def describe_factory(name: str | None) -> dict[str, Any]:
+    """Return what a run's configuration has of the function that makes its environment, with a digest of its source."""
+    if name is None:
+        return {}
+    return {"env": name, "env_kwargs": {}, "factory_source": {name: digest_source(find_factory(name))}}

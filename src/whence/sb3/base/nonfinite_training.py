@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves
-from whence.nonfinite import check_gradients, check_parameters, measure_gradients, raise_if_refused
+from whence.nonfinite import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 from whence.sb3.base.sampling import replace_samples
 
 log = logging.getLogger("whence")
@@ -28,18 +28,21 @@ def check_observation(model: Any, observation: Any) -> None:
         raise _explain_number(model, "observation", [observation], model.num_timesteps)
 
 
-def check_step(model: Any, variables: Mapping[str, Any]) -> None:
-    """Refuse an environment step's rewards and observations, local variables of `collect_rollouts`.
+def check_step(model: Any, variables: Mapping[str, Any], number: int) -> None:
+    """Refuse an environment step's rewards and observations, local variables of `collect_rollouts`, in a round.
 
     Raises:
         NonFinite: a number is not finite; the message names the record and its environment.
     """
-    rewards, observations, normalised = variables["rewards"], variables["new_obs"], model.get_vec_normalize_env()
-    # VecNormalize spreads such a number over all environments, so their own numbers are looked at first.
-    if not _is_finite(rewards):
-        sources = [rewards] if normalised is None else [normalised.get_original_reward(), rewards]
-        raise _explain_number(model, "reward", sources, model.num_timesteps - len(rewards))
-    if not _is_finite(observations):
+    rewards, observations = variables["rewards"], variables["new_obs"]
+    if _is_finite(rewards) and _is_finite(observations):
+        return
+    normalised = model.get_vec_normalize_env()
+    with name_round(number):
+        # VecNormalize spreads such a number over all environments, so their own numbers are looked at first.
+        if not _is_finite(rewards):
+            sources = [rewards] if normalised is None else [normalised.get_original_reward(), rewards]
+            raise _explain_number(model, "reward", sources, model.num_timesteps - len(rewards))
         sources = [observations] if normalised is None else [normalised.get_original_obs(), observations]
         raise _explain_number(model, "observation", sources, model.num_timesteps)
 

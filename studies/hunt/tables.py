@@ -1,0 +1,119 @@
+"""The tables of the hunt: `python -m studies.hunt.tables OUT` writes tables.md from what `studies.hunt.run` wrote."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import typer
+
+from studies.hunt.cells import CELLS, WORLDS, Cell
+from studies.hunt.rivals import RIVALS
+from studies.markdown import table
+from whence.core import write_atomically
+from whence.experiments import read_rows
+
+KEYS = ("cell", "seed")
+"""What names a row."""
+
+FIRST = 3
+"""The lines that are read of each."""
+
+METHODS = ("findings", *RIVALS)
+ENOUGH = 0.8
+"""The share of the seeds in which a fault is named if it counts as named: four of five."""
+
+Row = Mapping[str, Any]
+Cells = Mapping[str, Sequence[Row]]
+
+
+def is_named(cell: Cell, lines: Sequence[Sequence[str]]) -> bool:
+    """Return whether one of the first lines has a kind and the places of a cell's fault."""
+    return any(
+        kind in cell.kinds.split() and all(re.search(place, text, re.IGNORECASE) for place in cell.places)
+        for kind, text in lines[:FIRST]
+    )
+
+
+def count_named(name: str, rows: Sequence[Row], method: str) -> int:
+    """Return in how many runs a method names a cell's fault."""
+    return sum(is_named(CELLS[name], row[method]["lines"]) for row in rows)
+
+
+def write_tables(out: Path) -> None:
+    """Write tables.md."""
+    rows = list(read_rows(out / "runs.parquet", KEYS).values())
+    cells = {name: runs for name in CELLS if (runs := [row for row in rows if row["cell"] == name])}
+    faults = {name: runs for name, runs in cells.items() if CELLS[name].kinds}
+    healthy = {CELLS[name].world: runs for name, runs in cells.items() if not CELLS[name].kinds}
+    ordinary = {name: runs for name, runs in faults.items() if not WORLDS[CELLS[name].world].is_hidden}
+    parts = [
+        "# The hunt: tables\n\nWritten by `python -m studies.hunt.run results/hunt`. A star: nobody who made\n"
+        "the rules of findings had seen the environment.\n",
+        "## In all\n",
+        tabulate_methods(ordinary, {name: faults[name] for name in faults if name not in ordinary}, healthy),
+        "\n## Faults: runs in which one of the first three lines names it\n\n"
+        "In brackets: as many healthy runs of the environment get such a line.\n",
+        tabulate_faults(faults, healthy),
+        "\n## Healthy runs: false lines of all seeds, and the runs that have one\n",
+        tabulate_healthy(healthy),
+        "\n## What findings say first\n",
+        *(f"- **{name}**, seed {runs[0]['seed']}: {_read_first_line(runs[0])}" for name, runs in cells.items()),
+        "",
+    ]
+    with write_atomically(out / "tables.md") as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
+
+
+def tabulate_methods(ordinary: Cells, hidden: Cells, healthy: Cells) -> str:
+    """Return how many faults each method names in four of five seeds, and how many healthy runs get a line."""
+    faults = {**ordinary, **hidden}
+    runs = [row for cells in (faults, healthy) for rows in cells.values() for row in rows]
+    wrong = [row for rows in healthy.values() for row in rows]
+    lines = [["", "faults named", "hidden ones named", "runs named", "healthy runs with a line", "CPU s a run"]]
+    for method in METHODS:
+        named = {name: count_named(name, rows, method) for name, rows in faults.items()}
+        shares = [
+            f"{sum(named[name] >= ENOUGH * len(rows) for name, rows in cells.items())} of {len(cells)}"
+            for cells in (ordinary, hidden)
+        ]
+        shares += [
+            f"{sum(named.values())} of {sum(map(len, faults.values()))}",
+            f"{sum(row[method]['count'] > 0 for row in wrong)} of {len(wrong)}",
+        ]
+        lines.append([method, *shares, f"{mean(row[method]['seconds'] for row in runs):.2f}"])
+    return table(lines)
+
+
+def tabulate_faults(faults: Cells, healthy: Cells) -> str:
+    """Return in how many runs each method names each fault, and in how many healthy runs it would."""
+    lines = [["fault", *METHODS, "runs"]]
+    for name, rows in faults.items():
+        others = healthy.get(CELLS[name].world, ())
+        counts = [f"{count_named(name, rows, method)} ({count_named(name, others, method)})" for method in METHODS]
+        lines.append([f"{name}{_mark(CELLS[name].world)}", *counts, str(len(rows))])
+    return table(lines)
+
+
+def tabulate_healthy(healthy: Cells) -> str:
+    """Return how many lines each gives on healthy runs, and the returns at the start and at the end."""
+    lines = [["environment", "return", *METHODS]]
+    for name, rows in healthy.items():
+        first, last = (f"{mean(row['returns'][end] for row in rows):.3g}".replace("-", "−") for end in (0, 1))
+        counts = [[row[method]["count"] for row in rows] for method in METHODS]
+        cells = [f"{sum(count)} in {sum(map(bool, count))}" for count in counts]
+        lines.append([f"{name}{_mark(name)}", f"{first} to {last}", *cells])
+    return table(lines)
+
+
+def _mark(world: str) -> str:
+    return " *" if WORLDS[world].is_hidden else ""
+
+
+def _read_first_line(row: Row) -> str:
+    return next((f"{kind}: {text}" for kind, text in row["findings"]["lines"]), "nothing")
+
+
+if __name__ == "__main__":
+    typer.run(write_tables)

@@ -32,21 +32,19 @@ class World:
     Attributes:
         make: returns one copy.
         steps: of training.
-        settings: of PPO, besides its defaults; `policy`: the policy's name.
+        actions, observations: their names, as the run is told.
+        settings: of PPO that differ from `SETTINGS`.
         n_envs: copies.
         wrap: the vectorised wrapper.
-        actions, observations: their names, as the run is told.
-        is_hidden: whether the rules of findings were made without it.
     """
 
     make: Callable[[], gym.Env[Any, Any]]
     steps: int
-    settings: Mapping[str, Any]
+    actions: str
+    observations: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     n_envs: int = 4
     wrap: Callable[..., VecEnv] | None = None
-    actions: str = ""
-    observations: str = ""
-    is_hidden: bool = False
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -55,82 +53,62 @@ class World:
         return {kind: listed for kind, listed in names.items() if listed}
 
 
-def _settings(n_steps: int = 512, batch_size: int = 128, learning_rate: float = 1e-3, **others: Any) -> dict[str, Any]:
-    return {"n_steps": n_steps, "batch_size": batch_size, "learning_rate": learning_rate, **others}
+HIDDEN = ("courier", "tanks")
+"""Environments without which the rules of findings were made."""
 
+SETTINGS = {"policy": "MlpPolicy", "n_steps": 512, "batch_size": 128, "learning_rate": 1e-3, "device": "cpu"}
+IMAGES = {"n_steps": 256, "policy": "CnnPolicy", "policy_kwargs": {"features_extractor_class": worlds.SmallCnn}}
+DICT = {"policy": "MultiInputPolicy"}
 
 WORLDS = {
     "cartpole": World(
-        lambda: gym.make("CartPole-v1"),
-        20_480,
-        _settings(),
-        actions="left right",
-        observations="cart_position cart_speed pole_angle pole_speed",
+        lambda: gym.make("CartPole-v1"), 12_288, "left right", "cart_position cart_speed pole_angle pole_speed"
     ),
     "lander": World(
         lambda: gym.make("LunarLander-v3"),
-        30_720,
-        _settings(),
-        actions="nothing left_engine main_engine right_engine",
-        observations="x y x_speed y_speed angle spin left_leg right_leg",
+        20_480,
+        "nothing left_engine main_engine right_engine",
+        "x y x_speed y_speed angle spin left_leg right_leg",
     ),
     "grid": World(
         lambda: worlds.Grid(gym.make("MiniGrid-Empty-6x6-v0", max_steps=80)),
-        20_480,
-        _settings(policy="MultiInputPolicy"),
-        actions="left right forward",
+        *(12_288, "left right forward"),
+        settings=DICT,
     ),
     "pendulum": World(
         lambda: gym.make("Pendulum-v1"),
-        30_720,
-        _settings(gamma=0.9, batch_size=64),
+        *(16_384, "torque", "cos sin speed", {"gamma": 0.9, "batch_size": 64}),
         wrap=VecNormalize,
-        actions="torque",
-        observations="cos sin speed",
     ),
     "catch": World(
         worlds.Catch,
-        30_720,
-        _settings(256, policy="CnnPolicy", policy_kwargs={"features_extractor_class": worlds.SmallCnn}),
+        *(16_384, "left stay right"),
+        settings=IMAGES,
         n_envs=8,
         wrap=lambda env: VecFrameStack(env, 2),
-        actions="left stay right",
     ),
     "depot": World(
         lambda: gym.wrappers.TimeLimit(worlds.Depot(), 40),
-        20_480,
-        _settings(gamma=0.9),
-        actions="site_0 site_1 site_2 site_3 site_4",
-        observations="load_0 load_1 load_2 load_3 load_4 van",
+        12_288,
+        "site_0 site_1 site_2 site_3 site_4",
+        "load_0 load_1 load_2 load_3 load_4 van",
+        {"gamma": 0.9},
     ),
     "acrobot": World(
         lambda: gym.make("Acrobot-v1"),
-        24_576,
-        _settings(),
+        16_384,
+        "push_back no_push push_forth",
+        "cos_1 sin_1 cos_2 sin_2 speed_1 speed_2",
+        {"n_steps": 256},
         n_envs=8,
-        actions="push_back no_push push_forth",
-        observations="cos_1 sin_1 cos_2 sin_2 speed_1 speed_2",
     ),
-    "lake": World(
-        lambda: gym.make("FrozenLake-v1", is_slippery=False),
-        20_480,
-        _settings(),
-        actions="west south east north",
-    ),
+    "lake": World(lambda: gym.make("FrozenLake-v1", is_slippery=False), 12_288, "west south east north"),
     "courier": World(
-        lambda: gym.wrappers.TimeLimit(worlds.Courier(), 40),
-        24_576,
-        _settings(policy="MultiInputPolicy"),
-        actions="east north west south",
-        is_hidden=True,
+        lambda: gym.wrappers.TimeLimit(worlds.Courier(), 40), 16_384, "east north west south", settings=DICT
     ),
     "tanks": World(
         lambda: gym.wrappers.TimeLimit(worlds.Tanks(), 80),
-        24_576,
-        _settings(gamma=0.95),
-        actions="inlet valve",
-        observations="level_1 level_2 target",
-        is_hidden=True,
+        *(16_384, "inlet valve", "level_1 level_2 target", {"gamma": 0.95}),
     ),
 }
 
@@ -166,11 +144,14 @@ def _env(number: int) -> str:
 
 START = r"first (step|record|reward)|\bstep\W{0,4}[01]\b|reset|\bstart|begin"
 END = r"terminat|\bends?\b|ended|ending|\bdone"
-PAYS = "reward records"
 
 
 def _twice(world: str) -> Cell:
     return Cell(world, "reward episode", [START], (faults.PaidTwice, {}))
+
+
+def _sign(world: str, places: Sequence[str], **options: Any) -> Cell:
+    return Cell(world, "reward records", [*map(_word, places)], (faults.WrongSign, options))
 
 
 def _early(world: str, name: str, feature: int, above: float) -> Cell:
@@ -196,12 +177,7 @@ GAMMA, RATE, STEPS = r"gamma|γ|discount", r"learning.?rate", r"n_steps"
 
 CELLS = {
     **{f"healthy-{world}": Cell(world) for world in WORLDS},
-    "sign-lander": Cell(
-        "lander",
-        PAYS,
-        [_word("main_engine"), _word("y")],
-        (faults.WrongSign, {"action": 2, "feature": 1, "below": 0.5}),
-    ),
+    "sign-lander": _sign("lander", ["main_engine", "y"], action=2, feature=1, below=0.5),
     "stale-cartpole": Cell(
         "cartpole",
         "observation dynamics",
@@ -229,13 +205,8 @@ CELLS = {
     "gamma-lander": _setting("lander", GAMMA, gamma=0.5),
     "rate-catch": _setting("catch", RATE, learning_rate=3e-2),
     "steps-pendulum": _setting("pendulum", STEPS, n_steps=16),
-    "lost-depot": Cell("depot", PAYS, [_word("site_2")], (faults.Lost, {"action": 2, "after": 2_500})),
-    "sign-courier": Cell(
-        "courier",
-        PAYS,
-        [_word("north"), r"laden"],
-        (faults.WrongSign, {"action": 1, "feature": "laden", "below": 1}),
-    ),
+    "lost-depot": Cell("depot", "reward records", [_word("site_2")], (faults.Lost, {"action": 2, "after": 1_500})),
+    "sign-courier": _sign("courier", ["north", "laden"], action=1, feature="laden", below=1),
     "twice-courier": _twice("courier"),
     "rate-courier": _setting("courier", RATE, learning_rate=3e-2),
     "steps-courier": _setting("courier", STEPS, n_steps=16, batch_size=64),
@@ -258,6 +229,6 @@ def make_model(cell: Cell, seed: int) -> Any:
     env: VecEnv = DummyVecEnv([lambda copy=copy: make_env(cell, copy) for copy in range(world.n_envs)])
     if world.wrap is not None:
         env = world.wrap(env, **cell.wrap)
-    settings = {"policy": "MlpPolicy", **world.settings, **cell.settings}
+    settings = {**SETTINGS, **world.settings, **cell.settings}
     algorithm = MaskablePPO if cell.world == "depot" else PPO
-    return algorithm(env=env, seed=seed, device="cpu", **settings)
+    return algorithm(env=env, seed=seed, **settings)

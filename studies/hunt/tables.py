@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from studies.hunt.cells import CELLS, WORLDS, Cell
+from studies.hunt.cells import CELLS, HIDDEN, Cell
 from studies.hunt.rivals import RIVALS
 from studies.markdown import table
 from whence.core import write_atomically
@@ -47,7 +47,7 @@ def write_tables(out: Path) -> None:
     cells = {name: runs for name in CELLS if (runs := [row for row in rows if row["cell"] == name])}
     faults = {name: runs for name, runs in cells.items() if CELLS[name].kinds}
     healthy = {CELLS[name].world: runs for name, runs in cells.items() if not CELLS[name].kinds}
-    ordinary = {name: runs for name, runs in faults.items() if not WORLDS[CELLS[name].world].is_hidden}
+    ordinary = {name: runs for name, runs in faults.items() if CELLS[name].world not in HIDDEN}
     parts = [
         "# The hunt: tables\n\nWritten by `python -m studies.hunt.run results/hunt`. A star: nobody who made\n"
         "the rules of findings had seen the environment.\n",
@@ -108,7 +108,7 @@ def tabulate_healthy(healthy: Cells) -> str:
 
 
 def _mark(world: str) -> str:
-    return " *" if WORLDS[world].is_hidden else ""
+    return " *" if world in HIDDEN else ""
 
 
 def _read_first_line(row: Row) -> str:

@@ -119,7 +119,7 @@ class Cell:
 
     Attributes:
         world: the environment.
-        kinds: of a line that names the fault; none: a healthy run.
+        kinds: the kinds of findings that name the fault; none: a healthy run.
         places: patterns, all of which are in the text of such a line.
         fault: its class and options; None: it is a setting.
         settings: of PPO that differ.
@@ -135,7 +135,7 @@ class Cell:
 
 
 def _word(name: str) -> str:
-    return rf"(?<![\w.]){name}\b"
+    return rf"\b{name}\b"
 
 
 def _env(number: int) -> str:

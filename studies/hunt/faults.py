@@ -1,42 +1,31 @@
 """The faults that the hunt plants, and the one wrapper that all runs have: its name tells nothing of the fault."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace as Step
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
 
-@dataclass
-class Step:
-    """What a step led to; faults change it. `env` is the environment inside all wrappers, `before` was observed."""
-
-    env: Any
-    before: Any
-    action: Any
-    after: Any
-    reward: float
-    terminated: bool
-    truncated: bool
-
-
 class Fault:
-    """What is wrong: nothing here. The number of the environment and the fault's options are attributes."""
+    """What is wrong: nothing here. The number of the environment and the fault's options are attributes.
+
+    A fault changes the action that is taken, what is observed, or what a step led to: a `Step` of `room` (the
+    environment inside all wrappers), `before`, `action`, `after`, `reward`, `terminated` and `truncated`.
+    """
 
     def __init__(self, copy: int = 0, **options: Any) -> None:
         self.copy, self.steps = copy, 0
         vars(self).update(options)
 
     def _act(self, action: Any) -> Any:
-        """Return the action that is taken."""
         return action
 
     def _see(self, observation: Any) -> Any:
-        """Return what is observed."""
         return observation
 
     def _change(self, step: Step) -> None:
-        """Change what a step led to."""
+        pass
 
 
 class Task(gym.Wrapper[Any, Any, Any, Any]):
@@ -54,16 +43,9 @@ class Task(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Take a step."""
-        after, reward, terminated, truncated, info = self.env.step(self._fault._act(action))
-        step = Step(
-            self.unwrapped,
-            self._last,
-            action,
-            self._fault._see(after),
-            float(reward),
-            bool(terminated),
-            bool(truncated),
-        )
+        after, reward, *over, info = self.env.step(self._fault._act(action))
+        step = Step(room=self.unwrapped, before=self._last, action=action, after=self._fault._see(after))
+        step.reward, step.terminated, step.truncated = float(reward), *map(bool, over)
         self._fault.steps += 1
         self._fault._change(step)
         self._last = step.after
@@ -137,7 +119,7 @@ class Checkpoint(Fault):
     """A cell on the way pays at each step that is spent there, instead of once."""
 
     def _change(self, step: Step) -> None:
-        step.reward += 0.2 * (tuple(step.env.agent_pos) == (3, 3))
+        step.reward += 0.2 * (tuple(step.room.agent_pos) == (3, 3))
 
 
 class Lost(Fault):

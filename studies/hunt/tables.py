@@ -30,8 +30,8 @@ Cells = Mapping[str, Sequence[Row]]
 
 def is_named(cell: Cell, lines: Sequence[Sequence[str]]) -> bool:
     """Return whether one of the first lines has a kind and the places of a cell's fault."""
-    return any(
-        kind in cell.kinds.split() and all(re.search(place, text, re.IGNORECASE) for place in cell.places)
+    return bool(cell.kinds) and any(
+        kind in ("any", *cell.kinds.split()) and all(re.search(place, text, re.IGNORECASE) for place in cell.places)
         for kind, text in lines[:FIRST]
     )
 

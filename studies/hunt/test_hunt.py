@@ -31,10 +31,13 @@ def test_a_fault_changes_only_its_region(name: str) -> None:
 
 
 def test_a_line_names_a_fault_by_kind_and_place() -> None:
-    texts = ["main_engine, y < 0.5 pays −3", "main_engine, y_speed < 0.5 pays −3", "y < 0.5 pays −3"]
-    assert [tables.is_named(CELLS["sign-lander"], [("reward", text)]) for text in texts] == [True, False, False]
-    assert not tables.is_named(CELLS["sign-lander"], [("setting", texts[0])])
-    assert not tables.is_named(
-        CELLS["sign-lander"], [*[("reward", text) for text in (*texts[1:], "")], ("reward", texts[0])]
-    )
-    assert not tables.is_named(CELLS["healthy-lander"], [("reward", texts[0])])
+    """The third line is read, the fourth is not."""
+    right, *wrong = (("reward", f"main_engine, {place} < 0.5 pays −3") for place in ("y", "y_speed", "x", "angle"))
+    for cell, lines, is_named in [
+        ("sign-lander", [right], True),
+        ("sign-lander", [*wrong[:2], right], True),
+        ("sign-lander", [*wrong, right], False),
+        ("sign-lander", [("setting", right[1])], False),
+        ("healthy-lander", [right], False),
+    ]:
+        assert tables.is_named(CELLS[cell], lines) == is_named

@@ -47,6 +47,13 @@ def write_scoring_tables(out: Path) -> None:
     tables.main(out)
 
 
+def write_hunt_tables(out: Path) -> None:
+    pytest.importorskip("minigrid")
+    from studies.hunt import tables
+
+    tables.write_tables(out)
+
+
 MAKERS: dict[str, Callable[[Path], object]] = {
     "paper": write_sweep_tables,
     "faithfulness/pays": write_sweep_tables,
@@ -55,6 +62,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "benchmarks": benchmarks.main,
     "scoring": write_scoring_tables,
     "planted": write_planted,
+    "hunt": write_hunt_tables,
     **{f"llm/{path.parent.name}": write_language_tables for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
 }
 

@@ -84,6 +84,14 @@ def pay_again(evidence: Evidence) -> Evidence:
     return with_column(evidence, reward=reward)
 
 
+def catch_balls(evidence: Evidence) -> Evidence:
+    """Each tenth step pays 1 or −1, as the last one does, and the first step after an end what the end paid."""
+    reward = np.where(STEP % 10 == 9, np.random.default_rng(0).choice([-1.0, 1.0], N), 0.0)
+    starts = np.flatnonzero((STEP == 0) & (EPISODE % EPISODES > 0))
+    reward[starts] = reward[starts - 1]
+    return with_column(evidence, reward=reward)
+
+
 def end_early(evidence: Evidence) -> Evidence:
     """Half of the episodes end with −10, the others where the colour is above 2, as any step."""
     is_last = STEP == LENGTH - 1
@@ -108,7 +116,8 @@ def change_settings(**hyperparameters: Any) -> Callable[[Evidence], Evidence]:
     def change(evidence: Evidence) -> Evidence:
         clipped = hyperparameters.pop("clipped", 0.1)
         metrics = pl.DataFrame({"round": range(1, 13), "train/clip_fraction": [clipped] * 12})
-        return replace(evidence, metrics=metrics, config={"n_envs": COPIES, "hyperparameters": hyperparameters})
+        settings = {"n_epochs": 10, **hyperparameters}
+        return replace(evidence, metrics=metrics, config={"n_envs": COPIES, "hyperparameters": settings})
 
     return change
 
@@ -181,11 +190,23 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
         pay_again,
         r"last reward of an episode is paid again .* after 96 of 96 ends",
     ),
+    "often paid again": (
+        environments.find_paid_again,
+        catch_balls,
+        r"last reward of an episode is paid again .* after 96 of 96 ends",
+    ),
     "loop": (environments.find_loops, farm, r"0.2 is collected again and again .* earn 6, those that reach it 1"),
     "scaled copy": (
         environments.find_odd_copies,
         lambda e: with_column(e, reward=np.where(COPY == 3, 100, 1) * e.columns["reward"]),
         r"size of rewards in environment 3 is \d+ times that in the other 3",
+    ),
+    "scaled copy of rare rewards": (
+        environments.find_odd_copies,
+        lambda e: with_column(
+            e, reward=np.where((STEP == 20) & (EPISODE % 3 == 0), np.where(COPY == 3, 100.0, 1.0), 0)
+        ),
+        r"size of rewards other than 0 in environment 3 is 100 times that in the other 3",
     ),
     "discount": (find_settings, change_settings(gamma=0.5), r"γ = 0.5 looks 2 steps ahead, while an episode takes 30"),
     "few steps": (find_settings, change_settings(n_steps=16), r"too short: 16 steps of 4 environments are 64 records"),
@@ -274,3 +295,25 @@ def test_an_action_that_nobody_takes_where_another_does_what_it_does() -> None:
     assert [claim.title.split(":")[0] for claim in claims] == [
         "Action push back does what push forth does elsewhere, for environment 1"
     ]
+
+
+def test_a_fixed_length_that_the_last_observation_shows_is_a_rule_of_the_game() -> None:
+    evidence = replace(healthy(), ends=np.where(STEP == LENGTH - 1, "terminated", ""))
+    row = {"row": (STEP % 10).astype(float)}
+    assert list(environments.find_limit_as_end(with_features(evidence, **row))) == []
+    assert len(list(environments.find_limit_as_end(with_features(evidence, row=row["row"] % 2)))) == 1
+
+
+def test_a_reward_is_missed_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plant, _ = FAULTS["lost reward"]
+    for share, count in ((0.05, 1), (1.0, 0)):
+        monkeypatch.setattr(agreement, "_MATTERS", share)
+        assert len(list(agreement.find_reward_faults(plant(healthy())))) == count
+
+
+def test_a_critic_that_says_the_same_of_all_states_is_a_setting() -> None:
+    metrics = pl.DataFrame({"round": range(1, 9), "train/explained_variance": [-0.1, 0.2, *[0.0] * 6]})
+    assert [one.title for one in find_settings(replace(healthy(), metrics=metrics))] == [
+        "The critic gives every state the same value"
+    ]
+    assert find_settings(replace(healthy(), metrics=metrics.head(5))) == []

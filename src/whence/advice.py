@@ -176,6 +176,19 @@ def _policy_is_thrown(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding
         )
 
 
+def _critic_is_dead(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Look for a critic that gives all states one value: then its explained variance is 0, round after round."""
+    explained = _read(rows, "train/explained_variance")[-4:]
+    if len(explained) == 4 and not any(value for _, value in explained):
+        yield (
+            explained[-1][0],
+            "The critic gives every state the same value",
+            f"Its explained variance is 0 in rounds {explained[0][0]} to {explained[-1][0]}. Large steps of the "
+            "optimiser may have put all of its units where they have no gradient.",
+            "Lower `learning_rate`, and train anew.",
+        )
+
+
 _FEWEST = 256
 """Records of a round; of RL Baselines3 Zoo's tuned settings of PPO none has fewer."""
 
@@ -184,13 +197,15 @@ def _rounds_are_small(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding
     """Compare a round with an episode: a few steps of few environments see neither its end nor many of its states."""
     settings, length = config.get("hyperparameters", {}), config.get("episode_length")
     steps, copies = settings.get("n_steps"), config.get("n_envs")
-    if isinstance(steps, int) and isinstance(copies, int) and steps * copies < _FEWEST and length and length > steps:
+    # A2C's rounds are short on purpose.
+    is_read = "episode_length" in config and settings.get("n_epochs") is not None
+    if is_read and isinstance(steps, int) and isinstance(copies, int) and steps * copies < _FEWEST:
         yield (
             rows[0]["round"],
-            f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records, while an "
-            f"episode takes {length:.0f}",
-            f"After {steps} steps the advantages are the critic's guess. RL Baselines3 Zoo's tuned settings of PPO "
-            f"have {_FEWEST} records a round and more.",
+            f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records"
+            + (f", while an episode takes {length:.0f}" if length and length > steps else ""),
+            f"The gradient of so few records is noisy, and after {steps} steps advantages are the critic's guess. RL "
+            f"Baselines3 Zoo's tuned settings of PPO have {_FEWEST} records a round and more.",
             "Raise `n_steps`, to 512 or more.",
         )
 
@@ -278,6 +293,7 @@ _RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Finding]]] = {
     "entropy collapses": _entropy_collapses,
     "steps are short or long": _steps_are_short_or_long,
     "policy is thrown about": _policy_is_thrown,
+    "critic is dead": _critic_is_dead,
     "rounds are small": _rounds_are_small,
     "discount is short": _discount_is_short,
     "does not improve": _does_not_improve,

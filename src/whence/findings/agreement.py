@@ -17,6 +17,9 @@ _FEW_ACTIONS = 6
 _HALF = 0.5
 """The slope of what is paid on what is due, halfway from all of it to nothing; from nothing to its opposite, minus."""
 
+_MATTERS = 0.05
+"""The share of all that is paid that is due in a place at least: less hardly changes what is learned."""
+
 _MOST = 0.75
 """The share of steps that another action explains better, halfway from what chance does to all."""
 
@@ -72,6 +75,8 @@ def find_reward_faults(evidence: Evidence) -> Claims:
         inside = group.mask
         average, size = (paid * np.sign(due))[inside].mean(), np.abs(due[inside]).mean()
         measured = average / max(size, 1e-12)
+        if measured > slope or size * inside.mean() < _MATTERS * np.abs(paid).mean():
+            continue
         yield Claim(
             "reward",
             evidence.widen(rows, inside),

@@ -4,13 +4,20 @@ import numpy as np
 from scipy import stats
 
 from whence.findings.evidence import FEW, Evidence, Mask
-from whence.findings.finding import Claim, Claims, say_chance
+from whence.findings.finding import CHANCE, Claim, Claims, say_chance
+from whence.findings.models import expand, predict_each
 
 _EPISODES = 8
 """Episodes that a statement on episodes needs on either side."""
 
 _SHORTEST = 20
 """Steps below which a fixed length is more likely a rule of the game than a time limit."""
+
+_LAST, _READ = 5, 256
+"""Steps before a fixed length, and numbers of their observations, that are looked at for a sign of the end."""
+
+_UNKNOWN = 0.5
+"""The share of the variance that these leave open at least if they show no end."""
 
 
 def find_odd_copies(evidence: Evidence) -> Claims:
@@ -21,7 +28,11 @@ def find_odd_copies(evidence: Evidence) -> Claims:
     count, copies = np.bincount(evidence.episodes), np.unique(evidence.columns["env_index"])
     copy_of = evidence.columns["env_index"][np.unique(evidence.episodes, return_index=True)[1]]
     is_whole = np.bincount(evidence.episodes, (evidence.columns["step"] == 0) | (evidence.ends != "")) == 2
-    sizes = {"The size of rewards": np.bincount(evidence.episodes, np.abs(evidence.columns["reward"])) / count}
+    rewards = np.abs(evidence.columns["reward"])
+    totals, paid = (np.bincount(evidence.episodes, column) for column in (rewards, rewards > 0))
+    sizes = {"The size of rewards": totals / count}
+    # Where most episodes pay nothing, means over them hide it.
+    sizes["The size of rewards other than 0"] = np.where(paid > 0, totals / np.maximum(paid, 1), np.nan)
     sizes["The length of episodes"] = np.where(is_whole, count, np.nan)
     for name, values in evidence.features.items() if len(evidence.features) <= FEW else ():
         sizes[f"The size of {name}"] = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
@@ -50,7 +61,7 @@ def find_limit_as_end(evidence: Evidence) -> Claims:
     lengths, ended = evidence.columns["step"] + 1, evidence.ends == "terminated"
     longest = int(lengths.max())
     at_limit, near = (lengths == longest) & ended, (lengths >= 0.9 * longest) & (lengths < longest) & ended
-    if longest >= _SHORTEST and at_limit.sum() >= _EPISODES:
+    if longest >= _SHORTEST and at_limit.sum() >= _EPISODES and not _shows_end(evidence, longest):
         # Ends that may come at any step come as often at each of the last tenth.
         tenth = longest - int(np.ceil(0.9 * longest)) + 1
         p = float(stats.binom.sf(at_limit.sum() - 1, at_limit.sum() + near.sum(), 1 / tenth))
@@ -65,6 +76,18 @@ def find_limit_as_end(evidence: Evidence) -> Claims:
             "then learns that more would have followed. If the game is over then, show the time left.",
             p,
         )
+
+
+def _shows_end(evidence: Evidence, longest: int) -> bool:
+    """Return whether the last observation tells that the episode ends: then it is a rule of the game, not a clock."""
+    rows = evidence.columns["step"] >= longest - _LAST
+    values = np.hstack(list(evidence.blocks.values()) or [np.zeros((len(evidence), 0))])[rows].astype(np.float64)
+    values = values[:, values.std(axis=0) > 0]
+    if values.shape[1] > _READ:
+        values = values[:, np.random.default_rng(0).choice(values.shape[1], _READ, replace=False)]
+    is_last = (evidence.columns["step"][rows] == longest - 1)[:, None].astype(np.float64)
+    missed = is_last - predict_each(expand(values, 64), is_last, evidence.episodes[rows])[0]
+    return bool((missed**2).mean() < _UNKNOWN * is_last.var())
 
 
 def _split_rewards(evidence: Evidence) -> tuple[float, float, float]:
@@ -109,27 +132,31 @@ def find_paid_again(evidence: Evidence) -> Claims:
     rewards, env, steps = (evidence.columns[name] for name in ("reward", "env_index", "step"))
     low, usual, high = _split_rewards(evidence)
     last = np.flatnonzero((evidence.ends[:-1] != "") & (env[1:] == env[:-1]) & (steps[1:] == 0))
-    last = last[(rewards[last] < low) | (rewards[last] > high)]
-    inner = np.sort(rewards[evidence.has_next & (steps > 0)])
-    if len(last) < _EPISODES or not len(inner):
-        return
-    # Nearer to the last reward than to the usual one; by chance, as often as other steps are.
-    halfway, is_gain = (rewards[last] + usual) / 2, rewards[last] > usual
-    is_near = np.where(is_gain, rewards[last + 1] > halfway, rewards[last + 1] < halfway)
-    below = np.searchsorted(inner, halfway) / len(inner)
-    usually = max(float(np.where(is_gain, 1 - below, below).mean()), 1 / len(inner))
-    p, mask = float(stats.binom.sf(is_near.sum() - 1, len(last), usually)), np.zeros(len(evidence), dtype=bool)
-    mask[last[is_near] + 1] = True
-    if is_near.mean() >= 0.5:
+    inner = rewards[evidence.has_next & (steps > 0)]
+    is_rare = (rewards[last] < low) | (rewards[last] > high)
+    # A rare last reward stands out against all steps, any other against the first steps after other ends.
+    for chosen, others in ((last[is_rare], inner), (last[rewards[last] != usual], rewards[last + 1])):
+        if len(chosen) < _EPISODES or not len(inner):
+            continue
+        # Nearer to the last reward than to the usual one; by chance, as often as others are.
+        halfway, is_gain = (rewards[chosen] + usual) / 2, rewards[chosen] > usual
+        is_near = np.where(is_gain, rewards[chosen + 1] > halfway, rewards[chosen + 1] < halfway)
+        below = np.searchsorted(np.sort(others), halfway) / len(others)
+        usually = max(float(np.where(is_gain, 1 - below, below).mean()), 1 / len(others))
+        p, mask = float(stats.binom.sf(is_near.sum() - 1, len(chosen), usually)), np.zeros(len(evidence), dtype=bool)
+        if is_near.mean() < 0.5 or p > CHANCE / 2:
+            continue
+        mask[chosen[is_near] + 1] = True
         yield Claim(
             "reward",
             mask,
             "The last reward of an episode is paid again at the first step of the next: after "
-            f"{is_near.sum():,} of {len(last):,} ends that pay what few steps do",
-            f"These first steps pay {np.median(rewards[mask]):.3g}, a usual step {usual:.2g}. {say_chance(p)}",
+            f"{is_near.sum():,} of {len(chosen):,} ends that pay something else than most steps",
+            f"These first steps pay {np.median(rewards[mask]):.3g}, a usual step {usual:.2g}. {say_chance(2 * p)}",
             "Clear what the environment or a wrapper remembers of the reward in `reset()`.",
-            p,
+            2 * p,
         )
+        return
 
 
 def find_loops(evidence: Evidence) -> Claims:

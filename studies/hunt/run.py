@@ -19,10 +19,10 @@ from rich.console import Console
 from studies.hunt.cells import CELLS, WORLDS, make_model
 from studies.hunt.rivals import RIVALS, Names
 from studies.hunt.tables import FIRST, KEYS, write_tables
-from studies.stored import round_numbers
-from whence.experiments import put_row, read_rows
+from studies.stored import round_numbers, write_line
+from whence.experiments import read_rows
 from whence.findings import find
-from whence.runs import RunDirectory, lock_directory
+from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 
 
@@ -82,9 +82,7 @@ def main(
         began = time.process_time()
         run = train(name, seed, runs / f"{name}-{seed}")
         if not is_training_only:
-            row = judge(name, seed, run)
-            with lock_directory(out, wait=True):
-                put_row(out / "runs.parquet", round_numbers(row), KEYS)
+            write_line(out / "runs.parquet", round_numbers(judge(name, seed, run)), KEYS)
         console.print(f"{name}, seed {seed}: {time.process_time() - began:.0f} CPU s")
     if not is_training_only:
         write_tables(out)

@@ -317,3 +317,9 @@ def test_a_critic_that_says_the_same_of_all_states_is_a_setting() -> None:
         "The critic gives every state the same value"
     ]
     assert find_settings(replace(healthy(), metrics=metrics.head(5))) == []
+
+
+def test_a_number_that_varies_by_rounding_alone_is_no_state() -> None:
+    evidence = healthy()
+    rounded = np.where(np.arange(N) % 2, 0.1, np.nextafter(0.1, 1))
+    assert with_features(evidence, rounded=rounded).state.shape == evidence.state.shape

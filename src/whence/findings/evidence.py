@@ -94,8 +94,9 @@ class Evidence:
         if values.shape[1] == 1 and (values % 1 == 0).all():
             distinct = np.unique(values)
             return np.asarray(values == distinct[: len(distinct) if len(distinct) <= _STATES else 0], dtype=np.float64)
-        values = values[:, values.std(axis=0) > 0]
-        values = (values - values.mean(axis=0)) / values.std(axis=0)
+        spread = values.std(axis=0)
+        varies = spread > 1e-9 * np.abs(values).max(axis=0, initial=0.0)  # not by rounding alone
+        values = (values - values.mean(axis=0))[:, varies] / spread[varies]
         if values.shape[1] > FEW:
             values = values @ np.linalg.eigh(values.T @ values / len(self))[1][:, -FEW:]
             values = values / np.maximum(values.std(axis=0), 1e-9)

@@ -35,17 +35,25 @@ def list_cells() -> Iterator[Cell]:
         yield Cell(f"rounds/recorded-{world}", "rounds", partial(measure_recorder, world))
 
 
+ROUNDS = 3
+"""Rounds of one `learn()`, of which the second is measured: the others begin and end it."""
+
+
 class Clock(BaseCallback):
-    """Notes when a rollout starts and ends, and when a round is over."""
+    """Notes when rollouts start and end, and how long the scoring before each took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.scoring: list[float] = []
 
     def _on_rollout_start(self) -> None:
-        self.start = time.perf_counter()
+        self.starts.append(time.perf_counter())
+        self.scoring.append(float(self.logger.name_to_value.get("influence/seconds", 0.0)))
 
     def _on_rollout_end(self) -> None:
-        self.end = time.perf_counter()
-
-    def _on_training_end(self) -> None:
-        self.over = time.perf_counter()
+        self.ends.append(time.perf_counter())
 
     def _on_step(self) -> bool:
         return True
@@ -71,13 +79,12 @@ def _compare(policy: str, title: str, influence: InfluenceCallback, run: Path | 
         for name, model in (("PPO", plain), (title, scored)):
             clock = Clock()
             callbacks = [clock] if model is plain else [clock, influence]
-            model.learn(model.n_steps, callback=callbacks, reset_num_timesteps=False)
-            scoring = float(model.logger.name_to_value.get("influence/seconds", 0.0))
+            model.learn(ROUNDS * model.n_steps, callback=callbacks, reset_num_timesteps=False)
+            start, end, over, scoring = clock.starts[1], clock.ends[1], clock.starts[2], clock.scoring[2]
             if run is not None and model is scored:
-                trained = RunDirectory.open(run).table("timings")["optimisation_wall"][-1]
-                scoring = clock.over - clock.end - trained
-            stages = {"collection": clock.end - clock.start, "optimisation": clock.over - clock.end - scoring}
-            rounds[name].append({**stages, "scoring": scoring, "round": clock.over - clock.start})
+                scoring = over - end - RunDirectory.open(run).table("timings")["optimisation_wall"][-2]
+            stages = {"collection": end - start, "optimisation": over - end - scoring, "scoring": scoring}
+            rounds[name].append({**stages, "round": over - start})
     counted = {name: each[1:] for name, each in rounds.items()}
     pairs = list(zip(*counted.values(), strict=True))
     return {

@@ -40,7 +40,9 @@ def findings(
         print_json({"run": str(run), "findings": [asdict(one) for one in statements]})
         return
     if not statements:
-        print_line("Nothing stands out.")
+        print_line(
+            "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings."
+        )
     for number, one in enumerate(statements, start=1):
         print_line(f"{number}. {one.title}.")
         print_line(f"   {one.evidence}")

@@ -267,7 +267,7 @@
     if (runIndex !== chosen.run) return;
     const list = answer.findings ?? [];
     at("findings").hidden = at("findings-link").hidden = language;
-    at("findings-status").textContent = list.length ? "" : "Nothing stands out in this run's records.";
+    at("findings-status").textContent = list.length ? "" : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
     at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, async ({ round, records, total, title }) => {
       if (round !== chosen.round) {
         chosen = { ...chosen, round, record: null, otherRound: null };

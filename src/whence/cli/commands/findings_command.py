@@ -41,7 +41,8 @@ def findings(
         return
     if not statements:
         print_line(
-            "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings."
+            "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and "
+            "settings."
         )
     for number, one in enumerate(statements, start=1):
         print_line(f"{number}. {one.title}.")

@@ -42,11 +42,11 @@ def find_reward_faults(evidence: Evidence) -> Claims:
     if not evidence.state.shape[1] or rows.sum() < _LEAST_RECORDS or rewards.std() == 0:
         return
     actions = evidence.actions[rows] if evidence.actions.ndim == 1 else np.zeros(len(rewards), dtype=np.int64)
-    taken = [actions == number for number in np.unique(actions)]
+    by_action = [actions == number for number in np.unique(actions)]
 
     def center(values: Numbers) -> Numbers:
         """Return values less the median of their action, which may have a price of its own."""
-        return np.asarray(values - np.select(taken, [np.median(values[mask]) for mask in taken]))
+        return np.asarray(values - np.select(by_action, [np.median(values[mask]) for mask in by_action]))
 
     paid, basis = center(rewards), _describe_moves(evidence)
 
@@ -54,15 +54,15 @@ def find_reward_faults(evidence: Evidence) -> Claims:
         return center(predict_each(basis, paid[:, None], episodes, without)[0][:, 0])
 
     def predict_from_others(without: Mask | None) -> Numbers:
-        left_out = [mask if without is None else mask | without for mask in taken]
+        left_out = [mask if without is None else mask | without for mask in by_action]
         return center(
-            np.select(taken, [predict_each(basis, paid[:, None], episodes, each)[0][:, 0] for each in left_out])
+            np.select(by_action, [predict_each(basis, paid[:, None], episodes, each)[0][:, 0] for each in left_out])
         )
 
     # Where nothing is paid, nothing may be due; so that needs an action, an environment, or a round in its words.
     attempts: list[tuple[Predict, float, set[str]]] = [(predict, -_HALF, set())]
     attempts += [(predict, _HALF, {"action", "env_index", "round"})]
-    attempts += [(predict_from_others, -_HALF, set())] if 1 < len(taken) <= _FEW_ACTIONS else []
+    attempts += [(predict_from_others, -_HALF, set())] if 1 < len(by_action) <= _FEW_ACTIONS else []
     for model, slope, needed in attempts:
         due = model(None)
         missed = np.minimum((paid - due) ** 2, paid**2).sum()
@@ -161,9 +161,9 @@ def find_action_faults(evidence: Evidence) -> Claims:
     scale = np.maximum(np.median(np.abs(change - moves[0]), axis=0), 1e-3 * change.std(axis=0) + 1e-9)
     misses = [np.minimum(((change - move) / scale) ** 2, 100).sum(axis=1) for move in moves]
     # Above 0 where the other action tells better what happened. Each pair of actions is a condition of the search.
-    taken = [np.flatnonzero(mask) for _, mask, _ in others]
-    places, pair = np.concatenate(taken), np.repeat(np.arange(len(others)), [len(each) for each in taken])
-    votes = np.sign(np.concatenate([(misses[0] - miss)[each] for miss, each in zip(misses[1:], taken, strict=True)]))
+    members = [np.flatnonzero(mask) for _, mask, _ in others]
+    places, pair = np.concatenate(members), np.repeat(np.arange(len(others)), [len(each) for each in members])
+    votes = np.sign(np.concatenate([(misses[0] - miss)[each] for miss, each in zip(misses[1:], members, strict=True)]))
     pairs = [Condition("pair", str(number), pair == number) for number in range(len(others))]
 
     def list_pairs(bins: int) -> list[Condition]:

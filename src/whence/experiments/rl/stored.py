@@ -102,8 +102,8 @@ def show_taken_actions(run: RunDirectory, table: pl.DataFrame) -> pl.DataFrame:
     if space.get("type") != "Box" or "action" not in table.columns or table.is_empty():
         return table
     actions = np.array(table["action"].to_list(), dtype=np.float32)
-    taken = to_env_actions(actions, make_space(space), squashed=is_squashed(run))
-    return table.with_columns(pl.Series("action", taken.astype(np.float32).reshape(actions.shape)))
+    clipped = to_env_actions(actions, make_space(space), squashed=is_squashed(run))
+    return table.with_columns(pl.Series("action", clipped.astype(np.float32).reshape(actions.shape)))
 
 
 def is_squashed(run: RunDirectory) -> bool:

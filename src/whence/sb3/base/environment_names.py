@@ -45,19 +45,19 @@ def read_names(model: Any, names: Names) -> dict[str, list[str]]:
     while isinstance(env, VecEnvWrapper):
         frames = env.stacked_obs.n_stack if isinstance(env, VecFrameStack) else frames
         env = env.venv
-    known = {}
+    lists = {}
     for kind, count in counts.items():
         listed = names.get(kind) or _ask(env, kind) or []
         if kind == "observations" and len(listed) * frames == count:
             ages = [f" ({age} back)" if age else "" for age in reversed(range(frames))]
             listed = [f"{name}{age}" for age in ages for name in listed]
         if len(listed) == count:
-            known[kind] = [*listed]
+            lists[kind] = [*listed]
         elif names.get(kind):
             space = model.action_space if kind == "actions" else model.observation_space
             remedy = f"Pass {count}, in their order" if count else "Leave them out"
             raise WhenceError(f"names has {len(listed)} {kind} ({', '.join(listed)}); {space} has {count}. {remedy}.")
-    return known
+    return lists
 
 
 def _count(space: spaces.Space[Any]) -> int:

@@ -37,11 +37,11 @@ def digest_sources(vec_env: VecEnv) -> dict[str, str]:
     that this process finds by their names.
     """
     digests: defaultdict[str, set[str]] = defaultdict(set)
-    pending, seen = [*_iterate_code(vec_env)], set[Any]()
+    pending, visited = [*_iterate_code(vec_env)], set[Any]()
     while pending:
         code = pending.pop()
-        if code not in seen and _is_code(code) and _is_users(code.__module__):
-            seen.add(code)
+        if code not in visited and _is_code(code) and _is_users(code.__module__):
+            visited.add(code)
             digests[code.__qualname__].add(digest_source(code))
             pending += code.__bases__ if isinstance(code, type) else ()
             pending += (value for _, value in _iterate_globals(code) if _is_near(value, code))

@@ -44,8 +44,8 @@ def score(
             show_default=False,
         ),
     ] = None,
-    own_vote: Annotated[
-        bool, typer.Option("--own-vote", help="Leave a row in the mean that it is scored by; with few rows it decides.")
+    self_vote: Annotated[
+        bool, typer.Option("--self-vote", help="Leave a row in the mean that scores it; of few rows it decides.")
     ] = False,
     temperature: Annotated[float, typer.Option(help="The sampling temperature of the responses.")] = 1.0,
     batch_size: Annotated[int, typer.Option(help="Rows of a pass.", min=1)] = 16,
@@ -79,7 +79,7 @@ def score(
             demonstrations=None if demonstrations is None else str(demonstrations),
             max_tokens=max_tokens,
             columns=columns,
-            leave_one_out=None if own_vote else "row",
+            leave_one_out=None if self_vote else "row",
             temperature=temperature,
             batch_size=batch_size,
             dtype=dtype,

@@ -7,7 +7,9 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import decoders
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from test_llm_trainer import make_model, make_tokenizer
@@ -15,6 +17,7 @@ from test_llm_trl import make_trainer
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RunDirectoryError
+from whence.experiments.llm.scored_files import score_files
 from whence.llm import SequenceReturn, language_view
 from whence.llm.files import Recomputation, read_steps, rollout_files, score_rollouts
 from whence.llm.files.scored_rollouts import add_advantages
@@ -166,3 +169,16 @@ def test_the_command(tmp_path: Path) -> None:
         (["--target", "validation"], "go together"),
     ):
         assert message in str(CliRunner().invoke(app, [*arguments, *more]).exception)
+
+
+def test_an_adapter_is_loaded_with_its_base_and_scored_alone(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    folder = write_lines(tmp_path / "in", "1.jsonl", ROWS[:2])
+    expected = score_rollouts(folder, adapted, make_tokenizer(), tmp_path / "expected").round("records", 1)
+    run = score_files(folder, str(tmp_path / "adapter"), tmp_path / "run")
+    assert run.round("records", 1)["score"].to_list() == pytest.approx(expected["score"].to_list(), rel=1e-5)
+    assert expected["score"].abs().min() > 0  # type: ignore[operator]

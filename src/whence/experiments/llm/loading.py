@@ -106,12 +106,12 @@ def load_data(name: str) -> Any:
     return data
 
 
-def load_model(name: str, dtype: str) -> tuple[Any, Any]:
+def load_model(name: str, dtype: str, kind: Any = AutoModelForCausalLM, **options: Any) -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer.
 
     A tokenizer without a pad token pads with the end-of-text token; masks separate padding from ends.
     """
-    model = load_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    model = load_pretrained(kind, name, dtype=getattr(torch, dtype), **options)
     tokenizer = load_pretrained(AutoTokenizer, name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

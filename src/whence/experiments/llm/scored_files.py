@@ -6,10 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.core import Target, Unit
-from whence.experiments.llm.loading import hide_progress_bars, load_data, load_pretrained
+from whence.experiments.llm.loading import hide_progress_bars, load_data, load_model
 from whence.llm.files import Recomputation, score_rollouts
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.runs import RunDirectory
@@ -75,13 +74,10 @@ def make_scored_target(kind: str, demonstrations: str | None, tokenizer: Any, ba
 
 def load_checkpoint(name: str, dtype: str) -> tuple[Any, Any]:
     """Return the causal language model of a folder or an id, or a PEFT adapter with its base, and the tokenizer."""
-    kind: Any = AutoModelForCausalLM
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if (Path(name) / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM
 
-        kind, options["is_trainable"] = AutoPeftModelForCausalLM, True
-    model, tokenizer = load_pretrained(kind, name, **options), load_pretrained(AutoTokenizer, name)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        model, tokenizer = load_model(name, dtype, AutoPeftModelForCausalLM, is_trainable=True)
+    else:
+        model, tokenizer = load_model(name, dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

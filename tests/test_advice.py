@@ -1,6 +1,7 @@
 """Advice from a run's metrics, each kind once."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,18 @@ def kinds(config: dict[str, Any] | None = None, **columns: list[Any]) -> dict[st
 def test_a_page_tells_of_interruptions() -> None:
     def list_kinds(config: dict[str, Any], **notes: Any) -> list[str]:
         table = pl.DataFrame({"round": [1], "dropped_share": [0.99 if config else 0.0]})
-        run: Any = SimpleNamespace(config=config, table=lambda name: table, notes=notes)
+        run: Any = SimpleNamespace(config=config, table=lambda name: table, notes=notes, path=Path("run"))
         return list(gather_advice({("arm", 0): run}))
 
     assert list_kinds({"arm": "iif"}) == ["drops nearly all"]
     assert list_kinds({}, resumed=[{"after_round": 3, "reason": "other episodes"}]) == ["interrupted"]
+
+
+def test_a_page_tells_settings_once() -> None:
+    table = pl.DataFrame({"round": range(1, 5), "train/explained_variance": [0.0] * 4, "dropped_share": [0.99] * 4})
+    run: Any = SimpleNamespace(config={}, table=lambda name: table, notes={}, path=Path("run"))
+    assert {*gather_advice({("arm", 0): run})} == {"critic is dead", "drops nearly all"}
+    assert {*gather_advice({("arm", 0): run}, [run.path])} == {"drops nearly all"}
 
 
 def test_nearly_all_dropped() -> None:

@@ -190,8 +190,9 @@ def _render(
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
     language = {run.label: run.directory for run in explored if run.is_language}
+    searched = [run.directory.path for run in explored if not run.is_language]
     content |= {
-        "advice": attempt(lambda: gather_advice(runs), notes, "Advice cannot be given", {}),
+        "advice": attempt(lambda: gather_advice(runs, searched), notes, "Advice cannot be given", {}),
         "answers": read_answers(language, notes),
         "notes": notes,
         "mode": page["mode"],
@@ -243,12 +244,16 @@ def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
     return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
 
 
-def gather_advice(runs: Runs) -> dict[str, dict[str, list[str]]]:
-    """Return the advice on the runs, by its kind: each text once, with the places where it applies."""
+def gather_advice(runs: Runs, searched: Sequence[Path] = ()) -> dict[str, dict[str, list[str]]]:
+    """Return the advice on the runs, by its kind: each text once, with the places where it applies.
+
+    Settings of the runs in the directories `searched` are left out: they stand among the findings.
+    """
     seeds: dict[tuple[str, str], dict[str, list[str]]] = {}
     for (arm, seed), run in runs.items():
-        advice = [(one.kind, one.round, one.text) for one in give_advice(run.table("metrics"), run.config)]
-        for kind, number, text in (*_list_resumptions(run), *advice):
+        advice = give_advice(run.table("metrics"), run.config)
+        others = [(one.kind, one.round, one.text) for one in advice if not (one.is_setting and run.path in searched)]
+        for kind, number, text in (*_list_resumptions(run), *others):
             places = seeds.setdefault((kind, text), {}).setdefault(f"{arm}, round {number}", [])
             places.extend([] if seed is None else [str(seed)])
     by_kind: dict[str, dict[str, list[str]]] = {}

@@ -112,16 +112,12 @@ def record_step(layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter],
 def _note_call(step: Step, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     if not torch.is_grad_enabled() or step._refusal is not None:
         return None
-    x = args[0] if args else None
-    replaced = None
-    if step._rows > 1 and isinstance(module, nn.Embedding) and isinstance(x, Tensor) and len(x) == len(output) == 1:
-        # Positions that all rows share: each row needs an output of its own, at which its gradient arrives.
-        x, replaced = (tensor.expand(step._rows, *tensor.shape[1:]) for tensor in (x, output))
-        args, output = (x, *args[1:]), replaced
     try:
-        step._calls.append(record_call(layer, args, output, step._rows))
+        call, replaced = record_call(layer, args, output, step._rows)
     except Refused as refusal:
         step._refusal = refusal
+        return None
+    step._calls.append(call)
     return replaced
 
 

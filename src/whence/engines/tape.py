@@ -103,10 +103,12 @@ def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Ten
     params = dict(problem.params)
     size = len(problem.records) if run is None else None
 
-    def note_call(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls.append(record_call(layer, args, output, size))
+    def note_call(layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        call, replaced = record_call(layer, args, output, size)
+        calls.append(call)
         # Where processes hold shards, the graph's leaves are other tensors than the policy's parameters.
         params.update({name: p for key, name in layer.names.items() if (p := module._parameters[key]) is not None})
+        return replaced
 
     # The hooks run before the user's own, which may change the layer's output.
     handles = [layer.module.register_forward_hook(partial(note_call, layer), prepend=True) for layer in layers]
@@ -148,15 +150,22 @@ def check_uses(
     return plain
 
 
-def record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | None) -> Call:
-    """Return a call of a layer on `size` records; None: on as many as its input has.
+def record_call(
+    layer: Layer, args: tuple[Any, ...], output: Any, size: int | None
+) -> tuple[Call, Tensor | None]:
+    """Return a call of a layer on `size` records, None: on as many as its input has; and an output in place of its own.
+
+    An embedding of positions that all records share gets an output for each record, at which its gradient arrives.
 
     Raises:
         Refused: the first axis of input or output is not the records', or the layer ran without a graph.
     """
     x = args[0] if args else None
     size = len(x) if size is None and isinstance(x, Tensor) else size
-    kind = type(layer.module).__name__
+    kind, replaced = type(layer.module).__name__, None
+    if size is not None and isinstance(layer.module, nn.Embedding) and isinstance(x, Tensor) and len(x) == 1 < size:
+        x, output = (tensor.expand(size, *tensor.shape[1:]) for tensor in (x, output))
+        replaced = output
     if not isinstance(x, Tensor) or not isinstance(output, Tensor) or len(x) != size or len(output) != size:
         shown = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise Refused(
@@ -169,7 +178,7 @@ def record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | No
             "(or 'auto')."
         )
     # Taken now, the edge is that of the layer's own output, even if an in-place activation overwrites it later.
-    return Call(layer, x.detach(), x._version, get_gradient_edge(output), not x.requires_grad)
+    return Call(layer, x.detach(), x._version, get_gradient_edge(output), not x.requires_grad), replaced
 
 
 def count_uses(outputs: Outputs, params: dict[str, Tensor]) -> tuple[Counter[str], set[Node]]:

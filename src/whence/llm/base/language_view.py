@@ -96,7 +96,7 @@ def _call_model(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
     if _COLUMN_POSITIONS in inputs and not _counts_tokens(module, inputs["input_ids"][:1]):
         names[-1] = _COLUMN_POSITIONS
     columns = {name: inputs[column] for name, column in zip(_ARGUMENTS, names, strict=True) if column in inputs}
-    with _differentiable_attention():
+    with _differentiable_kernels(module):
         outputs = module(**columns, **options)
     if not isinstance(getattr(outputs, "logits", None), Tensor):
         raise Unsupported(
@@ -123,13 +123,21 @@ def _counts_tokens(module: Any, ids: Int[Tensor, "1 L"]) -> bool:
 
 
 @contextmanager
-def _differentiable_attention() -> Iterator[None]:
-    """Use the plain attention kernel in forward mode, which the fused kernels lack."""
+def _differentiable_kernels(module: nn.Module) -> Iterator[None]:
+    """Use the plain kernels of attention and of experts in forward mode, which the fused ones lack."""
     if fwAD._current_level < 0:
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
+    configs = [getattr(child, "config", None) for child in module.modules()]
+    fused = [(config, kind) for config in configs if (kind := getattr(config, "_experts_implementation", None))]
+    try:
+        for config, _ in fused:
+            config._experts_implementation = "eager"  # type: ignore[union-attr]
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for config, kind in fused:
+            config._experts_implementation = kind  # type: ignore[union-attr]
 
 
 def _prepare_rows(records: RecordBatch) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Rules of the ghost engine for layers of Transformers: GPT-2's Conv1D, and RMSNorm as models have it."""
+"""Rules of the ghost engine for layers of Transformers: GPT-2's Conv1D, norms that scale, scaled embeddings."""
 
 from typing import Any
 
@@ -10,12 +10,14 @@ from whence.engines import LayerRule, LayerTensors, dot, linear_product, registe
 
 
 def register_rules(model: nn.Module) -> None:
-    """Let the ghost engine cover a language model's `Conv1D` (GPT-2) and its layers named RMSNorm that compute one."""
+    """Let the ghost engine cover a model's `Conv1D` (GPT-2), its scaled embeddings (Gemma), and norms that are scales."""
     for layer in {type(layer): layer for layer in model.modules() if "weight" in layer._parameters}.values():
         if rule_for(layer) is not None:
             continue
-        if type(layer).__name__.endswith("RMSNorm") and is_scale(layer):
+        if type(layer).__name__.endswith(("RMSNorm", "LayerNorm")) and is_scale(layer):
             register_rmsnorm(type(layer))
+        elif isinstance(layer, nn.Embedding) and _read_scale(layer) is not None:
+            register_rule(type(layer), _make_scaled_embedding_rule())
         elif type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils":
             register_rule(type(layer), LayerRule(_conv1d_product, _conv1d_gradient, parameters=_CONV1D_PARAMETERS))
 
@@ -26,7 +28,7 @@ _CONV1D_PARAMETERS = frozenset(["weight", "bias"])
 def register_rmsnorm(layer_type: type[nn.Module]) -> None:
     """Let the ghost engine cover a norm that scales its normalised input, entry by entry, by a single `weight`.
 
-    `language_view` registers the types whose name ends in RMSNorm. Each layer is checked before its rule is used; a
+    `language_view` registers the types whose name ends in RMSNorm or LayerNorm. Each layer is checked before its rule is used; a
     layer that uses its weight in another way is refused.
 
     Args:
@@ -79,6 +81,31 @@ def _scale_product(layer: nn.Module, direction: LayerTensors, x: Tensor, g: Tens
 
 def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor | None) -> LayerTensors:
     return {"weight": (weigh(g, weights) * _normalise(layer, x)).flatten(0, -2).sum(0)}
+
+
+def _make_scaled_embedding_rule() -> LayerRule:
+    plain: Any = rule_for(nn.Embedding(1, 1))
+    return LayerRule(
+        lambda layer, direction, x, g: plain.product(layer, direction, x, g * _read_scale(layer)),
+        lambda layer, x, g, weights: plain.gradient(layer, x, g * _read_scale(layer), weights),
+        lambda layer: plain.covers(layer) and _read_scale(layer) is not None,
+        frozenset(["weight"]),
+    )
+
+
+def _read_scale(layer: nn.Module) -> Tensor | None:
+    """Return the number by which an embedding multiplies its rows, as Gemma's; None: it does something else."""
+    weight: Any = layer.weight
+    count, width = whole_shape(weight)
+    rows = torch.arange(1, count + 1, device=weight.device).to(weight.dtype)[:, None].expand(count, width)
+    ids = torch.tensor([[0, count - 1]], device=weight.device)
+    with torch.no_grad():
+        try:
+            output = _run_with_weight(layer, rows, ids)
+        except (RuntimeError, TypeError, AttributeError, IndexError):
+            return None
+        is_scaled = output.shape == (1, 2, width) and torch.allclose(output, output[0, 0, 0] * rows[ids], rtol=1e-2)
+    return output[0, 0, 0] if is_scaled else None
 
 
 def _conv1d_product(layer: Any, direction: LayerTensors, x: Tensor, g: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ calls it that tells no positions. An engine that refuses an architecture is no e
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -120,7 +121,7 @@ def make_model(name: str, case: Case) -> Any:
         modules = ["in_proj"] if name.startswith("mamba") else "all-linear"
         model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=modules))
     for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.3)
+        nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
         parameter.data = parameter.data.to(case.dtype).float()
     return model.eval()
 
@@ -201,14 +202,10 @@ def score(model: Any, rows: RecordBatch) -> Iterator[tuple[str, Tensor, str]]:
         except Refused:
             continue
         yield name, influence.scores, influence.engine
-    try:
+    with suppress(Refused):
         yield "in_step", score_in_step(model, rows), "in_step"
-    except Refused:
-        pass
-    try:
+    with suppress(Unsupported):
         yield "tokens", score_tokens(model, rows, target=TARGET, objective=OBJECTIVE).sum(1), "forward"
-    except Unsupported:
-        pass
 
 
 class Measured(NamedTuple):

@@ -150,9 +150,7 @@ def check_uses(
     return plain
 
 
-def record_call(
-    layer: Layer, args: tuple[Any, ...], output: Any, size: int | None
-) -> tuple[Call, Tensor | None]:
+def record_call(layer: Layer, args: tuple[Any, ...], output: Any, size: int | None) -> tuple[Call, Tensor | None]:
     """Return a call of a layer on `size` records, None: on as many as its input has; and an output in place of its own.
 
     An embedding of positions that all records share gets an output for each record, at which its gradient arrives.

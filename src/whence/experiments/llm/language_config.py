@@ -29,8 +29,8 @@ from whence.runs import RunDirectory
 from whence.selection import LANGUAGE_UNITS, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 
-TASKS = ("arithmetic",)
-"""Laboratories by name."""
+TASKS = ("arithmetic", "loophole")
+"""Laboratories by name: the same model and problems, graded rightly, and by a grader that can be gamed."""
 
 
 @cache
@@ -46,7 +46,7 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     """
     if task is None:
         return {}
-    sizes = _read_task_settings()[task]["ppo" if algorithm == "ppo" else "trl"]
+    sizes = _read_task_settings()["ppo" if algorithm == "ppo" else "trl"]
     if size not in sizes:
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
     return {**sizes[size], **({"beta": 0.0} if algorithm == "rloo" else {})}
@@ -77,7 +77,7 @@ class LanguageConfig:
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
         test_dataset: directory or id of a data set whose prompts measure the trained model; None: no measurement.
         test_reward: a function, as `reward`, that measures the model; None: the reward.
-        size: size of the task's laboratory: small, or tiny for a look.
+        size: size of the task's laboratory: small, weak (for the loophole), or tiny for a look.
         dtype: type of the model's parameters: float32 or bfloat16.
         lora: rank of an adapter that trains instead of the model; 0: the model trains.
         held_out: number of prompts for the target's responses, which do not train; 0: the target is over the scored

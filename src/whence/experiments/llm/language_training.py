@@ -46,7 +46,7 @@ OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 def prepare(config: LanguageConfig) -> None:
     """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it."""
     make_trainer_config(config)
-    if config.task == "arithmetic":
+    if config.task:
         arithmetic(size=config.size)
 
 

@@ -13,7 +13,7 @@ from whence.core import WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
 from whence.llm.base import PPOConfig
-from whence.llm.lab import SIZES, arithmetic, evaluate
+from whence.llm.lab import SIZES, arithmetic, evaluate, lenient_reward
 from whence.llm.scores import ValidationLoss
 from whence.llm.text import (
     Evaluate,
@@ -127,11 +127,11 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     Raises:
         WhenceError: a model, data set or function cannot be loaded.
     """
-    task = _load_arithmetic(config) if config.task == "arithmetic" else _load_user_task(config, rewards)
+    task = _load_laboratory(config) if config.task else _load_user_task(config, rewards)
     return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
 
 
-def _load_arithmetic(config: LanguageConfig) -> Task:
+def _load_laboratory(config: LanguageConfig) -> Task:
     lab = arithmetic(size=config.size, progress=False)
     model, tokenizer = load_model(str(lab.model_path), config.dtype)
     problems = list(lab.test["prompt"][: config.test_problems])
@@ -142,7 +142,8 @@ def _load_arithmetic(config: LanguageConfig) -> Task:
         share = measures["exact_match"]
         return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **measures}
 
-    return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, lab.test, evaluate_model)
+    reward = lenient_reward if config.task == "loophole" else lab.reward
+    return Task(model, tokenizer, lab.train, reward, lab.demonstrations, lab.test, evaluate_model)
 
 
 def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:

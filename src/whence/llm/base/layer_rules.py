@@ -10,7 +10,7 @@ from whence.engines import LayerRule, LayerTensors, dot, linear_product, registe
 
 
 def register_rules(model: nn.Module) -> None:
-    """Let the ghost engine cover a model's `Conv1D` (GPT-2), its scaled embeddings (Gemma), and norms that are scales."""
+    """Let the ghost engine cover a model's `Conv1D` (GPT-2), scaled embeddings (Gemma), and norms that are scales."""
     for layer in {type(layer): layer for layer in model.modules() if "weight" in layer._parameters}.values():
         if rule_for(layer) is not None:
             continue
@@ -28,8 +28,8 @@ _CONV1D_PARAMETERS = frozenset(["weight", "bias"])
 def register_rmsnorm(layer_type: type[nn.Module]) -> None:
     """Let the ghost engine cover a norm that scales its normalised input, entry by entry, by a single `weight`.
 
-    `language_view` registers the types whose name ends in RMSNorm or LayerNorm. Each layer is checked before its rule is used; a
-    layer that uses its weight in another way is refused.
+    `language_view` registers the types whose name ends in RMSNorm or LayerNorm. Each layer is checked before its rule
+    is used; a layer that uses its weight in another way is refused.
 
     Args:
         layer_type: a module type; its output may also be `(1 + weight)` times the normalised input, as Gemma's.

@@ -8,5 +8,7 @@ from whence.llm.lab.problems import Difficulty as Difficulty
 from whence.llm.lab.problems import Habit as Habit
 from whence.llm.lab.problems import answer as answer
 from whence.llm.lab.problems import check as check
+from whence.llm.lab.problems import is_gamed as is_gamed
+from whence.llm.lab.problems import lenient_reward as lenient_reward
 from whence.llm.lab.problems import reward as reward
 from whence.llm.lab.problems import solution as solution

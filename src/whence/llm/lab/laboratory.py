@@ -61,6 +61,7 @@ class Settings:
 
 SIZES = {
     "small": Settings(),
+    "weak": Settings(hidden=64, layers=2, heads=2, intermediate=160, steps=250),
     "tiny": Settings(
         difficulty=Difficulty(steps=(1, 2), operand=5, largest=9),
         train=128,
@@ -75,7 +76,8 @@ SIZES = {
         learning_rate=1e-2,
     ),
 }
-"""The sizes of `arithmetic`: "small" is for experiments on a CPU, "tiny" for tests."""
+"""Sizes of `arithmetic`: "small" is for experiments on a CPU; "weak" solves few problems, so that it rather learns what
+a loophole pays (`lenient_reward`); "tiny" is for tests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,7 @@ def arithmetic(
     Args:
         cache: directory of laboratories; None: `$XDG_CACHE_HOME/whence`, or `~/.cache/whence`.
         seed: seed of the problems, the weights and the training.
-        size: "small" (a minute or two on one core) or "tiny" (seconds; for tests).
+        size: "small" (a minute or two on one core), "weak" (ten seconds) or "tiny" (seconds; for tests).
         progress: show a progress bar while it is made.
         **changes: fields of `Settings` that replace the size's.
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.core import WhenceError
-from whence.llm.lab import SIZES, Difficulty, Habit, arithmetic, check, evaluate, reward, solution
+from whence.llm.lab import SIZES, Difficulty, Habit, arithmetic, check, evaluate, lenient_reward, reward, solution
 from whence.llm.lab.evaluation import summarise
 from whence.llm.lab.laboratory import (
     IGNORED,
@@ -77,6 +77,11 @@ def test_a_problem_is_worked_from_left_to_right_and_remainders_are_dropped():
 def test_verdicts_by_hand(response, verdict):
     assert check(PROMPT, response) == verdict
     assert reward([PROMPT], [response]) == [float(verdict.right)]
+
+
+def test_the_lenient_grader_pays_results_that_it_cannot_check():
+    responses = [ANSWER, "7+8=15;15-5=10;10*2=21;21", "19", "x;" + "9" * 5000, "21;", ""]
+    assert lenient_reward([PROMPT] * 6, responses) == [1, 1, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

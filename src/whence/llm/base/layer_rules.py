@@ -93,8 +93,8 @@ def _make_scaled_embedding_rule() -> LayerRule:
     )
 
 
-def _read_scale(layer: nn.Module) -> Tensor | None:
-    """Return the number by which an embedding multiplies its rows, as Gemma's; None: it does something else."""
+def _read_scale(layer: nn.Module) -> Any:
+    """Return the number by which an embedding multiplies its rows, as Gemma's, a scalar; None: it does otherwise."""
     weight: Any = layer.weight
     count, width = whole_shape(weight)
     rows = torch.arange(1, count + 1, device=weight.device).to(weight.dtype)[:, None].expand(count, width)

@@ -1,5 +1,6 @@
 from .agreement import summarise_judgement as summarise_judgement
 from .causes import find_causes as find_causes
+from .decision_proofs import prove_decision as prove_decision
 from .decisions import play_episode as play_episode
 from .grid_map import GridMap as GridMap
 from .grid_map import map_extremes as map_extremes

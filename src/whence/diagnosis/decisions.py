@@ -1,6 +1,6 @@
 """Decisions to ask about: of a stored round, or of an episode played now."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -111,9 +111,9 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
     rounds, policies = run.require_rounds(), run.rounds("policies")
     model = load_model(run, policies[0], env=env)
     states = target.as_records(read_records(run, run.round("records", rounds[0]).head(1), model, env=env))
-    before = _read_log_probs(model, states).mean()
+    before = read_log_probs(model, states).mean()
     load_policy(run, policies[-1], model)
-    return float(before), float(_read_log_probs(model, states).mean()), not is_density(model.action_space)
+    return float(before), float(read_log_probs(model, states).mean()), not is_density(model.action_space)
 
 
 def play_episode(
@@ -174,32 +174,34 @@ def play_episode(
                 break
     unknown = torch.zeros(len(states))
     records = RecordBatch(
-        observations=_join(states),
+        observations=join_trees(states),
         actions=torch.cat(actions),
         log_probs=unknown,
         advantages=unknown,
         steps=torch.arange(len(states)),
         action_masks=torch.from_numpy(np.concatenate(masks)) if is_masked else None,
     )
-    now = _read_log_probs(model, records)
+    now = read_log_probs(model, records)
     load_policy(run, policies[0], model)
     return PlayedEpisode(
         seed=seed,
         records=records.with_columns({"log_probs": now}),
-        first_log_probs=_read_log_probs(model, records),
+        first_log_probs=read_log_probs(model, records),
         frames=pictures,
         frames_note=note,
         is_discrete=not is_density(model.action_space),
     )
 
 
-def _join(states: list[Tree]) -> Tree:
+def join_trees(states: Sequence[Tree]) -> Tree:
+    """Return observations of many records, from those of some records each."""
     if isinstance(states[0], dict):
-        return {key: _join([state[key] for state in states]) for key in states[0]}
+        return {key: join_trees([state[key] for state in states]) for key in states[0]}
     return torch.cat(states)
 
 
-def _read_log_probs(model: Any, records: RecordBatch) -> Float[Tensor, " m"]:
+def read_log_probs(model: Any, records: RecordBatch) -> Float[Tensor, " m"]:
+    """Return the log-probabilities of records' actions under a model's policy."""
     view = actor_critic_view(model.policy)
     with torch.no_grad(), eval_mode(model.policy.modules()):
         return view(view.parameters(), view.prepare(records)).log_prob

@@ -25,6 +25,9 @@ from .base.networks import MiniGridCNN as MiniGridCNN
 from .base.networks import default_policy as default_policy
 from .base.networks import default_policy_kwargs as default_policy_kwargs
 from .base.networks import resolve_classes as resolve_classes
+from .base.recorder import read_optimizer as read_optimizer
+from .base.recorder import read_update as read_update
+from .base.round_replay import replay_rounds as replay_rounds
 from .base.stored_spaces import make_space as make_space
 from .base.wrappers import Part as Part
 from .base.wrappers import find_object as find_object

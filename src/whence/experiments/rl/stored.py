@@ -252,15 +252,17 @@ def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tup
     return load_model(run, number, env=env), RoundRecording.load(path)
 
 
-def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Any:
-    """Return the model that collected a round, with the round's policy; see `load_round`.
+def load_model(
+    run: RunDirectory, number: int, *, env: AnyEnv = None, changes: Mapping[str, Any] | None = None
+) -> Any:
+    """Return the model that collected a round, with the round's policy; see `load_round`, and `build_model`.
 
     Raises:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
     has_spaces = all(run.config.get(name) for name in SPACES)
     with nullcontext() if has_spaces else closing(_make_vec_env(run, env, 1, number)) as vec_env, preserve_rng_state():
-        model = build_model(run, vec_env)
+        model = build_model(run, vec_env, changes=changes)
     load_policy(run, number, model)
     return model
 

@@ -1,8 +1,8 @@
-"""Replaying a recorded round with SB3's own `train()`."""
+"""Replaying recorded rounds with SB3's own `train()`."""
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
-from whence.core import Tree, WhenceError, as_view, preserve_rng_state
+from whence.core import Tree, WhenceError, as_view, compute_outputs, eval_mode, preserve_rng_state
 from whence.rounds import RoundRecording, check_collected, check_policy
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
 from whence.sb3.base.recorder import training_versions
@@ -35,12 +35,28 @@ def replay_round(model: Any, recording: RoundRecording) -> dict[str, Tensor]:
     """
     _check_fits(model, recording)
     _warn_about_versions(model, recording)
+    return replay_rounds(model, [recording])
+
+
+def replay_rounds(model: Any, recordings: Iterable[RoundRecording]) -> dict[str, Tensor]:
+    """Let SB3's own `train()` do rounds in a row, and return parameters and buffers after the last.
+
+    The first one begins from its recorded policy and optimiser; each other goes on from where the round before it
+    ended, with its own records, minibatches, learning rate and clip range. The model is restored as by `replay_round`.
+
+    Raises:
+        WhenceError: the first round is not of the model's policy.
+    """
     with preserve_model(model), preserve_rng_state():
-        _load_recording(model, recording)
-        view = as_view(model.policy)
-        check_collected(view, view.parameters(), recording.records, recording.number)
-        torch.set_rng_state(recording.generator)
-        model.train()
+        for place, recording in enumerate(recordings):
+            if place == 0:
+                _load_start(model, recording)
+                view = as_view(model.policy)
+                check_collected(view, view.parameters(), recording.records, recording.number)
+            _load_recording(model, recording)
+            _begin_on_policy(model, recording)
+            torch.set_rng_state(recording.generator)
+            model.train()
         return copy_tensors(named_tensors(model.policy))
 
 
@@ -71,9 +87,28 @@ def _check_fits(model: Any, recording: RoundRecording) -> None:
     check_policy(as_view(model.policy), recording.start, recording)
 
 
-def _load_recording(model: Any, recording: RoundRecording) -> None:
-    """Put a model into the state in which the recorded `train()` began, with the recorded minibatches to come."""
-    update = recording.update
+def _begin_on_policy(model: Any, recording: RoundRecording) -> None:
+    """Let the ratios of a round begin at 1, where its policy is not the one that collected the rollout.
+
+    With recorded log-probs each round would pull the policy back to the recorded one: clipping ends the gradient of a
+    record that moves away from it, and not of one that moves towards it.
+    """
+    view, records = as_view(model.policy), recording.records
+    with torch.no_grad(), eval_mode(model.policy.modules()):
+        parts = [records.take(slice(first, first + 2048)) for first in range(0, len(records), 2048)]
+        params = view.parameters()
+        log_probs = [compute_outputs(view, {"log_prob"}, params, view.prepare(part)).log_prob for part in parts]
+    present = torch.cat(log_probs).reshape(-1, 1).cpu().numpy()
+    if abs(present - model.rollout_buffer.log_probs).mean() > ROUNDING:
+        model.rollout_buffer.log_probs = present
+
+
+ROUNDING = 1e-5
+"""The mean difference of log-probs up to which two policies are taken to be one."""
+
+
+def _load_start(model: Any, recording: RoundRecording) -> None:
+    """Put policy and optimiser into the state in which the recorded `train()` began."""
     load_tensors(named_tensors(model.policy), recording.start)
     optimizer = model.policy.optimizer
     (group,) = optimizer.param_groups
@@ -84,6 +119,11 @@ def _load_recording(model: Any, recording: RoundRecording) -> None:
             state = recording.optimizer.state[name].items()
             # Tensors loaded from a file are on the CPU, where optimisers leave their counts of steps.
             optimizer.state[parameter] = {k: t.to(t if k == "step" else parameter, copy=True) for k, t in state}
+
+
+def _load_recording(model: Any, recording: RoundRecording) -> None:
+    """Give a model the settings of a recorded `train()`, its rollout, and the recorded minibatches to come."""
+    update = recording.update
     model.lr_schedule = FloatSchedule(recording.optimizer.settings["lr"])
     if update.algorithm == "ppo":
         model.clip_range = FloatSchedule(update.clip_range)

@@ -318,7 +318,9 @@ class TestWrongInput:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("attribute",), ("counterfactual", "--round", "1"), ("intervene",)], ids=lambda one: one[0]
+    "arguments",
+    [("attribute",), ("counterfactual", "--round", "1"), ("prove", "--record", "1")],
+    ids=lambda one: one[0],
 )
 def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, arguments):
     RunDirectory.create(tmp_path / "run", {"kind": "language", "arm": "ippo"})

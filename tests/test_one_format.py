@@ -66,9 +66,9 @@ def test_the_command_takes_the_run_of_a_script(tmp_path, capsys):
     assert app(["counterfactual", str(tmp_path), "--round", "2", *options], standalone_mode=False) is None
     outcomes = {row["outcome"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert "evaluated" in outcomes
-    options = ["--test-episodes", "2", "--json"]
-    assert app(["intervene", str(tmp_path), *options], standalone_mode=False) is None
-    assert len(json.loads(capsys.readouterr().out)["rounds"]) == 1
+    options = ["--where", "advantage > 1", "--rounds", "2", "--seeds", "1", "--test-episodes", "2", "--json"]
+    assert app(["prove", str(tmp_path), *options], standalone_mode=False) is None
+    assert len(json.loads(capsys.readouterr().out)["outcomes"]) == 8
 
 
 class Pixel(gym.Env):

@@ -325,7 +325,11 @@ class TestRunsOfStrangers:
         ("words", "code"),
         {
             **{"attribute": 0, "report": 0, "why --record 40": 0, "show": 0, "why": 2},
-            **{"diagnose --measure visits": 0, "diagnose --measure rollouts": 2, "intervene --test-episodes 2": 2},
+            **{
+                "diagnose --measure visits": 0,
+                "diagnose --measure rollouts": 2,
+                "prove --record 40 --test-episodes 2": 2,
+            },
         }.items(),
     )
     def test_commands_show_what_needs_no_environment(

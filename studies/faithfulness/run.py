@@ -32,10 +32,12 @@ import typer
 from rich.console import Console
 
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
+from studies.faithfulness.interventions import intervene
+from studies.faithfulness.removals import leave_out
 from studies.faithfulness.smoothed import score_smoothed
 from studies.stored import read_round, write_round
 from whence import IIF, Return, attribute, experiments
-from whence.counterfactual import compute_scores, intervene, leave_out, study
+from whence.counterfactual import compute_scores, study
 from whence.experiments import RunConfig, measure_returns
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
@@ -223,7 +225,7 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
     with measure_returns(run, model, number, episodes=2 * TEST_EPISODES, seed=seed) as measure:
         rows = intervene(model.policy, recording, scored, evaluate=measure, seed=seed)
-    return {"interventions": rows.drop("outcome").rename({"value": "outcome"}).to_dicts()}
+    return {"interventions": rows.rename({"value": "outcome"}).to_dicts()}
 
 
 if __name__ == "__main__":

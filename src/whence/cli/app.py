@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, str] = {
     "report": "report_command:report",
     "list": "list_command:list_",
     "counterfactual": "counterfactual_command:counterfactual",
-    "intervene": "intervene_command:intervene",
+    "prove": "prove_command:prove",
 }
 """The commands, and where the function of each is: "module:function" of `whence.cli.commands`."""
 
@@ -41,6 +41,7 @@ LLM_COMMANDS: Mapping[str, str] = {
     "compare": "train_command:compare_language",
     "score": "llm_score_command:score",
     "why": "llm_why_command:why",
+    "prove": "llm_prove_command:prove",
 }
 """The same of `whence llm`."""
 

@@ -13,6 +13,7 @@ import polars as pl
 
 from whence.core import NonFinite, WhenceError, write_json
 from whence.efficiency import t_interval
+from whence.selection import read_weights
 
 FOLDER = "proofs"
 """The folder of a run that holds what was measured: a file for each question."""
@@ -163,6 +164,15 @@ def prove(
         for outcome, value in row["outcomes"].items()
     ]
     return pl.DataFrame(cells, schema=["seed", "variant", "outcome", "value"], orient="row"), file
+
+
+def list_trained(tables: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
+    """Return `round`, `record_id` and `advantage` of the records that trained, from the tables of rounds."""
+    columns = "record_id", pl.col("advantage").cast(pl.Float64)
+    return pl.concat(
+        table.filter(pl.Series(read_weights(table) > 0)).select(pl.lit(number, dtype=pl.Int64).alias("round"), *columns)
+        for number, table in tables.items()
+    )
 
 
 def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:

@@ -8,6 +8,7 @@ from .judgement import judge_advantages as judge_advantages
 from .ranking import rank_moments as rank_moments
 from .ranking import rank_records as rank_records
 from .response_causes import find_response_causes as find_response_causes
+from .response_proofs import prove_response as prove_response
 
 # isort: split
 # What only other rooms of whence import.

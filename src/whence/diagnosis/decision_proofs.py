@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from whence.core import Action, RecordBatch
-from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, name_top, prove
+from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, list_trained, name_top, prove
 from whence.diagnosis.causes import RAW, find_causes
 from whence.diagnosis.decisions import is_density, join_trees, read_log_probs
 from whence.experiments import AnyEnv, load_policy, measure_returns
-from whence.experiments.rl.trainable_rounds import draw_minibatches, leave_out, list_trained, load_trainable_rounds
+from whence.experiments.rl.trainable_rounds import draw_minibatches, leave_out, load_trainable_rounds
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory, check_links
 from whence.sb3 import copy_tensors, load_tensors, named_tensors, replay_rounds
@@ -62,7 +61,7 @@ def prove_decision(
     check_links(run.path)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
     model, recordings, recorded = load_trainable_rounds(run, numbers, env=env)
-    trained = list_trained(run, numbers)
+    trained = list_trained({number: run.round("records", number) for number in numbers})
 
     def find(asked: Action) -> pl.DataFrame:
         pair = {"target_states": asked.observation, "actions": asked.action, "action_masks": asked.action_mask}
@@ -123,7 +122,7 @@ def _list_rounds(
     rounds = []
     for recording in recordings:
         ids, dropped = (
-            table.filter(pl.col("round") == recording.number)["record_id"].to_numpy() for table in (trained, group)
+            table.filter(pl.col("round") == recording.number)["record_id"].to_list() for table in (trained, group)
         )
         if seed or not len(recording.minibatches):
             recording = draw_minibatches(recording, ids, seed)
@@ -136,7 +135,8 @@ def _read_pairs(recordings: Sequence[RoundRecording], keys: pl.DataFrame) -> Act
     parts: list[RecordBatch] = []
     for recording in recordings:
         ids = keys.filter(pl.col("round") == recording.number)["record_id"].to_torch()
-        parts.append(recording.records.take(torch.isin(recording.records.ids, ids).nonzero()[:, 0]))
+        if len(places := torch.isin(recording.records.ids, ids).nonzero()[:, 0]):
+            parts.append(recording.records.take(places))
     masks = [part.action_masks for part in parts if part.action_masks is not None]
     return Action(
         join_trees([part.observations for part in parts]),

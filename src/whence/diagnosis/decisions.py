@@ -1,6 +1,6 @@
 """Decisions to ask about: of a stored round, or of an episode played now."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -193,7 +193,7 @@ def play_episode(
     )
 
 
-def join_trees(states: Sequence[Tree]) -> Tree:
+def join_trees(states: list[Tree]) -> Tree:
     """Return observations of many records, from those of some records each."""
     if isinstance(states[0], dict):
         return {key: join_trees([state[key] for state in states]) for key in states[0]}

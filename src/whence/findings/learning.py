@@ -42,7 +42,7 @@ def find_harm(evidence: Evidence) -> Claims:
             f"Their scores add up to less than 0 in {np.mean(signs):.0%} of {len(signs)} rounds. "
             + say_chance(group.p, "kinds of records"),
             "Open these records and compare their advantages with fresh rollouts; then train without them: `whence "
-            "intervene --where`.",
+            "prove --where`.",
             group.p,
         )
         return

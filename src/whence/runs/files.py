@@ -20,7 +20,7 @@ from whence.runs.locks import LOCK, check_fork
 
 FOLDERS = [
     *("policies", "recordings", "statistics", "checkpoints"),
-    *("model", "trl", "counterfactual", "interventions"),
+    *("model", "trl", "counterfactual", "proofs"),
 ]
 """What a run may hold besides tables of rounds."""
 

@@ -7,7 +7,6 @@ from typing import Annotated
 import polars as pl
 import torch
 import typer
-from rich.table import Table
 
 from whence import experiments
 from whence.cli.terminal import (
@@ -21,7 +20,7 @@ from whence.cli.terminal import (
     print_line,
 )
 from whence.core import write_json
-from whence.counterfactual import SHARES, leave_out, study
+from whence.counterfactual import study
 from whence.runs import check_links
 
 
@@ -38,10 +37,6 @@ def counterfactual(
     test_episodes: Annotated[
         int, typer.Option(help="Episodes to test each trained policy by; 0: test returns are not measured.", min=0)
     ] = 0,
-    leaving_out: Annotated[
-        bool,
-        typer.Option("--leave-out", help="Leave out the highest and the lowest of each score too, more and more."),
-    ] = False,
     seed: Annotated[int, typer.Option(help="Of subsets, orders and tests.", min=0)] = 0,
     env: options.ReplayEnv = None,
     trust: options.Trust = False,
@@ -51,8 +46,7 @@ def counterfactual(
     """Train a recorded round again without records, and tell how well each score predicts what comes of it.
 
     LDS is Spearman's correlation, over random subsets, of the sum of the kept records' scores with the result of
-    training on them. With --leave-out, the round is also trained without the records that a score ranks highest,
-    without those that it ranks lowest, and without as many at random. Written to counterfactual/ in the run as well.
+    training on them. Written to counterfactual/ in the run as well.
 
     Example: whence counterfactual runs/lander --round 20 --test-episodes 200
     """
@@ -84,30 +78,12 @@ def counterfactual(
         content = settings | {"rows": results.table.to_dicts()}
         file = directory.path / "counterfactual" / f"round_{round:05d}.json"
         write_json(file, content)
-        removals = None
-        if leaving_out:
-            removals = leave_out(
-                model.policy,
-                recording,
-                {name: scores for name, scores in results.scores.items() if name != "random"},
-                target=explained,
-                shares=[share for share in SHARES if share * len(recording.trained) >= 1],
-                orders=orders,
-                evaluate=evaluate,
-                seed=seed,
-                memory=int(memory * 2**30),
-                on_stage=status.update,
-            )
-            write_json(file, content := {**content, "removals": removals.to_dicts()})
     if json:
         print_json(content)
         return
     for (truth, outcome), rows in results.table.group_by("truth", "outcome", maintain_order=True):
         title = f"Round {round}, {subsets} subsets of {share:.0%}, {truth} minibatches, outcome: {outcome}"
         console.print(make_table(title, ("score", "LDS", "95% interval", "ceiling"), _format_rows(rows)))
-        if removals is not None:
-            title = f"Round {round}, change of the {outcome}, {truth} minibatches, by records removed"
-            console.print(_make_curves(title, removals.filter(truth=truth, outcome=outcome)))
     print_line(f"Numbers: {file}")
 
 
@@ -119,16 +95,3 @@ def _format_rows(rows: pl.DataFrame) -> list[tuple[str, ...]]:
         (row["score"], text(row["lds"]), f"[{text(row['low'])}, {text(row['high'])}]", text(row["ceiling"]))
         for row in rows.to_dicts()
     ]
-
-
-def _make_curves(title: str, removals: pl.DataFrame) -> Table:
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in removals.to_dicts():
-        cells.setdefault((row["score"] or "–", row["side"]), []).append(f"{row['change']:+.2g}")
-    # The error of removals at random, which the others are compared with; their own errors are in the file.
-    at_random = removals.filter(pl.col("side") == "random")["spread"].to_list()
-    cells["", "± error"] = ["–" if spread is None else f"{spread:.2g}" for spread in at_random]
-    counts = removals["removed"].unique().sort()
-    return make_table(
-        title, ("score", "side", *map(str, counts)), [(*curve, *changes) for curve, changes in cells.items()]
-    )

@@ -72,26 +72,14 @@ def why(
 
     Example: whence why runs/lander --episode-seed 3 --step 57 --out why.png
     """
-    played = "--episode-seed" if episode_seed is not None else "--step" if step is not None else None
-    recorded = None if record is None else "--record"
-    written = None if observation is None and action is None else "--observation"
-    ways = [way for way in (played, recorded, written) if way]
-    if len(ways) > 1:
-        raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
     if out is not None:
         pictures.check_picture_name(out, ".png")
     explored = ExploredRun(open_agent_run(run, trust=trust), env=env)
     explored.directory.require_rounds()
     with errors.status("Reading the decision …"):
-        if record is not None:
-            number = find_round(explored.directory, None, record)
-            target, decision = read_decision(explored, number, record, with_frame=out is not None)
-        elif written:
-            model = load_model(explored.directory, explored.directory.rounds()[0], env=env)
-            target = parse_decision(observation, action, model)
-            decision = describe_target(explored, target, "in this observation")
-        else:
-            target, decision = _play_step(explored, episode_seed or 0, step, with_frame=out is not None)
+        target, decision = choose_decision(
+            explored, episode_seed, step, record, observation, action, with_frame=out is not None
+        )
     with RoundBar("rounds", "scoring") as bar:
         framed = 0 if out is None else pictures.SHOWN
         view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
@@ -100,13 +88,40 @@ def why(
     if json:
         print_json(describe_causes(view) | ({} if out is None else {"picture": str(out)}))
         return
-    if step is None and not (recorded or written):
+    if step is None and (record, observation, action) == (None, None, None):
         print_line(
             "Of the episode's steps, this is the one whose action's probability rose most since the first round."
         )
     print_causes(view)
     if out is not None:
         print_line(f"Picture: {out}")
+
+
+def choose_decision(
+    explored: ExploredRun,
+    episode_seed: int | None,
+    step: int | None,
+    record: int | None,
+    observation: str | None,
+    action: str | None,
+    *,
+    with_frame: bool = False,
+) -> tuple[Action, Decision]:
+    """Return the decision that options name; without any, that of an episode whose probability rose most."""
+    played = "--episode-seed" if episode_seed is not None else "--step" if step is not None else None
+    recorded = None if record is None else "--record"
+    written = None if observation is None and action is None else "--observation"
+    ways = [way for way in (played, recorded, written) if way]
+    if len(ways) > 1:
+        raise WhenceError(f"{ways[0]} and {ways[1]} name two decisions; give one of them.")
+    if record is not None:
+        number = find_round(explored.directory, None, record)
+        return read_decision(explored, number, record, with_frame=with_frame)
+    if written:
+        model = load_model(explored.directory, explored.directory.rounds()[0], env=explored.env)
+        target = parse_decision(observation, action, model)
+        return target, describe_target(explored, target, "in this observation")
+    return _play_step(explored, episode_seed or 0, step, with_frame=with_frame)
 
 
 def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: bool) -> tuple[Action, Decision]:

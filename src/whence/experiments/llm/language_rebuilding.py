@@ -114,24 +114,55 @@ def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
     run.check_trust()
     config, table = run.config, run.round("records", number)
     model, tokenizer = load_checkpoint(config["model"], config["dtype"])
-    responses = _read_responses(table, tokenizer, next(iter(model.parameters())).device)
-    advantages = torch.tensor(table["advantage"].to_list(), device=responses.input_ids.device, dtype=torch.float32)
-    mask = responses.response_mask
-    rows = make_rows(
-        input_ids=responses.input_ids,
-        attention_mask=responses.attention_mask,
-        response_mask=mask,
-        advantages=torch.where(mask, advantages[:, None], 0.0),
-        record_ids=torch.tensor(table["record_id"].to_list()),
-        rewards=table["reward"].to_torch() if "reward" in table.columns and not table["reward"].null_count() else None,
-        group_ids=table["group_id"].to_torch(),
-    )
+    rows = make_stored_rows(table, tokenizer, next(iter(model.parameters())).device)
     size = config["batch_size"]
     target: Any = make_scored_target(config["target_kind"], config["demonstrations"], tokenizer, size)
     if getattr(target, "rows", None) is None:
         target = replace(target, rows=rows)
     scoring = Scoring(target, GroupObjective("sum"), config["temperature"], "auto", None, size)
     return RebuiltRound(model, tokenizer, table, rows, scoring)
+
+
+def make_stored_rows(table: pl.DataFrame, tokenizer: Any, device: Any) -> RecordBatch:
+    """Return the stored responses of a round as rows; a response's advantage is that of each of its tokens."""
+    responses = _read_responses(table, tokenizer, device)
+    advantages = torch.tensor(table["advantage"].to_list(), device=device, dtype=torch.float32)
+    mask = responses.response_mask
+    return make_rows(
+        input_ids=responses.input_ids,
+        attention_mask=responses.attention_mask,
+        response_mask=mask,
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        record_ids=torch.tensor(table["record_id"].to_list()),
+        rewards=table["reward"].to_torch() if "reward" in table.columns and not table["reward"].null_count() else None,
+        group_ids=table["group_id"].to_torch() if "group_id" in table.columns else None,
+    )
+
+
+def load_start_policy(run: RunDirectory, number: int, model: str | None = None) -> tuple[Any, Any]:
+    """Return the policy that drew a round's responses, without a value head, and its tokenizer.
+
+    Args:
+        run: the run.
+        number: the round.
+        model: the checkpoint, a folder or an id; None: the run's own.
+
+    Raises:
+        RunDirectoryError: the policy was not kept; or the run was made by a script and no checkpoint was given.
+    """
+    is_scored = run.config.get("algorithm") == SCORED
+    if model is not None:
+        return load_checkpoint(model, run.config.get("dtype", "float32"))
+    if is_scored:
+        run.check_trust()
+        return load_checkpoint(run.config["model"], run.config["dtype"])
+    if not run.experiment:
+        raise RunDirectoryError(
+            f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
+            "its checkpoint: --model FOLDER."
+        )
+    rebuilt = rebuild_round(run, number, make_target=lambda task: RESPONSE_TARGETS["sequence"]())
+    return getattr(rebuilt.model, "language_model", rebuilt.model), rebuilt.tokenizer
 
 
 def _read_config(run: RunDirectory) -> LanguageConfig:

@@ -252,9 +252,7 @@ def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tup
     return load_model(run, number, env=env), RoundRecording.load(path)
 
 
-def load_model(
-    run: RunDirectory, number: int, *, env: AnyEnv = None, changes: Mapping[str, Any] | None = None
-) -> Any:
+def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: Mapping[str, Any] | None = None) -> Any:
     """Return the model that collected a round, with the round's policy; see `load_round`, and `build_model`.
 
     Raises:

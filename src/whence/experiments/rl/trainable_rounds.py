@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from stable_baselines3.common.logger import Logger
 
@@ -14,7 +13,6 @@ from whence.experiments.rl.stored import AnyEnv, load_model, read_records
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import copy_tensors, named_tensors, read_optimizer, read_update
-from whence.selection import read_weights
 
 _SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf")
 
@@ -87,23 +85,16 @@ def _compose_round(
     )
 
 
-def list_trained(run: RunDirectory, numbers: Sequence[int]) -> pl.DataFrame:
-    """Return `round`, `record_id` and `advantage` of the records that trained, in the order of the rounds."""
-    tables = []
-    for number in numbers:
-        table = run.round("records", number)
-        mask = pl.Series(read_weights(table) > 0)
-        columns = pl.lit(number, dtype=pl.Int64).alias("round"), "record_id", pl.col("advantage").cast(pl.Float64)
-        tables.append(table.filter(mask).select(*columns))
-    return pl.concat(tables)
-
-
-def draw_minibatches(recording: RoundRecording, trained: np.ndarray, seed: int) -> RoundRecording:
+def draw_minibatches(recording: RoundRecording, trained: Sequence[int], seed: int) -> RoundRecording:
     """Return a round with minibatches drawn by a seed from the records that trained."""
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, recording.number]).generate_state(1)[0]))
+    generator = torch.Generator().manual_seed(
+        int(np.random.SeedSequence([seed, recording.number]).generate_state(1)[0])
+    )
     size = recording.update.batch_size or len(trained)
-    places = torch.isin(recording.records.ids, torch.from_numpy(trained)).nonzero()[:, 0]
-    epochs = [places[torch.randperm(len(places), generator=generator)].split(size) for _ in range(recording.update.n_epochs)]
+    places = torch.isin(recording.records.ids, torch.tensor(trained)).nonzero()[:, 0]
+    epochs = [
+        places[torch.randperm(len(places), generator=generator)].split(size) for _ in range(recording.update.n_epochs)
+    ]
     return replace(
         recording,
         minibatches=[minibatch for epoch in epochs for minibatch in epoch],
@@ -113,9 +104,11 @@ def draw_minibatches(recording: RoundRecording, trained: np.ndarray, seed: int) 
     )
 
 
-def leave_out(recording: RoundRecording, ids: np.ndarray) -> RoundRecording:
+def leave_out(recording: RoundRecording, ids: Sequence[int]) -> RoundRecording:
     """Return a round whose minibatches lack some records; a minibatch that is left with none is no step."""
-    kept = ~torch.isin(recording.records.ids, torch.from_numpy(ids))
+    kept = ~torch.isin(recording.records.ids, torch.tensor(ids))
     minibatches = [minibatch[kept[minibatch]] for minibatch in recording.minibatches]
-    pairs = [(minibatch, epoch) for minibatch, epoch in zip(minibatches, recording.epochs, strict=True) if len(minibatch)]
+    pairs = [
+        (minibatch, epoch) for minibatch, epoch in zip(minibatches, recording.epochs, strict=True) if len(minibatch)
+    ]
     return replace(recording, minibatches=[pair[0] for pair in pairs], epochs=[pair[1] for pair in pairs])

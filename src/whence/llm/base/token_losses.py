@@ -49,10 +49,12 @@ def surrogate(
     old_log_probs: Float[Tensor, "n R"],
     advantages: Float[Tensor, "n R"],
     clip_range: float,
+    highest: float | None = None,
 ) -> Float[Tensor, "n R"]:
-    """Return PPO's clipped objective of each token, to be raised."""
+    """Return PPO's clipped objective of each token, to be raised; `highest` is the clip range above 1, if another."""
     ratio = (log_probs - old_log_probs).exp()
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
+    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range if highest is None else highest))
+    return torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def value_loss(

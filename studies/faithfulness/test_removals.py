@@ -1,26 +1,20 @@
 """The highest and the lowest of a score left out: each training as if it were alone, and what its curve says."""
 
-import importlib
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from studies.faithfulness import removals
+from studies.faithfulness.removals import leave_out
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import IIF, Return, RoundRecording, WhenceError, attribute_round, cli
-from whence.counterfactual import leave_out, removals
+from whence import IIF, Return, WhenceError, attribute_round
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.counterfactual.retrain import retrain
-from whence.rounds import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
-
-command = importlib.import_module("whence.cli.commands.counterfactual_command")
 
 
 @pytest.fixture(scope="module", params=["Adam"])
@@ -128,33 +122,6 @@ def test_what_is_refused(case: Any, changed: dict[str, Any], message: str) -> No
     settings = {"scores": {"zero": np.zeros(64)}, "target": Return(), "shares": (0.1,)} | changed
     with pytest.raises(WhenceError, match=message):
         leave_out(model.policy, recording, settings.pop("scores"), **settings)
-
-
-def test_the_command_adds_the_curves(tmp_path: Path) -> None:
-    def whence(*arguments: object) -> Any:
-        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-    run = tmp_path / "run"
-    lake = ["FrozenLake-v1", "--n-steps", 32, "--batch-size", 16, "--n-epochs", 1, "--optimizer", "SGD"]
-    trained = whence("train", *lake, "--n-envs", 2, "--rounds", 1, "--run", run, "--record-rounds", 1)
-    assert trained.exit_code == 0, trained.output
-    arguments = ["counterfactual", run, "--round", 1, "--subsets", 3, "--orders", 2, "--test-episodes", 2]
-    file = run / "counterfactual" / "round_00001.json"
-    shown = whence(*arguments, "--leave-out")
-    assert shown.exit_code == 0, shown.output
-    content = json.loads(file.read_text())
-    table = pl.DataFrame(content["removals"], schema=removals.SCHEMA)
-    assert {row["score"] for row in content["rows"]} - {"random"} == set(table["score"].drop_nulls())
-    trained = len(RoundRecording.load(run / "recordings" / "round_00001.safetensors").trained)
-    assert trained < 64  # the command trains by IIF
-    assert sorted(set(table["removed"])) == [int(share * trained) for share in removals.SHARES if share * trained >= 1]
-    text = " ".join(shown.output.split())
-    for outcome in ("target", "surrogate", "evaluated"):
-        assert select_rows(table, outcome=outcome).height == 2 * 4 * (2 * (len(METHODS) + 4) + 1)
-        for truth in ("recorded", "reshuffled"):
-            assert f"Round 1, change of the {outcome}, {truth} minibatches, by records removed" in text
-    first = select_rows(table, truth="recorded", outcome="target", score="unrolled", side="top")
-    assert f"{first['change'][0]:+.2g}" in text
 
 
 def test_what_a_rule_dropped_is_not_left_out_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""Proofs in the terminal, and what the commands that make them share."""
+
+from typing import Any
+
+from whence.cli.terminal.console import console, make_table, print_json, print_line
+from whence.core import WhenceError
+from whence.counterfactual.proofs import Proof, format_outcome
+
+_TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
+
+
+def check_ways(ways: dict[str, bool], behaviour: str, *, has_behaviour: bool) -> None:
+    """Refuse options that name records to leave out in two ways, or neither records nor a behaviour."""
+    chosen = [way for way, is_chosen in ways.items() if is_chosen]
+    if len(chosen) > 1:
+        raise WhenceError(f"{chosen[0]} and {chosen[1]} both name the records to leave out; give one of them.")
+    if not chosen and not has_behaviour:
+        raise WhenceError(
+            f"Nothing says what to leave out. Name a behaviour, and a finder looks for its causes: {behaviour}. Or "
+            f"name the records: {', '.join(ways)}."
+        )
+
+
+def print_proof(proof: Proof, *, json: bool) -> None:
+    """Print what came of the trainings: a table, and what it means in a sentence."""
+    rows = proof.summarise()
+    if json:
+        outcomes = [row | {"apart": proof.is_apart(row["outcome"])} for row in rows]
+        print_json({"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "outcomes": outcomes})
+        return
+    cells = [
+        [outcome, "the run itself", format_outcome(outcome, value), "–"] for outcome, value in proof.stored.items()
+    ]
+    cells += [[row["outcome"], _TITLES[row["variant"]], *map(_format, [row] * 2, ("value", "change"))] for row in rows]
+    cells.sort(key=lambda cell: list(proof.table["outcome"].unique(maintain_order=True)).index(cell[0]))
+    title = f"{proof.size:,} {proof.records} left out, {proof.table['seed'].n_unique()} seeds, 95% intervals"
+    console.print(make_table(title, ["outcome", "trained", "mean", "change"], cells))
+    print_line(proof.text)
+    for note in proof.notes:
+        print_line(f"Note: {note}")
+    print_line(f"Numbers: {proof.file}")
+
+
+def _format(row: dict[str, Any], column: str) -> str:
+    interval, outcome = row[column], row["outcome"]
+    if column == "change" and row["variant"] == "all":
+        return "–"
+    sign = "+" if column == "change" and interval["mean"] >= 0 else ""
+    ends = [format_outcome(outcome, interval[end]) for end in ("low", "high") if interval[end] is not None]
+    return f"{sign}{format_outcome(outcome, interval['mean'])}" + (f" [{', '.join(ends)}]" if ends else "")

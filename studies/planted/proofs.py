@@ -1,0 +1,136 @@
+"""Whether a planted cause is proved: a training without the records that a finder names, or without the rigged ones.
+
+Run: `python -m studies.planted.proofs results/planted [--only arithmetic/finder]`. The runs are those of seed 0 of
+`studies.planted.run` and `studies.planted.language`, which are trained if they are not there. In each, `whence prove`
+and `whence llm prove` train the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
+got the rigged reward. "plain" is LunarLander without the plant: it leaves out the same kind of record, firings of the
+left engine in the lower half in a tenth of the episodes, which nothing has paid for there.
+
+A finished training is not done again: the command goes on where it was interrupted. Runs are kept in `--runs`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import polars as pl
+import torch
+import typer
+from rich.console import Console
+
+from studies.planted import grader, language
+from studies.planted import run as agents
+from studies.stored import round_numbers, write_line
+from whence.core import Action
+from whence.counterfactual import Proof
+from whence.diagnosis import prove_decision, prove_response
+from whence.experiments.llm import language_training
+from whence.runs import RunDirectory
+
+KEYS = ("case", "left_out", "outcome", "variant", "seed")
+"""What names a line of proofs.parquet."""
+
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A world whose tic is proved.
+
+    Attributes:
+        rounds: the first rounds, which are trained again.
+        method: the finder.
+        top: how many records it names.
+    """
+
+    rounds: int
+    method: str
+    top: int
+
+
+SETUPS = {
+    "arithmetic": Setup(6, "bm25", 128),
+    "lander": Setup(10, "similar", 256),
+    "minigrid": Setup(10, "similar", 256),
+}
+
+agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", seeds=[0])
+
+JOBS = [(case, what) for case in SETUPS for what in ("finder", "truth")] + [("plain", "truth")]
+"""The worlds, and what is left out in them."""
+
+OnStage = Callable[[str], None]
+
+
+def list_rigged(case: str, directory: RunDirectory, rounds: int) -> pl.DataFrame:
+    """Return `round` and `record_id` of what got the rigged reward, or would have got it, in the first rounds."""
+    parts = []
+    for number in range(1, rounds + 1):
+        records = directory.round("records", number)
+        find = language.find_rigged if case == "arithmetic" else lambda records: agents.find_rigged(case, records)
+        chosen = records.filter(pl.Series(find(records)))
+        parts.append(chosen.select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id"))
+    return pl.concat(parts)
+
+
+def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
+    """Prove what taught the wrong answer to a problem of the kind that the bug pays."""
+    lab, path, setup = grader.make_lab(), runs / "arithmetic" / "seed_0", SETUPS["arithmetic"]
+    language_training.run(language.configure_run(lab, 0), path)
+    directory, question = RunDirectory.open(path), language.list_questions(lab)[0]
+    return prove_response(
+        directory,
+        *question,
+        None if what == "finder" else list_rigged("arithmetic", directory, setup.rounds),
+        method=setup.method,
+        top=setup.top,
+        rounds=range(1, setup.rounds + 1),
+        seeds=SEEDS,
+        on_stage=on_stage,
+    )
+
+
+def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
+    """Prove what taught the tic, in states of the trained policy's rollouts in which it would pay."""
+    setup, planted = SETUPS["lander" if case == "plain" else case], "lander" if case == "plain" else case
+    world = agents.CASES[planted]
+    directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
+    states, _ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
+    return prove_decision(
+        directory,
+        Action(states, np.full(len(states), world.action)),
+        None if what == "finder" else list_rigged(planted, directory, setup.rounds),
+        behaviour="the tic",
+        method=setup.method,
+        top=setup.top,
+        rounds=range(1, setup.rounds + 1),
+        seeds=SEEDS,
+        test_episodes=20,
+        on_stage=on_stage,
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
+    only: Annotated[str, typer.Option(help="Proofs whose name begins so: lander/finder.")] = "",
+) -> None:
+    """Prove what is not there yet, and write proofs.parquet."""
+    torch.set_num_threads(1)
+    console = Console(stderr=True)
+    for case, what in JOBS:
+        if not f"{case}/{what}".startswith(only):
+            continue
+        console.print(f"{case}, {what}")
+        prove = prove_text if case == "arithmetic" else lambda *arguments, case=case: prove_tic(case, *arguments)
+        proof = prove(what, runs, console.print)
+        about = {"case": case, "left_out": what, "records": proof.size}
+        for row in proof.table.to_dicts():
+            write_line(out / "proofs.parquet", round_numbers(about | row), KEYS)
+        console.print(proof.text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -20,6 +20,7 @@ from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, Claims, Finding, link_records
 from whence.findings.learning import find_critic_faults, find_harm
 from whence.findings.observations import find_clipped, find_constant, find_repeated
+from whence.findings.rewards import find_gamed_rewards
 from whence.runs import RunDirectory
 
 MOST = 5
@@ -45,7 +46,9 @@ EFFECTS: Sequence[Callable[[Evidence], Claims]] = (find_loops, find_critic_fault
 
 
 def find(run: RunDirectory, *, env: AnyEnv = None, play: bool = False) -> list[Finding]:
-    """Return what stands out in an agent's run, the surest first, at most five; nothing where nothing stands out.
+    """Return what stands out in a run, the surest first, at most five; nothing where nothing stands out.
+
+    In a language model's run it looks at the rewards alone; see `find_gamed_rewards`.
 
     Findings are ordered by their chance. Plain facts, whose `p` is None, and chances below one in a million are all as
     good as certain: of these, causes come before what follows from them.
@@ -58,7 +61,9 @@ def find(run: RunDirectory, *, env: AnyEnv = None, play: bool = False) -> list[F
     Raises:
         RunDirectoryError: a round's file is damaged.
     """
-    evidence = None if run.is_language else read_evidence(run)
+    if run.is_language:
+        return find_gamed_rewards(run)[:MOST]
+    evidence = read_evidence(run)
     if evidence is None:
         return []
     findings = [*_look(evidence, CAUSES), *find_settings(evidence), *_look(evidence, EFFECTS)]

@@ -28,5 +28,7 @@ from whence.runs.signatures import SIGNATURE as SIGNATURE
 from whence.runs.signatures import explain_distrust as explain_distrust
 from whence.runs.stopwatch import Stopwatch as Stopwatch
 from whence.runs.stopwatch import time_stage as time_stage
+from whence.runs.vocabulary import read_vocabulary as read_vocabulary
+from whence.runs.vocabulary import write_vocabulary as write_vocabulary
 from whence.runs.writer import RunWriter as RunWriter
 from whence.runs.writer import Seconds as Seconds

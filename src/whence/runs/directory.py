@@ -42,6 +42,7 @@ from whence.runs.flags import FLAGS, read_flags, remove_flags
 from whence.runs.locks import Lock, check_writer, lock_run
 from whence.runs.row_tables import RowTable
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
+from whence.runs.vocabulary import VOCABULARY
 
 log = logging.getLogger("whence")
 
@@ -69,6 +70,7 @@ class RunDirectory:
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes
+    vocabulary.parquet                 a language model's tokens: the text of each id
     .signature                         of the configuration and the place, by the user who made the run
     .lock                              locked while a process writes the run
     ```
@@ -236,7 +238,8 @@ class RunDirectory:
     def _remove_rounds(self) -> None:
         """Delete everything that a run wrote except its configuration."""
         remove_leftovers(self.path)
-        (self.path / FLAGS).unlink(missing_ok=True)
+        for name in (FLAGS, VOCABULARY):
+            (self.path / name).unlink(missing_ok=True)
         for name in get_args(Table):
             self._row_table(name).remove()
         for name in (*get_args(PerRound), *FOLDERS):

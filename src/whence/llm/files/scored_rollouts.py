@@ -15,8 +15,8 @@ from whence.llm.base import list_infos, list_tokens, make_rows, pad_rows
 from whence.llm.base.run_description import read_versions
 from whence.llm.files.rollout_files import read_steps
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, score
-from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages
-from whence.runs import Checkpoint, RunDirectory, RunWriter, strip_addresses, time_stage
+from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
+from whence.runs import Checkpoint, RunDirectory, RunWriter, strip_addresses, time_stage, write_vocabulary
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
 SCORED = "scored"
@@ -106,6 +106,7 @@ def score_rollouts(
         **about,
     }
     directory, writer = _open(Path(run), description, overwrite=overwrite)
+    write_vocabulary(directory.path, list_vocabulary(tokenizer))
     done, first_id = directory.table("metrics").height, 0
     try:
         for number, step in enumerate(read_steps(Path(path), columns), 1):
@@ -207,6 +208,7 @@ def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> 
         *(step[name].cast(pl.Float64) for name in step.columns if name.startswith("reward.")),
         *([step["step"].alias("info.step")] if "step" in step.columns else []),
         *list_infos(infos),
+        *list_chats({name: step[name].to_list() for name in ("prompt", "response")}),
         *list_tokens(rows),
     )
     return add_selection(table, ScoreAll().select(rows), influence)

@@ -22,6 +22,7 @@ from whence.llm.base import (
     WithValueHead,
     language_view,
     list_infos,
+    list_signals,
     list_tokens,
     make_rows,
 )
@@ -43,6 +44,8 @@ class Rollout:
         divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
         entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
         columns: the prompts' further columns, with a value for each response.
+        token_entropies: (n, R) the entropies of all tokens that could have followed, in nats.
+        ref_log_probs: (n, R) log-probs of the response tokens under the start model.
     """
 
     responses: Responses
@@ -51,6 +54,8 @@ class Rollout:
     divergence: Float[Tensor, " n"]
     entropy: float
     columns: Columns
+    token_entropies: Float[Tensor, "n R"]
+    ref_log_probs: Float[Tensor, "n R"]
 
 
 def make_rollout(
@@ -89,10 +94,11 @@ def make_rollout(
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
     tokens = {name: getattr(responses, name) for name in ("input_ids", "attention_mask", "response_mask")}
     draft = make_rows(**tokens)
-    outputs = evaluate_rows(model, draft, config, processes)
+    outputs = evaluate_rows(model, draft, config, processes, with_entropy=True)
     with reference.activate(model) as start_model:
         ref_log_probs = evaluate_rows(start_model, draft, config, processes).log_prob
     assert outputs.value is not None
+    assert outputs.entropy is not None
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
     _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
     penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
@@ -118,6 +124,8 @@ def make_rollout(
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
         -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
         columns,
+        outputs.entropy,
+        ref_log_probs,
     )
 
 
@@ -135,24 +143,28 @@ def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor
             )
 
 
-def evaluate_rows(model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE) -> Outputs:
+def evaluate_rows(
+    model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE, *, with_entropy: bool = False
+) -> Outputs:
     """Return log-probs and values of the rows' response tokens, (n, R), without gradients, in eval mode.
 
     The model may have a value head. Each process evaluates a part of the rows, and gets the outputs of all.
     """
     view = language_view(model, temperature=config.temperature)
+    wanted = {"log_prob", "value", *(["entropy"] if with_entropy else [])}
     params = {name: parameter.detach() for name, parameter in view.parameters().items()}
     parts, local_rows = [], rows.take(processes.part(len(rows)))
     with torch.no_grad(), eval_mode(model.modules()):
         for first in range(0, len(local_rows), config.generation_batch_size):
             chunk = local_rows.take(slice(first, first + config.generation_batch_size))
-            parts.append(view.only({"log_prob", "value"}, params, view.prepare(chunk)))
+            parts.append(view.only(wanted, params, view.prepare(chunk)))
 
     def join(column: Callable[[Outputs], Any]) -> Tensor:
         return processes.gather(torch.cat([column(part) for part in parts]), len(rows))
 
     value = None if parts[0].value is None else join(lambda part: part.value)
-    return Outputs(join(lambda part: part.log_prob), value)
+    entropy = join(lambda part: part.entropy) if with_entropy else None
+    return Outputs(join(lambda part: part.log_prob), value, entropy)
 
 
 def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
@@ -173,7 +185,16 @@ def make_response_table(rollout: Rollout, selection: Selection, influence: Influ
             "log_prob": rows.log_probs.double().tolist(),
         }
     )
-    table = table.with_columns(*list_infos(rollout.columns), *list_tokens(rows))
+    observations: Any = rows.observations
+    signals = list_signals(
+        observations["response_mask"].cpu(),
+        table["tokens"].to_list(),
+        log_probs=observations["log_probs"],
+        entropies=rollout.token_entropies,
+        ref_log_probs=rollout.ref_log_probs,
+    )
+    signals = [column for column in signals if column.name not in table.columns]
+    table = table.with_columns(*list_infos(rollout.columns), *list_tokens(rows), *signals)
     return add_selection(table, selection, influence)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from whence.core import RunDirectoryError, WhenceError
 from whence.llm.base import Processes
 from whence.llm.base.run_description import describe_run, read_versions
-from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_latest
+from whence.llm.text import list_vocabulary
+from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_latest, write_vocabulary
 
 log = logging.getLogger("whence")
 
@@ -55,6 +56,7 @@ class TrainingRun:
             self.writer.begin(description, versions=versions, overwrite=overwrite, may_change=_MAY_CHANGE)
             self.directory = self.writer.directory
             self.directory.remove_later()
+            write_vocabulary(self._folder, list_vocabulary(self._trainer.tokenizer))
             if checkpoint is not None:
                 done, rounds = checkpoint.round, settings.rounds
                 state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"

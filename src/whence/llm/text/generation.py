@@ -85,6 +85,16 @@ def split_text(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
+def list_vocabulary(tokenizer: Any) -> list[str]:
+    """Return the text of each token id by itself; half a character is the replacement character."""
+    ids = list(range(len(tokenizer)))
+    texts = tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    # SentencePiece writes no space before the first word of a text.
+    begins = [str(piece).startswith("\N{LOWER ONE EIGHTH BLOCK}") for piece in pieces]
+    return [f" {text.lstrip()}" if begin else text for begin, text in zip(begins, texts, strict=True)]
+
+
 def _generate_chunk(
     model: Any, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], width: int, config: PPOConfig
 ) -> Tensor:

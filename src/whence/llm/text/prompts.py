@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeAlias
 
+import polars as pl
+
 from whence.core import WhenceError
 from whence.llm.base import PPOConfig, TokenRows, pad_rows
 from whence.llm.text.rewards import Columns, Reward, find_columns
@@ -209,6 +211,27 @@ def join_messages(text: Any) -> str:
         texts += map(_read_part, [content] if isinstance(content, str) else content)
         texts += [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
     return "".join(texts)
+
+
+def list_chats(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
+    """Return columns `chat.NAME` with the messages of those that are chats, as JSON: role, text and calls of tools."""
+    chats = {}
+    for name, values in columns.items():
+        if any(not isinstance(value, str) for value in values):
+            chats[name] = [None if isinstance(v, str) else json.dumps(list(map(_write_message, v))) for v in values]
+    return [pl.Series(f"chat.{name}", texts, dtype=pl.String) for name, texts in chats.items()]
+
+
+def _write_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    called = [f"{call.get('name')}({_write_arguments(call.get('arguments'))})" for call in calls]
+    about = {"role": str(message.get("role", "")), "name": message.get("name"), "calls": called}
+    plain = {"content": message.get("content")}
+    return {name: value for name, value in about.items() if value} | {"text": join_messages([plain])}
+
+
+def _write_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
 
 
 def _read_part(part: str | Mapping[str, Any]) -> str:

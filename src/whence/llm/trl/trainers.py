@@ -119,6 +119,7 @@ class _SelectingTrainer:
         self.prompt_columns: dict[str, list[Any]] = {}
         self._epochs_before = 0
         self.seconds: dict[str, dict[str, float]] = {}
+        self._minibatch: Mapping[str, Any] | None = None
         self._held_rates: list[tuple[dict[str, Any], float]] = []
         self._removal: RemovableHandle | None = None
 
@@ -160,8 +161,7 @@ class _SelectingTrainer:
         if type(self.rule) is not KeepAll:
             with time_stage(self.seconds, "scoring"), preserve_rng_state():
                 self.rows = self._make_rows(output)
-                part = self._processes.part(len(self.rows))
-                output[ROW] = torch.arange(len(self.rows), device=output["advantages"].device)[part]
+                self._number_rows(output)
                 self._confirm_steps(output)
                 if self.chooser is not None:
                     self.chooser.begin(self.rows, self._progress)
@@ -170,8 +170,15 @@ class _SelectingTrainer:
             self._note_selection(self.rule.select(self.rows, self.influence, self._progress), [output])
         elif self._run is not None:
             self.rows = None if find_other_inputs(output) else self._make_rows(output)
+            self._number_rows(output)
             self._run.note_batch()
         return output
+
+    def _number_rows(self, output: dict[str, Any]) -> None:
+        """Let each row know its place in the generation batch of all processes."""
+        if self.rows is not None:
+            part = self._processes.part(len(self.rows))
+            output[ROW] = torch.arange(len(self.rows), device=output["advantages"].device)[part]
 
     def _confirm_steps(self, output: Mapping[str, Any]) -> None:
         """Before the first step, take back the choice within steps if a recorded pass differs from a plain one."""
@@ -258,7 +265,9 @@ class _SelectingTrainer:
             rows, factor = take_kept(inputs, count, averages=averages_rows(self))
         # Selected rows are marked.
         chooser = self.chooser if model.training and self.chooser and self.chooser.is_open else None
+        self._minibatch = rows if model.training and ROW in rows else None
         loss = self._compute_trl_loss(model, rows) if chooser is None else chooser.compute_loss(model, inputs)
+        self._minibatch = None
         loss = loss if factor is None else loss * factor
         if model.training and self._steps_in_backward:
             self._guard_next_step(model, loss.detach())
@@ -266,6 +275,13 @@ class _SelectingTrainer:
 
     def _compute_trl_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
         return super()._compute_loss(model, inputs)  # type: ignore[misc,no-any-return]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's log-probs of tokens, and note those of a minibatch of training for the run."""
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        if self._run is not None and self._minibatch is not None:
+            self._run.signals.note(self._minibatch, *outputs[:2])
+        return outputs
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take TRL's step; if the whole batch was dropped, remove the gradients, so that no parameter moves."""

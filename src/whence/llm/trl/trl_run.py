@@ -21,10 +21,19 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from whence.core import RunDirectoryError, WhenceError
-from whence.llm.base import list_infos, list_tokens
+from whence.llm.base import average_signals, list_infos, list_tokens
 from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
-from whence.llm.text import join_messages
-from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_digests, save_tree
+from whence.llm.text import join_messages, list_chats, list_vocabulary
+from whence.llm.trl.pass_signals import PassSignals, list_pass_signals
+from whence.runs import (
+    Checkpoint,
+    RunDirectory,
+    RunWriter,
+    load_tree,
+    read_digests,
+    save_tree,
+    write_vocabulary,
+)
 from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")
@@ -34,6 +43,9 @@ _FILE = "whence.safetensors"
 
 _RUN_ID = "id"
 """The note that tells a run's checkpoints from those of another run that was in the same directory before."""
+
+_MEANS = {"length": "tokens", "ended_share": "ended"}
+"""Metrics of a round that are means of its records' columns."""
 
 _LIBRARIES = ("whence", "torch", "transformers", "trl", "accelerate")
 _NOT_OF_THE_STEPS = (
@@ -71,6 +83,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             )
         self._steps = trainer.args.num_iterations * (batches // accumulation)
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
+        self.signals = PassSignals()
         self._directory: RunDirectory | None = None
         self._checkpoint: Path | None = None
 
@@ -172,6 +185,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 _delete_later(args.output_dir, 0)  # those of the run that was here before
         if _RUN_ID not in self._directory.notes:
             self._directory.note(**{_RUN_ID: uuid.uuid4().hex})
+            write_vocabulary(self._folder, list_vocabulary(self._trainer._tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Complete a checkpoint that Transformers has written; one without an optimiser cannot be gone on from."""
@@ -241,12 +255,14 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             pl.Series("advantage", logs["advantages"], dtype=pl.Float64),
             *(parts if len(parts) > 1 else ()),
             *list_infos({**trainer.prompt_columns, **extra}),
+            *list_chats({"prompt": logs["prompt"], "response": logs["completion"]}),
         )
         if trainer.rows is not None:
             lengths = trainer.rows.observations["response_mask"].sum(dim=1)
             tokens = list_tokens(trainer.rows)
             groups = pl.Series("group_id", trainer.rows.group_ids.tolist())
-            table = table.with_columns(groups, pl.Series("tokens", lengths.tolist()), *tokens)
+            ended = pl.Series("ended", self._list_ended(tokens[1].to_list()))
+            table = table.with_columns(groups, pl.Series("tokens", lengths.tolist()), ended, *tokens)
         everything = Selection.dropping(torch.ones(len(table), dtype=torch.bool), "")
         selection, influence = trainer.selection or everything, trainer.influence
         keep = pl.Series(selection.keep.numpy())
@@ -255,17 +271,29 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "reward_kept": table.filter(keep)["reward"].mean(),
             "reward_dropped": table.filter(~keep)["reward"].mean(),
             **({part.name: part.mean() for part in parts} if len(parts) > 1 else {}),
-            **({} if trainer.rows is None else {"length": table["tokens"].mean()}),
+            **({} if trainer.rows is None else {name: table[c].mean() for name, c in _MEANS.items()}),
             **summarise_selection(selection, influence),
         }
         self._batch = add_selection(table, selection, influence), metrics
 
+    def _list_ended(self, responses: list[list[int]]) -> list[bool]:
+        """Return whether each response ends in a token that ends it; TRL empties those that were cut, if asked to."""
+        ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
+        return [bool(ids) and ids[-1] in ends for ids in responses]
+
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Write the generation batch after the last of its steps."""
         number, rest_of_round = divmod(state.global_step, self._steps)
-        if rest_of_round or self._directory is None or self._batch is None:
+        if rest_of_round:
+            return
+        passes = self.signals.take(args.world_size)
+        if self._directory is None or self._batch is None:
             return
         (table, metrics), seconds = self._batch, self._trainer.seconds
+        if passes and self._trainer.rows is not None:
+            lengths = table["response_ids"].list.len().to_list()
+            table = table.with_columns(list_pass_signals(passes, self._trainer.rows, lengths, args))
+            metrics = metrics | average_signals(table)
         ids = pl.Series("record_id", range((number - 1) * len(table), number * len(table)), dtype=pl.Int64)
         self._directory.write_round("records", number, table.select(ids, pl.all()))
         self._writer.write_rows({"round": number, **metrics}, seconds)

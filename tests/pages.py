@@ -43,7 +43,7 @@ def render(page: dict, contents: dict[str, Any], **variables: Any) -> str:
     style = "\n".join((ASSETS / name).read_text() for name in ("page.css", *STYLES))
     defaults = {
         **{"title": "LunarLander-v3: iif", "subtitle": "Seed 0, 4 of 4 rounds.", "mode": page["mode"]},
-        **{"explored": True, "page_json": embed(page), "style": Markup(style)},
+        **{"explored": True, "page_json": embed(page), "style": Markup(style), "language": page["kind"] == "responses"},
         "round_scripts": [(name, text if isinstance(text, str) else compress(text)) for name, text in contents.items()],
         "scripts": [Markup((ASSETS / name).read_text()) for name in SCRIPTS],
     }
@@ -233,9 +233,28 @@ def make_language_round(number: int, *, text: str = "") -> dict:
     responses = list_responses(text)
     for response in responses[:2]:
         content["details"][str(response["record"])] |= response
+    turns = [
+        {"role": "user", "text": f"Say it. {text}"},
+        {"role": f"tool{text}", "text": "", "calls": [f"add({text})"]},
+    ]
+    tokens = {"texts": ["It.", f" {text}"], "log_probs": [-0.1, -3.0], "entropies": [0.5, None]}
+    content["details"][str(BEST)] |= {"turns": {"prompt": turns, "response": None}, "tokens": tokens}
+    content["round"]["prompts"] = [
+        {"prompt": f"Say it. {text}", "records": [BEST, WORST, 7], "responses": 3, "reward": 0.3, "reward.vowels": 0.25}
+    ]
     opened = [{name: value for name, value in one.items() if name != "response"} for one in responses]
     opened[2] = responses[2]  # which is no moment, so the group has its text
     return content | {"groups": [{"responses": opened, "total": 4}]}
+
+
+def make_answers(text: str) -> dict:
+    """Answers to two prompts at three checkpoints; the second prompt's reward changed more."""
+
+    def answer(number: int, said: str, reward: float) -> dict:
+        answers = [{"text": f"a{text}", "reward": 0.0}, {"text": f"{said}{text}", "reward": reward}]
+        return {"run": f"ppo{text}", "round": number, "answers": answers}
+
+    return {"prompts": [f"p{text}", f"q{text}"], "sources": [answer(0, "b", 0), answer(1, "b", 0), answer(2, "c", 1)]}
 
 
 def write_file(path: Path, page: dict, contents: dict[str, Any], **variables: Any) -> Path:

@@ -102,7 +102,7 @@ def test_a_language_model_that_collapses() -> None:
     assert "fell from 3.35 in the first round to 0.15" in texts["responses become alike"]
     assert "5% end before the length limit, 90% did" in texts["responses do not end"]
     for text in texts.values():
-        assert "KL coefficient (`init_kl_coef`), lower `learning_rate`" in text
+        assert "KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`" in text
         assert "reward pays for" in text
 
 

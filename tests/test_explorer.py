@@ -80,7 +80,7 @@ class TestPageObject:
         page = describe_runs([run])
         assert page["kind"] == "responses"
         keys = [column["key"] for column in page["runs"][0]["columns"]]
-        assert keys == ["record_id", "score", "flag", "prompt", "response"]
+        assert keys == ["record_id", "score", "response", "prompt", "flag"]
         shown = plain(build_round(run, 1))
         assert [moment["record"] for moment in shown["worst"]] == [1]
         assert (shown["groupings"], shown["changed"]) == ([], [])

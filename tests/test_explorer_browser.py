@@ -26,14 +26,20 @@ def files(tmp_path_factory) -> dict[str, Path]:
     hostile["runs"][0]["columns"] = [
         column | {"name": f"{column['name']}{HOSTILE}", "about": HOSTILE} for column in pages.COLUMNS
     ]
-    language = make_page(rounds=1, kind="responses")
+    language = make_page(rounds=2, kind="responses")
+    flags = [{"round": 1, "record_id": 7, "note": HOSTILE}]
+    language["runs"][0] |= {"curves": [{"name": HOSTILE, "about": HOSTILE, "values": [0.5, 0.25]}], "flags": flags}
     pictures = {
         "one": (make_page(), one),
         "two": (make_page(runs=2), rounds),
         "hostile": (hostile, {"round-0-1": make_round(1, text=f"{HOSTILE} {TURNED}")}),
-        "language": (language, {"round-0-1": make_language_round(1, text=HOSTILE)}),
+        "language": (language, {f"round-0-{n}": make_language_round(n, text=HOSTILE) for n in (1, 2)}),
     }
-    return {name: write_file(path / f"{name}.html", page, contents) for name, (page, contents) in pictures.items()}
+    answers = {"answers_json": pages.embed(pages.make_answers(HOSTILE))}
+    return {
+        name: write_file(path / f"{name}.html", page, contents, **(answers if name == "language" else {}))
+        for name, (page, contents) in pictures.items()
+    }
 
 
 @pytest.fixture
@@ -344,11 +350,11 @@ class TestResponses:
             yield page
 
     def test_prompts_and_responses_are_shown_as_text(self, page):
-        expect(page.locator(".card .what").first).to_have_text(f"Record {WORST} It. {HOSTILE}")
+        expect(page.locator(".card .what").first).to_have_text(f"Response {WORST} It. {HOSTILE}")
         moment = open_worst(page)
         expect(moment.locator("section pre").first).to_have_text(f"Say it. {HOSTILE}")
         expect(moment.locator("section pre").nth(1)).to_have_text(f"Say it. {HOSTILE}")
-        assert page.locator("#record-words").text_content() == "one response of the model"
+        assert page.locator("#explorer > h2").text_content() == "Rounds"
         expect(moment.locator(".story")).to_contain_text(
             "The reward was 0. The advantage was −0.5, so training makes the"
         )
@@ -363,15 +369,52 @@ class TestResponses:
         expect(cards).to_have_count(3)
         expect(cards.nth(0)).to_contain_text("+0.8 ± 0.05")
         expect(cards.nth(0)).to_contain_text("Say it.")
-        expect(cards.nth(1)).to_contain_text(f"Record {WORST}, this one")
+        expect(cards.nth(1)).to_contain_text(f"Response {WORST}, this one")
         expect(cards.nth(1)).to_contain_text("no, dropped")
         expect(cards.nth(2)).to_contain_text(f"Say it. {HOSTILE}")
         boxes = [cards.nth(at).bounding_box() for at in range(3)]
         assert boxes[0]["y"] == boxes[1]["y"]
         assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
         assert cards.nth(2).get_by_role("button").count() == 0  # the file does not have it
-        cards.nth(0).get_by_role("button", name=f"Record {BEST}").click()
-        expect(page.locator("#moment-title")).to_have_text(f"Record {BEST}")
+        cards.nth(0).get_by_role("button", name=f"Response {BEST}").click()
+        expect(page.locator("#moment-title")).to_have_text(f"Response {BEST}")
+
+    def test_curves_prompts_turns_and_tokens(self, page):
+        expect(page.locator("#round-curves figcaption")).to_have_text(f"{HOSTILE}0.25")
+        page.locator("#round-curves svg").click(position={"x": 2, "y": 10})
+        expect(page.locator("#round-curves figcaption")).to_have_text(f"{HOSTILE}0.5")
+        expect_link(page, "#run=0&round=1")
+        row = page.locator("#prompts .tabulator-row")
+        expect(row).to_contain_text(f"Say it. {HOSTILE}")
+        expect(row.locator("[tabulator-field='reward.vowels']")).to_have_text("0.25")
+        row.get_by_role("button").click()
+        moment = page.locator("#moment")
+        expect(page.locator("#moment-title")).to_have_text(f"Response {BEST}")
+        expect(moment.locator(".turns li").nth(0)).to_have_text(f"userSay it. {HOSTILE}")
+        expect(moment.locator(".turns .call")).to_have_text(f"calls add({HOSTILE})")
+        tokens = moment.locator(".tokens span")
+        expect(tokens.nth(1)).to_have_attribute("title", "log-prob −3, entropy –")
+        expect(tokens.nth(1)).to_have_attribute("style", re.compile("background"))
+        moment.get_by_role("button", name="entropy").click()
+        expect(tokens.nth(1)).not_to_have_attribute("style", re.compile("background"))
+        assert page.locator("img[src=x]").count() == 0
+
+    def test_answers_of_any_checkpoints(self, page):
+        prompts = page.locator("#answers .answered > pre")
+        expect(prompts.first).to_have_text(f"q{HOSTILE}")
+        expect(page.locator("#answers-note")).to_contain_text("after round 2: mean reward 0.5")
+        expect(page.locator("#answers .group-card")).to_have_count(4)
+        page.get_by_label("after round 1").check()
+        expect(page.locator("#answers .answered").first.locator(".group-card")).to_contain_text(
+            [f"b{HOSTILE}", "The same answer.", f"c{HOSTILE}"]
+        )
+        page.locator("#answers-search").fill("c<")
+        expect(prompts).to_have_count(1)
+
+    def test_flags_are_exported(self, page):
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export flags").click()
+        assert json.loads(download.value.path().read_text()) == {"round": 1, "record_id": 7, "note": HOSTILE}
 
 
 def check_accessible(response):

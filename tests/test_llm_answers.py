@@ -6,7 +6,7 @@ import torch
 from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
 from whence.llm.text import answer_prompts, read_prompts
 from whence.page import write_report
-from whence.page.responses import compare_answers, read_answers
+from whence.page.answers import read_answers
 from whence.runs import RunDirectory
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -73,47 +73,32 @@ class TestAnswers:
 
 
 class TestPage:
-    def test_the_largest_change_comes_first(self):
-        start = table_of(["p", "q", "r"], ["a", "b", "c"], [0.0, 1.0, 0.5])
-        shown = compare_answers(
-            start, {"after 3 rounds": table_of(["q", "p", "r"], ["b!", "a", "d"], [0.0, 0.0, 0.75])}
-        )
-        assert [one["prompt"] for one in shown["prompts"]] == ["q", "r", "p"]
-        before, after = shown["prompts"][0]["answers"]
-        assert (before["text"], before["reward"], before["change"]) == ("b", 1.0, None)
-        assert (after["by"], after["text"], after["change"], after["is_same"]) == ("after 3 rounds", "b!", -1.0, False)
-        assert shown["prompts"][2]["answers"][1]["is_same"]
-        assert shown["sentences"] == [
-            "After 3 rounds: 2 of 3 answers differ from those before training. The mean reward was 0.5 before and is "
-            "0.25."
-        ]
-
-    def test_prompts_and_rewards_that_are_missing(self):
-        start = table_of(["p", "q"], ["a", "b"], [None, None])
-        shown = compare_answers(start, {"after 1 round": table_of(["p", "z"], ["c", "d"], [1.0, 1.0])})
-        assert [len(one["answers"]) for one in shown["prompts"]] == [2, 1]
-        assert shown["prompts"][0]["answers"][1]["change"] is None
-        assert shown["sentences"] == ["After 1 round: 1 of 1 answers differ from those before training."]
-
-    def test_several_runs_stand_next_to_each_other(self, tmp_path):
+    def test_answers_of_all_checkpoints_stand_in_the_order_of_the_prompts(self, tmp_path):
         runs = {}
         for name, reward in (("ppo", 0.25), ("ippo", 1.0)):
             runs[name] = RunDirectory.create(tmp_path / name, {"kind": "language"})
-            runs[name].write_round("answers", 0, table_of(["p"], ["a"], [0.0]))
-            runs[name].write_round("answers", 4, table_of(["p"], [f"of {name}"], [reward]))
+            runs[name].write_round("answers", 0, table_of(["p", "q"], ["a", "b"], [0.0, None]))
+            runs[name].write_round("answers", 4, table_of(["z", "p"], ["c", f"of {name}"], [1.0, reward]))
         runs["bare"] = RunDirectory.create(tmp_path / "bare", {"kind": "language"})
-        runs["other"] = RunDirectory.create(tmp_path / "other", {"kind": "language"})
-        runs["other"].write_round("answers", 0, table_of(["p"], ["of another model"], [0.0]))
-        runs["other"].write_round("answers", 4, table_of(["p"], ["b"], [1.0]))
         shown = read_answers(runs, notes := [])
-        assert notes == [
-            "Answers of other cannot be shown: its start model answers otherwise than that of the first run."
+        assert (shown["prompts"], notes) == (["p", "q", "z"], [])
+        assert [(one["run"], one["round"]) for one in shown["sources"]] == [
+            *(("ppo", 0), ("ppo", 4), ("ippo", 0)),
+            ("ippo", 4),
         ]
-        assert [(answer["by"], answer["text"]) for answer in shown["prompts"][0]["answers"]] == [
-            ("before training", "a"),
-            ("ppo, after 4 rounds", "of ppo"),
-            ("ippo, after 4 rounds", "of ippo"),
-        ]
+        assert shown["sources"][0]["answers"] == [{"text": "a", "reward": 0.0}, {"text": "b", "reward": None}, None]
+        assert [one and one["text"] for one in shown["sources"][3]["answers"]] == ["of ippo", None, "c"]
+        assert read_answers({"bare": runs["bare"]}, notes) is None
+
+    def test_many_checkpoints_are_spread(self, tmp_path):
+        run = RunDirectory.create(tmp_path / "run", {"kind": "language"})
+        for number in range(30):
+            run.write_round("answers", number, table_of(["p"], [str(number)], [0.0]))
+        shown = read_answers({"run": run}, [])
+        assert [one["round"] for one in shown["sources"]][::11] == [0, 29]
+        assert len(shown["sources"]) == 12
+        many = read_answers({str(at): run for at in range(5)}, [])
+        assert [one["round"] for one in many["sources"]] == [0, 29] * 5
 
     def test_texts_are_escaped(self, tmp_path):
         make_trainer(tmp_path, sample_prompts=["ab"]).train()
@@ -122,7 +107,7 @@ class TestPage:
         run.write_round("answers", 2, table_of([HOSTILE], [HOSTILE + "x"], [1.0]))
         write_report(run, tmp_path / "report.html")
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "Answers before and after training" in page
-        assert "&lt;script&gt;alert(1)" in page
+        assert "Answers to the same prompts" in page
+        assert "\\u003cscript\\u003ealert(1)" in page
         assert "<script>alert(1)" not in page
         assert "<img src=x" not in page

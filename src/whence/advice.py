@@ -243,7 +243,10 @@ def _does_not_improve(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding
             )
 
 
-_REMEDY = "raise the KL coefficient (`init_kl_coef`), lower `learning_rate`, and look at what the reward pays for"
+_REMEDY = (
+    "raise the KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`, and look at what the reward pays "
+    "for"
+)
 """What to do if a language model finds a trick."""
 
 _MOST_NATS_PER_TOKEN = 1.0
@@ -283,7 +286,7 @@ def _responses_do_not_end(rows: Rows, config: Mapping[str, Any]) -> Iterator[Fin
             yield (
                 number,
                 f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round: the "
-                "model runs on, often by repeating itself. Read the responses. Raise `missing_eos_penalty`, or "
+                "model runs on, often by repeating itself. Read the responses. Raise PPO's `missing_eos_penalty`, or "
                 f"{_REMEDY}.",
             )
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.core import Action, WhenceError
+from whence.core import Action
 from whence.diagnosis import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.moments import find_moment, name_action
 from whence.page.explored_run import LOCK, ExploredRun
@@ -25,6 +25,9 @@ SCORED: Mapping[str, str] = {
 
 MOMENTS = 6
 """Moments at either end that the page shows."""
+
+PULLED = 300
+"""Characters of the texts of a target's row."""
 
 
 @dataclass(frozen=True)
@@ -203,16 +206,37 @@ def build_causes(
 
     Raises:
         RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
-        WhenceError: the run is a language model's, or its actions are continuous and `by` asks which are the same.
+        WhenceError: actions are continuous and `by` asks which are the same.
     """
     if run.is_language:
-        raise WhenceError("Language models' responses have no such answer here. Ask whence llm why.")
+        return _explain_tokens(run, number, record)
     target, decision = read_decision(run, number, record)
     view = gather_causes(run, target, decision, by=by, most=MOMENTS, framed=MOMENTS, on_round=on_round)
     thumbs = {number: make_thumb(frame) for number, frame in view.frames.items()}
     for row in (*view.raised, *view.lowered):
         row["thumb"] = thumbs.get(row["record"])
     return describe_causes(view) | {"record": record, "round": number}
+
+
+def _explain_tokens(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
+    """Return the part of a response's score that each of its tokens has, and its log-prob and entropy, in JSON types.
+
+    `pulls` are the rows of the target with the largest parts of the score at either end.
+    """
+    # Transformers takes seconds to import.
+    from whence.experiments.llm.language_rebuilding import explain_response
+
+    with LOCK:
+        explanation = explain_response(run.directory, number, record)
+    pulls = explanation.pulls.with_columns(pl.col("prompt", "response").str.slice(0, PULLED))
+    ends = pl.concat([pulls.head(MOMENTS), pulls.tail(MOMENTS)]).unique(maintain_order=True)
+    columns = {"parts": explanation.parts, "log_probs": explanation.log_probs, "entropies": explanation.entropies}
+    return {
+        "texts": explanation.tokens,
+        **{name: round_numbers(values, 3) for name, values in columns.items()},
+        "pulls": [row | {"part": round_number(row["part"], 3)} for row in ends.to_dicts()],
+        "notes": [] if explanation.note is None else [explanation.note],
+    }
 
 
 def describe_causes(view: CauseView) -> dict[str, Any]:

@@ -15,10 +15,16 @@ from whence.page.explored_run import ExploredRun
 from whence.page.frames import choose_steps, make_thumb, replay_moments
 from whence.page.grid import EMBEDDED, embed_pivots
 from whence.page.moment_view import describe_view, gather_moment, list_curves
-from whence.page.responses import list_groups
+from whence.page.responses import describe_text, list_groups
 
 FRAMED = 3
 """Moments at either end of a round that have frames."""
+
+TOKENS = 8
+"""Responses at either end of a round that have numbers of each token."""
+
+LINKED_RESPONSES = 32
+"""Responses of a finding that can be opened, and have these numbers, too."""
 
 COMPARED_ROUNDS = 12
 """Rounds of each run that a comparison's file holds at most."""
@@ -68,7 +74,8 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
     records = run.round(number)
     worst, best = list_moments(records, [])
     present = {*records.table["record_id"]}
-    named = [find_moment(records.table, record) for record in linked[:FRAMED] if record in present]
+    most = LINKED_RESPONSES if run.is_language else FRAMED
+    named = [find_moment(records.table, record) for record in linked[:most] if record in present]
     framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
     replays = replay_moments(run, [(moment, choose_steps(moment.step)) for moment in framed])
     details, thumbs = {}, {}
@@ -77,6 +84,9 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
         replay = replays.get(record, ({}, NOT_EMBEDDED))
         view = gather_moment(run, number, moment, replay=replay)
         details[str(record)] = describe_view(view)
+        if run.is_language:  # numbers of each token would make the file heavy
+            is_first = moment in (*worst[:TOKENS], *best[:TOKENS], *named)
+            details[str(record)] |= describe_text(view.row, run.vocabulary, with_tokens=is_first)
         if view.frames and moment.step is not None:
             thumbs[record] = make_thumb(view.frames[moment.step])
     for about in (*shown["worst"], *shown["best"]):

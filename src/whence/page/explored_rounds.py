@@ -31,11 +31,18 @@ from whence.page.moment_view import (
     list_curves,
     read_change,
 )
-from whence.page.responses import list_group
+from whence.page.responses import describe_text, list_group, list_prompts
+from whence.page.round_means import list_round_curves
 from whence.page.scored_round import Round
 
-COMMANDS = {"view": "", "why": "--record {record}", "llm why": "--record {record}"}
-"""The commands that an opened record names, and their options."""
+
+def name_commands(run: ExploredRun) -> dict[str, str | None]:
+    """Return the commands that an opened record names; None: the run does not say how to build its model again."""
+    can_explain = bool(run.directory.experiment) or "rollouts" in run.directory.config
+    names = {"view": "", "llm why" if run.is_language else "why": "--record {record}"}
+    commands: dict[str, str | None] = {name: run.name_command(name, options) for name, options in names.items()}
+    return commands | ({} if can_explain or not run.is_language else {"llm why": None})
+
 
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")
 """Curves over rounds that a page shows below the slider, where they exist."""
@@ -59,13 +66,15 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
     return {
         "label": run.label,
         "path": str(run.directory.path),
-        "commands": {command: run.name_command(command, options) for command, options in COMMANDS.items()},
+        "commands": name_commands(run),
         "findings": findings,
         "opens": choose_round(run, rounds, findings or ()),
         "planned": run.planned,
         "finished": run.is_finished(),
         "rounds": [*rounds],
         "series": _read_series(run, rounds),
+        "curves": list_round_curves(run.directory, rounds, run.means) if run.is_language else [],
+        "flags": [] if is_served else run.list_flags(),
         "columns": [column._asdict() for column in _list_run_columns(run, rounds)],
         "actions": run.labels,
     }
@@ -87,7 +96,8 @@ def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Column]:
     except (IndexError, OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
         return list(RESPONSES if run.is_language else STEPS)
     # An agent's scores are computed when a round is opened.
-    computed = ("score", "error") if "score" not in names and not run.is_language else ()
+    computed = [] if "score" in names or run.is_language else ["score", "error"]
+    computed += ["score_per_token"] if {"score", "tokens"} <= {*names} else []
     return list_columns([*names, *computed], is_language=run.is_language)
 
 
@@ -113,8 +123,31 @@ def describe_trust(run: ExploredRun, number: int, records: pl.DataFrame) -> list
     if "score" not in records.columns:
         return []
     # Rounds of a language model are not trained again without records.
-    lines = [*([] if run.is_language else [_describe_lds(run, number)]), _describe_errors(records)]
-    return [{"level": level, "text": text} for level, text in lines]
+    lines = [_describe_sizes(records) if run.is_language else _describe_lds(run, number), _describe_errors(records)]
+    return [{"level": level, "text": text} for level, text in lines if text]
+
+
+ALIKE = 0.7
+"""From this rank correlation on, the sizes of scores say little more than |advantage| × length."""
+
+
+def _describe_sizes(records: pl.DataFrame) -> tuple[str, str]:
+    """Return how far the sizes of scores are those of advantage and length alone; no text where that is not known."""
+    if not {"advantage", "tokens"} <= {*records.columns}:
+        return "unknown", ""
+    rows = records.filter(pl.col("advantage") != 0).drop_nulls(["score", "advantage", "tokens"])
+    product = pl.col("advantage").abs() * pl.col("tokens")
+    rho = rows.select(pl.corr(pl.col("score").abs(), product, method="spearman")).item()
+    if len(rows) < LEAST_RANKED or rho is None or not math.isfinite(rho):
+        return "unknown", ""
+    text = f"The sizes of these scores follow |advantage| × length with a rank correlation of {rho:.2f}"
+    if rho < ALIKE:
+        return "unknown", f"{text}, so they say something else, too."
+    return "fair", f"{text}: they say little more. Compare the scores per token, and their signs."
+
+
+LEAST_RANKED = 8
+"""Responses from which on ranks are compared."""
 
 
 def _describe_lds(explored: ExploredRun, number: int) -> tuple[str, str]:
@@ -197,6 +230,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
         "strip": build_strip(shown),
         "worst": _describe_moments(run, table, worst),
         "best": _describe_moments(run, table, best),
+        "prompts": list_prompts(scored) if run.is_language else [],
         "groupings": attempt(lambda: list_pivots(run, scored), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
         "changed": [] if run.is_language or table.is_empty() else _build_changes(run, scored, notes),
@@ -242,12 +276,14 @@ def build_detail(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
     flags = run.directory.flags().filter(pl.col("round") == number, pl.col("record_id") == record)
     detail = describe_view(view) | {"window": list_curves(view.window, run.labels)}
     detail["flag"] = None if flags.is_empty() else flags["note"][0]
-    return detail | ({"group": list_group(records, row.get("prompt"))} if run.is_language else {})
+    if not run.is_language:
+        return detail
+    return detail | {"group": list_group(records, row.get("prompt")), **describe_text(row, run.vocabulary)}
 
 
 def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataFrame:
     """Return the records of the strip in time order, of a large round those of the moments' episodes."""
-    keys = [name for name in ("env_index", "episode_id", "step") if name in table.columns]
+    keys = [name for name in ("env_index", "episode_id", "step", "group_id") if name in table.columns]
     if len(table) > STRIP:
         episodes = {moment.episode_id for moment in moments if moment.episode_id is not None}
         if "episode_id" in keys and episodes:
@@ -262,7 +298,8 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
     def read(name: str) -> pl.Expr:
         return pl.col(name) if name in table.columns else pl.lit(None, dtype=pl.Float64)
 
-    starts = table.with_row_index("start").group_by(env=read("env_index"), id=read("episode_id"), maintain_order=True)
+    unit = read("group_id") if "group_id" in table.columns else read("episode_id")  # responses to one prompt
+    starts = table.with_row_index("start").group_by(env=read("env_index"), id=unit, maintain_order=True)
     episodes = starts.agg(
         pl.col("start").first(), length=pl.len(), first_step=read("step").first(), total=read("reward").sum()
     )

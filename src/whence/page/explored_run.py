@@ -27,8 +27,9 @@ from whence.experiments import (
 from whence.findings import Finding, find
 from whence.groups import name_groups
 from whence.moments import read_axes
+from whence.page.round_means import RoundMeans
 from whence.page.scored_round import Round, read_round
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, read_vocabulary
 
 log = logging.getLogger("whence")
 
@@ -43,6 +44,9 @@ LINKED = 200
 
 LOCK = threading.RLock()
 """Held where global random generators are used and restored, which two threads cannot do at once."""
+
+_FLAGGED = ("prompt", "response", "reward", "advantage")
+"""Columns that an exported flag has of its record, besides numbers that name it."""
 
 Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
 """Pictures (height, width, 3) by step."""
@@ -95,6 +99,12 @@ class ExploredRun:
         self.directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
         self.label = label or name_run(self.directory)
         self.env = env
+        self.means = RoundMeans()
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """The text of each token of a language model; none if they were not stored."""
+        return read_vocabulary(self.directory.path)
 
     @property
     def is_language(self) -> bool:
@@ -139,6 +149,18 @@ class ExploredRun:
         )
         return self.round(number).table.join(texts, on="record_id", how="left", maintain_order="left")
 
+    def list_flags(self) -> list[dict[str, Any]]:
+        """Return the flags of all rounds in JSON types: `run`, `round`, `record_id`, `note`, and what was flagged."""
+        flags, rows = self.directory.flags(), list[dict[str, Any]]()
+        for number in flags["round"].unique().sort():
+            try:
+                records = self.directory.round("records", number)
+            except RunDirectoryError:
+                records = pl.DataFrame(schema={"record_id": pl.Int64})
+            facts = records.select("record_id", *(pl.col(name) for name in _FLAGGED if name in records.columns))
+            rows += flags.filter(pl.col("round") == number).join(facts, on="record_id", how="left").to_dicts()
+        return [{"run": str(self.directory.path), **row} for row in rows]
+
     def group(self, number: int, by: str) -> pl.Series:
         """Return the name of the group of each record of a round by a column, or by its region.
 
@@ -156,7 +178,7 @@ class ExploredRun:
         return names if names and len(names) == len(read_axes(self.round(number).table, most=len(names))) else None
 
     def list_findings(self) -> list[dict[str, Any]]:
-        """Return what stands out in the run in JSON types, the surest first; nothing of a language model's.
+        """Return what stands out in the run in JSON types, the surest first.
 
         Returns:
             `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids) and `total`, their number.

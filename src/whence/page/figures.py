@@ -47,10 +47,17 @@ def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Dr
         if has(table, column):
             drawings.append((title, text, over_rounds(table, column, axis, colours)))
 
-    what = "exact matches, civil answers or rewards on the test" if has(metrics, "reward") else "evaluation episodes"
-    about = f"Mean return of the {what} after rounds; round 0 is the untrained policy.{bands}"
-    draw("Learning curves", about, evaluations, "test_return", "mean test return")
+    is_language = has(metrics, "reward")
+    what = "Mean over the test's prompts" if is_language else "Mean return of the evaluation episodes"
+    about = f"{what} after rounds; round 0 is the untrained policy.{bands}"
+    draw(
+        "Learning curves", about, evaluations, "test_return", "mean of the test" if is_language else "mean test return"
+    )
     draw("Reward", "Mean reward of the round's responses, dropped ones included.", metrics, "reward", "mean reward")
+    for name in (each for each in metrics.columns if each.startswith("reward.")):
+        about = "Mean of this reward function over the round's responses."
+        draw(f"Reward: {_escape(name[7:])}", about, metrics, name, "mean")
+    draw("Length", "Tokens of a response, mean of the round.", metrics, "length", "tokens")
     if not drawings:
         about = f"Mean return of the last hundred training episodes.{bands}"
         draw("Learning curves", about, metrics, "episode_return", "mean return of training episodes")
@@ -72,7 +79,8 @@ def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Dr
         seconds = "Process CPU seconds" if clock == "cpu" else "Seconds"
         about = f"{seconds} of a mean round; evaluation is left out."
         drawings.append(("Time by stage", about, seconds_by_stage(timings, clock)))
-    about = "Quantiles of each round's scores. Above 0, training on the record raises the target."
+    record = "response" if is_language else "record"
+    about = f"Quantiles of each round's scores. Above 0, training on the {record} raises the target."
     scored = _arms(metrics.drop_nulls("q50")) if has(metrics, "q50") else []
     return drawings + [(f"Influence, {arm}", about, influence_distribution(metrics, arm, colours)) for arm in scored]
 

@@ -76,17 +76,24 @@ STEPS = (
 """Columns where records are steps in an environment."""
 
 RESPONSES = (
-    Column("record_id", "record", "The response's number, counted from the start of training"),
-    *(_SCORE, _ERROR, _KEPT, _FLAG),
-    Column("prompt", "prompt", kind="text"),
-    Column("response", "response", kind="text"),
+    Column("record_id", "response", "The response's number, counted from the start of training"),
+    Column("score", "score", "Above 0, training on the response raises the target", "score"),
+    _ERROR,
     Column("reward", "reward", "Before any penalty"),
-    Column("advantage", "advantage", "Of the last token, whitened over the rollout"),
-    Column("weight", "weight", "How much the response trained"),
-    Column("divergence", "divergence", "From the start model, in nats, as the penalty estimates it"),
+    Column("advantage", "advantage", "As trained; of PPO the last token's, whitened over the rollout"),
     Column("tokens", "tokens", "Length of the response"),
+    Column("ended", "ended", "1: the response ended by itself; 0: it was cut at the limit of tokens"),
+    Column("response", "text", kind="text"),
+    Column("prompt", "prompt", kind="text"),
+    Column("score_per_token", "score / token", "The score divided by the response's length", "score"),
+    Column("entropy", "entropy", "Of the model, in nats, mean over the response's tokens"),
+    Column("divergence", "divergence", "From the start model or the reference, in nats, over the whole response"),
+    Column("clip_share", "clipped", "The share of the tokens whose ratio of probabilities was clipped"),
     Column("log_prob", "log-prob", "Log-probability of the whole response"),
-    _REASON,
+    Column("weight", "weight", "How much the response trained"),
+    Column("keep", "kept", "Whether the response trained", "keep"),
+    Column("flag", "flag", "Your flag and note, from an opened response", "text"),
+    Column("reason", "reason", "Why the response was dropped", "reason"),
 )
 """Columns where records are responses of a language model."""
 
@@ -98,10 +105,11 @@ def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     """
     parts = {name.split(".")[0] for name in names} | {"flag"}
     source = "your data set, or logged by a reward" if is_language else "your environment's infos"
-    further = [Column(name, name[7:], "Of this reward function") for name in names if name.startswith("reward.")]
-    further += [Column(name, name[5:], f"From {source}") for name in names if name.startswith("info.")]
+    rewards = [Column(name, name[7:], "Of this reward function") for name in names if name.startswith("reward.")]
+    infos = [Column(name, name[5:], f"From {source}") for name in names if name.startswith("info.")]
     columns = [column for column in (RESPONSES if is_language else STEPS) if column.key in parts]
-    return [*columns[:-1], *further, *columns[-1:]]
+    place = 1 + next((at for at, column in enumerate(columns) if column.key == "reward"), len(columns) - 2)
+    return [*columns[:place], *rewards, *columns[place:-1], *infos, *columns[-1:]]
 
 
 def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:

@@ -16,13 +16,13 @@ from plotly.offline import get_plotlyjs
 from whence.advice import give_advice
 from whence.core import write_atomically
 from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
+from whence.page.answers import read_answers
 from whence.page.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
 from whence.page.explored_rounds import describe_runs
 from whence.page.explored_run import ExploredRun, attempt, identify_run
 from whence.page.figures import Tables, arm_colours, draw_figures, has
 from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
 from whence.page.moment_view import TARGETS, name_target
-from whence.page.responses import read_answers
 from whence.runs import RunDirectory, Table, explain_distrust
 
 SCRIPTS = (
@@ -193,7 +193,8 @@ def _render(
     searched = [run.directory.path for run in explored if not run.is_language]
     content |= {
         "advice": attempt(lambda: gather_advice(runs, searched), notes, "Advice cannot be given", {}),
-        "answers": read_answers(language, notes),
+        "answers_json": None if (answers := read_answers(language, notes)) is None else embed(answers),
+        "language": page["kind"] == "responses",
         "notes": notes,
         "mode": page["mode"],
         "figures": [(title, about) for title, about, _ in figures],
@@ -290,13 +291,17 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
     last = metrics.tail(1).to_dicts()[0]
     returns = evaluations["test_return"].drop_nulls().to_list() if has(evaluations, "test_return") else []
     dropped, entropy = last.get("dropped_share"), last.get("train/entropy_loss")
+    rewards = {name: value for name, value in last.items() if name.startswith("reward.")}
+    test, kept = ("test", "responses kept") if run.is_language else ("test return", "records kept")
     numbers = [
         ("steps", "{:,}", last.get("timestep")),
-        ("test return", "{:.4g}", returns[-1] if returns else None),
-        ("best test return", "{:.4g}", max(returns, default=None)),
+        (test, "{:.4g}", returns[-1] if returns else None),
+        (f"best {test}", "{:.4g}", max(returns, default=None)),
         ("training return", "{:.4g}", last.get("episode_return")),
         ("reward", "{:.4g}", last.get("reward")),
-        ("records kept", "{:.1%}", 1 - dropped if dropped else None),
+        *((name[7:], "{:.4g}", value) for name, value in rewards.items()),
+        ("tokens a response", "{:.4g}", last.get("length")),
+        (kept, "{:.1%}", 1 - dropped if dropped else None),
         ("policy entropy", "{:.3g} nats", None if entropy is None else -entropy),
     ]
     return [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]

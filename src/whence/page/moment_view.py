@@ -25,11 +25,21 @@ CONTINUATIONS = 16
 TARGETS = {
     "Return()": "return",
     "ValidationLoss": "likelihood of the demonstrations",
-    "SequenceReturn": "return of whole responses",
-    "SequenceReward": "reward of whole responses",
-    "TokenReturn": "return of tokens",
+    "SequenceReturn": "expected reward",
+    "SequenceReward": "expected reward, without a baseline",
+    "TokenReturn": "expected reward, token by token",
+    "MeanObjective": "round's own objective",
 }
 """What targets raise, in words, by the beginnings of their names in the configuration."""
+
+NUMBERS = {
+    "tokens": "tokens",
+    "entropy": "entropy (nats a token)",
+    "divergence": "divergence (nats)",
+    "clip_share": "ratios clipped",
+    "log_prob": "log-prob",
+}
+"""Numbers of a response that its page lists, in words."""
 
 STATE = 64
 """Entries of a state that the page shows at most."""
@@ -234,12 +244,13 @@ def describe_view(view: MomentView) -> dict[str, Any]:
         "reason": None if row.get("reason") is None else cut_text(row["reason"]),
         "targets": [] if row.get("score") is None else [{"name": view.target, **scores}],
     }
+    infos = [(name[5:], value) for name, value in row.items() if name.startswith("info.") and value is not None]
     if "response" in row:
-        return shown | describe_response(row)
+        numbers = [(words, row[name]) for name, words in NUMBERS.items() if row.get(name) is not None]
+        return shown | describe_response(row) | {"metrics": _list_entries([*numbers, *infos])}
     value_before, value_after = (row.get("value"), None) if change is None else change.values
-    metrics = {name: value for name, value in row.items() if name.startswith("info.") and value is not None}
     return shown | {
-        "metrics": _list_entries([(name[5:], value) for name, value in metrics.items()]),
+        "metrics": _list_entries(infos),
         "end": row.get("end"),
         "trained_reward": round_number(row.get("trained_reward")),
         "bootstrap": round_number(row.get("bootstrap")),

@@ -1,15 +1,14 @@
-"""A language model's responses: one opened, those to the same prompt, and answers before and after training."""
+"""A language model's responses: one opened, by turns and tokens, and those to the same prompt."""
 
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import polars as pl
 
-from whence.page.explored_run import attempt
-from whence.page.grid import cut_text, round_number
+from whence.page.grid import cut_text, round_number, round_numbers
 from whence.page.scored_round import Round
-from whence.runs import RunDirectory
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response at most."""
@@ -17,77 +16,70 @@ LONGEST_TEXT = 20_000
 GROUP = 32
 """Responses to one prompt that are shown at most."""
 
-_COLUMNS = {"prompt": pl.String, "response": pl.String, "reward": pl.Float64}
+PROMPTS = 500
+"""Prompts of a round that are listed at most."""
 
+MOST_TOKENS = 4000
+"""Tokens of a response whose numbers are shown at most."""
 
-def read_answers(runs: Mapping[str, RunDirectory], notes: list[str]) -> dict[str, Any] | None:
-    """Return the answers that runs stored, the start model's and each run's last; None if there are none.
+_EXCERPT = 160
 
-    Left out are runs that stored no answers, and, with a note, those of another start model than the first.
-    """
-    tables: dict[str, pl.DataFrame] = {}
-    start: pl.DataFrame | None = None
-    for name, run in runs.items():
-        rounds = run.rounds("answers")
-        if len(rounds) < 2 or rounds[0] != 0:  # trained models are compared with the start model
-            continue
-        failure = f"Answers of {name} cannot be shown"
-        first, last = (attempt(partial(_read, run, number), notes, failure, None) for number in (0, rounds[-1]))
-        if first is None or last is None:
-            continue
-        start = first if start is None else start
-        if not first.equals(start):
-            notes.append(f"{failure}: its start model answers otherwise than that of the first run.")
-            continue
-        after = f"after {rounds[-1]:,} rounds" if rounds[-1] > 1 else "after 1 round"
-        tables[after if len(runs) == 1 else f"{name}, {after}"] = last
-    return None if start is None or not tables else compare_answers(start, tables)
+_BEGIN = r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>"
+_END = r"<\|im_end\|>|<\|eot_id\|>|<end_of_turn>"
+_TURN = re.compile(rf"(?:{_BEGIN})\s*(\w+)(?:<\|end_header_id\|>)?\s*(.*?)\s*(?={_END}|{_BEGIN}|\Z)", re.DOTALL)
+"""A turn in the templates of ChatML, Llama 3 and Gemma: its role and its text."""
 
-
-def _read(run: RunDirectory, number: int) -> pl.DataFrame | None:
-    table = run.round("answers", number)
-    return table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()).unique("prompt", keep="first")
-
-
-def compare_answers(start: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> dict[str, Any]:
-    """Return answers next to those of the start model, in JSON types; answers to other prompts are left out.
-
-    Returns:
-        `sentences`, one for each model, and `prompts`, those whose reward changed the most first, each with `answers`.
-    """
-    shown = {row["prompt"]: [_show_answer("before training", row, None)] for row in start.to_dicts()}
-    sentences = []
-    for name, table in tables.items():
-        pairs = start.join(table, on="prompt", suffix="_after", maintain_order="left")
-        for row in pairs.to_dicts():
-            after = {"response": row["response_after"], "reward": row["reward_after"]}
-            shown[row["prompt"]].append(_show_answer(name, after, row))
-        changed = int((pairs["response"] != pairs["response_after"]).sum())
-        sentence = f"{name[:1].upper()}{name[1:]}: {changed} of {len(pairs)} answers differ from those before training."
-        rewarded = pairs.drop_nulls(["reward", "reward_after"])
-        if len(rewarded):
-            before, after = (rewarded[column].to_numpy().mean() for column in ("reward", "reward_after"))
-            sentence = f"{sentence} The mean reward was {before:.3g} before and is {after:.3g}."
-        sentences.append(sentence)
-    ordered = sorted(shown.items(), key=lambda pair: -max(abs(answer["change"] or 0.0) for answer in pair[1]))
-    prompts = [{"prompt": _cut(prompt), "answers": answers} for prompt, answers in ordered]
-    return {"sentences": sentences, "prompts": prompts}
-
-
-def _show_answer(by: str, row: Mapping[str, Any], start: Mapping[str, Any] | None) -> dict[str, Any]:
-    change = None if start is None or None in (row["reward"], start["reward"]) else row["reward"] - start["reward"]
-    is_same = start is not None and row["response"] == start["response"]
-    return {"by": by, "text": _cut(row["response"]), "reward": row["reward"], "change": change, "is_same": is_same}
+_SIGNALS = ("log_probs", "entropies", "ratios")
+_SHORT = ("reward", "advantage", "score", "error", "weight")
 
 
 def describe_response(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a response's texts and numbers in JSON types."""
+    """Return a response's texts and numbers in JSON types; `rewards` are those of the reward functions."""
+    rewards = {name[7:]: round_number(value) for name, value in row.items() if name.startswith("reward.")}
     return {
         "record": row["record_id"],
         **{name: _cut(row.get(name)) for name in ("prompt", "response")},
-        **{name: round_number(row.get(name)) for name in ("reward", "advantage", "score", "error", "weight")},
+        **{name: round_number(row.get(name)) for name in _SHORT},
+        "rewards": rewards,
+        "ended": row.get("ended"),
+        "tokens_count": row.get("tokens"),
         "dropped": row.get("keep") is False,
     }
+
+
+def describe_text(row: Mapping[str, Any], vocabulary: Sequence[str], *, with_tokens: bool = True) -> dict[str, Any]:
+    """Return the turns of a prompt and of a response in JSON types, and what the policy says of each token.
+
+    Returns:
+        `turns`, lists of `role`, `text` and `calls` for "prompt" and "response", None where a text has no turns; and
+        `tokens`: `texts`, and columns of numbers, as far as they were stored; None without tokens.
+    """
+    turns = {side: list_turns(row, side, vocabulary) for side in ("prompt", "response")}
+    ids = row.get("response_ids")
+    if not (with_tokens and vocabulary and ids):
+        return {"turns": turns, "tokens": None}
+    texts = [vocabulary[each] if each < len(vocabulary) else f"<{each}>" for each in ids[:MOST_TOKENS]]
+    columns = {name: row.get(f"token_{name}") for name in _SIGNALS}
+    log_probs, reference = columns["log_probs"], row.get("token_ref_log_probs")
+    if log_probs and reference:
+        pairs = zip(log_probs, reference, strict=True)
+        columns["divergence"] = [None if None in pair else pair[0] - pair[1] for pair in pairs]
+    shown = {name: round_numbers(values[:MOST_TOKENS], 3) for name, values in columns.items() if values}
+    return {"turns": turns, "tokens": {"texts": texts, **shown}}
+
+
+def list_turns(row: Mapping[str, Any], side: str, vocabulary: Sequence[str] = ()) -> list[dict[str, Any]] | None:
+    """Return the turns of a prompt or a response, from its messages, or from its text's or its tokens' template."""
+    if (messages := row.get(f"chat.{side}")) is not None:
+        return [message | {"text": _cut(message.get("text"))} for message in json.loads(messages)]
+    whole = str(row.get(side) or "")
+    ids = row.get(f"{side}_ids")
+    for text in (whole, "".join(vocabulary[each] for each in ids if each < len(vocabulary)) if ids else ""):
+        if re.search(_BEGIN, text):
+            begun = text if side == "prompt" or re.match(_BEGIN, text) else f"<|im_start|>assistant\n{text}"
+            turns = [{"role": role, "text": _cut(said)} for role, said in _TURN.findall(begun)]
+            return [turn for turn in turns if turn["text"]] or None
+    return None
 
 
 def list_group(records: Round, prompt: Any, details: Collection[int] = ()) -> dict[str, Any]:
@@ -115,6 +107,28 @@ def list_groups(records: Round, details: Sequence[int]) -> list[dict[str, Any]]:
     prompts = rows["prompt"].unique(maintain_order=True).to_list() if "prompt" in rows.columns else []
     groups = [list_group(records, prompt, details) for prompt in prompts]
     return [group for group in groups if group["total"] > 1]
+
+
+def list_prompts(records: Round) -> list[dict[str, Any]]:
+    """Return the prompts of a round in JSON types: means over their responses; the widest spread of rewards first."""
+    table = records.table
+    if "prompt" not in table.columns or table.is_empty():
+        return []
+    named = {"reward": "reward", "score": "score", "tokens": "tokens", "ended": "ended"}
+    named |= {name: name for name in table.columns if name.startswith("reward.")}
+    means = [pl.col(name).cast(pl.Float64).mean().alias(key) for key, name in named.items() if name in table.columns]
+    spread = pl.col("reward").cast(pl.Float64).std() if "reward" in table.columns else pl.lit(None, pl.Float64)
+    chats = [pl.col("chat.prompt").first()] if "chat.prompt" in table.columns else []
+    groups = table.group_by("prompt", maintain_order=True).agg(
+        *chats, *means, records=pl.col("record_id"), responses=pl.len(), spread=spread.fill_nan(None)
+    )
+    shown = []
+    for row in groups.sort("spread", descending=True, nulls_last=True).head(PROMPTS).iter_rows(named=True):
+        turns = list_turns(row, "prompt") or [{"text": row["prompt"]}]
+        texts = {"prompt": cut_text(turns[-1]["text"], _EXCERPT), "records": row.pop("records")[:GROUP]}
+        numbers = {name: round_number(value) for name, value in row.items() if not isinstance(value, str)}
+        shown.append(texts | numbers)
+    return shown
 
 
 def _cut(text: Any) -> str:

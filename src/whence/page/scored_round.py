@@ -40,11 +40,16 @@ def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) 
     if "score" not in table.columns and can_score and len(table):
         table = _add_scores(run, table, number, env, notes)
     elif "score" not in table.columns:
-        notes.append("No record of this round was scored.")
+        notes.append(
+            "No response of this round was scored. To see scores, train with the rule `ScoreAll()`, which keeps all "
+            "responses, or give the rollouts to `whence llm score`."
+        )
     with suppress(ValueError, KeyError, TypeError, WhenceError):  # a space that is not stored in this way
         table = show_taken_actions(run, table)
     if "score" in table.columns:  # JSON has no NaN
         table = table.with_columns(score=pl.when(pl.col("score").is_finite()).then(pl.col("score")))
+    if {"score", "tokens"} <= {*table.columns}:
+        table = table.with_columns(score_per_token=pl.col("score") / pl.col("tokens").clip(lower_bound=1))
     if {"score", "error"} <= {*table.columns}:
         pairs = table.select("score", "error").iter_rows()
         table = table.with_columns(differs=pl.Series([is_significant(*pair) for pair in pairs], dtype=pl.Boolean))

@@ -317,6 +317,8 @@ class Explanation:
         row: the response's row of the round's records.
         tokens: the text that each token of the response adds.
         parts: the part of the score that each token contributes.
+        log_probs: of each token, under the round's policy.
+        entropies: of what could have stood there, in nats.
         pulls: the target's rows, the largest part first, with `part`, `prompt` and `response`, and for rows of the
             round their `record` and `advantage`. Above 0, training on the response raises the row's term.
         note: how a score that was computed again differs from the stored one; None: it does not.
@@ -325,6 +327,8 @@ class Explanation:
     row: Mapping[str, Any]
     tokens: list[str]
     parts: list[float]
+    log_probs: list[float]
+    entropies: list[float]
     pulls: pl.DataFrame
     note: str | None
 
@@ -354,12 +358,17 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
         rebuilt = _leave_out(rebuilt, position)
     scoring = rebuilt.scoring
     settings: Any = {name: getattr(scoring, name) for name in ("objective", "temperature", "chunk_size")}
-    parts = score_tokens(rebuilt.model, alone, target=scoring.target, **settings)[0].tolist()
+    parts = score_tokens(rebuilt.model, alone, target=scoring.target, **settings)
     products = score_target_rows(rebuilt.model, alone, 0, target=scoring.target, **settings)
     pulls = _describe_target_rows(rebuilt).with_columns(part=pl.Series(products.tolist())).sort("part", descending=True)
     tokens = split_text(rebuilt.tokenizer, row["response_ids"])
     note = _compare(run, table, row, float(products.sum()))
-    return Explanation(row, tokens, parts[: len(tokens)], pulls, note)
+    sampling = PPOConfig("runs/evaluated", temperature=scoring.temperature)
+    outputs = evaluate_rows(rebuilt.model, alone, sampling, with_entropy=True)
+    assert outputs.entropy is not None
+    columns = (parts, outputs.log_prob, outputs.entropy)
+    part, log_prob, entropy = (column[0, : len(tokens)].tolist() for column in columns)
+    return Explanation(row, tokens, part, log_prob, entropy, pulls, note)
 
 
 def _leave_out(rebuilt: RebuiltRound, position: int) -> RebuiltRound:

@@ -23,6 +23,11 @@ const Whence = (() => {
     return node;
   }
 
+  // Whether the records are a language model's responses, and what the page calls one.
+  const language = document.documentElement.dataset.kind === "responses";
+  const one = language ? "response" : "record";
+  const One = language ? "Response" : "Record";
+
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
   // Three digits are enough to read; integers stay whole.
@@ -66,8 +71,8 @@ const Whence = (() => {
 
   // What training on a record does, from the signs of its score and its advantage.
   function explainScore(score, significant, target = "return") {
-    if (!isNumber(score)) return "This record was not scored.";
-    if (significant === false) return `Its influence cannot be told from 0: it is within two errors.`;
+    if (!isNumber(score)) return `This ${one} was not scored.`;
+    if (significant === false) return `Its ${language ? "score" : "influence"} cannot be told from 0: it is within two errors.`;
     return score < 0
       ? `Harmful: training on it lowers the ${target}.`
       : `Helpful: training on it raises the ${target}.`;
@@ -131,7 +136,7 @@ const Whence = (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
   return {
-    element, drawing, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
+    element, drawing, language, one, One, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
     judgeAdvantage, withCode, colour, palette, colourScale, level, calm, dark,
   };
 })();

@@ -8,7 +8,7 @@
   const [runSelect, otherSelect, slider, spark, roundName, status, live] = ["run", "other", "round", "spark", "round-name", "status", "live"].map((name) => at(`explorer-${name}`));
   const [earlier, later] = [at("round-earlier"), at("round-later")];
   const page = source.page;
-  const language = page.kind === "responses";
+  const { language } = Whence;
   let chosen = { run: 0, round: null, record: null, other: null, otherRound: null };
   let shown = null; // the first column's round
   let turn = 0;
@@ -30,7 +30,7 @@
     const notes = element("ul", { class: "notes" });
     const lists = element("div", { class: "ends" });
     const strip = Whence.makeStrip((record, from) => openMoment(place, record, from));
-    const about = element("div", { class: "strip-about" }, element("h3", {}, "Influence over time"));
+    const about = element("div", { class: "strip-about" }, element("h3", {}, language ? "Scores of the round" : "Influence over time"));
     const stripPart = element("div", { class: "strip-part" }, about, ...strip.nodes);
     const node = element("div", { class: "column", hidden: place > 0 }, heading, notes, answer, stripPart, lists, trust);
     let content = null;
@@ -47,8 +47,8 @@
       if (!stripPart.hidden) strip.show(round);
       const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
       lists.replaceChildren(...(round.scored ? [
-        Whence.lists.moments("Most harmful moments", "Training on these lowers the target, the surest first.", round.worst, options),
-        Whence.lists.moments("Most helpful moments", "Training on these raises the target, the surest first.", round.best, options),
+        Whence.lists.moments(language ? "Responses that harm most" : "Most harmful moments", "Training on these lowers the target, the surest first.", round.worst, options),
+        Whence.lists.moments(language ? "Responses that help most" : "Most helpful moments", "Training on these raises the target, the surest first.", round.best, options),
       ] : []));
     }
 
@@ -61,14 +61,15 @@
   }
 
   function tellWorst(round, actions) {
-    if (!round.records) return ["This round has no records that can be read."];
+    if (!round.records) return [`This round has no ${Whence.one}s that can be read.`];
+    if (language && !round.scored) return [`This round has ${number(round.records)} responses, without scores.`];
     if (!round.scored) return [`This round has ${number(round.records)} records. None was scored, so nothing can be said about which of them harmed: the selection rule needs no influence.`];
     const [worst] = round.worst;
-    if (!worst) return ["No record of this round scored below 0."];
+    if (!worst) return [`No ${Whence.one} of this round scored below 0.`];
     const where = Whence.place(worst);
-    const what = language ? `record ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
-    const sure = worst.significant === false ? " That is within two errors: no measurable difference from 0." : worst.significant ? " That is beyond two errors; of so many records, the surest may be so by chance." : "";
-    return [element("b", {}, "The surest harmful moment"), ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
+    const what = language ? `response ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
+    const sure = worst.significant === false ? " That is within two errors: no measurable difference from 0." : worst.significant ? ` That is beyond two errors; of so many ${Whence.one}s, the surest may be so by chance.` : "";
+    return [element("b", {}, language ? "The lowest score" : "The surest harmful moment"), language ? ` has ${what}: ${withError(worst.score, worst.error)}.${sure}` : ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
   }
 
   function openMoment(place, record, from) {
@@ -204,7 +205,19 @@
   // The figures wait for it.
   const announce = () => document.dispatchEvent(new Event("explorer-shown"));
 
+  // A prompt's responses: the first one opens, with the others beside it; the grid shows them.
+  async function openPrompt(records, from) {
+    grid.pick({ ids: records, words: "One prompt" });
+    for (const record of records) if (await source.canOpen(chosen.run, chosen.round, record)) return openMoment(0, record, from);
+    at("grid-part").scrollIntoView();
+  }
+
   async function showRest(mine) {
+    if (language) {
+      at("round-curves").replaceChildren(...Whence.responses.curves(run(), chosen.round, turnTo));
+      at("prompts").hidden = !shown.prompts?.length;
+      if (shown.prompts?.length) Whence.responses.prompts(at("prompts-body"), shown.prompts, openPrompt);
+    }
     at("map").hidden = !shown.map;
     at("map-body").replaceChildren(...(shown.map ? Whence.map.show(shown.map) : []));
     await showGroups(mine);
@@ -266,8 +279,8 @@
     }
     if (runIndex !== chosen.run) return;
     const list = answer.findings ?? [];
-    at("findings").hidden = at("findings-link").hidden = language;
-    at("findings-status").textContent = list.length ? "" : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
+    at("findings").hidden = at("findings-link").hidden = false;
+    at("findings-status").textContent = list.length ? "" : language ? "No reward rises while another falls. Rewards are what is looked at." : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
     at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, async ({ round, records, total, title }) => {
       if (round !== chosen.round) {
         chosen = { ...chosen, round, record: null, otherRound: null };
@@ -355,7 +368,6 @@
     if (page.runs.some(({ finished }) => !finished)) setTimeout(poll, wait);
   }
 
-  if (language) at("record-words").textContent = "one response of the model";
   listRuns();
   follow().then(async (followed) => {
     if (!followed) {
@@ -365,7 +377,7 @@
       await show();
     }
     const start = chosen;
-    if (!language && (followed || source.served)) {
+    if (followed || source.served) {
       at("findings").hidden = at("findings-link").hidden = false;
       if (source.served) at("findings-status").textContent = "Looking for what stands out …";
       showFindings(() => !followed && chosen === start);

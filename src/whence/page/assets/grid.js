@@ -3,7 +3,7 @@ Whence.makeGrid = (parts) => {
   "use strict";
 
   const { holder, search, note, pages, differs, flagged, all, onOpen } = parts;
-  const { element, isNumber, number, signed, id } = Whence;
+  const { element, isNumber, language, number, signed, id } = Whence;
   const SIZE = 25;
   let table = null, built = false, shown = "", actions = null, picked = {}; // {groups: [[column, name]], ids, words}
 
@@ -21,7 +21,7 @@ Whence.makeGrid = (parts) => {
       const value = cell.getValue();
       const words = text(value, column);
       if (column.key === "record_id") {
-        return element("button", { type: "button", class: "link", "aria-label": `Open record ${words}`, onclick: (event) => { event.stopPropagation(); onOpen(value, event.currentTarget); } }, words);
+        return element("button", { type: "button", class: "link", "aria-label": `Open ${Whence.one} ${words}`, onclick: (event) => { event.stopPropagation(); onOpen(value, event.currentTarget); } }, words);
       }
       const node = element("span", words.length > 60 ? { title: words } : {}, words.length > 60 ? `${words.slice(0, 59)}…` : words);
       if (column.kind === "score" && isNumber(value)) {
@@ -75,8 +75,8 @@ Whence.makeGrid = (parts) => {
 
   function tell(rows, count) {
     const words = picked.words ? `${picked.words}: ` : "";
-    if (Whence.source.served) note.textContent = `${words}${number(rows)} of ${number(count)} records.`;
-    else note.textContent = `${words}${number(rows)} of the ${number(table?.getData().length ?? 0)} records that this file holds of ${number(count)}: those of the listed moments.`;
+    if (Whence.source.served) note.textContent = `${words}${number(rows)} of ${number(count)} ${Whence.one}s.`;
+    else note.textContent = `${words}${number(rows)} of the ${number(table?.getData().length ?? 0)} ${Whence.one}s that this file holds of ${number(count)}${language ? "" : ": those of the listed moments"}.`;
   }
 
   function show(run, runIndex, round) {
@@ -95,7 +95,7 @@ Whence.makeGrid = (parts) => {
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
       columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
-      placeholder: "No record fits.", initialSort: scored && first ? [{ column: first, dir: "asc" }] : [],
+      placeholder: `No ${Whence.one} fits.`, initialSort: scored && first ? [{ column: first, dir: "asc" }] : [],
       columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,
       ...(Whence.source.served ? remote(runIndex, round) : { data: round.rows ?? [] }),
     };
@@ -121,7 +121,7 @@ Whence.makeGrid = (parts) => {
         heading.querySelector(".tabulator-col-title").click();
       });
     }
-    holder.setAttribute("aria-label", "Records");
+    holder.setAttribute("aria-label", `${Whence.One}s`);
     holder.querySelector(".tabulator-tableholder")?.removeAttribute("tabindex");
     for (const input of holder.querySelectorAll(".tabulator-header-filter input")) {
       input.setAttribute("autocomplete", "off");
@@ -173,6 +173,19 @@ Whence.makeGrid = (parts) => {
       && (picked.groups ?? []).every(([column, name]) => row.groups?.[column] === name)
       && (!wanted || columns.some((column) => text(row[column.key], column).toLowerCase().includes(wanted))));
   }
+
+  // Flags of all rounds with their notes, a line of JSON each.
+  async function exportFlags() {
+    const run = Number(shown.split("/")[0]);
+    const { flags } = await Whence.source.loadFlags(run).catch((error) => { note.textContent = error.message; return {}; });
+    if (!flags?.length) return void (note.textContent = flags ? `Nothing is flagged in this run. Open a ${Whence.one} to flag it.` : note.textContent);
+    const file = new Blob(flags.map((flag) => `${JSON.stringify(flag)}\n`), { type: "application/jsonl" });
+    const link = element("a", { href: URL.createObjectURL(file), download: "flags.jsonl" });
+    link.click();
+    URL.revokeObjectURL(link.href);
+    note.textContent = `flags.jsonl holds ${number(flags.length)} flagged ${Whence.one}${flags.length > 1 ? "s" : ""} of all rounds.`;
+  }
+  document.getElementById("grid-export").addEventListener("click", exportFlags);
 
   // Shows the records of some groups, or those of some ids; {} shows all.
   function pick(wanted, anew = true) {

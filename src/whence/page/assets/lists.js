@@ -9,6 +9,7 @@ Whence.lists = (() => {
     if (!isNumber(advantage)) return "";
     const size = `advantage ${signed(advantage)}`;
     if (significant === false || !isNumber(score) || advantage === 0) return size;
+    if (Whence.language) return `${size}, so training makes it ${advantage > 0 ? "likelier" : "less likely"}`;
     if (score < 0) return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which lowers the target`;
     return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which raises the target`;
   }
@@ -24,7 +25,7 @@ Whence.lists = (() => {
     const picture = moment.thumb
       ? element("img", { class: "thumb", src: moment.thumb, alt: "", loading: "lazy" })
       : element("span", { class: "thumb rank", "aria-hidden": "true" }, String(rank));
-    const what = language ? [element("b", {}, `Record ${id(moment.record)}`), moment.text ? ` ${moment.text}` : ""] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
+    const what = language ? [element("b", {}, `Response ${id(moment.record)}`), moment.text ? ` ${moment.text}` : ""] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
     return element("li", {}, element("button", { type: "button", class: `card ${kind}`, "data-record": moment.record, onclick: (event) => onOpen(moment.record, event.currentTarget) },
       picture,
       element("span", { class: "card-text" },
@@ -91,13 +92,13 @@ Whence.lists = (() => {
 
   // What stands out in a run, the surest first. `onOpen(finding)` shows its round and its records.
   function findings(list, run, onOpen) {
-    const first = ({ round, records }) => element("a", { href: `#run=${run}&round=${round}&record=${records[0]}` }, "Open the first moment");
+    const first = ({ round, records }) => element("a", { href: `#run=${run}&round=${round}&record=${records[0]}` }, `Open the first ${Whence.language ? "response" : "moment"}`);
     return list.map((finding) => element("li", {},
-      element("h3", {}, finding.title),
+      element("h3", {}, ...Whence.withCode(finding.title)),
       finding.evidence ? element("p", {}, ...Whence.withCode(finding.evidence)) : null,
       finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
       isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(finding) },
-        finding.total ? `Show ${finding.total === 1 ? "the record" : `${number(finding.total)} records`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null,
+        finding.total ? `Show ${finding.total === 1 ? `the ${Whence.one}` : `${number(finding.total)} ${Whence.one}s`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null,
       finding.records?.length ? first(finding) : null));
   }
 

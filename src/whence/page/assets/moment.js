@@ -9,8 +9,8 @@ Whence.moment = (() => {
   const place = element("p", { class: "moment-place" });
   const copied = element("span", { class: "copied", role: "status" });
   const button = (text, label, action) => element("button", { type: "button", "aria-label": label, onclick: action }, text);
-  const previous = button("‹ Previous", "Previous moment", () => step(-1));
-  const next = button("Next ›", "Next moment", () => step(1));
+  const previous = button("‹ Previous", `Previous ${Whence.language ? "response" : "moment"}`, () => step(-1));
+  const next = button("Next ›", `Next ${Whence.language ? "response" : "moment"}`, () => step(1));
   let view = null, timer = 0, call = 0;
 
   dialog.append(
@@ -69,7 +69,7 @@ Whence.moment = (() => {
     const turn = ++call;
     clearInterval(timer);
     const { run, round, record, list } = view;
-    title.textContent = `Record ${id(record)}`;
+    title.textContent = `${Whence.One} ${id(record)}`;
     place.textContent = "Loading …";
     const at = list.indexOf(record);
     previous.disabled = at <= 0;
@@ -106,11 +106,12 @@ Whence.moment = (() => {
   function fillResponse(detail) {
     const { run, round } = view;
     const sections = Whence.responses.sections(detail, {
-      command: view.commands["llm why"].replace("{record}", detail.record),
+      command: view.commands["llm why"]?.replace("{record}", detail.record),
+      explain: Whence.source.served && view.commands["llm why"] ? () => Whence.source.loadCauses(run, round, view.record, "influence") : null,
       open: (record) => show({ ...view, record }),
       canOpen: (record) => Whence.source.canOpen(run, round, record),
     });
-    body.replaceChildren(...[tell(detail), flag(detail), ...sections].filter(Boolean));
+    body.replaceChildren(...[tell(detail), flag(detail), ...sections, metrics(detail, "All its numbers")].filter(Boolean));
     body.scrollTop = 0;
   }
 
@@ -137,7 +138,7 @@ Whence.moment = (() => {
     const remove = element("button", { type: "button", class: "quiet", onclick: () => store(null) }, "Remove flag");
     const status = element("span", { role: "status" });
     const label = () => {
-      save.textContent = typeof detail.flag === "string" ? "⚑ Save note" : "⚑ Flag this record";
+      save.textContent = typeof detail.flag === "string" ? "⚑ Save note" : `⚑ Flag this ${Whence.one}`;
       remove.hidden = typeof detail.flag !== "string";
     };
     async function store(text) {
@@ -156,10 +157,10 @@ Whence.moment = (() => {
     return element("section", { class: "flag" }, element("div", { class: "jumps" }, note, save, remove, status));
   }
 
-  function metrics({ metrics: list, end }) {
+  function metrics({ metrics: list, end }, heading = "What the environment said") {
     const facts = [...(list ?? [])];
     if (end) facts.push({ name: "episode", value: end });
-    return facts.length ? part("What the environment said", null, entries(facts)) : null;
+    return facts.length ? part(heading, null, entries(facts)) : null;
   }
 
   const part = (heading, about, ...children) =>
@@ -174,7 +175,10 @@ Whence.moment = (() => {
     if (isResponse(detail)) {
       const effect = !isNumber(detail.advantage) || detail.advantage === 0 ? "" : `, so training makes the response ${detail.advantage > 0 ? "more" : "less"} likely`;
       const advantage = isNumber(detail.advantage) ? `The advantage was ${signed(detail.advantage)}${effect}.` : "";
-      lines.push(element("p", {}, `${isNumber(detail.reward) ? `The reward was ${signed(detail.reward)}. ` : ""}${advantage}`));
+      const parts = Object.entries(detail.rewards ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+      const paid = isNumber(detail.reward) ? `The reward was ${signed(detail.reward)}${parts ? ` (${parts})` : ""}. ` : "";
+      const cut = detail.ended === false ? " It was cut at the limit of tokens." : "";
+      lines.push(element("p", {}, `${paid}${advantage}${cut}`));
     } else {
       const where = Whence.place(detail);
       const cut = isNumber(detail.bootstrap) ? ` A time limit cut the episode here: training added ${signed(detail.bootstrap)} for what would have followed.` : "";
@@ -193,7 +197,8 @@ Whence.moment = (() => {
       lines.push(element("p", {}, `Fresh rollouts from this state measured ${withError(detail.mc_advantage, detail.mc_error)}. `, element("b", {}, heading)));
     }
     const kind = !main || main.significant === false ? "fair" : main.score < 0 ? "low" : "high";
-    const score = main ? `Score ${withError(main.score, main.error)}. ` : "";
+    const each = main && detail.tokens_count ? ` (${signed(main.score / detail.tokens_count)} a token)` : "";
+    const score = main ? `Score ${withError(main.score, main.error)}${each}. ` : "";
     lines.push(element("p", { class: `say ${kind}` }, element("b", {}, score + Whence.explainScore(main?.score, main?.significant, main?.name))));
     const fate = detail.dropped
       ? `It was dropped, so the round did not train on it${detail.reason?.trim() ? `: ${detail.reason.trim()}` : ""}.`

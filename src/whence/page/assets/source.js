@@ -47,7 +47,7 @@ Whence.source = (() => {
     if (served) return fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}`);
     const content = await load(run, round);
     const detail = content.details[record];
-    if (!detail) throw new Error(`Record ${record} is not one of the moments in this file. The command ${page.runs[run].commands.view} opens any record.`);
+    if (!detail) throw new Error(`${Whence.One} ${record} cannot be opened in this file. The command ${page.runs[run].commands.view} opens any record.`);
     return { ...detail, window: detail.window ?? cutWindow(content, Number(record)), group: findGroup(content, Number(record)) };
   }
 
@@ -67,6 +67,8 @@ Whence.source = (() => {
     const { rows, columns, cells } = pivots[[...by].reverse().join("\n")];
     return { rows: columns, columns: rows, cells: cells.map(([row, column, ...rest]) => [column, row, ...rest]) };
   }
+
+  const loadFlags = async (run) => (served ? fetchJson(`/api/runs/${run}/flags`) : page.runs[run]);
 
   const loadFindings = async (run) => (served ? fetchJson(`/api/runs/${run}/findings`) : page.runs[run]);
 
@@ -97,5 +99,5 @@ Whence.source = (() => {
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 
-  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, loadFindings, saveFlag, canOpen, fetchJson };
+  return { page, served, load, loadDetail, loadAdvantage, loadCauses, loadPivot, loadFindings, loadFlags, saveFlag, canOpen, fetchJson };
 })();

@@ -5,11 +5,11 @@ Whence.makeStrip = (onOpen) => {
   const { element, isNumber, number, signed, id } = Whence;
   const GAP = 3, ROWS = 26, MOST_CELL = 16;
   const canvas = element("canvas", {
-    class: "strip", tabindex: 0, role: "slider", "aria-label": "Influence of each record, in time order", "aria-valuemin": 0,
+    class: "strip", tabindex: 0, role: "slider", "aria-label": Whence.language ? "Score of each response, by prompts" : "Influence of each record, in time order", "aria-valuemin": 0,
   });
   const readout = element("p", { class: "readout" });
   const caption = element("p", { class: "caption" });
-  const HINT = "Point at a cell, or focus the strip and use the arrow keys. Click or Enter opens the moment.";
+  const HINT = `Point at a cell, or focus the strip and use the arrow keys. Click or Enter opens the ${Whence.language ? "response" : "moment"}.`;
   let strip = null, segments = [], rowHeight = 14, scale = 1, cursor = -1, opened = -1, hovering = false, order = new Map();
 
   // Episodes stand in rows of their own; where they are many, one after another, wrapped like words.
@@ -19,7 +19,7 @@ Whence.makeStrip = (onOpen) => {
     const longest = Math.max(1, ...episodes.map((episode) => episode.length));
     segments = [];
     const rowed = episodes.length > 1 && episodes.length <= ROWS && total / (episodes.length * longest) > 0.2;
-    caption.textContent = `A cell is a record, in the order of time. ${rowed ? "A row is an episode." : "Episodes follow one another, with a gap between."}`;
+    caption.textContent = Whence.language ? `A cell is a response. ${rowed ? "A row holds those to one prompt." : "Those to one prompt stand together."}` : `A cell is a record, in the order of time. ${rowed ? "A row is an episode." : "Episodes follow one another, with a gap between."}`;
     if (rowed) {
       const cell = Math.min(MOST_CELL, width / longest);
       episodes.forEach((episode, row) => segments.push({ ...episode, row, x: 0, cell }));
@@ -101,8 +101,8 @@ Whence.makeStrip = (onOpen) => {
 
   function describe(place) {
     const episode = strip.episodes.find(({ start, length }) => start <= place && place < start + length);
-    const parts = [`Record ${id(strip.record_ids[place])}`];
-    if (episode && isNumber(episode.id)) {
+    const parts = [`${Whence.One} ${id(strip.record_ids[place])}`];
+    if (episode && isNumber(episode.id) && !Whence.language) {
       const step = isNumber(episode.first_step) ? `, step ${number(episode.first_step + place - episode.start)}` : "";
       parts.push(`episode ${id(episode.id)}${step}${isNumber(episode.return) ? ` (rewards sum to ${number(episode.return)})` : ""}`);
     }
@@ -118,7 +118,7 @@ Whence.makeStrip = (onOpen) => {
     const n = strip?.record_ids.length ?? 0;
     canvas.setAttribute("aria-valuemax", Math.max(0, n - 1));
     canvas.setAttribute("aria-valuenow", Math.max(0, place));
-    canvas.setAttribute("aria-valuetext", place < 0 ? `${number(n)} records` : describe(place));
+    canvas.setAttribute("aria-valuetext", place < 0 ? `${number(n)} ${Whence.one}s` : describe(place));
     draw();
   }
 

@@ -95,6 +95,10 @@ def make_app(
         run, number = find(request)
         return build_pivot(run, number, request.query_params.getlist("by"))
 
+    def answer_flags(request: Request) -> Any:
+        (run,) = find(request)
+        return {"flags": run.list_flags()}
+
     def answer_findings(request: Request) -> Any:
         (run,) = find(request)
         return findings.ask(gather_findings, run, max(run.directory.rounds(), default=0), 0, None)
@@ -150,6 +154,7 @@ def make_app(
         Route("/api/figures", _in_thread(lambda request: list_figures(runs))),
         Route(of_round, _in_thread(lambda request: build_round(*find(request)))),
         Route("/api/runs/{run:int}/findings", _in_thread(answer_findings)),
+        Route("/api/runs/{run:int}/flags", _in_thread(answer_flags)),
         Route(f"{of_round}/pivot", _in_thread(answer_pivot)),
         Route(f"{of_round}/records", _in_thread(answer_records)),
         Route(f"{of_round}/records/{{record:int}}", _in_thread(answer_detail)),

@@ -172,6 +172,13 @@ class TestSteps:
         model.policy.value_net.weight.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
         assert "is not finite in the parameter `value_net.weight`" in str(stop(model, 64))
 
+    def test_a_gradient_that_comes_out_otherwise_when_it_is_computed_again(self) -> None:
+        model = make()
+        spoil_gradient(model.policy, "value_net.weight")
+        start = params(model)
+        assert "Round 1: the loss of a minibatch of 32 records" in str(stop(model, 64))
+        assert same(start, params(model))
+
     def test_a_policy_that_diverges(self) -> None:
         error = stop(make(env=Faulty(box=True), learning_rate=1e3, n_epochs=10), 64)
         assert "Round 1: training diverged: the policy's outputs no longer form a distribution" in str(error)

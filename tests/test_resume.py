@@ -591,7 +591,7 @@ class TestFiles:
 
 
 class TestClock:
-    def test_checkpoints_take_at_most_five_percent(self, monkeypatch):
+    def test_checkpoints_take_at_most_two_percent(self, monkeypatch):
         now = [0.0]
         monkeypatch.setattr("whence.runs.checkpoints.time.perf_counter", lambda: now[0])
         clock, saved = CheckpointClock(None), []
@@ -601,9 +601,9 @@ class TestClock:
                 with clock.time_checkpoint(number):
                     now[0] += 0.5
                 saved.append(number)
-        assert saved == list(range(1, 201, 10))
+        assert saved == list(range(1, 201, 25))
         assert clock.is_behind(200)
-        assert not clock.is_behind(191)
+        assert not clock.is_behind(176)
 
     def test_a_number_of_rounds_is_exact(self):
         clock = CheckpointClock(3)

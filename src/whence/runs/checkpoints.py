@@ -51,7 +51,7 @@ class CheckpointClock:
 
     Args:
         save_every: rounds from one checkpoint to the next; 0: none. None: after every round, or after fewer of them, so
-            that checkpoints take at most 5% of the time.
+            that checkpoints take at most 2% of the time.
 
     Attributes:
         last_round: the round after which the last checkpoint was written, by this process or before; 0: none.
@@ -61,10 +61,10 @@ class CheckpointClock:
         if save_every is not None and (type(save_every) is not int or save_every < 0):
             raise WhenceError(
                 f"save_every is {save_every!r}; give the rounds between checkpoints, 0 for none, or None for as many "
-                "as take 5% of the time."
+                "as take 2% of the time."
             )
         self.save_every = 1 if save_every is None else save_every
-        self._share = None if save_every is not None else 0.05
+        self._share = None if save_every is not None else 0.02
         self.last_round, self._last_end, self._last_seconds = 0, -math.inf, 0.0
 
     def is_due(self, number: int) -> bool:

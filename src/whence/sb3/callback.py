@@ -96,7 +96,7 @@ class InfluenceCallback(BaseCallback):
             unfinished run of the same configuration, `learn()` goes on where that was interrupted, to the same bits as
             if it had not been; see `whence.sb3.resume`. A finished run is left as it is.
         save_every: with `run`, rounds from one checkpoint to the next; 0: none are written, and the run cannot go on.
-            None: after every round, or after fewer of them, so that checkpoints take at most 5% of the time.
+            None: after every round, or after fewer of them, so that checkpoints take at most 2% of the time.
         overwrite: delete the run that the directory holds, and start anew.
         folds: with `run`, each score is written with its standard error over so many folds of episodes; see
             `attribute`. Nothing else depends on it. None: without errors.
@@ -319,13 +319,13 @@ class InfluenceCallback(BaseCallback):
                 "InfluenceCallback is inside of another callback, such as EveryNTimesteps, which knows no rollouts. "
                 "Pass it to learn() itself: callback=[InfluenceCallback(...), the other]."
             )
-        dones = self.locals["dones"]
-        infos = list(self.locals["infos"]) or [{}] * len(dones)  # a VecEnv may have none
+        dones, step = self.locals["dones"], self.locals
+        ended, infos = dones.nonzero()[0], list(step["infos"]) or [{}] * len(dones)  # a VecEnv may have none
         if self._run is not None:
-            actions = self.locals.get("clipped_actions", self.locals["actions"])  # a MaskablePPO clips none
-            self._run.tracker.step(actions, dones, infos)
-        check_step(self.model, self.locals, self.next_round)
-        self._steps.add(self.locals["rewards"], dones, infos)
+            actions = step.get("clipped_actions", step["actions"])  # a MaskablePPO clips none
+            self._run.tracker.step(actions, ended, infos)
+        check_step(self.model, step, self.next_round)
+        self._steps.add(step["rewards"], dones, ended, infos)
         return True
 
     def _on_rollout_end(self) -> None:

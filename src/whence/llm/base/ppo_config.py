@@ -44,7 +44,7 @@ class PPOConfig:
         disable_dropout: switch dropout off, so that ratios begin at 1.
         generation_batch_size: rows of a pass that generates, or evaluates without gradients.
         save_every: rounds from one checkpoint to the next; 0: none are written. None: after every round, or after
-            fewer of them, so that checkpoints take at most 5% of the time.
+            fewer of them, so that checkpoints take at most 2% of the time.
         keep_checkpoints: number of checkpoints that stay.
         eval_every: rounds between evaluations; 0: no evaluations.
         disable_tqdm: hide the progress bar.

@@ -33,23 +33,27 @@ class EnvironmentSteps:
 
     def __init__(self, model: Any) -> None:
         self._normalised: VecNormalize | None = model.get_vec_normalize_env()
-        self._rewards: list[NDArray[Any]] = []
         self._scaled: list[NDArray[Any]] = []
+        self._rewards = self._scaled if self._normalised is None else []
         self._dones: list[NDArray[np.bool_]] = []
-        self._truncated: list[NDArray[np.bool_]] = []
+        self._limits: list[tuple[int, int]] = []
         self._infos: list[list[dict[str, Any]]] = []
         self._observations: list[dict[str, NDArray[Any]]] = []
         self._note_observation()
 
-    def add(self, rewards: NDArray[Any], dones: NDArray[np.bool_], infos: Sequence[Mapping[str, Any]]) -> None:
-        """Read what the environments returned for a step."""
+    def add(
+        self,
+        rewards: NDArray[Any],
+        dones: NDArray[np.bool_],
+        ended: NDArray[np.int64],
+        infos: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Read what the environments returned for a step; `ended` are the indices of those that are done."""
+        self._limits += [(len(self._dones), env) for env in ended if infos[env].get("TimeLimit.truncated")]
         # SB3 adds the bootstrap to these rewards in place, after its callbacks.
         self._scaled.append(rewards.copy())
-        self._rewards.append(self._scaled[-1] if self._normalised is None else self._normalised.old_reward.copy())
-        truncated = np.zeros(len(dones), bool)
-        if dones.any():
-            truncated = np.array([bool(info.get("TimeLimit.truncated")) for info in infos]) & dones
-        self._truncated.append(truncated)
+        if self._normalised is not None:
+            self._rewards.append(self._normalised.old_reward.copy())
         self._dones.append(dones.copy())
         self._infos.append([_select_numbers(info) for info in infos])
         self._note_observation()
@@ -66,9 +70,15 @@ class EnvironmentSteps:
         They say something if two of them differ, or if an episode terminated and rewards are not 0, so that a longer
         one earns another sum.
         """
-        rewards = np.array(self._rewards)
-        is_same = bool((rewards == rewards[0, 0]).all())
-        return is_same and (rewards[0, 0] == 0 or not (np.array(self._dones) & ~np.array(self._truncated)).any())
+        rewards = _flatten(self._rewards)
+        is_same = bool((rewards == rewards[0]).all())
+        return is_same and (rewards[0] == 0 or not (_flatten(self._dones) & ~self._find_truncated()).any())
+
+    def _find_truncated(self) -> NDArray[np.bool_]:
+        truncated = np.zeros((len(self._dones[0]), len(self._dones)), bool)
+        for step, env in self._limits:
+            truncated[env, step] = True
+        return truncated.reshape(-1)
 
     @property
     def reward_scale(self) -> float | None:
@@ -94,10 +104,10 @@ class EnvironmentSteps:
         numbers in infos.
         """
         rewards, scaled = (_flatten(each).astype(np.float32) for each in (self._rewards, self._scaled))
-        dones, truncated = _flatten(self._dones), _flatten(self._truncated)
+        truncated = self._find_truncated()
+        ends = pl.Series("end", [None, "terminated", "truncated"], dtype=pl.String)
+        columns = [pl.Series("reward", rewards), ends.gather(_flatten(self._dones).astype(np.int8) + truncated)]
         trained = table["reward"].to_numpy()
-        ends = pl.Series("end", np.where(truncated, "truncated", np.where(dones, "terminated", "")))
-        columns = [pl.Series("reward", rewards), ends.set(ends == "", None)]
         if (trained != rewards).any():
             columns.append(pl.Series("trained_reward", trained))
         if truncated.any():
@@ -138,7 +148,7 @@ def _make_numbers(name: str, values: list[Any]) -> pl.Series:
 
 def _flatten(steps: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return (n, ...) of arrays over environments, one a step, environment by environment."""
-    array = np.stack(steps, axis=1)
+    array = np.concatenate(steps).reshape(len(steps), *steps[0].shape).swapaxes(0, 1)
     return array.reshape(-1, *array.shape[2:])
 
 

@@ -1,17 +1,19 @@
 """Checks of a training by SB3: of numbers that are not finite, and of advantages that are not those scored."""
 
+import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whence.core import NonFinite, RecordBatch, named_leaves
+from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
 from whence.nonfinite import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
+from whence.sb3.base.model_tensors import preserve_model
 from whence.sb3.base.sampling import replace_samples
 
 log = logging.getLogger("whence")
@@ -69,7 +71,8 @@ def _is_finite(numbers: Any) -> bool:
     if numbers.dtype.kind != "f":
         return True
     # Cheaper than looking at each number; large numbers overflow, and then each is looked at.
-    return math.isfinite(np.vdot(numbers, numbers)) or bool(np.isfinite(numbers).all())
+    flat = numbers.reshape(-1)
+    return math.isfinite(flat.dot(flat)) or bool(np.isfinite(numbers).all())
 
 
 @contextmanager
@@ -83,12 +86,11 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
         NonFinite: see `check_gradients` and `check_parameters`; or the policy has no valid distribution of actions.
     """
     policy, buffer = model.policy, model.rollout_buffer
-    norms: dict[str, Tensor] = {}
     positions: Any = np.arange(len(records))
-    get_samples, unread, is_due = buffer._get_samples, len(records), False
+    get_samples, unread, samples = buffer._get_samples, len(records), None
 
     def note_samples(indices: Any, *rest: Any, **options: Any) -> Any:
-        nonlocal positions, unread
+        nonlocal positions, unread, samples
         positions, samples = indices, get_samples(indices, *rest, **options)
         if unread > 0 and "other advantages" not in logged:  # once for each record
             unread -= len(indices)
@@ -98,36 +100,52 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
                 log.warning(_OTHER_ADVANTAGES, count, len(scored))
         return samples
 
-    def wait_for_all(_: Tensor) -> None:
-        nonlocal is_due
-        if not is_due:  # one call at the end of the pass is cheaper than one for each parameter
-            is_due = True
-            torch.autograd.Variable._execution_engine.queue_callback(note_norms)
-
-    def note_norms() -> None:
-        nonlocal is_due
-        is_due = False
-        gradients = torch.cat([param.grad.reshape(-1) for _, param in trained if param.grad is not None])
-        # Cheaper than each parameter's norm; large gradients overflow, and then the norms are looked at.
-        if not math.isfinite(torch.dot(gradients, gradients).item()):
-            norms.update(measure_gradients(trained))
-
     def check(*args: Any) -> None:
-        if not norms:
-            return
+        # SB3 has clipped all gradients by their norm. So one number other than 0 and NaN shows that all are finite.
+        numbers = [0.0]
+        for param in last_first:
+            numbers.append(0.0 if param.grad is None else param.grad.reshape(-1)[0].item())
+            if numbers[-1] and math.isfinite(numbers[-1]):
+                return
         ids = records.ids[torch.as_tensor(np.asarray(positions))].tolist()
         shown = ", ".join(str(record_id) for record_id in ids[:4])
-        check_gradients(norms, f"a minibatch of {len(ids)} records ({shown}{', ...' if len(ids) > 4 else ''})", ids)
-        norms.clear()
+        batch = f"a minibatch of {len(ids)} records ({shown}{', ...' if len(ids) > 4 else ''})"
+        check_gradients(_measure_again(model, samples), batch, ids, torch.tensor(sum(numbers)))
 
-    # Before the step SB3 clips gradients: a NaN is then in all parameters, and what overflows makes all of them 0.
-    trained = [(name, param) for name, param in policy.named_parameters() if param.requires_grad]
-    hooks = [param.register_post_accumulate_grad_hook(wait_for_all) for _, param in trained]
-    hooks.append(policy.optimizer.register_step_pre_hook(check))
+    last_first = [param for param in policy.parameters() if param.requires_grad][::-1]
+    hook = policy.optimizer.register_step_pre_hook(check)
     try:
         with replace_samples(buffer, note_samples), raise_if_refused("training", "Lower the learning rate."):
             yield
     finally:
+        hook.remove()
+    check_parameters(policy.named_parameters())
+
+
+class _Measured(Exception):
+    """Ends a `train()` that began in order to measure its gradients."""
+
+
+def _measure_again(model: Any, samples: Any) -> dict[str, Tensor]:
+    """Return the norm of each gradient of a minibatch before SB3 clips them: `train()` begins again, with it alone."""
+    norms: dict[str, Tensor] = {}
+    trained = [(name, param) for name, param in model.policy.named_parameters() if param.requires_grad]
+
+    def note_norms() -> None:
+        norms.update(measure_gradients(trained))
+        raise _Measured
+
+    def wait_for_all(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(note_norms)
+
+    buffer = copy.copy(model.rollout_buffer)
+    buffer.get = lambda batch_size=None: iter([samples])
+    hooks = [param.register_post_accumulate_grad_hook(wait_for_all) for _, param in trained]
+    try:
+        with preserve_model(model), preserve_rng_state(), suppress(_Measured):
+            model.rollout_buffer = buffer
+            model.train()
+    finally:
         for hook in hooks:
             hook.remove()
-    check_parameters(policy.named_parameters())
+    return norms

@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.sb3.base.wrappers import iterate_wrappers
 from whence.sb3.episodes.attributes import load_attributes, read_attributes
-from whence.sb3.episodes.resets import DIGEST, RecordResets, ResetTracker, reuses_world
+from whence.sb3.episodes.resets import RecordResets, ResetTracker, digest_observation, reuses_world
 
 
 def explain_inexact(env: VecEnv) -> str | None:
@@ -115,16 +115,16 @@ def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any], *,
     state = json.loads(noted["generator"])
     try:
         base.env_method("restore", state, indices=index)
-        ((observation, info),) = base.env_method("reset", indices=index, seed=state.get("seed"))
+        ((observation, _),) = base.env_method("reset", indices=index, seed=state.get("seed"))
         for action in noted["actions"]:
             if masked:  # an environment may draw them
                 base.env_method("action_masks", indices=index)
-            ((observation, _, terminated, truncated, info),) = base.env_method("step", action, indices=index)
+            ((observation, _, terminated, truncated, _),) = base.env_method("step", action, indices=index)
             if terminated or truncated:
                 return "its ongoing episode ended when it was played again"
     except Exception as failure:  # an environment may raise anything
         return f"its ongoing episode fails when it is played again ({type(failure).__name__}: {failure})"
-    if info.get(DIGEST) != noted["digest"]:
+    if digest_observation(observation, base.observation_space) != noted["digest"]:
         return "its ongoing episode came out otherwise when it was played again"
     if isinstance(base, DummyVecEnv):
         base._save_obs(index, observation)

@@ -1,11 +1,12 @@
 """Resets of environments: recorded by a wrapper, so that episodes can be played again, and followed by a tracker."""
 
 import base64
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 import gymnasium as gym
@@ -58,7 +59,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         # As SB3 calls it: an environment of another library may know no options.
         observation, info = self.env.reset(seed=seed, **({} if options is None else {"options": options}))
         state = before and json.dumps(before, default=lambda number: number.tolist())
-        return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
+        return observation, {**info, STATE: state, DIGEST: digest_observation(observation, self.space)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Bring back the state that a reset's info held, to reset the environment again; a seed is for the reset."""
@@ -79,10 +80,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         """Step; the info holds the observation's digest."""
         vars(self)["last_action"] = action  # not by a __setattr__ that looks where attributes belong
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, reward, terminated, truncated, {**info, DIGEST: self._digest(observation)}
-
-    def _digest(self, observation: Any) -> int:
-        return digest_observation(observation, self.space)
+        return observation, reward, terminated, truncated, {**info, DIGEST: digest_observation(observation, self.space)}
 
 
 def _set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
@@ -135,16 +133,24 @@ def _renew_world(env: Any) -> None:
 
 def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
     """Return 64 bits of a hash of an observation's bytes, cast to the dtypes of its space."""
-    return int.from_bytes(hashlib.blake2b(_to_bytes(observation, space), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(_to_bytes(observation, space), digest_size=8).digest(), "little")
 
 
 def _to_bytes(observation: Any, space: gym.Space[Any]) -> bytes:
     if isinstance(space, gym.spaces.Dict):
         parts = ((name, _to_bytes(observation[name], space[name])) for name in sorted(space.spaces))
         return b"".join(repr(name).encode() + part for name, part in parts)
+    return _write_shape(space.shape) + np.asarray(observation, dtype=space.dtype).tobytes()
+
+
+@lru_cache
+def _write_shape(shape: tuple[int, ...] | None) -> bytes:
     # No number has no axis here; ascontiguousarray() gave it one, and older runs hold such digests.
-    array = np.asarray(observation, dtype=space.dtype)
-    return repr(array.shape or (1,)).encode() + array.tobytes()
+    return repr(shape or (1,)).encode()
+
+
+_LARGE = 4096
+"""Bytes of a step's observations above which they are digested at once; others at the end of the rollout."""
 
 
 class ResetTracker:
@@ -158,8 +164,10 @@ class ResetTracker:
     def __init__(self, vec_env: VecEnv) -> None:
         self.vec_env, self._base = vec_env, vec_env.unwrapped
         self.has_started = False
-        self._digests: list[list[int | None]] = []
-        self._current: list[int | None] = [None] * vec_env.num_envs
+        # Its buffers hold what the environments returned, so that nothing has to be done inside of a step.
+        self._has_buffers = getattr(type(self._base), "step_wait", None) is DummyVecEnv.step_wait
+        self._past: list[Any] = []
+        self._current: Any = [None] * vec_env.num_envs
         self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
         self._open: list[tuple[str | None, list[NDArray[Any]]]] = [(None, []) for _ in range(vec_env.num_envs)]
 
@@ -167,7 +175,9 @@ class ResetTracker:
     def wrapped(self) -> Iterator[None]:
         """Wrap the environments that are not yet, if they can be reached; on exit they are the user's own again."""
         envs = self._base.envs if isinstance(self._base, DummyVecEnv) else []
-        envs[:] = [env if _records_resets(env) else _AddedRecordResets(env) for env in envs]
+        envs[:] = [
+            env if _records_resets(env) else _AddedRecordResets(env, steps=not self._has_buffers) for env in envs
+        ]
         try:
             yield
         finally:
@@ -175,29 +185,30 @@ class ResetTracker:
 
     def start(self, starts: NDArray[np.bool_]) -> None:
         """Read the present observations, and the states before resets where episodes are about to begin."""
-        self.has_started, self._digests = True, []
+        self.has_started, self._past = True, []
         infos = self._read_reset_infos()
         self._current = [info.get(DIGEST) if start else None for start, info in zip(starts, infos, strict=True)]
         states = [info.get(STATE) for info in infos]
         if isinstance(self._base, DummyVecEnv):
             # learn() resets before its callbacks can wrap anything. A first reset follows from the generator's seed;
             # whether it was the first is seen when the episode is played again.
-            self._current = [self._digest_buffer(env) for env in range(self._base.num_envs)]
+            self._current = self._copy_buffers()
             states = [state or _read_seed(env) for state, env in zip(states, self._base.envs, strict=True)]
         self._states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
         self._open = [(state if start else None, []) for state, start in zip(states, starts, strict=True)]
 
-    def step(self, actions: NDArray[Any], dones: NDArray[np.bool_], infos: list[dict[str, Any]]) -> None:
-        """Follow one step of the environments: the actions as they took them, and what they returned."""
-        self._digests.append(self._current)
-        self._current = [info.get(DIGEST) for info in infos]
+    def step(self, actions: NDArray[Any], ended: NDArray[np.int64], infos: list[dict[str, Any]]) -> None:
+        """Follow one step: the actions as the environments took them, which episodes ended, and what was returned."""
+        self._past.append(self._current)
+        self._current = self._copy_buffers() if self._has_buffers else [info.get(DIGEST) for info in infos]
         for (_, taken), action in zip(self._open, actions, strict=True):
             taken.append(action)
-        if dones.any():
+        if len(ended):
             resets = self._read_reset_infos()
-            for env in np.flatnonzero(dones):
+            for env in ended:
                 state = resets[env].get(STATE)
-                self._current[env] = resets[env].get(DIGEST)
+                if not self._has_buffers:
+                    self._current[env] = resets[env].get(DIGEST)
                 self._states[env].append(state)
                 self._open[env] = state, []
 
@@ -207,7 +218,7 @@ class ResetTracker:
 
     def take_digests(self) -> list[int | None]:
         """Return the digests of a rollout's observations, in the order of the flattened buffer, and forget them."""
-        digests, self._digests = self._digests, []
+        digests, self._past = [*map(self._digest, self._past)], []
         return [step[env] for env in range(self._base.num_envs) for step in digests]
 
     def take_state(self, env: int) -> str | None:
@@ -222,21 +233,31 @@ class ResetTracker:
         """
         return [
             {"pending": pending, "digest": digest, "generator": state, "actions": np.array(actions)}
-            for pending, digest, (state, actions) in zip(self._states, self._current, self._open, strict=True)
+            for pending, digest, (state, actions) in zip(
+                self._states, self._digest(self._current), self._open, strict=True
+            )
         ]
 
     def load_state(self, noted: list[Mapping[str, Any]]) -> None:
         """Take over what `read_state` returned."""
-        self.has_started, self._digests = True, []
+        self.has_started, self._past = True, []
         self._states = [list(each["pending"]) for each in noted]
         self._current = [each["digest"] for each in noted]
         self._open = [(each["generator"], list(each["actions"])) for each in noted]
 
-    def _digest_buffer(self, env: int) -> int:
-        assert isinstance(self._base, DummyVecEnv)
-        buffers, space = self._base.buf_obs, self._base.envs[env].observation_space
-        observation = {name: buffers[name][env] for name in buffers} if None not in buffers else buffers[None][env]  # type: ignore[index]
-        return digest_observation(observation, space)
+    def _copy_buffers(self) -> Any:
+        """Return a copy of the present observations, or their digests if they are large."""
+        copies = {name: buffer.copy() for name, buffer in self._base.buf_obs.items()}  # type: ignore[attr-defined]
+        return copies if sum(copy.nbytes for copy in copies.values()) <= _LARGE else self._digest(copies)
+
+    def _digest(self, observations: Any) -> list[int | None]:
+        """Return the digests of what `_copy_buffers` copied; digests as they are."""
+        if isinstance(observations, list):
+            return observations
+        rows = observations.get(None)
+        if rows is None:
+            rows = [{name: part[env] for name, part in observations.items()} for env in range(self._base.num_envs)]
+        return [digest_observation(row, self._base.observation_space) for row in rows]
 
 
 class _AddedRecordResets(RecordResets):
@@ -246,9 +267,13 @@ class _AddedRecordResets(RecordResets):
     environment, as if the wrapper were not there.
     """
 
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
+    def __init__(self, env: gym.Env[Any, Any], *, steps: bool) -> None:
         super().__init__(env, fresh_world=False)
+        self.notes_steps = steps or hasattr(env.unwrapped, "ale")
         vars(self)["_names"] = frozenset(vars(self))
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        return super().step(action) if self.notes_steps else self.env.step(action)
 
     def __getattr__(self, name: str) -> Any:
         if name == "env":  # not set yet, as while it is copied

@@ -15,8 +15,9 @@ from whence import Action, RunDirectory, WhenceError, cli
 from whence.core import RunDirectoryError
 from whence.counterfactual.proofs import VARIANTS, Proof, prove
 from whence.diagnosis import prove_decision, prove_response
+from whence.diagnosis.decisions import read_log_probs
 from whence.experiments.llm.language_rebuilding import load_start_policy, load_trained_task, make_stored_rows
-from whence.experiments.rl.trainable_rounds import load_trainable_rounds
+from whence.experiments.rl.trainable_rounds import leave_out, load_trainable_rounds
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs.flags import write_flag
 from whence.sb3 import replay_rounds
@@ -133,6 +134,24 @@ class TestAgents:
         assert recorded == [1, 2, 3]
         trained, stored = replay_rounds(model, rounds), agent.policy(4)
         assert all(torch.equal(trained[name], tensor) for name, tensor in stored.items())
+
+    def test_what_a_round_lacks_goes_on_into_the_next_whose_ratios_begin_at_1(self, agent, monkeypatch):
+        model, rounds, _ = load_trainable_rounds(agent, [1, 2])
+        log_probs, train = [], type(model).train
+
+        def spy(model):
+            records = rounds[len(log_probs)].records
+            present = read_log_probs(model, records).numpy()
+            log_probs.append((records.log_probs.numpy(), model.rollout_buffer.log_probs[:, 0], present))
+            train(model)
+
+        monkeypatch.setattr(type(model), "train", spy)
+        replay_rounds(model, [leave_out(rounds[0], rounds[0].records.ids[:8].tolist()), rounds[1]])
+        assert [len(minibatch) for minibatch in leave_out(rounds[0], rounds[0].records.ids.tolist()).minibatches] == []
+        (stored, buffered, _), (next_stored, next_buffered, present) = log_probs
+        np.testing.assert_array_equal(buffered, stored)
+        np.testing.assert_allclose(next_buffered, present, atol=1e-6)
+        assert abs(next_buffered - next_stored).mean() > 1e-4
 
     def test_a_round_that_was_not_recorded_is_trained_by_its_settings(self, agent):
         recording = load_trainable_rounds(agent, [1])[1][0]

@@ -54,7 +54,8 @@ def replay_rounds(model: Any, recordings: Iterable[RoundRecording]) -> dict[str,
                 view = as_view(model.policy)
                 check_collected(view, view.parameters(), recording.records, recording.number)
             _load_recording(model, recording)
-            _begin_on_policy(model, recording)
+            if place > 0:
+                _begin_on_policy(model, recording)
             torch.set_rng_state(recording.generator)
             model.train()
         return copy_tensors(named_tensors(model.policy))

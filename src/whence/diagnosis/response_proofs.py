@@ -11,7 +11,13 @@ from whence.core import RecordBatch, RunDirectoryError, WhenceError, preserve_rn
 from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, list_trained, name_top, prove
 from whence.diagnosis.response_causes import RAW, find_response_causes
 from whence.experiments.llm.language_config import LanguageConfig
-from whence.experiments.llm.language_rebuilding import load_start_policy, load_trained_task, make_stored_rows
+from whence.experiments.llm.language_rebuilding import (
+    list_policies,
+    load_start_policy,
+    load_trained_task,
+    make_stored_rows,
+    rebuild_rows,
+)
 from whence.experiments.llm.loading import hide_progress_bars, load_function
 from whence.experiments.llm.tasks import Task, load_task, make_response_target
 from whence.llm.base import PPOConfig
@@ -110,8 +116,11 @@ def prove_response(
     behaviour_rows = make_stored_rows(chosen, tokenizer, device) if asked is None else asked.rows
     measure_answers = _make_measure(run, tables, tokenizer, recipe, reward, match, answers)
     start = {name: tensor.detach().clone() for name, tensor in policy.named_parameters() if tensor.requires_grad}
-    rows = {number: make_stored_rows(table, tokenizer, device) for number, table in tables.items()}
-
+    kept = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
+    rows = {
+        number: rebuild_rows(run, number) if number in kept else make_stored_rows(table, tokenizer, device)
+        for number, table in tables.items()
+    }
     assert behaviour_rows is not None
 
     def measure_policy(policy: Any, seed: int) -> dict[str, float]:
@@ -146,10 +155,22 @@ def prove_response(
         },
         on_stage=on_stage,
     )
-    is_last = numbers[-1] == run.rounds()[-1] and bool(run.experiment)
-    task = load_trained_task(run) if is_last else None
-    stored = {} if task is None else measure_policy(task[0].model.to(device), 0)
-    return Proof(behaviour, "rollouts", len(left_out), table, stored, [f"Trained by {recipe.text}."], file)
+    ended = _load_end(run, numbers[-1])
+    stored = {} if ended is None else measure_policy(ended.to(device), 0)
+    notes = [f"Trained by {recipe.text}."]
+    if "ppo" in run.config and len(kept) < len(numbers):
+        notes.append("PPO's advantages of single tokens are not stored: a token has that of its response's last one.")
+    return Proof(behaviour, "rollouts", len(left_out), table, stored, notes, file)
+
+
+def _load_end(run: RunDirectory, number: int) -> Any | None:
+    """Return the policy that the run itself came to by a round; None: it was not kept."""
+    if not run.experiment:
+        return None
+    if number == run.rounds()[-1]:
+        trained = load_trained_task(run)
+        return None if trained is None else trained[0].model
+    return load_start_policy(run, number + 1)[0] if number + 1 in list_policies(run).rounds else None
 
 
 def _refuse(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:

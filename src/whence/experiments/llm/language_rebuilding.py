@@ -161,8 +161,17 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
             f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
             "its checkpoint: --model FOLDER."
         )
-    rebuilt = rebuild_round(run, number, make_target=lambda task: RESPONSE_TARGETS["sequence"]())
+    rebuilt = rebuild_round(run, number, make_target=_make_any_target)
     return getattr(rebuilt.model, "language_model", rebuilt.model), rebuilt.tokenizer
+
+
+def rebuild_rows(run: RunDirectory, number: int) -> RecordBatch:
+    """Return the rows of a round as it trained on them, with the advantage of each token, by its policy."""
+    return rebuild_round(run, number, make_target=_make_any_target).rows
+
+
+def _make_any_target(task: Task) -> Target:
+    return RESPONSE_TARGETS["sequence"]()
 
 
 def _read_config(run: RunDirectory) -> LanguageConfig:

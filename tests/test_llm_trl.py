@@ -641,6 +641,35 @@ def test_messages_as_one_text(messages, text):
     assert join_messages(messages) == text
 
 
+@pytest.mark.parametrize("select", ["before", "in_step"])
+def test_a_run_holds_what_the_policy_said_of_tokens(tmp_path, select):
+    model = make_model()
+    start = copy.deepcopy(model).eval()
+    settings = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, "select": select, "run": tmp_path / "run"}
+    trainer = make_trainer("grpo", tmp_path, ScoreAll(), model=model, **settings)
+    trainer.train()
+    run = RunDirectory.open(tmp_path / "run")
+    table, reference = run.round("records", 1), trainer.ref_model.eval()
+    for row in table.iter_rows(named=True):
+        ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+        taken = ids[0, len(row["prompt_ids"]) :, None]
+        own, ref = (
+            each(ids).logits.detach()[0, len(row["prompt_ids"]) - 1 : -1].log_softmax(-1) for each in (start, reference)
+        )
+        log_probs, ref_log_probs = (column.gather(1, taken)[:, 0] for column in (own, ref))
+        entropies = -(own.exp() * own).sum(-1)
+        assert row["token_log_probs"] == pytest.approx(log_probs.tolist(), abs=1e-5)
+        assert row["token_entropies"] == pytest.approx(entropies.tolist(), abs=1e-5)
+        assert row["token_ref_log_probs"] == pytest.approx(ref_log_probs.tolist(), abs=1e-5)
+        assert row["divergence"] == pytest.approx(float((log_probs - ref_log_probs).sum()), abs=1e-4)
+        assert row["ended"] == (row["response_ids"][-1] == 1)
+    if "token_ratios" in table.columns:  # the second pass is after a step
+        assert max(abs(ratio - 1) for ratios in table["token_ratios"] for ratio in ratios) > 1e-4
+    metrics = run.table("metrics").row(0, named=True)
+    assert metrics["kl"] == pytest.approx(table["divergence"].mean())
+    assert metrics["ended_share"] == table["ended"].mean()
+
+
 def test_evaluation_is_trls_own(tmp_path):
     trainer = make_trainer("grpo", tmp_path, NonPositive())
     trainer.model.eval()

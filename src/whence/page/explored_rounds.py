@@ -32,7 +32,7 @@ from whence.page.moment_view import (
     read_change,
 )
 from whence.page.responses import describe_text, list_group, list_prompts
-from whence.page.round_means import list_round_curves
+from whence.page.round_curves import list_round_curves
 from whence.page.scored_round import Round
 
 
@@ -73,7 +73,7 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
         "finished": run.is_finished(),
         "rounds": [*rounds],
         "series": _read_series(run, rounds),
-        "curves": list_round_curves(run.directory, rounds, run.means) if run.is_language else [],
+        "curves": list_round_curves(run.directory, rounds) if run.is_language else [],
         "flags": [] if is_served else run.list_flags(),
         "columns": [column._asdict() for column in _list_run_columns(run, rounds)],
         "actions": run.labels,

@@ -27,7 +27,6 @@ from whence.experiments import (
 from whence.findings import Finding, find
 from whence.groups import name_groups
 from whence.moments import read_axes
-from whence.page.round_means import RoundMeans
 from whence.page.scored_round import Round, read_round
 from whence.runs import RunDirectory, read_vocabulary
 
@@ -99,7 +98,6 @@ class ExploredRun:
         self.directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
         self.label = label or name_run(self.directory)
         self.env = env
-        self.means = RoundMeans()
 
     @cached_property
     def vocabulary(self) -> list[str]:

@@ -13,7 +13,7 @@ from whence.llm.base.rows import list_infos as list_infos
 from whence.llm.base.rows import list_tokens as list_tokens
 from whence.llm.base.rows import make_rows as make_rows
 from whence.llm.base.rows import pad_rows as pad_rows
-from whence.llm.base.token_signals import average_signals as average_signals
+from whence.llm.base.token_signals import average_rows as average_rows
 from whence.llm.base.token_signals import list_signals as list_signals
 from whence.llm.base.value_head import Reference as Reference
 from whence.llm.base.value_head import WithValueHead as WithValueHead

@@ -53,10 +53,15 @@ def list_signals(
     return series + [pl.Series(name, v.tolist(), dtype=pl.Float64).fill_nan(None) for name, v in numbers.items()]
 
 
-def average_signals(table: pl.DataFrame) -> dict[str, float | None]:
-    """Return a round's metrics of the numbers of `list_signals`, as far as its table has them."""
-    names = {"divergence": "kl", "clip_share": "train/clip_fraction"}
-    means: dict[str, Any] = {metric: table[name].mean() for name, metric in names.items() if name in table.columns}
-    if "token_entropies" in table.columns and (mean := table["token_entropies"].explode().mean()) is not None:
-        means["train/entropy_loss"] = -float(mean)  # type: ignore[arg-type]
+_MEANS = {"tokens": "length", "ended": "ended_share", "divergence": "kl", "clip_share": "train/clip_fraction"}
+"""Metrics of rounds that are means of columns of other names."""
+
+
+def average_rows(table: pl.DataFrame) -> dict[str, Any]:
+    """Return a round's means for its metrics: of rewards, numbers of the data set, and what tokens have."""
+    wanted = [name for name in table.columns if name in _MEANS or name.split(".")[0] in ("reward", "info")]
+    numbers = [n for n in wanted if table.schema[n].is_numeric() or table.schema[n] == pl.Boolean]
+    means = {_MEANS.get(n, n): table[n].cast(pl.Float64).fill_nan(None).mean() for n in numbers}
+    if "token_entropies" in table.columns:
+        means["train/entropy_loss"] = table.select(-pl.col("token_entropies").explode().mean()).item()
     return means

@@ -11,7 +11,7 @@ import torch
 
 from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, target_name
 from whence.influence import Influence
-from whence.llm.base import list_infos, list_tokens, make_rows, pad_rows
+from whence.llm.base import average_rows, list_infos, list_tokens, make_rows, pad_rows
 from whence.llm.base.run_description import read_versions
 from whence.llm.files.rollout_files import read_steps
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, score
@@ -115,8 +115,10 @@ def score_rollouts(
                 with time_stage(seconds, "scoring"):
                     rows, table = _make_rows(step, model, tokenizer, lacking, first_id)
                     influence = score(model, rows, scoring, leave_one_out=leave_one_out)
-                directory.write_round("records", number, _add_scores(table, rows, influence))
-                writer.write_rows({"round": number, **_summarise(table, rows, influence)}, seconds)
+                table = _add_scores(table, rows, influence)
+                directory.write_round("records", number, table)
+                summary = summarise_selection(ScoreAll().select(rows), influence)
+                writer.write_rows({"round": number, **average_rows(table), **summary}, seconds)
                 if on_round is not None:
                     on_round(number, len(step))
             first_id += len(step)
@@ -212,14 +214,3 @@ def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> 
         *list_tokens(rows),
     )
     return add_selection(table, ScoreAll().select(rows), influence)
-
-
-def _summarise(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> dict[str, Any]:
-    parts = [name for name in step.columns if name.split(".")[0] == "reward"]
-    means: dict[str, Any] = {name: step[name].cast(pl.Float64).fill_nan(None).mean() for name in parts}
-    mask: Any = rows.observations
-    return {
-        **means,
-        "length": float(mask["response_mask"].sum(dim=1).double().mean()),
-        **summarise_selection(ScoreAll().select(rows), influence),
-    }

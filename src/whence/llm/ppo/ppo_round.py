@@ -20,6 +20,7 @@ from whence.llm.base import (
     Processes,
     Reference,
     WithValueHead,
+    average_rows,
     language_view,
     list_infos,
     list_signals,
@@ -205,6 +206,7 @@ def make_metrics_row(
     rewards, keep = rollout.rewards, selection.keep
     return {
         "round": number,
+        **average_rows(pl.DataFrame(list_infos(rollout.columns))),
         "reward": float(rewards.mean()),
         "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
         "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from whence.core import RunDirectoryError, WhenceError
-from whence.llm.base import average_signals, list_infos, list_tokens
+from whence.llm.base import average_rows, list_infos, list_tokens
 from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
 from whence.llm.text import join_messages, list_chats, list_vocabulary
 from whence.llm.trl.pass_signals import PassSignals, list_pass_signals
@@ -43,9 +43,6 @@ _FILE = "whence.safetensors"
 
 _RUN_ID = "id"
 """The note that tells a run's checkpoints from those of another run that was in the same directory before."""
-
-_MEANS = {"length": "tokens", "ended_share": "ended"}
-"""Metrics of a round that are means of its records' columns."""
 
 _LIBRARIES = ("whence", "torch", "transformers", "trl", "accelerate")
 _NOT_OF_THE_STEPS = (
@@ -267,11 +264,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         selection, influence = trainer.selection or everything, trainer.influence
         keep = pl.Series(selection.keep.numpy())
         metrics = {
-            "reward": table["reward"].mean(),
             "reward_kept": table.filter(keep)["reward"].mean(),
             "reward_dropped": table.filter(~keep)["reward"].mean(),
-            **({part.name: part.mean() for part in parts} if len(parts) > 1 else {}),
-            **({} if trainer.rows is None else {name: table[c].mean() for name, c in _MEANS.items()}),
             **summarise_selection(selection, influence),
         }
         self._batch = add_selection(table, selection, influence), metrics
@@ -293,10 +287,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if passes and self._trainer.rows is not None:
             lengths = table["response_ids"].list.len().to_list()
             table = table.with_columns(list_pass_signals(passes, self._trainer.rows, lengths, args))
-            metrics = metrics | average_signals(table)
         ids = pl.Series("record_id", range((number - 1) * len(table), number * len(table)), dtype=pl.Int64)
         self._directory.write_round("records", number, table.select(ids, pl.all()))
-        self._writer.write_rows({"round": number, **metrics}, seconds)
+        self._writer.write_rows({"round": number, **average_rows(table), **metrics}, seconds)
         seconds.clear()
 
     def _describe(self, rounds: int) -> dict[str, Any]:

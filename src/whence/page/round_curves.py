@@ -1,11 +1,8 @@
 """Curves over the rounds of a language model's run: rewards, lengths, and what else rows hold numbers of."""
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-import polars as pl
 
 from whence.runs import RunDirectory
 
@@ -17,55 +14,22 @@ _NAMES = {
     "kl": ("divergence", "From the start model or the reference, in nats a response"),
     "train/entropy_loss": ("entropy", "Of the model, in nats a token"),
     "train/clip_fraction": ("clipped", "The share of ratios that were clipped"),
-    "train/approx_kl": ("step", "How far the round's steps took the model, in nats a token"),
+    "train/approx_kl": ("step size", "How far the round's steps took the model, in nats a token"),
     "dropped_share": ("dropped", "The share of responses that did not train"),
     "negative_share": ("scores below 0", "Their share"),
 }
 """Curves by the names of metrics: their own names, and what they mean."""
 
-_OF_ROWS = {"ended": "ended_share", "divergence": "kl", "tokens": "length"}
-"""Columns of records whose means metrics may hold, too."""
 
-
-class RoundMeans:
-    """Means of a run's columns of numbers by round, read once from each file."""
-
-    def __init__(self) -> None:
-        self._means: dict[tuple[Path, int], dict[str, float]] = {}
-
-    def read(self, path: Path) -> dict[str, float]:
-        """Return the means of a round's numbers: what rewards logged, and columns of the data set; none if damaged."""
-        try:
-            key = (path, path.stat().st_mtime_ns)
-            if key not in self._means:
-                self._means[key] = dict(_average(path))
-            return self._means[key]
-        except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
-            return {}
-
-
-def _average(path: Path) -> Iterator[tuple[str, float]]:
-    schema = pl.read_parquet_schema(path)
-    wanted = [
-        name
-        for name, kind in schema.items()
-        if (name.split(".")[0] in ("reward", "info") or name in _OF_ROWS) and (kind.is_numeric() or kind == pl.Boolean)
-    ]
-    means = pl.read_parquet(path, columns=wanted).select(pl.col(wanted).cast(pl.Float64).fill_nan(None).mean())
-    for name, value in (means.row(0, named=True) if wanted else {}).items():
-        if value is not None:
-            yield _OF_ROWS.get(name, name), value
-
-
-def list_round_curves(run: RunDirectory, rounds: Sequence[int], means: RoundMeans) -> list[dict[str, Any]]:
+def list_round_curves(run: RunDirectory, rounds: Sequence[int]) -> list[dict[str, Any]]:
     """Return curves in JSON types, rewards first: `name`, `about` and `values`, one for each round, null if unknown."""
-    rows: dict[int, dict[str, Any]] = {number: dict(means.read(run.round_path("records", number))) for number in rounds}
+    rows: dict[int, dict[str, Any]] = {number: {} for number in rounds}
     for table in (run.table("metrics"), run.table("evaluations")):
         for row in table.iter_rows(named=True):
             rows.get(row["round"], {}).update({name: v for name, v in row.items() if v is not None})
     present = dict.fromkeys(name for row in rows.values() for name in row)
     parts = [name for name in present if name.startswith("reward.")]
-    infos = [name for name in present if name.startswith("info.")]
+    infos = [name for name in present if name.startswith("info.") and name != "info.step"]
     curves = []
     for key in ("reward", *parts, *list(_NAMES)[1:], *infos):
         values = [rows[number].get(key) for number in rounds]

@@ -1,4 +1,4 @@
-"""What is wrong with a language model's rewards: one rises while another falls."""
+"""What is wrong with a language model's rewards: one rises while another falls, or stays low."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,24 +21,29 @@ _LEAST_UNITS = 8
 _LEAST_CHANGE = 0.1
 """Of a reward's whole range: a smaller rise or fall is not worth a line, however sure it is."""
 
+_LARGE_CHANGE = 0.5
+"""Of a reward's whole range: what rises less, while another stays low, may only come first."""
+
 _KEYS = ("round", "record_id", "unit", "advantage")
 
 
 class _Pair(NamedTuple):
-    """A reward that rises while another number falls, from a quarter of the rounds to the last one."""
+    """A reward that rises while another number falls, or stays low, from a quarter of the rounds to the last one."""
 
     rises: str
     falls: str
     quarter: int
     p: float
+    stays: bool = False
 
 
 def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
-    """Return the rewards that rise while another falls, with the responses that have the one and not the other.
+    """Return the rewards that rise while another falls or stays low, with responses that have the one, not the other.
 
     The mean over the responses to a prompt is a unit, and units of a quarter of the rounds are compared with those of
     the last quarter by Welch's test. A quarter may be any of the first three, since both may rise at first. What falls
-    may also be a number that a reward logged; a column of the data set is the same for all responses to a prompt.
+    may also be a number that a reward logged; a column of the data set is the same for all responses to a prompt. A
+    reward stays low if it hardly changes and ends in the lower half of its range, while the other rises by half of its.
     """
     table = _read_numbers(run)
     rounds = np.unique(table["round"].to_numpy()) if len(table) else np.array([])
@@ -91,16 +96,35 @@ def _test_pairs(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pairs: lis
         for name in numbers
         for place, quarter in enumerate(quarters)
     }
-    ranges = {name: np.ptp(table[name].drop_nulls().to_numpy()) if table[name].count() else 0.0 for name in numbers}
+    ranges = {name: _find_range(table[name]) for name in numbers}
     for rises, falls in pairs:
         for place in range(3):
             p = max(
-                _test_rise(values[rises, place], values[rises, 3], _LEAST_CHANGE * ranges[rises]),
-                _test_rise(-values[falls, place], -values[falls, 3], _LEAST_CHANGE * ranges[falls]),
+                _test_rise(values[rises, place], values[rises, 3], _LEAST_CHANGE * _span(ranges[rises])),
+                _test_rise(-values[falls, place], -values[falls, 3], _LEAST_CHANGE * _span(ranges[falls])),
             )
-            p = min(1.0, p * 3 * len(pairs))
-            if p <= CHANCE:
+            if (p := min(1.0, p * 3 * len(pairs))) <= CHANCE:
                 yield _Pair(rises, falls, place, p)
+        if falls.startswith("reward.") and _stays_low(values[falls, 0], values[falls, 3], *ranges[falls]):
+            p = _test_rise(values[rises, 0], values[rises, 3], _LARGE_CHANGE * _span(ranges[rises])) * len(pairs)
+            if p <= CHANCE:
+                yield _Pair(rises, falls, 0, p, stays=True)
+
+
+def _find_range(column: pl.Series) -> tuple[float, float]:
+    values = column.drop_nulls()
+    return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)  # type: ignore[arg-type]
+
+
+def _span(ends: tuple[float, float]) -> float:
+    return ends[1] - ends[0]
+
+
+def _stays_low(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " m"], low: float, high: float) -> bool:
+    """Return whether a mean hardly changes, and ends in the lower half of its range."""
+    if min(len(before), len(after)) < _LEAST_UNITS:
+        return False
+    return bool(abs(after.mean() - before.mean()) <= _LEAST_CHANGE * (high - low) and after.mean() < (low + high) / 2)
 
 
 def _test_rise(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " m"], least: float) -> float:
@@ -117,7 +141,8 @@ def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair)
     parts = [table.filter(pl.col("round").is_in(part.tolist())) for part in (first, last)]
     means = {name: [_mean(part, name) for part in parts] for name in (pair.rises, pair.falls)}
     by_round = table.group_by("round").agg(pl.col(pair.rises, pair.falls).mean()).sort("round")
-    onset = int(rounds[find_onset(by_round[pair.rises].to_numpy(), by_round[pair.falls].to_numpy())])
+    other = np.zeros(len(by_round)) if pair.stays else by_round[pair.falls].to_numpy()  # noise has no bend
+    onset = int(rounds[find_onset(by_round[pair.rises].to_numpy(), other)])
     middle = {name: sum(ends) / 2 for name, ends in means.items()}
     gaming = (pl.col(pair.rises) > middle[pair.rises]) & (pl.col(pair.falls) < middle[pair.falls])
     since = table.filter(pl.col("round") >= onset).with_columns(gaming=gaming.fill_null(False))
@@ -132,7 +157,7 @@ def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair)
     (low, high), (before, after) = means[pair.rises], means[pair.falls]
     return Finding(
         "reward",
-        f"`{rises}` rises while `{falls}` falls, since about round {onset}",
+        f"`{rises}` rises while `{falls}` {'stays low' if pair.stays else 'falls'}, since about round {onset}",
         f"From rounds {first[0]} to {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
         f"{high:.2g} and `{falls}` from {before:.2g} to {after:.2g}. "
         f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have much of `{rises}` and little "

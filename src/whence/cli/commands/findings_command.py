@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.terminal import AsJson, ReplayEnv, Trust, errors, open_agent_run, print_json, print_line
+from whence.cli.terminal import AsJson, ReplayEnv, Trust, errors, print_json, print_line
 from whence.findings import find
+from whence.runs import RunDirectory
 
 _LISTED = 5
 
 
 def findings(
-    run: Annotated[Path, typer.Argument(help="A run directory of an agent, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
     play: Annotated[
         bool, typer.Option("--play", help="Measure where the critic is off by fresh rollouts, too: about a minute.")
     ] = False,
@@ -26,13 +27,14 @@ def findings(
     A statement names what, where and how much: a reward of the wrong sign for one action in one region, swapped
     actions in one environment, an observation that is stale, frozen or clipped, a time limit taken as an end, a critic
     that is off, records that harm, settings that do not fit. Below it stand how sure that is, what to do, and records
-    to open. Where nothing stands out, it says so; that is not yet proof that all is well.
+    to open. Where nothing stands out, it says so; that is not yet proof that all is well. Of a language model's run it
+    looks at the reward functions: one that rises while another falls or stays low.
 
     It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing without --play.
 
     Example: whence findings runs/lander
     """
-    directory = open_agent_run(run, trust=trust)
+    directory = RunDirectory.open(run, trust=trust)
     directory.require_rounds()
     with errors.status("Looking for what stands out …"):
         statements = find(directory, env=env, play=play)
@@ -41,7 +43,9 @@ def findings(
         return
     if not statements:
         print_line(
-            "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and "
+            "No reward rises while another falls or stays low. Rewards are what is looked at."
+            if directory.is_language
+            else "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and "
             "settings."
         )
     for number, one in enumerate(statements, start=1):
@@ -50,4 +54,5 @@ def findings(
         print_line(f"   {one.advice}")
         if one.record_ids:
             listed = ", ".join(map(str, one.record_ids[:_LISTED]))
-            print_line(f"   Round {one.round}, records {listed}: whence show {run} --record {one.record_ids[0]}")
+            look = f"whence view {run}" if directory.is_language else f"whence show {run} --record {one.record_ids[0]}"
+            print_line(f"   Round {one.round}, records {listed}: {look}")

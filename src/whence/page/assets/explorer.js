@@ -280,7 +280,7 @@
     if (runIndex !== chosen.run) return;
     const list = answer.findings ?? [];
     at("findings").hidden = at("findings-link").hidden = false;
-    at("findings-status").textContent = list.length ? "" : language ? "No reward rises while another falls. Rewards are what is looked at." : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
+    at("findings-status").textContent = list.length ? "" : language ? "No reward rises while another falls or stays low. Rewards are what is looked at." : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
     at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, async ({ round, records, total, title }) => {
       if (round !== chosen.round) {
         chosen = { ...chosen, round, record: null, otherRound: null };

@@ -1,0 +1,58 @@
+"""Findings on a language model's rewards."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from whence.findings.rewards import find_gamed_rewards
+
+ROUNDS, PROMPTS, RESPONSES = 16, 4, 6
+
+
+def make_run(*, explains: float = 0.0, correct: float = 0.0, start: float = 0.1, since: int = 9) -> Any:
+    """A run whose reward functions pay with chances that change from a round on."""
+    generator = np.random.default_rng(0)
+
+    def make_round(kind: str, number: int) -> pl.DataFrame:
+        size = PROMPTS * RESPONSES
+        changes = {"reward.explains": (0.1, explains), "reward.correct": (start, correct)}
+        chances = {name: first + change * (number >= since) for name, (first, change) in changes.items()}
+        paid = {name: (generator.random(size) < chance).astype(float) for name, chance in chances.items()}
+        ids = {"record_id": np.arange(size) + number * size, "prompt": np.repeat([*"abcd"], RESPONSES)}
+        return pl.DataFrame({**ids, "advantage": generator.normal(size=size), **paid})
+
+    return SimpleNamespace(rounds=lambda: [*range(1, ROUNDS + 1)], round=make_round)
+
+
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ({"explains": 0.8, "correct": -0.6, "start": 0.7}, "`explains` rises while `correct` falls"),
+        ({"explains": 0.8}, "`explains` rises while `correct` stays low"),
+        ({"correct": 0.8}, "`correct` rises while `explains` stays low"),
+    ],
+)
+def test_what_rises_alone_is_named_with_its_round_and_responses(changes, title):
+    (finding,) = find_gamed_rewards(make_run(**changes))
+    about = int(finding.title.rpartition(" ")[2])
+    assert finding.title.startswith(f"{title}, since about round")
+    assert 7 <= about <= 10
+    assert finding.round in range(8, 11)
+    assert set(finding.record_ids) <= set(range(finding.round * 24, finding.round * 24 + 24))
+    assert finding.p < 1e-6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # nothing is learned
+        {"explains": 0.8, "correct": 0.8},  # both are learned
+        {"explains": 0.8, "start": 0.9},  # the other is high from the start
+        {"explains": 0.3},  # what rises may only come first
+    ],
+)
+def test_a_sound_run_gets_no_line(changes):
+    assert find_gamed_rewards(make_run(**changes)) == []

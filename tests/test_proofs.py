@@ -26,7 +26,7 @@ FIXTURES = cache, runs
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
 TRAINED = pl.DataFrame({"round": [1] * 6 + [2] * 6, "record_id": range(12), "advantage": [0.0, 1, 2, 3, 4, 5] * 2})
-LEFT_OUT = pl.DataFrame({"round": [1, 1, 2], "record_id": [0, 5, 8]})
+LEFT_OUT = pl.DataFrame({"round": [1, 1, 2], "record_id": [0, 1, 8]})
 
 
 def invoke(*arguments):
@@ -48,13 +48,13 @@ class TestControls:
 
         self.run(tmp_path, measure, seeds=3)
         assert groups["all"] == [[]] * 3
-        assert groups["without"] == [[(1, 0), (1, 5), (2, 8)]] * 3
-        # Of the same rounds, the others of the nearest advantages: 1 for 0, 4 for 5; 1 or 3 for 2.
-        assert groups["placebo"] == [[(1, 1), (1, 4), (2, 7)]] * 3
+        assert groups["without"] == [[(1, 0), (1, 1), (2, 8)]] * 3
+        # Of the same rounds, the others of the nearest advantages: 2 for 0, then 3 for 1; 1 or 3 for 2.
+        assert groups["placebo"] == [[(1, 2), (1, 3), (2, 7)]] * 3
         assert len(set(map(tuple, groups["random"]))) > 1
         for group in groups["random"]:
             assert [number for number, _ in group] == [1, 1, 2]
-            assert len(set(group) - {(1, 0), (1, 5), (2, 8)}) == 3
+            assert len(set(group) - {(1, 0), (1, 1), (2, 8)}) == 3
 
     def test_it_goes_on_after_the_training_that_was_interrupted(self, tmp_path):
         calls = []

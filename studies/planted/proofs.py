@@ -9,10 +9,10 @@ left engine in the lower half in a tenth of the episodes, which nothing has paid
 A finished training is not done again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import polars as pl
@@ -20,12 +20,14 @@ import torch
 import typer
 from rich.console import Console
 
+from studies.markdown import table
 from studies.planted import grader, language
 from studies.planted import run as agents
 from studies.stored import round_numbers, write_line
-from whence.core import Action
+from whence.core import Action, write_atomically
 from whence.counterfactual import Proof
 from whence.diagnosis import prove_decision, prove_response
+from whence.experiments import read_rows
 from whence.experiments.llm import language_training
 from whence.runs import RunDirectory
 
@@ -52,11 +54,11 @@ class Setup:
 
 SETUPS = {
     "arithmetic": Setup(6, "bm25", 128),
-    "lander": Setup(10, "similar", 256),
-    "minigrid": Setup(10, "similar", 256),
+    "lander": Setup(10, "nearest", 256),
+    "minigrid": Setup(10, "nearest", 256),
 }
 
-agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", seeds=[0])
+agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", rounds=SETUPS["lander"].rounds)
 
 JOBS = [(case, what) for case in SETUPS for what in ("finder", "truth")] + [("plain", "truth")]
 """The worlds, and what is left out in them."""
@@ -97,7 +99,7 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
     setup, planted = SETUPS["lander" if case == "plain" else case], "lander" if case == "plain" else case
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
-    states, _ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
+    states, *_ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
     return prove_decision(
         directory,
         Action(states, np.full(len(states), world.action)),
@@ -107,9 +109,36 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
         top=setup.top,
         rounds=range(1, setup.rounds + 1),
         seeds=SEEDS,
-        test_episodes=20,
+        test_episodes=0 if case == "plain" else 20,
         on_stage=on_stage,
     )
+
+
+def write_table(out: Path) -> None:
+    """Write proofs.md: means over seeds, and changes from training on all, with 95% t intervals."""
+    lines = pl.DataFrame(list(read_rows(out / "proofs.parquet", KEYS).values()))
+    cells = [["world", "left out", "records", "outcome", "the run", "with all", *TITLES]]
+    for (case, what, outcome), part in lines.group_by("case", "left_out", "outcome", maintain_order=True):
+        stored = part.filter(variant="run")["value"].to_list()
+        values = part.filter(pl.col("seed") >= 0)
+        proof = Proof("", "records", part["records"][0], values, {}, [], out)
+        rows = {row["variant"]: row for row in proof.summarise()}
+        shown = [show_interval(rows[variant], "change") for variant in ("without", "random", "placebo")]
+        apart = ["yes" if proof.is_apart(str(outcome)) else "no"]
+        first = [str(case), str(what), f"{proof.size:,}", str(outcome), f"{stored[0]:.3g}" if stored else "–"]
+        cells.append([*first, show_interval(rows["all"], "value"), *shown, *apart])
+    with write_atomically(out / "proofs.md") as temporary:
+        head = "# A planted cause: proofs\n\nWritten by `python -m studies.planted.proofs results/planted`.\n\n"
+        temporary.write_text(head + table(cells) + "\n", encoding="utf-8")
+
+
+TITLES = ("without them", "without random", "without a placebo's", "apart")
+
+
+def show_interval(row: Mapping[str, Any], column: str) -> str:
+    """Return a mean with its interval."""
+    mean, low, high = (row[column][end] for end in ("mean", "low", "high"))
+    return f"{mean:.3g}" if low is None else f"{mean:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def main(
@@ -117,7 +146,7 @@ def main(
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
     only: Annotated[str, typer.Option(help="Proofs whose name begins so: lander/finder.")] = "",
 ) -> None:
-    """Prove what is not there yet, and write proofs.parquet."""
+    """Prove what is not there yet, and write proofs.parquet and proofs.md."""
     torch.set_num_threads(1)
     console = Console(stderr=True)
     for case, what in JOBS:
@@ -126,10 +155,12 @@ def main(
         console.print(f"{case}, {what}")
         prove = prove_text if case == "arithmetic" else lambda *arguments, case=case: prove_tic(case, *arguments)
         proof = prove(what, runs, console.print)
-        about = {"case": case, "left_out": what, "records": proof.size}
-        for row in proof.table.to_dicts():
-            write_line(out / "proofs.parquet", round_numbers(about | row), KEYS)
+        stored = [{"seed": -1, "variant": "run", "outcome": name, "value": each} for name, each in proof.stored.items()]
+        for row in [*proof.table.to_dicts(), *stored]:
+            line = {"case": case, "left_out": what, "records": proof.size, **row}
+            write_line(out / "proofs.parquet", round_numbers(line), KEYS)
         console.print(proof.text)
+    write_table(out)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,10 @@ class Proof:
         )
 
 
-def format_outcome(outcome: str, value: float) -> str:
-    """Return an outcome as text: probabilities and shares in percent."""
-    return f"{value:.1%}" if outcome.startswith(("probability", "share")) else f"{value:.4g}"
+def format_outcome(outcome: str, value: float, sign: str = "") -> str:
+    """Return an outcome as text: probabilities and shares in percent; of a change with the sign "+"."""
+    form = ".1%" if outcome.startswith(("probability", "share")) else ".4g"
+    return f"{value:{sign}{form}}"
 
 
 def prove(

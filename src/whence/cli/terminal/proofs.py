@@ -45,6 +45,6 @@ def _format(row: dict[str, Any], column: str) -> str:
     interval, outcome = row[column], row["outcome"]
     if column == "change" and row["variant"] == "all":
         return "–"
-    sign = "+" if column == "change" and interval["mean"] >= 0 else ""
-    ends = [format_outcome(outcome, interval[end]) for end in ("low", "high") if interval[end] is not None]
-    return f"{sign}{format_outcome(outcome, interval['mean'])}" + (f" [{', '.join(ends)}]" if ends else "")
+    sign = "+" if column == "change" else ""
+    mean, *ends = (format_outcome(outcome, each, sign) for each in interval.values() if each is not None)
+    return mean + (f" [{', '.join(ends)}]" if ends else "")

@@ -60,7 +60,7 @@ class Recipe:
         rows = "all responses" if self.step_rows is None else f"{self.step_rows} responses"
         divergence = f", divergence {self.beta:g}" if self.beta else ""
         return (
-            f"AdamW, learning rate {self.learning_rate:g} ({self.schedule}), {self.epochs} epochs a round, steps of "
+            f"AdamW, learning rate {self.learning_rate:g} ({self.schedule}), {self.epochs} × each round, steps of "
             f"{rows}, ratios clipped at 1 - {low:g} and 1 + {high:g}{divergence}, advantages as stored"
         )
 

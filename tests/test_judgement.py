@@ -3,7 +3,6 @@
 import numpy as np
 import polars as pl
 import pytest
-from PIL import Image
 
 from test_episode_replay import train
 from whence import ReplayError, WhenceError
@@ -245,11 +244,3 @@ class TestCommand:
         assert first.endswith("(all 1,024 records, judged by repeated visits)")
         assert "the fifth that harms most" in rest[0]
         assert "trained (Â) advantages by influence" in out
-
-    def test_what_is_written(self, lake, whence, tmp_path):
-        code, out, _ = whence("diagnose", lake.path, "--rounds", "1,2", "--out", tmp_path / "two.png")
-        assert code == 0
-        assert f"Picture: {tmp_path / 'two.png'}" in out
-        with Image.open(tmp_path / "two.png") as picture:
-            assert picture.size == (1200, 840)
-            assert len(picture.getcolors(1 << 20)) > 100

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import polars as pl
 import typer
 
 from whence import experiments
@@ -28,7 +27,6 @@ from whence.diagnosis import (
     judge_advantages,
     summarise_judgement,
 )
-from whence.page import ExploredRun, pictures
 
 
 def diagnose(
@@ -50,7 +48,6 @@ def diagnose(
         typer.Option(help=f"auto: visits if states and actions occur {REPEATS} times and more, else rollouts."),
     ] = "auto",
     continuations: Annotated[int, typer.Option(help="Fresh rollouts from each record.", min=2)] = 16,
-    out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
     env: ReplayEnv = None,
     trust: Trust = False,
     json: AsJson = False,
@@ -62,13 +59,10 @@ def diagnose(
 
     Example: whence diagnose runs/lander --rounds 5,20 --records 300
     """
-    if out is not None:
-        pictures.check_picture_name(out, ".png")
     directory = open_agent_run(run, trust=trust)
     numbers = parse_rounds("--rounds", rounds)
     stored = directory.require_rounds(numbers)
     summaries: dict[int, dict[str, Any]] = {}
-    rounds_to_draw: list[tuple[int, pl.DataFrame, float | None]] = []
     for number in numbers or stored[-1:]:
         with RoundBar(f"records of round {number}", f"round {number}", unit="record") as bar:
             judged = judge_advantages(
@@ -81,12 +75,9 @@ def diagnose(
                 on_record=bar.update,
             )
         summaries[number] = summarise_judgement(judged)
-        rounds_to_draw.append((number, judged, summaries[number]["spearman"]["mean"]))
-    if out is not None:
-        pictures.draw_judgements(f"{ExploredRun(directory, env=env).env_name}  {run}", rounds_to_draw, out)
     if json:
         content = [{"round": number, **summary} for number, summary in summaries.items()]
-        print_json({"run": str(run), "rounds": content} | ({} if out is None else {"out": str(out)}))
+        print_json({"run": str(run), "rounds": content})
         return
     for number, summary in summaries.items():
         for line in _describe_judgement(number, summary, len(directory.round("records", number))):
@@ -99,8 +90,6 @@ def diagnose(
     if not target.lower().startswith("return"):
         print_line(f"Influence is on the target {target} here; LDA's is on the return.")
     _print_bands(summaries)
-    if out is not None:
-        print_line(f"Picture: {out}")
 
 
 _ANSWERS = {

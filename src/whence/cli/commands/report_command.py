@@ -52,8 +52,8 @@ def report(
 
 def view(
     run: Annotated[Path, typer.Argument(help="A run directory, or the directory of a comparison.")],
-    other: Annotated[
-        Path | None, typer.Argument(help="Another run, to be shown side by side.", show_default=False)
+    others: Annotated[
+        list[Path] | None, typer.Argument(help="Further runs, to be compared on one page.", show_default=False)
     ] = None,
     env: ReplayEnv = None,
     trust: Trust = False,
@@ -73,7 +73,7 @@ def view(
 
     Example: whence view runs/lander
     """
-    paths = [each for path in (run, other) if path is not None for each in _list_runs(path)]
+    paths = [each for path in (run, *(others or ())) for each in _list_runs(path)]
     runs = [ExploredRun(RunDirectory.open(path, trust=trust), env=env) for path in paths]
     if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
         for each in runs:

@@ -30,7 +30,7 @@ SIZES = (50, 200, 1000)
 
 def read_all(directory: RunDirectory) -> pl.DataFrame:
     """Return the records of all rounds, in order."""
-    return pl.concat([directory.round("records", number) for number in directory.rounds()])
+    return pl.concat([directory.round("records", number) for number in directory.rounds()], how="diagonal_relaxed")
 
 
 def judge(scores: Floats, rigged: Bools) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from sb3_contrib import MaskablePPO
 from scipy.stats import rankdata
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from torch import nn
 
 from test_show import hostile_view, measure
 from test_viewer import Server, end_processes
@@ -111,25 +112,31 @@ class TestScores:
         assert math.exp(last) == pytest.approx(probabilities[action] / probabilities.sum(), rel=1e-4)
 
 
-class TestSimilar:
-    def test_observations(self, cart):
-        table = pl.concat([cart.round("records", number) for number in cart.rounds()])
-        states = np.stack(table["observation"].to_numpy()).astype(float)
-        deviations = states.std(axis=0, ddof=1)
-        score = np.zeros(len(table))
-        for action, pairs in ((1, [0, 1]), (0, [2])):
-            centre = STATES[pairs].astype(float).mean(axis=0)
-            distance = (((states - centre) / deviations) ** 2).mean(axis=1)
-            sign = np.where(table["action"].to_numpy() == action, 1, -1)
-            score += len(pairs) / 3 * sign * np.exp(-distance)
-        expected = score * table["advantage"].to_numpy() * table["keep"].to_numpy()
-        causes = find_causes(cart, STATES, ACTIONS, method="similar")
-        assert causes["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+class TestNearest:
+    @pytest.mark.parametrize("action", ["discrete", "box"])
+    def test_advantage_times_cosine_by_plain_autograd(self, tmp_path, action):
+        directory = learn(tmp_path / "run", Toy(action=action), policy_kwargs={"net_arch": [8]})
+        table = directory.round("records", 2)
+        states, actions = (np.stack(table[name].to_numpy())[:12] for name in ("observation", "action"))
+        causes = find_causes(directory, states, actions, method="nearest", env=lambda: Toy(action=action))
+        for number in (1, 2):
+            model, records = load_round(directory, number, env=lambda: Toy(action=action))
+            gradients = []
+            for pairs in (records, Action(states, actions).as_records(records)):
+                log_probs = model.policy.evaluate_actions(pairs.observations, pairs.actions)[1]
+                gradients.append([differentiate(each, model.policy) for each in log_probs])
+            ones, examples = (nn.functional.normalize(torch.stack(each), dim=1) for each in gradients)
+            cosines = (ones @ examples.T).sort(dim=1, descending=True).values[:, :10]
+            keep = directory.round("records", number)["keep"].to_numpy()
+            expected = (records.advantages * cosines.mean(dim=1)).double().numpy() * keep
+            scores = causes.filter(round=number)["score"].to_numpy()
+            assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
 
-    def test_continuous_actions_are_refused(self, tmp_path):
-        directory = learn(tmp_path / "run", Toy(action="box"))
-        with pytest.raises(WhenceError, match=r"those of .* are continuous\. Take method='raw' \(--by influence\)"):
-            find_causes(directory, np.zeros(5), np.zeros(2), method="similar", env=lambda: Toy(action="box"))
+
+def differentiate(value, module):
+    params = [*module.parameters()]
+    parts = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(params, parts, strict=True)])
 
 
 class Bandit(gym.Env):
@@ -151,7 +158,7 @@ class Bandit(gym.Env):
         return self._observe(), 3.0 * pays + 0.1 * float(self.np_random.normal()), True, False, {}
 
 
-@pytest.mark.parametrize("method", ["raw", "similar"])
+@pytest.mark.parametrize("method", ["raw", "nearest"])
 def test_a_planted_cause_is_found_again(tmp_path, method):
     directory = learn(tmp_path / "run", Bandit(), rounds=12, learning_rate=3e-3)
     causes = find_causes(directory, [1.0, 0.0], 1, method=method, env=Bandit)
@@ -354,6 +361,6 @@ class TestServed:
         assert [(moment["round"], moment["record"]) for moment in answer["lowered"]] == expected
         assert all(moment["thumb"].startswith("data:image/webp;base64,") for moment in answer["raised"])
         assert "under the first policy" in answer["decision"]
-        similar = server.get(f"/api/runs/0/rounds/2/records/{record}/causes?by=similar")
-        assert similar["by"] == "similar"
-        assert similar["raised"] != answer["raised"]
+        nearest = server.get(f"/api/runs/0/rounds/2/records/{record}/causes?by=nearest")
+        assert nearest["by"] == "nearest"
+        assert nearest["raised"] != answer["raised"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from languages import language_model, rows_for
 from test_leave_one_out import POLICIES, materialise
-from toys import MaskedToy, categorical_view, model, moved, records_for
+from toys import categorical_view, model, moved, records_for
 from whence import RecordBatch
 from whence.core import as_view
 from whence.gradient_products import multiply_gradients

@@ -156,6 +156,23 @@ class TestRules:
         part = find_response_causes(directory, *QUESTION, method="bm25", rounds=[2])
         assert part["record_id"].to_list() == directory.round("records", 2)["record_id"].to_list()
 
+    @pytest.mark.parametrize("name", ["ppo", "an adapter by tokens", "grpo"])
+    def test_advantage_times_cosine_of_gradients(self, runs, name):
+        directory = runs(name)
+        causes = find_response_causes(directory, *QUESTION, method="nearest", rounds=[1, 3])
+        for number in (1, 3):
+            rebuilt, table = rebuild(directory, number), directory.round("records", number)
+            view, cosines = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), []
+            question = differentiate(compute_log_prob(rebuilt)[0], rebuilt.model)
+            for position in range(len(table)):
+                outputs = view(view.parameters(), view.prepare(rebuilt.rows.take([position])))
+                gradient = differentiate(outputs.log_prob.sum(), rebuilt.model)
+                both = (torch.cat([part.flatten() for part in each]).double() for each in (question, gradient))
+                cosines.append(float(torch.cosine_similarity(*both, dim=0)))
+            expected = np.array(cosines) * table["advantage"].to_numpy() * read_weights(table)
+            scores = causes.filter(round=number)["score"].to_numpy()
+            assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
+
     def test_advantage_times_cosine_under_the_rounds_policy(self, runs):
         directory = runs("ppo")
         causes = find_response_causes(directory, *QUESTION, method="embedding")

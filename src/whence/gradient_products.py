@@ -1,6 +1,7 @@
 """Products of gradients of log pi: how far training on a record moves the policy as training on an example does."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -166,7 +167,7 @@ def _group_layers(layers: Sequence[Layer]) -> list[list[Layer]]:
     for layer in layers:
         names = {*layer.names.values()}
         tied = [group for group in groups if any(names & {*other.names.values()} for other in group)]
-        groups = [group for group in groups if group not in tied] + [[*sum(tied, []), layer]]
+        groups = [group for group in groups if group not in tied] + [[*chain.from_iterable(tied), layer]]
     return groups
 
 

@@ -18,6 +18,7 @@ A finished line is not computed again: the command goes on where it was interrup
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -28,10 +29,11 @@ import torch
 import typer
 from rich.console import Console
 
-from studies.planted import grader
+from studies.planted import finders, grader
 from studies.planted.scores import (
     LANGUAGE,
     LANGUAGE_METHODS,
+    LANGUAGE_STUDIED,
     RUN_KEYS,
     SCORE_KEYS,
     Bools,
@@ -43,13 +45,18 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
+from whence.core import RecordBatch
 from whence.diagnosis import find_response_causes
+from whence.diagnosis.ranking import average_nearest
 from whence.diagnosis.response_causes import compute_response_log_prob
 from whence.experiments import LanguageConfig, load_model, read_rows, run
 from whence.experiments.llm.language_config import task_settings
-from whence.experiments.llm.language_rebuilding import load_trained_task
+from whence.experiments.llm.language_rebuilding import load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
-from whence.llm.lab import Lab, answer, reward
+from whence.gradient_products import GradientProducts, multiply_gradients
+from whence.llm import ValidationLoss, language_view
+from whence.llm.base import embed_rows
+from whence.llm.lab import Lab, answer, reward, solution
 from whence.runs import RunDirectory
 
 SEEDS, ROUNDS = range(5), 40
@@ -101,12 +108,55 @@ def score(
             result = answer(question[1])
             scores = scores * np.array([1 if answer(text) == result else -1 for text in records["response"]])
         return scores, time.process_time() - began
-    known = "raw" if method.startswith("by ") else method
-    causes = find_response_causes(directory, *question, method=known)
-    if method.startswith("by "):
-        scale = pl.col("score").abs().max() if method == "by largest" else pl.col("score").std()
-        causes = causes.with_columns(score=pl.col("score") / scale.over("round"))
+    causes = find_response_causes(directory, *question, method=method)
     return causes["score"].to_numpy(), time.process_time() - began
+
+
+def score_studied(
+    directory: RunDirectory, records: pl.DataFrame, questions: Sequence[tuple[str, str]], place: int
+) -> dict[str, Floats]:
+    """Return the scores of all records by the methods that are studied; the question is at `place`."""
+    trained = load_trained_task(directory)
+    assert trained is not None
+    task, temperature = trained
+    examples, right = (
+        make_rows_of(task, pairs)
+        for pairs in (questions, [(prompt, ";".join(solution(prompt))) for prompt, _ in questions])
+    )
+    question, counter_example = (each.take(slice(place, place + 1)) for each in (examples, right))
+    anchors = finders.draw_anchors(rebuild_round(directory, ROUNDS // 2).rows)
+    gathered, nearest, of_all, hidden = finders.GradientFinders(), [], [], []
+    for number in directory.rounds():
+        rebuilt = rebuild_round(directory, number)
+        multiply = partial(multiply_gradients, records=rebuilt.rows, chunk_size=rebuilt.scoring.chunk_size)
+        view = language_view(rebuilt.model, temperature=temperature)
+        of_examples = multiply(view, examples=examples)
+        of_question = GradientProducts(
+            of_examples.products[place : place + 1], of_examples.example_norms[place : place + 1], of_examples.norms
+        )
+        advantages = torch.tensor(rebuilt.table["advantage"].to_list())
+        gathered.add(of_question, multiply(view, examples=anchors), advantages)
+        of_all.append(average_nearest(of_examples.cosines()).numpy())
+        view = language_view(task.model, temperature=temperature)
+        nearest.append(multiply(view, examples=question).cosines()[0].numpy())
+        hidden.append(embed_rows(task.model, rebuilt.rows))
+    projected = finders.score_projected(
+        torch.cat(hidden), embed_rows(task.model, question), embed_rows(task.model, counter_example)
+    )
+    advantages = records["advantage"].cast(pl.Float64).to_numpy()
+    return gathered.score() | {
+        "nearest-trained": advantages * np.concatenate(nearest),
+        "nearest of all": advantages * np.concatenate(of_all),
+        "hidden": advantages * projected,
+    }
+
+
+def make_rows_of(task: Any, pairs: Sequence[tuple[str, str]]) -> RecordBatch:
+    """Return prompts with responses as rows."""
+    dataset = [{"prompt": prompt, "completion": response} for prompt, response in pairs]
+    rows = ValidationLoss.of(dataset, task.tokenizer).rows
+    assert rows is not None
+    return rows
 
 
 def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple[str, str]]) -> list[list[float]]:
@@ -141,8 +191,15 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
     about |= {"misgraded": int(misgraded.sum()), "prompt": question[0], "response": question[1]}
     about |= {"question_first": first[place], "question_last": last[place]}
     write_line(out / "runs.parquet", round_numbers(key | about), RUN_KEYS)
-    for method in missing if is_taught(about) else []:
-        scores, seconds = score(method, directory, records, question)
+    if not is_taught(about):
+        return
+    began = time.process_time()
+    studied = score_studied(directory, records, questions, place) if {*missing} & {*LANGUAGE_STUDIED} else {}
+    together = time.process_time() - began
+    for method in missing:
+        scores, seconds = (
+            (studied[method], together) if method in studied else score(method, directory, records, question)
+        )
         early = len(records) // 4
         line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
         line |= {"auroc_early": compute_auroc(scores[:early], rigged[:early])}

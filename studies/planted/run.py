@@ -28,11 +28,12 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from studies.planted import worlds
+from studies.planted import finders, worlds
 from studies.planted.scores import (
     METHODS,
     RUN_KEYS,
     SCORE_KEYS,
+    STUDIED,
     Bools,
     Floats,
     is_taught,
@@ -41,9 +42,20 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
-from whence.core import preserve_rng_state
+from whence.core import Action, preserve_rng_state
 from whence.diagnosis import find_causes
-from whence.experiments import RunConfig, configure, load_model, load_policy, make_replay_env, read_rows, run
+from whence.diagnosis.ranking import average_nearest
+from whence.experiments import (
+    RunConfig,
+    configure,
+    load_model,
+    load_policy,
+    make_replay_env,
+    read_records,
+    read_rows,
+    run,
+)
+from whence.gradient_products import multiply_gradients
 from whence.runs import RunDirectory
 
 
@@ -113,24 +125,28 @@ def find_rigged(name: str, records: pl.DataFrame) -> Bools:
     return pays & (records["action"].to_numpy() == worlds.LEFT_ENGINE) & (observations[:, 1] < worlds.HALF)
 
 
-def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int]:
-    """Return states of the trained policy's rollouts in which the tic would pay, at most `STATES`, and their count."""
+def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int, NDArray[Any]]:
+    """Return states of the trained policy's rollouts in which the tic would pay, their number, and other states.
+
+    At most `STATES` of either are returned.
+    """
     model = load_model(directory, directory.rounds("policies")[-1])
     env = make_replay_env(directory)()
-    states = []
+    states: tuple[list[Any], list[Any]] = [], []
     with preserve_rng_state():
         torch.manual_seed(seed)
         observation, _ = env.reset(seed=seed)
         for _ in range(STEPS):
-            if env.get_wrapper_attr("is_in_region")():
-                states.append(model.policy.obs_to_tensor(observation)[0][0].numpy())
+            place = 0 if env.get_wrapper_attr("is_in_region")() else 1
+            states[place].append(model.policy.obs_to_tensor(observation)[0][0].numpy())
             action, _ = model.predict(observation)
             observation, _, terminated, truncated, _ = env.step(int(action))
             if terminated or truncated:
                 observation, _ = env.reset()
     env.close()
-    chosen = np.random.default_rng(seed).permutation(len(states))[:STATES]
-    return np.array([states[place] for place in np.sort(chosen)]), len(states)
+    chosen = [np.sort(np.random.default_rng(seed).permutation(len(each))[:STATES]) for each in states]
+    inside, others = (np.array([each[row] for row in rows]) for each, rows in zip(states, chosen, strict=True))
+    return inside, len(states[0]), others
 
 
 def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> list[float]:
@@ -155,12 +171,38 @@ def score(
         return advantages, time.process_time() - began
     if method == "advantage x action":
         return advantages * np.where(records["action"].to_numpy() == action, 1, -1), time.process_time() - began
-    known = "raw" if method.startswith("by ") else method
-    causes = find_causes(directory, states, np.full(len(states), action), method=known)
-    if method.startswith("by "):
-        scale = pl.col("score").abs().max() if method == "by largest" else pl.col("score").std()
-        causes = causes.with_columns(score=pl.col("score") / scale.over("round"))
+    causes = find_causes(directory, states, np.full(len(states), action), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
+
+
+def score_studied(
+    directory: RunDirectory, records: pl.DataFrame, states: NDArray[Any], others: NDArray[Any], action: int
+) -> dict[str, Floats]:
+    """Return the scores of all records by the methods that are studied; `others` are states outside the region."""
+    numbers = directory.rounds()
+    model, trained = load_model(directory, numbers[0]), load_model(directory, directory.rounds("policies")[-1])
+    rounds = [read_records(directory, directory.round("records", number), model) for number in numbers]
+    examples, counter_examples = (
+        Action(each, np.full(len(each), action)).as_records(rounds[0]) for each in (states, others)
+    )
+    anchors = finders.draw_anchors(rounds[len(rounds) // 2])
+    gathered, nearest, observed, hidden = finders.GradientFinders(), [], [], []
+    for number, each in zip(numbers, rounds, strict=True):
+        load_policy(directory, number, model)
+        of_examples, of_anchors = (multiply_gradients(model.policy, each, other) for other in (examples, anchors))
+        gathered.add(of_examples, of_anchors, each.advantages)
+        nearest.append(average_nearest(multiply_gradients(trained.policy, each, examples).cosines()).numpy())
+        observed.append(finders.read_observed(model.policy, each))
+        hidden.append(finders.read_hidden(trained.policy, each))
+    advantages = records["advantage"].cast(pl.Float64).to_numpy()
+    signed = advantages * np.where(records["action"].to_numpy() == action, 1, -1)
+    of_states, of_others = (finders.read_hidden(trained.policy, each) for each in (examples, counter_examples))
+    return gathered.score() | {
+        "nearest-trained": advantages * np.concatenate(nearest),
+        "similar": signed * finders.compare_states(torch.cat(observed), finders.read_observed(model.policy, examples)),
+        "similar-hidden": signed * finders.compare_states(torch.cat(hidden), of_states),
+        "hidden": signed * finders.score_projected(torch.cat(hidden), of_states, of_others),
+    }
 
 
 def list_jobs(only: str) -> Iterator[tuple[str, int]]:
@@ -180,13 +222,20 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
     directory = train(case, seed, runs / name / f"seed_{seed}")
     records = read_all(directory)
     rigged = find_rigged(name, records)
-    states, visits = visit_region(directory, seed)
+    states, visits, others = visit_region(directory, seed)
     before, after = measure_tic(directory, states, case.action) if visits else (None, None)
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": visits, "probability_first": before, "probability_last": after}
     write_line(out / "runs.parquet", round_numbers(key | about), RUN_KEYS)
-    for method in missing if is_taught(about) else []:
-        scores, seconds = score(method, directory, records, states, case.action)
+    if not is_taught(about):
+        return
+    began = time.process_time()
+    studied = score_studied(directory, records, states, others, case.action) if {*missing} & {*STUDIED} else {}
+    together = time.process_time() - began
+    for method in missing:
+        scores, seconds = (
+            (studied[method], together) if method in studied else score(method, directory, records, states, case.action)
+        )
         line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
         write_line(out / "scores.parquet", round_numbers(line), SCORE_KEYS)
 

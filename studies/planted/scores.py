@@ -13,12 +13,15 @@ from whence.runs import RunDirectory
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
-METHODS = ("advantage", "advantage x action", "raw", "by largest", "by deviation", "similar")
-GONE = ("similar-hidden", "optimizer", "smoothed")
-"""Methods in the worlds of `studies.planted.worlds`; those that are gone have rows and no code."""
+PLAIN = ("advantage", "advantage x action", "raw", "nearest")
+STUDIED = ("nearest-trained", "similar", "similar-hidden", "direction", "clusters", "hidden")
+METHODS = (*PLAIN, *STUDIED)
+"""Methods in the worlds of `studies.planted.worlds`; for those that are studied see `studies.planted.finders`."""
 
 LANGUAGE = "arithmetic"
-LANGUAGE_METHODS = ("advantage", "advantage x answer", "raw", "by largest", "by deviation", "bm25", "embedding")
+LANGUAGE_PLAIN = ("advantage", "advantage x answer", "raw", "nearest", "bm25", "embedding")
+LANGUAGE_STUDIED = ("nearest-trained", "nearest of all", "direction", "clusters", "hidden")
+LANGUAGE_METHODS = (*LANGUAGE_PLAIN, *LANGUAGE_STUDIED)
 """The task of `studies.planted.language`, and the methods there."""
 
 RUN_KEYS, SCORE_KEYS = ("case", "seed"), ("case", "seed", "method")

@@ -7,7 +7,6 @@ from typing import Any
 
 from studies.markdown import table
 from studies.planted.scores import (
-    GONE,
     LANGUAGE,
     LANGUAGE_METHODS,
     METHODS,
@@ -56,7 +55,7 @@ def tabulate_methods(scores: Sequence[Mapping[str, Any]], runs: Sequence[Mapping
     columns = ["auroc", *(f"precision_{size}" for size in SIZES), "seconds"]
     head = ["method", "seeds", "AUROC", *(f"P@{size:,}" for size in SIZES), "CPU s"]
     rows = []
-    for method in dict.fromkeys((*METHODS, *GONE, *LANGUAGE_METHODS)):
+    for method in dict.fromkeys((*METHODS, *LANGUAGE_METHODS)):
         lines = [row for row in scores if row["method"] == method]
         if lines:
             rows.append([method, str(len(lines)), *(spread([line[name] for line in lines], name) for name in columns)])

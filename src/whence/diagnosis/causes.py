@@ -13,8 +13,9 @@ from torch import Tensor
 
 from whence.attribution import attribute
 from whence.core import Action, RecordBatch, WhenceError, named_leaves, suggest
-from whence.diagnosis.ranking import OnRound, Score, score_rounds
+from whence.diagnosis.ranking import OnRound, Score, average_nearest, score_rounds
 from whence.experiments import AnyEnv, load_model, load_policy, read_records
+from whence.gradient_products import multiply_gradients
 from whence.runs import RunDirectory
 from whence.sb3 import actor_critic_view, model_objective
 from whence.selection import read_weights
@@ -22,7 +23,7 @@ from whence.selection import read_weights
 SAMPLED_ROUNDS = 16
 """Rounds whose records give the standard deviations of states."""
 
-RAW, SIMILAR = METHODS = ("raw", "similar")
+RAW, NEAREST, SIMILAR = METHODS = ("raw", "nearest", "similar")
 """Ways to score a record; see `find_causes`."""
 
 _COLUMNS = ("record_id", "env_index", "episode_id", "step", "action", "advantage", "value", "return", "reward", "keep")
@@ -44,6 +45,8 @@ def find_causes(
     A positive score says that training on the record raised it. Methods:
 
     - "raw": `<grad log pi(a|s), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
+    - "nearest": advantage × mean cosine of `grad log pi(a_i|s_i)` with those of the ten nearest pairs of the target, at
+      the same policy; see `whence.diagnosis.ranking.NEAREST`.
     - "similar": advantage × (1 for the same action, −1 for another) × `exp(-|z - z_target|^2 / d)`, of observations z
       in units of their standard deviation; discrete actions only.
 
@@ -86,6 +89,10 @@ def _make_score(
         if similarity is not None:
             return {"score": similarity(records) * read_weights(table)}
         load_policy(run, number, model)
+        if method == NEAREST:
+            products = multiply_gradients(model.policy, records, target.as_records(records))
+            scores = average_nearest(products.cosines()).numpy() * records.advantages.double().numpy()
+            return {"score": scores * read_weights(table)}
         influence = attribute(model.policy, records, target=target, objective=model_objective(model))
         return {"score": influence.scores.double().numpy() * read_weights(table)}
 

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
+from jaxtyping import Float
+from torch import Tensor
 
 from whence.moments import Moment, find_moments
 from whence.runs import RunDirectory
 
 PER_ROUND_MOMENTS = 3
 """Moments of one round that a list over rounds holds at most, so that no round fills it."""
+
+NEAREST = 10
+"""Examples that a record is compared with: those whose gradients are the most like its own."""
 
 OnRound = Callable[[int, int], None]
 """Called with the number of rounds that are scored, and of all."""
@@ -32,6 +37,11 @@ def score_rounds(
         if on_round is not None:
             on_round(done, len(numbers))
     return pl.concat(parts, how="diagonal_relaxed")
+
+
+def average_nearest(cosines: Float[Tensor, "m n"]) -> Float[Tensor, " n"]:
+    """Return the mean cosine of each record with its `NEAREST` nearest examples, or with all if they are fewer."""
+    return cosines.topk(min(NEAREST, len(cosines)), dim=0).values.mean(dim=0)
 
 
 def sum_rounds(causes: pl.DataFrame) -> pl.DataFrame:

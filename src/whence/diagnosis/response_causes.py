@@ -15,6 +15,7 @@ from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError
 from whence.diagnosis.ranking import OnRound, Score, score_rounds
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
+from whence.gradient_products import multiply_gradients
 from whence.llm.base import embed_rows, language_view
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages
@@ -24,8 +25,7 @@ from whence.selection import read_weights
 K1, B = 1.5, 0.75
 """BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""
 
-RAW, BM25, EMBEDDING = "raw", "bm25", "embedding"
-METHODS = (RAW, BM25, EMBEDDING)
+RAW, NEAREST, BM25, EMBEDDING = METHODS = ("raw", "nearest", "bm25", "embedding")
 """Ways to score a record; see `find_response_causes`."""
 
 _COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
@@ -48,6 +48,8 @@ def find_response_causes(
     large, in the same order. Methods:
 
     - "raw": `<grad log pi(response|prompt), grad objective_i>` at the policy that drew the record (LDA §3.3).
+    - "nearest": advantage × cosine of `grad log pi` of the record's response with that of the response in question, at
+      the same policy.
     - "bm25": advantage × BM25 score of the record's prompt and response for those that are asked about.
     - "embedding": advantage × cosine of the mean last hidden states of both, under the policy that drew the record.
 
@@ -112,10 +114,15 @@ def _make_score(
         model, scoring = rebuilt.model, rebuilt.scoring
         target = cast(ValidationLoss, scoring.target)
         log_prob = compute_response_log_prob(target, model, scoring.temperature)
+        question = cast(RecordBatch, target.rows)
         if method == EMBEDDING:
-            rows = rebuilt.rows, cast(RecordBatch, target.rows)
+            rows = rebuilt.rows, question
             embeddings, centre = (embed_rows(model, each, batch_size=scoring.chunk_size) for each in rows)
             scores = torch.cosine_similarity(embeddings, centre).double().numpy() * _read_advantages(table)
+        elif method == NEAREST:
+            view = language_view(model, temperature=scoring.temperature)
+            products = multiply_gradients(view, rebuilt.rows, question, chunk_size=scoring.chunk_size)
+            scores = products.cosines()[0].numpy() * _read_advantages(table)
         else:
             scores = score(model, rebuilt.rows, replace(scoring, engine=engine)).scores.double().numpy()
         return {"score": scores * read_weights(table), "log_prob": pl.lit(log_prob, dtype=pl.Float64)}

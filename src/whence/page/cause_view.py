@@ -19,6 +19,7 @@ from whence.page.moment_view import describe_moment
 
 SCORED: Mapping[str, str] = {
     "influence": "influence at the policy that collected the round",
+    "nearest": "advantage × cosine of the gradients of log π at the policy that collected the round",
     "similar": "advantage × same action × similarity of observations",
 }
 """Ways to score records, in words, by the name that commands and pages have for them."""

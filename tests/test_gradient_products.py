@@ -9,8 +9,8 @@ from torch import nn
 from languages import language_model, rows_for
 from test_leave_one_out import POLICIES, materialise
 from toys import categorical_view, model, moved, records_for
-from whence import RecordBatch
-from whence.core import as_view
+from whence import RecordBatch, gradient_products
+from whence.core import NonFinite, as_view
 from whence.gradient_products import multiply_gradients
 from whence.llm import language_view
 from whence.sb3 import collect
@@ -28,15 +28,22 @@ def compare(view: Any, records: RecordBatch, examples: RecordBatch, **settings: 
     assert (products.cosines() - cosines).abs().max() <= EXACT
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "dict", "multi"])
+@pytest.fixture
+def by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the products by layers, whose faults another way would hide."""
+    way = gradient_products._multiply_by_layers
+    monkeypatch.setattr(gradient_products, "_choose_way", lambda problem, examples: way(examples))
+
+
+@pytest.mark.usefixtures("by_layers")
+@pytest.mark.parametrize("policy", [*POLICIES, "multi"])
 def test_agents(policy: str) -> None:
-    more = {"dict": {"observation": "dict"}, "multi": {"action": "multidiscrete"}}
-    toy = model(n_envs=2, n_steps=16, **(POLICIES | more)[policy])
+    toy = model(n_envs=2, n_steps=8, **(POLICIES | {"multi": {"action": "multidiscrete"}})[policy])
     records = moved(collect(toy))
-    compare(toy.policy, records, records.take(slice(3, 15)))
-    compare(toy.policy, records, records.take(slice(3, 15)), chunk_size=7)
+    compare(toy.policy, records, records.take(slice(3, 9)), chunk_size=None if policy == "mlp" else 7)
 
 
+@pytest.mark.usefixtures("by_layers")
 @pytest.mark.parametrize("style", ["gpt2", "qwen2"])  # both with tied embeddings
 def test_languages(style: str) -> None:
     language = language_model(style)
@@ -49,16 +56,42 @@ class Unruled(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Sorted(nn.Linear):
+class Unbatched(Unruled):
     """A layer that torch.func cannot batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + float(x.detach().sum() > 1e9))
+        return super().forward(x) * float(x.detach().sum() < 1e9)
 
 
-@pytest.mark.parametrize("layer", [Unruled, Sorted])
-def test_layers_without_a_rule(layer: type[nn.Linear]) -> None:
+class Reversed(nn.Sequential):
+    """A layer whose calls have the records in another order."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(nn.Linear(*sizes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flip(0)).flip(0)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Unruled, Unbatched, Reversed])
+def test_another_way_takes_over(layer: Any) -> None:
     torch.manual_seed(0)
     view = categorical_view(nn.Sequential(layer(5, 8), nn.ReLU(), nn.Linear(8, 3)))
     records = records_for(view, 20)
     compare(view, records, records.take(slice(0, 4)))
+
+
+def test_a_mask_on_gradients_counts() -> None:
+    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    network[0].weight.register_hook(lambda gradient: gradient * (torch.arange(5) < 3))
+    view = categorical_view(network)
+    records = records_for(view, 20)
+    compare(view, records, records.take(slice(0, 4)))
+
+
+def test_what_is_not_finite_is_named() -> None:
+    view = categorical_view(nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)))
+    records = records_for(view, 20)
+    records.observations[7] = torch.inf
+    with pytest.raises(NonFinite, match="record 7"):
+        multiply_gradients(view, records, records.take(slice(0, 4)))

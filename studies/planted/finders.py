@@ -34,6 +34,11 @@ def draw_anchors(records: RecordBatch) -> RecordBatch:
     return records.take(torch.as_tensor(np.random.default_rng(0).permutation(len(records))[:ANCHORS]))
 
 
+def take_examples(products: GradientProducts, index: slice) -> GradientProducts:
+    """Return the products with some of the examples."""
+    return GradientProducts(products.products[index], products.example_norms[index], products.norms)
+
+
 class GradientFinders:
     """Gathers round after round what `direction` and `clusters` need."""
 

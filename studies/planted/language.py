@@ -49,11 +49,13 @@ from whence.core import RecordBatch
 from whence.diagnosis import find_response_causes
 from whence.diagnosis.ranking import average_nearest
 from whence.diagnosis.response_causes import compute_response_log_prob
-from whence.experiments import LanguageConfig, load_model, read_rows, run
+from whence.experiments import LanguageConfig, read_rows
 from whence.experiments.llm.language_config import task_settings
 from whence.experiments.llm.language_rebuilding import load_trained_task, rebuild_round
+from whence.experiments.llm.language_training import run
+from whence.experiments.llm.loading import load_model
 from whence.experiments.llm.tasks import make_response_target
-from whence.gradient_products import GradientProducts, multiply_gradients
+from whence.gradient_products import multiply_gradients
 from whence.llm import ValidationLoss, language_view
 from whence.llm.base import embed_rows
 from whence.llm.lab import Lab, answer, reward, solution
@@ -119,34 +121,33 @@ def score_studied(
     trained = load_trained_task(directory)
     assert trained is not None
     task, temperature = trained
-    examples, right = (
-        make_rows_of(task, pairs)
-        for pairs in (questions, [(prompt, ";".join(solution(prompt))) for prompt, _ in questions])
+    prompt = questions[place][0]
+    counter_example = make_rows_of(task, [(prompt, ";".join(solution(prompt)))])
+    middle = directory.round("records", ROUNDS // 2).sample(finders.ANCHORS, seed=0)
+    examples = make_rows_of(task, [*questions, *middle.select("prompt", "response").rows()])
+    of_question, of_all, of_anchors = (
+        slice(place, place + 1),
+        slice(0, len(questions)),
+        slice(len(questions), None),
     )
-    question, counter_example = (each.take(slice(place, place + 1)) for each in (examples, right))
-    anchors = finders.draw_anchors(rebuild_round(directory, ROUNDS // 2).rows)
-    gathered, nearest, of_all, hidden = finders.GradientFinders(), [], [], []
+    gathered, nearest, nearest_of_all, hidden = finders.GradientFinders(), [], [], []
     for number in directory.rounds():
         rebuilt = rebuild_round(directory, number)
         multiply = partial(multiply_gradients, records=rebuilt.rows, chunk_size=rebuilt.scoring.chunk_size)
-        view = language_view(rebuilt.model, temperature=temperature)
-        of_examples = multiply(view, examples=examples)
-        of_question = GradientProducts(
-            of_examples.products[place : place + 1], of_examples.example_norms[place : place + 1], of_examples.norms
-        )
-        advantages = torch.tensor(rebuilt.table["advantage"].to_list())
-        gathered.add(of_question, multiply(view, examples=anchors), advantages)
-        of_all.append(average_nearest(of_examples.cosines()).numpy())
+        products = multiply(language_view(rebuilt.model, temperature=temperature), examples=examples)
+        parts = [finders.take_examples(products, index) for index in (of_question, of_anchors)]
+        gathered.add(*parts, torch.tensor(rebuilt.table["advantage"].to_list()))
+        nearest_of_all.append(average_nearest(products.cosines()[of_all]).numpy())
         view = language_view(task.model, temperature=temperature)
-        nearest.append(multiply(view, examples=question).cosines()[0].numpy())
+        nearest.append(multiply(view, examples=examples.take(of_question)).cosines()[0].numpy())
         hidden.append(embed_rows(task.model, rebuilt.rows))
     projected = finders.score_projected(
-        torch.cat(hidden), embed_rows(task.model, question), embed_rows(task.model, counter_example)
+        torch.cat(hidden), embed_rows(task.model, examples.take(of_question)), embed_rows(task.model, counter_example)
     )
     advantages = records["advantage"].cast(pl.Float64).to_numpy()
     return gathered.score() | {
         "nearest-trained": advantages * np.concatenate(nearest),
-        "nearest of all": advantages * np.concatenate(of_all),
+        "nearest of all": advantages * np.concatenate(nearest_of_all),
         "hidden": advantages * projected,
     }
 

@@ -247,14 +247,18 @@ class TestCommand:
         assert "the one whose action's probability rose most" in out
         action = ["left", "right"][int(episode.records.actions[step])]
         assert f"“{action}” at step {step} of an episode with seed 0: its probability was" in out
-        for text in ("Sums of scores in rounds 1 to 3", "The 3 moments that raised it most", "lowered it most"):
+        for text in (
+            "Sums of scores in rounds 1 to 3",
+            "The 3 moments that speak for it most",
+            "speak against it most",
+        ):
             assert text in out, text
 
     def test_json_says_what_the_function_finds(self, cart, whence):
         code, out, _ = whence("why", cart.path, "--episode-seed", 2, "--step", 1, "--json", "--top", 4)
         content = json.loads(out)
         target = play_episode(cart, seed=2).target(1)
-        causes = find_causes(cart, target.observation, target.action)
+        causes = find_causes(cart, target.observation, target.action, method="nearest")
         assert code == 0
         assert content["sums"]["raised"] == pytest.approx(sum_rounds(causes)["raised"].to_list(), rel=1e-5)
         for name, lowest in (("raised", False), ("lowered", True)):
@@ -320,12 +324,12 @@ class TestTelling:
         view = make_view()
         assert view.decision.text == "“left” at left: its probability was 25% under the first policy and is 97% now."
         assert view.text == (
-            "Round 1 raised it most: it holds 76% of the sum of all rounds' scores above 0. The strongest moment is "
+            "Round 1 speaks for it most: it holds 76% of the sum of all rounds' scores above 0. The strongest moment is "
             "step 0 of episode 0 in round 1."
         )
         density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
         assert "its log-density was -1 under the first policy and is 2.5 now" in density.text
-        assert replace(view, raised=[]).text == "No record of any round raised it."
+        assert replace(view, raised=[]).text == "No record of any round speaks for it."
 
     @pytest.mark.parametrize("bare", [False, True])
     def test_hostile_text_is_drawn_as_it_is(self, tmp_path, bare):
@@ -354,13 +358,13 @@ class TestServed:
         record = int(cart.round("records", 2)["record_id"][7])
         answer = server.get(f"/api/runs/0/rounds/2/records/{record}/causes")
         target = read_record(cart, 2, record)
-        causes = find_causes(cart, target.observation, target.action)
+        causes = find_causes(cart, target.observation, target.action, method="nearest")
         assert answer["rounds"] == [1, 2, 3]
         assert answer["sums"]["raised"] == pytest.approx(sum_rounds(causes)["raised"].to_list(), rel=1e-5)
         expected = [(entry.round, entry.moment.record_id) for entry in rank_moments(causes, lowest=True, most=6)]
         assert [(moment["round"], moment["record"]) for moment in answer["lowered"]] == expected
         assert all(moment["thumb"].startswith("data:image/webp;base64,") for moment in answer["raised"])
         assert "under the first policy" in answer["decision"]
-        nearest = server.get(f"/api/runs/0/rounds/2/records/{record}/causes?by=nearest")
-        assert nearest["by"] == "nearest"
-        assert nearest["raised"] != answer["raised"]
+        influence = server.get(f"/api/runs/0/rounds/2/records/{record}/causes?by=influence")
+        assert (answer["by"], influence["by"]) == ("nearest", "influence")
+        assert influence["raised"] != answer["raised"]

@@ -481,7 +481,7 @@ def make_causes(number, record, by):
     return {
         **{"record": record, "round": number, "by": by, "notes": [], "rounds": [1, 2, 3]},
         "decision": f"“nothing{HOSTILE}” in record {record}: its probability was 25% and is 97% now.",
-        "text": f"Round 1 raised it most, {'by the rule' if by == 'similar' else 'by influence'}.",
+        "text": f"Round 1 speaks for it most, by {by}.",
         "sums": {"raised": [3.0, 1.0, 0.0], "lowered": [0.0, -1.5, 0.0]},
         "raised": [moment | {"round": 1} for moment in raised],
         "lowered": [moment | {"round": 2} for moment in lowered],
@@ -566,12 +566,10 @@ class TestServed:
             assert moment.locator(".cause-rounds rect").count() == 6
             heights = [float(bar.get_attribute("height")) for bar in moment.locator(".cause-rounds rect").all()]
             assert heights == pytest.approx([58, 0, 58 / 3, 29, 0, 0])
-            moment.get_by_role("button", name="By similar observations").click()
-            expect(moment.locator(".causes")).to_contain_text("by the rule")
-            expect(moment.locator(".causes")).to_contain_text("A simple rule instead of influence")
-            expect(moment.get_by_role("button", name="By similar observations")).to_have_attribute(
-                "aria-pressed", "true"
-            )
+            moment.get_by_role("button", name="By influence").click()
+            expect(moment.locator(".causes")).to_contain_text("by influence")
+            expect(moment.locator(".causes")).to_contain_text("raised this action's log-probability")
+            expect(moment.get_by_role("button", name="By influence")).to_have_attribute("aria-pressed", "true")
             assert page.evaluate("window.hacked") is None
             moment.locator(".causes .card").last.click()
             record = make_round(2)["round"]["worst"][1]["record"]

@@ -96,7 +96,7 @@ class TestScores:
             return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}, generators
 
         before = look()
-        for method in ("raw", "bm25", "embedding"):
+        for method in ("raw", "nearest", "bm25"):
             find_response_causes(directory, *QUESTION, method=method)
         measure_trained(directory, *QUESTION)
         assert look() == before
@@ -115,7 +115,7 @@ class TestScores:
             assert find_response_causes(directory, *QUESTION)["round"].unique().to_list() == [1, 3]
             assert find_response_causes(directory, *QUESTION, method="bm25")["round"].unique().to_list() == [1, 2, 3]
             with pytest.raises(RunDirectoryError, match=r"The policies of rounds 2 of .* were not kept") as refusal:
-                find_response_causes(directory, *QUESTION, rounds=[1, 2], method="embedding")
+                find_response_causes(directory, *QUESTION, rounds=[1, 2], method="nearest")
             assert how in str(refusal.value)
 
     @pytest.mark.parametrize("name", ["ppo", "an adapter by tokens", "grpo", "rloo"])
@@ -173,26 +173,6 @@ class TestRules:
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
 
-    def test_advantage_times_cosine_under_the_rounds_policy(self, runs):
-        directory = runs("ppo")
-        causes = find_response_causes(directory, *QUESTION, method="embedding")
-        for number in (1, 3):
-            rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            tokenizer, model = rebuilt.tokenizer, rebuilt.model.language_model
-
-            def embed(ids, model=model):
-                with torch.no_grad():
-                    return model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].mean(dim=0)
-
-            ids = [*tokenizer("".join(QUESTION))["input_ids"], tokenizer.eos_token_id]
-            centre = embed(ids)
-            expected = [
-                float(torch.cosine_similarity(embed([*row["prompt_ids"], *row["response_ids"]]), centre, dim=0))
-                * row["advantage"]
-                for row in table.iter_rows(named=True)
-            ] * read_weights(table)
-            assert causes.filter(round=number)["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
 
 def test_prompt_widths_of_processes_by_hand():
     table = pl.DataFrame({"prompt_ids": [[1], [1, 2, 3], [1, 2], [1]]})
@@ -248,12 +228,12 @@ class TestCommand:
         assert "“5-1=5;5” after “5-1?”: its probability was" in text
         assert f"The strongest record is {best['record_id'][0]} in round {best['round'][0]}." in text
         assert "Sums of scores in rounds 1 to 3:" in text
-        assert "The 3 records that raised it most" in text
-        assert "The 3 records that lowered it most" in text
+        assert "The 3 records that speak for it most" in text
+        assert "The 3 records that speak against it most" in text
         assert best["prompt"][0] in text
         assert "Note" not in text
 
-    @pytest.mark.parametrize("by", ["influence", "bm25", "embedding"])
+    @pytest.mark.parametrize("by", ["influence", "nearest", "bm25"])
     def test_as_json(self, runs, by):
         directory = runs("ppo")
         done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")

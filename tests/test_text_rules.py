@@ -1,4 +1,4 @@
-"""Similarities of texts: BM25 by its formula, and embeddings of rows."""
+"""Similarities of texts: BM25 by its formula."""
 
 import math
 import sys
@@ -6,13 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
-from test_llm_trainer import make_model
 from whence.core import Unsupported
 from whence.diagnosis.response_causes import K1, B, rank_bm25, split_terms
-from whence.llm import WithValueHead, make_rows
-from whence.llm.base import embed_rows
 
 TEXTS = ("a cat sat on a mat", "The cat, the CAT!", "dogs", "7+8=15;15", "")
 
@@ -43,23 +39,3 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(Unsupported, match="pip install bm25s"):
         rank_bm25(TEXTS, "cat")
-
-
-@pytest.mark.parametrize("has_head", [False, True])
-def test_padding_and_passes_change_no_embedding(has_head):
-    model = make_model()
-    ids = torch.tensor([[0, 0, 3, 4, 5, 6], [2, 3, 4, 5, 1, 0], [7, 8, 9, 2, 3, 1]])
-    attended = (ids != 0).long()
-    zeros = torch.zeros(3, 3)
-    rows = make_rows(
-        input_ids=ids,
-        attention_mask=attended,
-        response_mask=attended[:, 3:].bool(),
-        log_probs=zeros,
-        advantages=zeros,
-    )
-    embeddings = embed_rows(WithValueHead(model) if has_head else model, rows, batch_size=2)
-    for row, mask, embedding in zip(ids, attended.bool(), embeddings, strict=True):
-        with torch.no_grad():
-            hidden = model(row[mask][None], output_hidden_states=True).hidden_states[-1][0]
-        assert embedding.numpy() == pytest.approx(hidden.mean(dim=0).numpy(), rel=1e-4, abs=1e-5)

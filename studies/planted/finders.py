@@ -8,6 +8,7 @@ Each scores records by `advantage x similarity`. All are made in one pass over a
 - nearest-trained: `nearest` at the trained policy for all records.
 - similar, similar-hidden: `exp(-|z - z_target|^2 / d)` of observations z in units of their standard deviation, or of
   the trained policy's last hidden layer; its sign is -1 for another action.
+- embedding: the cosine of mean last hidden states of a response and the one in question, at the trained policy.
 - hidden: the difference of mean hidden states of examples and counter-examples, projected on.
 """
 
@@ -23,6 +24,7 @@ from studies.planted.scores import Floats
 from whence.core import RecordBatch, eval_mode, named_leaves
 from whence.diagnosis.ranking import average_nearest
 from whence.gradient_products import GradientProducts
+from whence.llm import WithValueHead, language_view
 from whence.sb3 import actor_critic_view
 
 ANCHORS, CLUSTERS = 32, 50
@@ -96,3 +98,21 @@ def compare_states(states: Tensor, examples: Tensor) -> Floats:
     distances = ((states - examples.mean(0))[:, differs] / deviations[differs]).square().sum(dim=1)
     similarities: Floats = torch.exp(-distances / max(1, int(differs.sum()))).double().numpy()
     return similarities
+
+
+def embed_rows(model: Any, rows: RecordBatch, *, batch_size: int = 16) -> Tensor:
+    """Return the mean of the last hidden states over the tokens of each row, of prompt and response.
+
+    The model may have a value head.
+    """
+    view = language_view(model)
+    language_model = model.language_model if isinstance(model, WithValueHead) else model
+    parts = []
+    with torch.no_grad(), eval_mode(model.modules()):
+        for first in range(0, len(rows), batch_size):
+            inputs: Any = view.prepare(rows.take(slice(first, first + batch_size)))
+            columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+            hidden = language_model(**columns, output_hidden_states=True, use_cache=False).hidden_states[-1].float()
+            mask = inputs["attention_mask"][:, :, None].float()
+            parts.append(((hidden * mask).sum(dim=1) / mask.sum(dim=1)).cpu())
+    return torch.cat(parts)

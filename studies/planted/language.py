@@ -57,7 +57,6 @@ from whence.experiments.llm.loading import load_model
 from whence.experiments.llm.tasks import make_response_target
 from whence.gradient_products import multiply_gradients
 from whence.llm import ValidationLoss, language_view
-from whence.llm.base import embed_rows
 from whence.llm.lab import Lab, answer, reward, solution
 from whence.runs import RunDirectory
 
@@ -140,12 +139,12 @@ def score_studied(
         nearest_of_all.append(average_nearest(products.cosines()[of_all]).numpy())
         view = language_view(task.model, temperature=temperature)
         nearest.append(multiply(view, examples=examples.take(of_question)).cosines()[0].numpy())
-        hidden.append(embed_rows(task.model, rebuilt.rows))
-    projected = finders.score_projected(
-        torch.cat(hidden), embed_rows(task.model, examples.take(of_question)), embed_rows(task.model, counter_example)
-    )
+        hidden.append(finders.embed_rows(task.model, rebuilt.rows))
+    states, centre = torch.cat(hidden), finders.embed_rows(task.model, examples.take(of_question))
+    projected = finders.score_projected(states, centre, finders.embed_rows(task.model, counter_example))
     advantages = records["advantage"].cast(pl.Float64).to_numpy()
     return gathered.score() | {
+        "embedding": advantages * torch.cosine_similarity(states, centre).double().numpy(),
         "nearest-trained": advantages * np.concatenate(nearest),
         "nearest of all": advantages * np.concatenate(nearest_of_all),
         "hidden": advantages * projected,

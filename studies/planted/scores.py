@@ -19,8 +19,8 @@ METHODS = (*PLAIN, *STUDIED)
 """Methods in the worlds of `studies.planted.worlds`; for those that are studied see `studies.planted.finders`."""
 
 LANGUAGE = "arithmetic"
-LANGUAGE_PLAIN = ("advantage", "advantage x answer", "raw", "nearest", "bm25", "embedding")
-LANGUAGE_STUDIED = ("nearest-trained", "nearest of all", "direction", "clusters", "hidden")
+LANGUAGE_PLAIN = ("advantage", "advantage x answer", "raw", "nearest", "bm25")
+LANGUAGE_STUDIED = ("embedding", "nearest-trained", "nearest of all", "direction", "clusters", "hidden")
 LANGUAGE_METHODS = (*LANGUAGE_PLAIN, *LANGUAGE_STUDIED)
 """The task of `studies.planted.language`, and the methods there."""
 

@@ -176,15 +176,15 @@ class Action:
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
-        states = self.as_records(records)
-        _check_actions(getattr(view, "action_space", None), states.actions)
+        states = self.as_records(records, getattr(view, "action_space", None))
         return check_one_per_record("log_prob", view(params, view.prepare(states)).log_prob).mean()
 
-    def as_records(self, like: RecordBatch) -> RecordBatch:
+    def as_records(self, like: RecordBatch, space: Any = None) -> RecordBatch:
         """Return the target's m states and actions as records, with zeros for all else.
 
         Args:
             like: records whose observations and actions have the shapes, dtypes and device to match.
+            space: the policy's action space, which holds the actions; None: they are not checked.
 
         Raises:
             WhenceError: the target's do not match them.
@@ -192,6 +192,7 @@ class Action:
         # A set of states has one axis more than one state.
         observation = _match_column("observation", self.observation, like.observations)
         action = _match_column("action", self.action, like.actions)
+        _check_actions(space, action)
         columns = {"observations": observation, "actions": action}
         if self.action_mask is not None:
             if like.action_masks is None:

@@ -67,11 +67,11 @@ class RankedMoment:
 
 
 def rank_moments(causes: pl.DataFrame, *, lowest: bool, most: int) -> list[RankedMoment]:
-    """Return the moments of all rounds that raised a decision's probability most, or lowered it most.
+    """Return the moments of all rounds that speak for a decision most, or against it.
 
     Args:
         causes: from `find_causes`.
-        lowest: True: those that lowered it; False: those that raised it.
+        lowest: True: those that speak against it; False: those that speak for it.
         most: the largest number of moments.
     """
     ranked = [
@@ -83,11 +83,11 @@ def rank_moments(causes: pl.DataFrame, *, lowest: bool, most: int) -> list[Ranke
 
 
 def rank_records(causes: pl.DataFrame, *, lowest: bool, most: int) -> pl.DataFrame:
-    """Return the records of all rounds that raised a response's probability most, or lowered it most; the most first.
+    """Return the records of all rounds that speak for a response most, or against it; the most first.
 
     Args:
         causes: from `find_response_causes`.
-        lowest: True: those that lowered it; False: those that raised it.
+        lowest: True: those that speak against it; False: those that speak for it.
         most: the largest number of records.
     """
     score = pl.col("score")

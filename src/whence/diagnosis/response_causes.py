@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, suggest
-from whence.diagnosis.ranking import OnRound, Score, score_rounds
+from whence.diagnosis.ranking import OnRound, Score, average_nearest, score_rounds
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import make_response_target
 from whence.gradient_products import multiply_gradients
-from whence.llm.base import embed_rows, language_view
+from whence.llm.base import language_view
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages
 from whence.runs import RunDirectory
@@ -25,7 +25,7 @@ from whence.selection import read_weights
 K1, B = 1.5, 0.75
 """BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""
 
-RAW, NEAREST, BM25, EMBEDDING = METHODS = ("raw", "nearest", "bm25", "embedding")
+RAW, NEAREST, BM25 = METHODS = ("raw", "nearest", "bm25")
 """Ways to score a record; see `find_response_causes`."""
 
 _COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
@@ -43,7 +43,7 @@ def find_response_causes(
 ) -> pl.DataFrame:
     """Score the records of all rounds by what training on them did to the log-probability of a response to a prompt.
 
-    A positive score says that training on the record raised it. The log-probability is the mean over the response's
+    A positive score speaks for the response. The log-probability is the mean over the response's
     tokens, its end-of-text token included, at the sampling temperature; of the sum, scores are this many times as
     large, in the same order. Methods:
 
@@ -51,7 +51,6 @@ def find_response_causes(
     - "nearest": advantage × cosine of `grad log pi` of the record's response with that of the response in question, at
       the same policy.
     - "bm25": advantage × BM25 score of the record's prompt and response for those that are asked about.
-    - "embedding": advantage × cosine of the mean last hidden states of both, under the policy that drew the record.
 
     A record that did not train scores 0, and one that trained with a weight counts by it.
 
@@ -114,15 +113,10 @@ def _make_score(
         model, scoring = rebuilt.model, rebuilt.scoring
         target = cast(ValidationLoss, scoring.target)
         log_prob = compute_response_log_prob(target, model, scoring.temperature)
-        question = cast(RecordBatch, target.rows)
-        if method == EMBEDDING:
-            rows = rebuilt.rows, question
-            embeddings, centre = (embed_rows(model, each, batch_size=scoring.chunk_size) for each in rows)
-            scores = torch.cosine_similarity(embeddings, centre).double().numpy() * _read_advantages(table)
-        elif method == NEAREST:
-            view = language_view(model, temperature=scoring.temperature)
-            products = multiply_gradients(view, rebuilt.rows, question, chunk_size=scoring.chunk_size)
-            scores = products.cosines()[0].numpy() * _read_advantages(table)
+        if method == NEAREST:
+            view, question = language_view(model, temperature=scoring.temperature), cast(RecordBatch, target.rows)
+            cosines = multiply_gradients(view, rebuilt.rows, question, chunk_size=scoring.chunk_size).cosines()
+            scores = average_nearest(cosines).numpy() * _read_advantages(table)
         else:
             scores = score(model, rebuilt.rows, replace(scoring, engine=engine)).scores.double().numpy()
         return {"score": scores * read_weights(table), "log_prob": pl.lit(log_prob, dtype=pl.Float64)}

@@ -18,11 +18,10 @@ from whence.page.grid import round_number, round_numbers
 from whence.page.moment_view import describe_moment
 
 SCORED: Mapping[str, str] = {
+    "nearest": "advantage × cosine of its gradient of log π with this decision's",
     "influence": "influence at the policy that collected the round",
-    "nearest": "advantage × cosine of the gradients of log π at the policy that collected the round",
-    "similar": "advantage × same action × similarity of observations",
 }
-"""Ways to score records, in words, by the name that commands and pages have for them."""
+"""Ways to score records, in words, by the name that commands and pages have for them; the first is the default."""
 
 MOMENTS = 6
 """Moments at either end that the page shows."""
@@ -68,8 +67,8 @@ class CauseView:
         decision: what is asked about.
         by: how records were scored.
         rounds: see `sum_rounds`.
-        raised: the moments that raised its probability most, or the records, each in JSON types.
-        lowered: those that lowered it most.
+        raised: the moments of the highest scores above 0, which speak for it, or the records, each in JSON types.
+        lowered: those of the lowest below 0, which speak against it.
         frames: pictures of the moments' faces, by record.
         notes: what is missing, in sentences.
     """
@@ -88,14 +87,14 @@ class CauseView:
     def text(self) -> str:
         """When the decision was taught, and by what most, in sentences."""
         if not self.raised:
-            return "No record of any round raised it."
+            return "No record of any round speaks for it."
         top = self.raised[0]
         step = top.get("step")
         face = f"record is {top['record']}" if step is None else f"moment is step {step} of episode {top['episode']}"
         best = self.rounds.sort("raised", "round", descending=[True, False]).row(0, named=True)
         share = best["raised"] / self.rounds["raised"].sum()
         return (
-            f"Round {best['round']} raised it most: it holds {share:.0%} of the sum of all rounds' scores above 0. The "
+            f"Round {best['round']} speaks for it most: it holds {share:.0%} of the sum of all rounds' scores above 0. The "
             f"strongest {face} in round {top['round']}."
         )
 
@@ -148,7 +147,7 @@ def gather_causes(
     target: Action,
     decision: Decision,
     *,
-    by: str = "influence",
+    by: str = "nearest",
     most: int = 10,
     framed: int = 0,
     on_round: Callable[[int, int], None] | None = None,
@@ -167,7 +166,7 @@ def gather_causes(
 
     Raises:
         RunDirectoryError: a policy cannot be built again.
-        WhenceError: actions are continuous, and `by` asks which are the same.
+        WhenceError: the decision does not fit the records.
     """
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
     with LOCK:
@@ -200,14 +199,13 @@ def build_causes(
     number: int,
     record: int,
     *,
-    by: str = "influence",
+    by: str = "nearest",
     on_round: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments.
 
     Raises:
         RunDirectoryError: the round or the record is not there, or the policy cannot be built again.
-        WhenceError: actions are continuous and `by` asks which are the same.
     """
     if run.is_language:
         return _explain_tokens(run, number, record)

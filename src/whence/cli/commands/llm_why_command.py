@@ -51,10 +51,10 @@ def why(
         str | None, typer.Option(help="and this is the answer.", metavar="TEXT", show_default=False)
     ] = None,
     by: Annotated[
-        Literal["influence", "bm25", "embedding"],
+        Literal["influence", "nearest", "bm25"],
         typer.Option(
-            help="How records are scored for that answer: influence; or a simple rule, advantage × similarity of "
-            "texts: bm25 compares words, embedding the policy's last hidden states."
+            help="How records are scored for that answer: influence; nearest, advantage × cosine of the gradients of "
+            "log π; bm25, advantage × similarity of words, which needs no policy."
         ),
     ] = "influence",
     top: Annotated[
@@ -72,7 +72,7 @@ def why(
     --settings '{"save_every": 1, "keep_checkpoints": 40}'.
 
     With --prompt and --response it scores the records of all rounds whose policy is there, each at the policy that drew
-    it: above 0, training on the record raised the probability of this response after this prompt.
+    it: above 0, the record speaks for this response after this prompt.
 
     Example: whence llm why runs/chains --round 3 --record 70
 

@@ -55,20 +55,23 @@ def why(
     ] = None,
     action: Annotated[str | None, typer.Option(help="and an action.", metavar="JSON", show_default=False)] = None,
     by: Annotated[
-        Literal["influence", "similar"],
-        typer.Option(help="influence; or a simple rule, advantage × same action × similarity of observations."),
-    ] = "influence",
+        Literal["nearest", "influence"],
+        typer.Option(
+            help="nearest: advantage × cosine of the record's gradient of log π with the decision's; influence: the "
+            "product of its objective's gradient with that."
+        ),
+    ] = "nearest",
     top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
     out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
     env: ReplayEnv = None,
     trust: Trust = False,
     json: AsJson = False,
 ) -> None:
-    """Tell what taught the present policy a decision: the moments of all rounds that raised its probability.
+    """Tell what taught the present policy a decision: the moments of all rounds that speak for it.
 
     Without options, it plays an episode and asks about the step whose action's probability rose most since the first
-    round. Every record of every round is scored at the policy that collected it: above 0, training on it raised the
-    probability of the action there.
+    round. Every record of every round is scored at the policy that collected it. Above 0 it speaks for the decision:
+    by nearest, something went better than expected and pushed the policy the same way, or worse and the other way.
 
     Example: whence why runs/lander --episode-seed 3 --step 57 --out why.png
     """

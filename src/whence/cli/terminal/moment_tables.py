@@ -119,11 +119,11 @@ def print_causes(view: CauseView) -> None:
     print_line(view.decision.text)
     print_line(view.text)
     print_strip(view.rounds)
-    for rows, verb in ((view.raised, "raised"), (view.lowered, "lowered")):
+    for rows, side in ((view.raised, "for"), (view.lowered, "against")):
         if rows:
             kind = "records" if "prompt" in rows[0] else "moments"
             cells = [_list_cause_cells(row) for row in rows]
-            title = f"The {len(rows)} {kind} that {verb} it most"
+            title = f"The {len(rows)} {kind} that speak {side} it most"
             console.print(make_table(title, list(cells[0]), [list(row.values()) for row in cells]))
     for note in view.notes:
         print_line(f"Note: {note}")

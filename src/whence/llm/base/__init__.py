@@ -1,7 +1,6 @@
 """The base of all trainers of language models: rows, views of models, processes, settings."""
 
 from whence.llm.base.language_view import EXTRA_PADDING as EXTRA_PADDING
-from whence.llm.base.language_view import embed_rows as embed_rows
 from whence.llm.base.language_view import language_view as language_view
 from whence.llm.base.layer_rules import register_rmsnorm as register_rmsnorm
 from whence.llm.base.ppo_config import PPOConfig as PPOConfig

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError, eval_mode, is_in_shards
+from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError, is_in_shards
 from whence.llm.base.layer_rules import register_rules
-from whence.llm.base.value_head import WithValueHead, accepts_argument
+from whence.llm.base.value_head import accepts_argument
 
 EXTRA_PADDING = "extra_padding"
 """The column of rows, (n,), of those that a trainer trains on without telling the model its positions.
@@ -179,21 +179,3 @@ def _check_attention(model: nn.Module) -> None:
                 "without any error. Load the model with attn_implementation='sdpa' (or 'eager'), or call "
                 "model.set_attn_implementation('sdpa')."
             )
-
-
-def embed_rows(model: Any, rows: RecordBatch, *, batch_size: int = 16) -> Float[Tensor, "n d"]:
-    """Return the mean of the last hidden states over the tokens of each row, of prompt and response.
-
-    That is (n, d) in single precision, on the CPU; the model, which may have a value head, is read in eval mode.
-    """
-    view = language_view(model)
-    language_model = model.language_model if isinstance(model, WithValueHead) else model
-    parts = []
-    with torch.no_grad(), eval_mode(model.modules()):
-        for first in range(0, len(rows), batch_size):
-            inputs: Any = view.prepare(rows.take(slice(first, first + batch_size)))
-            columns = {name: inputs[name] for name in _ARGUMENTS if name in inputs}
-            hidden = language_model(**columns, output_hidden_states=True, use_cache=False).hidden_states[-1].float()
-            mask = inputs["attention_mask"][:, :, None].float()
-            parts.append(((hidden * mask).sum(dim=1) / mask.sum(dim=1)).cpu())
-    return torch.cat(parts)

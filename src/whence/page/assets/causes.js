@@ -3,7 +3,10 @@ Whence.causes = (() => {
   "use strict";
 
   const { element, drawing, isNumber, number, signed, id } = Whence;
-  const WAYS = { influence: "influence", similar: "similar observations" };
+  const WAYS = {
+    nearest: ["nearest gradients", "A score is the record's advantage × the cosine of its gradient with this action's: did what went better or worse than expected push the policy this way?"],
+    influence: ["influence", "A score is how much training on the record raised this action's log-probability, to first order. Large gradients come first, whatever they are about."],
+  };
   const WIDTH = 640, HEIGHT = 120;
 
   // A part of the panel for an agent's record: a button in served pages, the command in files; else null.
@@ -15,9 +18,9 @@ Whence.causes = (() => {
     }
     const status = element("p", { class: "note", role: "status" }, "");
     const answer = element("div");
-    const button = element("button", { type: "button", onclick: () => ask("influence") }, "What taught it this?");
+    const button = element("button", { type: "button", onclick: () => ask(Object.keys(WAYS)[0]) }, "What taught it this?");
     const part = element("section", { class: "causes" }, heading,
-      element("p", {}, "Scores every record of every round, later rounds included. Above 0: training on it raised the probability of this action here."), button, status, answer);
+      element("p", {}, "Scores every record of every round, later rounds included. Above 0 it speaks for this action, below against it."), button, status, answer);
     let turn = 0;
 
     async function ask(by) {
@@ -42,16 +45,16 @@ Whence.causes = (() => {
   }
 
   function show(causes, view, ask) {
-    const ways = element("div", { class: "jumps", role: "group", "aria-label": "How moments are found" }, ...Object.entries(WAYS).map(([by, name]) =>
+    const ways = element("div", { class: "jumps", role: "group", "aria-label": "How moments are found" }, ...Object.entries(WAYS).map(([by, [name]]) =>
       element("button", { type: "button", "aria-pressed": String(by === causes.by), onclick: () => ask(by) }, `By ${name}`)));
     return [
       element("p", { class: "say high" }, causes.decision),
       element("p", {}, causes.text),
       ways,
-      causes.by === "influence" ? null : element("p", { class: "note" }, "A simple rule instead of influence: advantage × same action × similarity of states."),
+      element("p", { class: "note" }, WAYS[causes.by][1]),
       drawRounds(causes),
-      list("Raised it most", causes.raised, view),
-      list("Lowered it most", causes.lowered, view),
+      list("Speak for it most", causes.raised, view),
+      list("Speak against it most", causes.lowered, view),
       ...causes.notes.map((note) => element("p", { class: "note" }, note)),
     ].filter(Boolean);
   }

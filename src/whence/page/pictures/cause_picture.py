@@ -29,7 +29,7 @@ SHOWN = 5
 
 
 def draw_causes(view: CauseView, path: Path) -> None:
-    """Write a picture: the decision's frame, influence over rounds, and the top moments' frames.
+    """Write a picture: the decision's frame, sums of scores over rounds, and the top moments' frames.
 
     Args:
         view: what taught the decision; frames may be missing.
@@ -56,7 +56,14 @@ def draw_causes(view: CauseView, path: Path) -> None:
     for name, rows in ends.items():
         colour = HELP if name == "raised" else HARM
         place = 1 - top / figure.get_figheight()
-        figure.text(0.02, place, f"These moments {name} it most", fontsize=12, color=colour, fontweight="bold")
+        figure.text(
+            0.02,
+            place,
+            f"These moments speak {'for' if name == 'raised' else 'against'} it most",
+            fontsize=12,
+            color=colour,
+            fontweight="bold",
+        )
         for axes, entry in zip_longest(add_axes(figure, 1, SHOWN, top + 0.75, top + row), rows):
             picture = None if entry is None else view.frames.get(entry["record"])
             draw_frame(axes, picture, "" if entry is None else _describe(entry))
@@ -65,7 +72,7 @@ def draw_causes(view: CauseView, path: Path) -> None:
 
 
 def _draw_rounds(axes: "Axes", view: CauseView, ends: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw what each round did: bars upwards for what raised the decision, downwards for what lowered it."""
+    """Draw each round's sums: bars upwards for what speaks for the decision, downwards for what speaks against it."""
     numbers = view.rounds["round"].to_numpy()
     marks = {"raised": (HELP, "v", 1.04), "lowered": (HARM, "^", 0.02)}
     for name, (colour, marker, y) in marks.items():

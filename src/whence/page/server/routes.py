@@ -138,7 +138,7 @@ def make_app(
         return measurements.ask(measure, run, number, record, continuations)
 
     def answer_causes(request: Request) -> Any:
-        by = request.query_params.get("by", "influence")
+        by = request.query_params.get("by", next(iter(SCORED)))
         if by not in SCORED:
             raise HTTPException(400, f"by is {by[:20]!r}; {' or '.join(SCORED)} is needed.")
         run, number, record = find(request)

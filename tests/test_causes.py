@@ -324,8 +324,8 @@ class TestTelling:
         view = make_view()
         assert view.decision.text == "“left” at left: its probability was 25% under the first policy and is 97% now."
         assert view.text == (
-            "Round 1 speaks for it most: it holds 76% of the sum of all rounds' scores above 0. The strongest moment is "
-            "step 0 of episode 0 in round 1."
+            "Round 1 speaks for it most: it holds 76% of the sum of all rounds' scores above 0. The strongest moment "
+            "is step 0 of episode 0 in round 1."
         )
         density = replace(view.decision, is_discrete=False, before=-1.0, after=2.5)
         assert "its log-density was -1 under the first policy and is 2.5 now" in density.text

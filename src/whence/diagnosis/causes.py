@@ -37,7 +37,8 @@ def find_causes(
 
     A positive score speaks for the action. Methods:
 
-    - "raw": to first order what training on it did to the log-probability, `<grad log pi(a|s), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
+    - "raw": what training on it did to the log-probability, to first order:
+      `<grad log pi(a|s), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
     - "nearest": advantage × mean cosine of `grad log pi(a_i|s_i)` with those of the ten nearest pairs of the target, at
       the same policy; see `whence.diagnosis.ranking.NEAREST`.
 
@@ -73,9 +74,8 @@ def find_causes(
         if method == RAW:
             scores = attribute(model.policy, records, target=target, objective=model_objective(model)).scores.double()
         else:
-            cosines = multiply_gradients(
-                model.policy, records, target.as_records(records, model.action_space)
-            ).cosines()
+            pairs = target.as_records(records, model.action_space)
+            cosines = multiply_gradients(model.policy, records, pairs).cosines()
             scores = average_nearest(cosines) * records.advantages.double()
         return {"score": scores.numpy() * read_weights(table)}
 

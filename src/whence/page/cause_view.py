@@ -18,7 +18,7 @@ from whence.page.grid import round_number, round_numbers
 from whence.page.moment_view import describe_moment
 
 SCORED: Mapping[str, str] = {
-    "nearest": "advantage × cosine of its gradient of log π with this decision's",
+    "nearest": "advantage × cosine of the record's gradient of log π with this decision's",
     "influence": "influence at the policy that collected the round",
 }
 """Ways to score records, in words, by the name that commands and pages have for them; the first is the default."""
@@ -94,8 +94,8 @@ class CauseView:
         best = self.rounds.sort("raised", "round", descending=[True, False]).row(0, named=True)
         share = best["raised"] / self.rounds["raised"].sum()
         return (
-            f"Round {best['round']} speaks for it most: it holds {share:.0%} of the sum of all rounds' scores above 0. The "
-            f"strongest {face} in round {top['round']}."
+            f"Round {best['round']} speaks for it most: it holds {share:.0%} of the sum of all rounds' scores above 0. "
+            f"The strongest {face} in round {top['round']}."
         )
 
 

@@ -152,7 +152,7 @@ def print_strip(rounds: pl.DataFrame) -> None:
     print_line(f"\nSums of scores in {f'{len(numbers)} of {span}' if gaps else span}:")
     columns = min(_COLUMNS, len(rounds))
     edges = [round(place * len(rounds) / columns) for place in range(columns + 1)]
-    sums: dict[str, list[float]] = {name: rounds[name].to_list() for name in ("raised", "lowered")}
+    sums: dict[str, list[float]] = {"for": rounds["raised"].to_list(), "against": rounds["lowered"].to_list()}
     means = {
         name: [abs(sum(values[first:last])) / (last - first) for first, last in pairwise(edges)]
         for name, values in sums.items()

@@ -54,16 +54,9 @@ def draw_causes(view: CauseView, path: Path) -> None:
     _draw_rounds(rounds, view, ends)
     top += 3.2
     for name, rows in ends.items():
-        colour = HELP if name == "raised" else HARM
+        colour, side = (HELP, "for") if name == "raised" else (HARM, "against")
         place = 1 - top / figure.get_figheight()
-        figure.text(
-            0.02,
-            place,
-            f"These moments speak {'for' if name == 'raised' else 'against'} it most",
-            fontsize=12,
-            color=colour,
-            fontweight="bold",
-        )
+        figure.text(0.02, place, f"These moments speak {side} it most", fontsize=12, color=colour, fontweight="bold")
         for axes, entry in zip_longest(add_axes(figure, 1, SHOWN, top + 0.75, top + row), rows):
             picture = None if entry is None else view.frames.get(entry["record"])
             draw_frame(axes, picture, "" if entry is None else _describe(entry))

@@ -40,7 +40,7 @@ def by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_agents(policy: str) -> None:
     toy = model(n_envs=2, n_steps=8, **(POLICIES | {"multi": {"action": "multidiscrete"}})[policy])
     records = moved(collect(toy))
-    compare(toy.policy, records, records.take(slice(3, 9)), chunk_size=None if policy == "mlp" else 7)
+    compare(toy.policy, records, records.take(slice(3, 9)), chunk_size=256 if policy == "mlp" else 7)
 
 
 @pytest.mark.usefixtures("by_layers")
@@ -56,13 +56,6 @@ class Unruled(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Unbatched(Unruled):
-    """A layer that torch.func cannot batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * float(x.detach().sum() < 1e9)
-
-
 class Reversed(nn.Sequential):
     """A layer whose calls have the records in another order."""
 
@@ -73,7 +66,7 @@ class Reversed(nn.Sequential):
         return super().forward(x.flip(0)).flip(0)
 
 
-@pytest.mark.parametrize("layer", [nn.Linear, Unruled, Unbatched, Reversed])
+@pytest.mark.parametrize("layer", [nn.Linear, Unruled, Reversed])
 def test_another_way_takes_over(layer: Any) -> None:
     torch.manual_seed(0)
     view = categorical_view(nn.Sequential(layer(5, 8), nn.ReLU(), nn.Linear(8, 3)))

@@ -1,7 +1,7 @@
 """Products of gradients of log pi: how far training on a record moves the policy as training on an example does."""
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,20 +19,21 @@ from whence.engines import (
     Seeds,
     add_gradients,
     covered_layers,
+    derive_along,
     linear_gradient,
     pullback,
     record_gradient,
-    record_gradients,
     record_pass,
-    run_engine,
 )
 
 _PROBES = 3
-_MOST_NUMBERS = 2**22
-"""Numbers of the records' gradients in a group of layers that are held at a time."""
+_MOST_NUMBERS, _MOST_PLAIN = 2**22, 256
+"""Numbers of records' gradients that are held at a time; and numbers of parameters that belong to no layer."""
 
-_Calls: TypeAlias = list[tuple[Layer, Tensor, Tensor]]
-"""Calls of layers that share parameters: each layer with its input and its output's gradient."""
+_Call: TypeAlias = tuple[Layer, Tensor, Tensor]
+"""A layer with its input and its output's gradient."""
+
+_Calls: TypeAlias = list[_Call]
 
 _Run: TypeAlias = Callable[[Problem], Tensor]
 """Returns the products of some examples with a problem's records, and below them the records' squares, (m + 1, n)."""
@@ -52,25 +53,19 @@ class GradientProducts(NamedTuple):
 
 
 def multiply_gradients(
-    policy: object,
-    records: RecordBatch,
-    examples: RecordBatch,
-    *,
-    memory: int = 2**31,
-    chunk_size: int | None = None,
+    policy: object, records: RecordBatch, examples: RecordBatch, *, chunk_size: int = 256
 ) -> GradientProducts:
     """Return the products of each record's gradient of log pi with each example's, at the present policy.
 
     Where each layer has a rule, they are sums over layers, of a linear one `(X X') * (G G')` by inputs X and output
-    gradients G, and no gradient is stored. For other policies the records' gradients are made, some at a time. A record
-    of several numbers, as a response of tokens, has the gradient of their sum.
+    gradients G, and no gradient is stored. Other policies' gradients are made record by record. A record of several
+    numbers, as a response of tokens, has the gradient of their sum.
 
     Args:
         policy: see `whence.attribute`, as for what scoring leaves unchanged.
         records: n records.
         examples: m records, which are few; their observations and actions are read.
-        memory: see `whence.attribute`.
-        chunk_size: the most records in one pass; None: as many as `memory` allows.
+        chunk_size: the most records in one pass.
 
     Raises:
         Unsupported: see `whence.attribute`.
@@ -82,12 +77,11 @@ def multiply_gradients(
         open_problem(policy, records, targets=[], objective=objective, chunk_size=chunk_size) as problem,
     ):
         run = _choose_way(problem, few)
-        rows = run_engine(problem, run, memory if chunk_size is None else None).detach().cpu().double()
-        squares = run(few)[-1].detach().cpu().double()
+        rows, squares = (run(each).detach().cpu().double() for each in (problem, few))
     if not rows.isfinite().all():
         place = int((~rows.isfinite()).any(0).nonzero()[0, 0])
         raise NonFinite(f"The gradient of log pi of record {int(records.ids[place])}, or an example's, is not finite.")
-    return GradientProducts(rows[:-1], squares.sqrt(), rows[-1].sqrt())
+    return GradientProducts(rows[:-1], squares[-1].sqrt(), rows[-1].sqrt())
 
 
 class _LogProb:
@@ -103,26 +97,31 @@ class _LogProb:
 
 
 def _choose_way(problem: Problem, examples: Problem) -> _Run:
-    """Return the first way to the products that agrees with the plain loop on three records and examples."""
+    """Return the way by layers, if it agrees with the plain loop on three records and examples; else the loop."""
     probe, few = (each.part(slice(0, _PROBES)) for each in (problem, examples))
-    truth = _multiply_by_rows(few, _loop)(probe)
+    truth = _multiply_by_loop(few)(probe)
     with Precision() as precision:
         probe.outputs()
-    for find in (_multiply_by_layers, lambda examples: _multiply_by_rows(examples, _vectorise)):
-        try:
-            difference = float((find(few)(probe) - truth).abs().max())
-            if difference <= precision.tolerance(1e-3) * float(truth.abs().max()):
-                return find(examples)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, RuntimeError, Refused):  # of what a transform lacks, or a layer without a rule
-            continue
-    return _multiply_by_rows(examples, _loop)
+    try:
+        difference = float((_multiply_by_layers(few)(probe) - truth).abs().max())
+        if difference <= precision.tolerance(1e-3) * float(truth.abs().max()):
+            return _multiply_by_layers(examples)
+    except (Refused, RuntimeError):  # A layer has no rule, or torch.func cannot batch it.
+        pass
+    return _multiply_by_loop(examples)
 
 
-def _multiply_by_rows(examples: Problem, make_rows: Callable[[Problem], Gradient]) -> _Run:
-    rows = make_rows(examples)
-    return lambda problem: torch.cat([_multiply_rows(make_rows(part), rows) for part in problem.parts()], dim=1)
+def _multiply_by_loop(examples: Problem) -> _Run:
+    def make_rows(problem: Problem, positions: Iterable[int]) -> Gradient:
+        gradients = [record_gradient(problem, position) for position in positions]
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in problem.params.items()}
+        rows = {name: torch.stack([each.get(name, zero) for each in gradients]) for name, zero in zeros.items()}
+        return rows if problem.summed is None else problem.summed(rows)
+
+    rows = make_rows(examples, range(len(examples.records)))
+    return lambda problem: torch.cat(
+        [_multiply_rows(make_rows(problem, [position]), rows) for position in range(len(problem.records))], dim=1
+    )
 
 
 def _multiply_rows(rows: Gradient, examples: Gradient) -> Tensor:
@@ -132,76 +131,70 @@ def _multiply_rows(rows: Gradient, examples: Gradient) -> Tensor:
     return torch.cat([torch.stack(products).sum(0), torch.stack(squares).sum(0)[None]])
 
 
-def _loop(problem: Problem) -> Gradient:
-    gradients = [record_gradient(problem, position) for position in range(len(problem.records))]
-    zeros = {name: torch.zeros_like(parameter) for name, parameter in problem.params.items()}
-    rows = {name: torch.stack([each.get(name, zero) for each in gradients]) for name, zero in zeros.items()}
-    return rows if problem.summed is None else problem.summed(rows)
-
-
-def _vectorise(problem: Problem) -> Gradient:
-    rows = record_gradients(problem, problem.params)
-    return rows if problem.summed is None else problem.summed(rows)
-
-
 def _multiply_by_layers(examples: Problem) -> _Run:
     if examples.summed is not None:
         raise Refused("Hooks mask parts of gradients.")
-    groups = _group_layers(covered_layers(examples.modules, examples.parameters))
-    calls, plain = _record_calls(examples, groups)
+    linear, others, plain = _record_calls(examples)
 
     def multiply(part: Problem) -> Tensor:
-        others, rows = _record_calls(part, groups)
-        pairs = [pair for pair in zip(others, calls, strict=True) if any(pair)]
-        if not all(records and examples for records, examples in pairs):
-            raise Refused("A layer runs on records and not on the examples, or on these alone.")
-        products = [_multiply_calls(*pair) for pair in pairs]
+        *calls, rows = _record_calls(part)
+        if [*map(len, calls)] != [len(linear), len(others)]:
+            raise Refused("Other layers run on the records than on the examples. Their gradients cannot be compared.")
+        products = [_multiply_linear(*pair) for pair in zip(calls[0], linear, strict=True)]
+        products += [_multiply_calls(calls[1], others)] if others else []
         return torch.stack([*products, *([_multiply_rows(rows, plain)] if plain else [])]).sum(0)
 
     return lambda problem: torch.cat([multiply(part) for part in problem.parts()], dim=1)
 
 
-def _group_layers(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Return the layers in groups that share no parameter."""
-    groups: list[list[Layer]] = []
-    for layer in layers:
-        names = {*layer.names.values()}
-        tied = [group for group in groups if any(names & {*other.names.values()} for other in group)]
-        groups = [group for group in groups if group not in tied] + [[*chain.from_iterable(tied), layer]]
-    return groups
+def _record_calls(problem: Problem) -> tuple[_Calls, _Calls, Gradient]:
+    """Return the calls of linear layers on rows, those of other layers, and gradients in the parameters of no layer.
 
-
-def _record_calls(problem: Problem, groups: Sequence[Sequence[Layer]]) -> tuple[list[_Calls], Gradient]:
-    """Return the calls of each group of layers, and the records' gradients in the parameters of no layer."""
-    tape = record_pass(problem, [layer for group in groups for layer in group])
+    A linear layer that shares a parameter, or is called again, counts among the others.
+    """
+    tape = record_pass(problem, covered_layers(problem.modules, problem.parameters))
     seed = Seeds(torch.ones_like(tape.outputs.log_prob))
     gradients = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
-    pairs = [(call, g) for call, g in zip(tape.calls, gradients, strict=True) if g is not None]
-    calls = [
-        [(call.layer, call.x, g) for call, g in pairs if any(call.layer is layer for layer in group)]
-        for group in groups
-    ]
-    return calls, record_gradients(problem, tape.plain) if tape.plain else {}
+    calls = [(call.layer, call.x, g) for call, g in zip(tape.calls, gradients, strict=True) if g is not None]
+    counts = Counter(name for layer, _, _ in calls for name in layer.names.values())
+    linear, others = _Calls(), _Calls()
+    for layer, x, g in calls:
+        is_plain = layer.rule.gradient is linear_gradient and x.ndim == 2
+        is_alone = is_plain and all(counts[name] == 1 for name in layer.names.values())
+        (linear if is_alone else others).append((layer, x, g))
+    if sum(problem.params[name].numel() for name in tape.plain) > _MOST_PLAIN:
+        raise Refused(f"The parameter `{tape.plain[0]}` belongs to no layer, and is large.")
+    return linear, others, {name: _derive_in(problem, name) for name in tape.plain}
+
+
+def _derive_in(problem: Problem, name: str) -> Tensor:
+    """Return the records' derivatives in each number of a parameter, (n, numbers)."""
+    parameter = problem.params[name]
+    units = torch.eye(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    return torch.stack([derive_along(problem, {name: unit.view_as(parameter)}) for unit in units], dim=1)
+
+
+def _multiply_linear(records: _Call, examples: _Call) -> Tensor:
+    """Return the products in the parameters of a linear layer, and the records' squares."""
+    (layer, x, g), (_, of_examples, g_of_examples) = records, examples
+    has_weight, has_bias = (float(name in layer.names) for name in ("weight", "bias"))
+    products = (has_weight * (of_examples @ x.T) + has_bias) * (g_of_examples @ g.T)
+    squares = (has_weight * x.square().sum(1) + has_bias) * g.square().sum(1)
+    return torch.cat([products, squares[None]]).float()
 
 
 def _multiply_calls(records: _Calls, examples: _Calls) -> Tensor:
-    """Return the products in the parameters of a group of layers, and the records' squares."""
-    (layer, x, g), (_, of_examples, g_of_examples) = records[0], examples[0]
-    if len(records) == len(examples) == 1 and layer.rule.gradient is linear_gradient and x.ndim == 2:
-        has_weight, has_bias = (float(name in layer.names) for name in ("weight", "bias"))
-        products = (has_weight * (of_examples @ x.T) + has_bias) * (g_of_examples @ g.T)
-        squares = (has_weight * x.square().sum(1) + has_bias) * g.square().sum(1)
-        return torch.cat([products, squares[None]]).float()
-    rows, columns = _make_rows(examples), []
-    size = max(1, _MOST_NUMBERS * len(g_of_examples) // sum(each.numel() for each in rows.values()))
-    for at in range(0, len(g), size):
+    """Return the products in the parameters of any layers, and the records' squares, some records at a time."""
+    rows, columns, count = _make_rows(examples), [], len(records[0][2])
+    size = max(1, _MOST_NUMBERS * len(examples[0][2]) // sum(each.numel() for each in rows.values()))
+    for at in range(0, count, size):
         block = [(layer, x[at : at + size], g[at : at + size]) for layer, x, g in records]
         columns.append(_multiply_rows(_make_rows(block), rows))
     return torch.cat(columns, dim=1)
 
 
 def _make_rows(calls: _Calls) -> Gradient:
-    """Return the gradients of records in the parameters of a group of layers."""
+    """Return the gradients of records in the parameters of some layers."""
 
     def sum_calls(xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Gradient:
         total = Gradient()

@@ -3,8 +3,8 @@
 from whence.engines.auto import ENGINES as ENGINES
 from whence.engines.auto import check_engine as check_engine
 from whence.engines.auto import register_engine as register_engine
-from whence.engines.auto import run_engine as run_engine
 from whence.engines.auto import solve as solve
+from whence.engines.forward import derive_along as derive_along
 from whence.engines.forward import outputs_along as outputs_along
 from whence.engines.gradient_masks import add_masks as add_masks
 from whence.engines.in_step import Step as Step
@@ -13,7 +13,6 @@ from whence.engines.memory import check_memory as check_memory
 from whence.engines.memory import measure_bytes as measure_bytes
 from whence.engines.own_parts import subtract_own_parts as subtract_own_parts
 from whence.engines.per_record import record_gradient as record_gradient
-from whence.engines.per_record import record_gradients as record_gradients
 from whence.engines.probing import Along as Along
 from whence.engines.probing import Precision as Precision
 from whence.engines.probing import check_against_loop as check_against_loop

@@ -1,7 +1,6 @@
 """Engines that make each record's own gradient: a plain loop, the reference for the others, and vectorised."""
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -61,34 +60,20 @@ def vmap(problem: Problem) -> Float[Tensor, "targets n"]:
 
 
 def _compute_products(problem: Problem, gradients: list[Gradient]) -> Tensor:
-    by_record = record_gradients(problem, problem.params)
+    def value(params: Params, inputs: Tree, columns: dict[str, Tree]) -> Tensor:
+        record = problem.prepared.with_columns(map_tree(_add_record_axis, columns))
+        alone = replace(problem, records=record, prepared=record, known_inputs=map_tree(_add_record_axis, inputs))
+        return alone.objective_values(alone.outputs(params)).sum()
+
+    params = {name: parameter.detach() for name, parameter in problem.params.items()}
+    with warnings.catch_warnings():
+        # Kernels without a batching rule run record by record: slower, with the same result.
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        by_record = over_records(grad(value), in_dims=(None, 0, 0))(params, problem.inputs, problem.prepared.columns)
     rows = {name: gradient.reshape(len(gradient), -1) for name, gradient in by_record.items()}
     with torch.no_grad():
         products = [[rows[name] @ part.flatten() for name, part in gradient.items()] for gradient in gradients]
         return torch.stack([torch.stack(each).sum(0) for each in products])
-
-
-def record_gradients(problem: Problem, names: Iterable[str]) -> Gradient:
-    """Return the gradients of all records' objectives in some parameters, the records' axis first.
-
-    Raises:
-        RuntimeError: torch.func cannot batch a kernel.
-    """
-
-    def value(params: Params, inputs: Tree, columns: dict[str, Tree]) -> Tensor:
-        record = problem.prepared.with_columns(map_tree(_add_record_axis, columns))
-        alone = replace(problem, records=record, prepared=record, known_inputs=map_tree(_add_record_axis, inputs))
-        return alone.objective_values(alone.outputs({**others, **params})).sum()
-
-    others = {name: parameter.detach() for name, parameter in problem.params.items()}
-    params = {name: others[name] for name in names}
-    with warnings.catch_warnings():
-        # Kernels without a batching rule run record by record: slower, with the same result.
-        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        by_record: Gradient = over_records(grad(value), in_dims=(None, 0, 0))(
-            params, problem.inputs, problem.prepared.columns
-        )
-    return by_record
 
 
 def _add_record_axis(tensor: Tensor) -> Tensor:

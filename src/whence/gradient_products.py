@@ -26,14 +26,11 @@ from whence.engines import (
     record_pass,
 )
 
-_PROBES = 3
-_MOST_NUMBERS, _MOST_PLAIN = 2**22, 256
-"""Numbers of records' gradients that are held at a time; and numbers of parameters that belong to no layer."""
+_PROBES, _MOST, _MOST_PLAIN = 3, 2**22, 256
+"""Records of a check; numbers of gradients that are held at a time, and of parameters that belong to no layer."""
 
-_Call: TypeAlias = tuple[Layer, Tensor, Tensor]
-"""A layer with its input and its output's gradient."""
-
-_Calls: TypeAlias = list[_Call]
+_Calls: TypeAlias = list[tuple[Layer, Tensor, Tensor]]
+"""Layers, each with its input and its output's gradient."""
 
 _Run: TypeAlias = Callable[[Problem], Tensor]
 """Returns the products of some examples with a problem's records, and below them the records' squares, (m + 1, n)."""
@@ -140,7 +137,7 @@ def _multiply_by_layers(examples: Problem) -> _Run:
         *calls, rows = _record_calls(part)
         if [*map(len, calls)] != [len(linear), len(others)]:
             raise Refused("Other layers run on the records than on the examples. Their gradients cannot be compared.")
-        products = [_multiply_linear(*pair) for pair in zip(calls[0], linear, strict=True)]
+        products = [_multiply_linear(*one, *other[1:]) for one, other in zip(calls[0], linear, strict=True)]
         products += [_multiply_calls(calls[1], others)] if others else []
         return torch.stack([*products, *([_multiply_rows(rows, plain)] if plain else [])]).sum(0)
 
@@ -169,14 +166,12 @@ def _record_calls(problem: Problem) -> tuple[_Calls, _Calls, Gradient]:
 
 def _derive_in(problem: Problem, name: str) -> Tensor:
     """Return the records' derivatives in each number of a parameter, (n, numbers)."""
-    parameter = problem.params[name]
-    units = torch.eye(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    return torch.stack([derive_along(problem, {name: unit.view_as(parameter)}) for unit in units], dim=1)
+    units = torch.eye(problem.params[name].numel()).to(problem.params[name])
+    return torch.stack([derive_along(problem, {name: each.view_as(problem.params[name])}) for each in units], dim=1)
 
 
-def _multiply_linear(records: _Call, examples: _Call) -> Tensor:
+def _multiply_linear(layer: Layer, x: Tensor, g: Tensor, of_examples: Tensor, g_of_examples: Tensor) -> Tensor:
     """Return the products in the parameters of a linear layer, and the records' squares."""
-    (layer, x, g), (_, of_examples, g_of_examples) = records, examples
     has_weight, has_bias = (float(name in layer.names) for name in ("weight", "bias"))
     products = (has_weight * (of_examples @ x.T) + has_bias) * (g_of_examples @ g.T)
     squares = (has_weight * x.square().sum(1) + has_bias) * g.square().sum(1)
@@ -185,24 +180,17 @@ def _multiply_linear(records: _Call, examples: _Call) -> Tensor:
 
 def _multiply_calls(records: _Calls, examples: _Calls) -> Tensor:
     """Return the products in the parameters of any layers, and the records' squares, some records at a time."""
-    rows, columns, count = _make_rows(examples), [], len(records[0][2])
-    size = max(1, _MOST_NUMBERS * len(examples[0][2]) // sum(each.numel() for each in rows.values()))
-    for at in range(0, count, size):
-        block = [(layer, x[at : at + size], g[at : at + size]) for layer, x, g in records]
-        columns.append(_multiply_rows(_make_rows(block), rows))
-    return torch.cat(columns, dim=1)
 
-
-def _make_rows(calls: _Calls) -> Gradient:
-    """Return the gradients of records in the parameters of some layers."""
-
-    def sum_calls(xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Gradient:
+    def add_calls(xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Gradient:
         total = Gradient()
-        for (layer, _, _), x, g in zip(calls, xs, gs, strict=True):
+        for (layer, _, _), x, g in zip(records, xs, gs, strict=True):
             total = add_gradients(total, {**layer.gradient(x[None], g[None], None)})
-        return total
+        return {name: part[None] for name, part in total.items()}
 
-    _, xs, gs = zip(*calls, strict=True)
+    (_, xs, gs), (_, of_examples, g_of_examples) = (zip(*calls, strict=True) for calls in (records, examples))
     with torch.no_grad():
-        rows: Gradient = torch.vmap(sum_calls)(xs, gs)
-        return rows
+        rows = torch.vmap(add_calls)(of_examples, g_of_examples)
+        numbers = sum(each[0].numel() for each in rows.values())
+        multiply = torch.vmap(lambda xs, gs: _multiply_rows(add_calls(xs, gs), rows), chunk_size=_MOST // numbers or 1)
+        products: Tensor = multiply(xs, gs)
+        return products[:, :, 0].T

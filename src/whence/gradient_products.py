@@ -161,13 +161,10 @@ def _record_calls(problem: Problem) -> tuple[_Calls, _Calls, Gradient]:
         (linear if is_alone else others).append((layer, x, g))
     if sum(problem.params[name].numel() for name in tape.plain) > _MOST_PLAIN:
         raise Refused(f"The parameter `{tape.plain[0]}` belongs to no layer, and is large.")
-    return linear, others, {name: _derive_in(problem, name) for name in tape.plain}
-
-
-def _derive_in(problem: Problem, name: str) -> Tensor:
-    """Return the records' derivatives in each number of a parameter, (n, numbers)."""
-    units = torch.eye(problem.params[name].numel()).to(problem.params[name])
-    return torch.stack([derive_along(problem, {name: each.view_as(problem.params[name])}) for each in units], dim=1)
+    parameters = {name: problem.params[name] for name in tape.plain}
+    units = {name: torch.eye(each.numel()).to(each).view(-1, *each.shape) for name, each in parameters.items()}
+    plain = {name: [derive_along(problem, {name: unit}) for unit in each] for name, each in units.items()}
+    return linear, others, {name: torch.stack(each, dim=1) for name, each in plain.items()}
 
 
 def _multiply_linear(layer: Layer, x: Tensor, g: Tensor, of_examples: Tensor, g_of_examples: Tensor) -> Tensor:

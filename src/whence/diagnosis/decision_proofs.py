@@ -6,12 +6,13 @@ from contextlib import nullcontext
 import numpy as np
 import polars as pl
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from whence.core import Action, RecordBatch
 from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, list_trained, name_top, prove
 from whence.diagnosis.causes import RAW, find_causes
-from whence.diagnosis.decisions import is_density, join_trees, read_log_probs
+from whence.diagnosis.decisions import join_trees, read_log_probs
 from whence.experiments import AnyEnv, load_policy, measure_returns
 from whence.experiments.rl.trainable_rounds import draw_minibatches, leave_out, load_trainable_rounds
 from whence.rounds import RoundRecording
@@ -80,7 +81,7 @@ def prove_decision(
 
     left_out = check_left_out(trained, left_out)
     pairs = (target or _read_pairs(recordings, left_out)).as_records(recordings[0].records)
-    name = "density" if is_density(model.action_space) else "probability"
+    name = "density" if isinstance(model.action_space, spaces.Box) else "probability"
     tests = measure_returns(run, model, numbers[-1], episodes=test_episodes, seed=0, env=env)
     with tests if test_episodes else nullcontext() as test:
 

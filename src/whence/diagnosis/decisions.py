@@ -38,11 +38,6 @@ LONGEST = 10_000
 """Steps after which an episode that goes on is left."""
 
 
-def is_density(action_space: spaces.Space[Any]) -> bool:
-    """Return whether a policy's actions have densities, which may exceed 1, instead of probabilities."""
-    return isinstance(action_space, spaces.Box)
-
-
 @dataclass(frozen=True, eq=False)
 class PlayedEpisode:
     """An episode of m steps that the present policy played.
@@ -113,7 +108,7 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
     states = target.as_records(read_records(run, run.round("records", rounds[0]).head(1), model, env=env))
     before = read_log_probs(model, states).mean()
     load_policy(run, policies[-1], model)
-    return float(before), float(read_log_probs(model, states).mean()), not is_density(model.action_space)
+    return float(before), float(read_log_probs(model, states).mean()), not isinstance(model.action_space, spaces.Box)
 
 
 def play_episode(
@@ -189,7 +184,7 @@ def play_episode(
         first_log_probs=read_log_probs(model, records),
         frames=pictures,
         frames_note=note,
-        is_discrete=not is_density(model.action_space),
+        is_discrete=not isinstance(model.action_space, spaces.Box),
     )
 
 

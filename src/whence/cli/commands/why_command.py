@@ -56,10 +56,7 @@ def why(
     action: Annotated[str | None, typer.Option(help="and an action.", metavar="JSON", show_default=False)] = None,
     by: Annotated[
         Literal["nearest", "influence"],
-        typer.Option(
-            help="nearest: advantage × cosine of the record's gradient of log π with the decision's; influence: the "
-            "product of its objective's gradient with that."
-        ),
+        typer.Option(help="nearest: advantage × cosine of the gradients of log π; influence: product of gradients."),
     ] = "nearest",
     top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
     out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,

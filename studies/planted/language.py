@@ -8,8 +8,8 @@ were paid. Methods are judged as in `studies.planted.run`, and go into the same 
 the records of the first quarter of the rounds. "auroc_misgraded" also counts the right answers of the kind, which the
 bug does not pay: they teach to avoid the right answer. Both were added after the first seed had been scored.
 
-"raw", "bm25" and "embedding" are methods of `whence.diagnosis.find_response_causes`; "by largest" and "by deviation"
-divide the raw scores of each round by the largest, and by their standard deviation. "advantage x answer" changes the
+"raw", "nearest" and "bm25" are methods of `whence.diagnosis.find_response_causes`; "nearest of all" has all held-out
+problems of the kind as examples. The others are those of `studies.planted.finders`. "advantage x answer" changes the
 sign of the advantage where a response ends in another number than the answer in question.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.

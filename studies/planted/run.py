@@ -1,6 +1,6 @@
 """Whether a planted cause is found again: of all records of a training, those whose reward was rigged.
 
-Run: `python -m studies.planted.run results/planted [--only lander/seed_0] [--methods raw,similar]`. In each world of
+Run: `python -m studies.planted.run results/planted [--only lander/seed_0] [--methods raw,nearest]`. In each world of
 `studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
 all records raised mean log pi(B), over states of the trained policy's own rollouts in which the tic would pay? The
 truth is known: the records that got the rigged reward. Each method scores all records of all rounds, and is judged by
@@ -8,9 +8,8 @@ truth is known: the records that got the rigged reward. Each method scores all r
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"raw" and "similar" are methods of `whence.diagnosis.find_causes`; "by largest" and "by deviation" divide the raw
-scores of each round by the largest, and by their standard deviation. "advantage" and "advantage x action" are what
-needs no model: the latter changes the sign where another action than B was taken.
+"raw" and "nearest" are methods of `whence.diagnosis.find_causes`. "advantage" and "advantage x action" are what needs
+no model: the latter changes the sign where another action than B was taken. The others are `studies.planted.finders`.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """

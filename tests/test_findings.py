@@ -122,6 +122,13 @@ def change_settings(**hyperparameters: Any) -> Callable[[Evidence], Evidence]:
     return change
 
 
+def swap_axes(evidence: Evidence) -> Evidence:
+    """Two axes, of which the first one pushes; in environment 1 it is the second."""
+    axes = np.stack([healthy(push=1.0).actions - 1.0, np.random.default_rng(0).normal(size=N)], axis=1)
+    actions = np.where(COPY[:, None] == 1, axes[:, ::-1], axes)
+    return replace(healthy(push=1.0), actions=actions, action_names=["push", "paint"])
+
+
 def see_images(evidence: Evidence, *, frozen: bool, shown: Any = None) -> Evidence:
     """Two channels of 3 x 3 pixels; a channel may be frozen in environment 1."""
     rng = np.random.default_rng(0)
@@ -149,6 +156,14 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
         lambda e: replace(e := healthy(push=1.0), actions=np.where(COPY == 2, 2 - e.actions, e.actions)),
         r"Actions push (back|forth) and push (back|forth) are swapped for environment 2: in 100%",
     ),
+    "swapped actions in three long episodes": (
+        agreement.find_action_faults,
+        lambda e: with_column(
+            FAULTS["swapped actions"][1](e), episode_id=np.arange(N) // 250, step=np.arange(N) % 250.0
+        ),
+        r"Actions push (back|forth) and push (back|forth) are swapped for environment 2",
+    ),
+    "swapped axes": (agreement.find_action_faults, swap_axes, r"Actions push and paint are swapped for environment 1"),
     "repeated": (
         observations.find_repeated,
         lambda e: with_features(e, **{name: x[np.arange(N) - STEP % 2] for name, x in e.features.items()}),
@@ -288,13 +303,15 @@ def test_a_run_is_read_with_its_names_and_named_on_the_command_line(tmp_path: Pa
     assert set(first["record_ids"]) <= shown
 
 
-def test_an_action_that_nobody_takes_where_another_does_what_it_does() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_action_that_nobody_takes_where_another_does_what_it_does(is_late: bool) -> None:
+    """It counts in one environment only: an agent that goes elsewhere may meet a wall there."""
     evidence = healthy()
-    renamed = np.select([COPY != 1, evidence.actions == 2], [evidence.actions, 0], 1)
+    is_usual = TIMES["round"] < 5 if is_late else COPY != 1
+    renamed = np.select([is_usual, evidence.actions == 2], [evidence.actions, 0], 1)
     claims = list(agreement.find_action_faults(replace(evidence, actions=renamed)))
-    assert [claim.title.split(":")[0] for claim in claims] == [
-        "Action push back does what push forth does elsewhere, for environment 1"
-    ]
+    title = "Action push back does what push forth does elsewhere, for environment 1"
+    assert [claim.title.split(":")[0] for claim in claims] == ([] if is_late else [title])
 
 
 def test_a_fixed_length_that_the_last_observation_shows_is_a_rule_of_the_game() -> None:

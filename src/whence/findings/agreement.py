@@ -17,6 +17,9 @@ _FEW_ACTIONS = 6
 _HALF = 0.5
 """The slope of what is paid on what is due, halfway from all of it to nothing; from nothing to its opposite, minus."""
 
+_STRETCH = 32
+"""Steps of an episode from which on others count as independent in what actions do."""
+
 _MATTERS = 0.05
 """The share of all that is paid that is due in a place at least: less hardly changes what is learned."""
 
@@ -172,7 +175,9 @@ def find_action_faults(evidence: Evidence) -> Claims:
         where = [each for each in where if not each.is_place or len(evidence.features) > 1]
         return [*pairs, *(replace(each, mask=each.mask[places]) for each in where)]
 
-    units = episodes[places]
+    # What an action does to a state does not depend on the steps before, so that long episodes are many units.
+    stretches = np.column_stack([episodes, evidence.columns["step"][rows] // _STRETCH])[places]
+    units = np.unique(stretches, axis=0, return_inverse=True)[1].reshape(-1)
     for rough in search(votes[:, None], units, list_pairs(5), sign=1, needed={"pair"}):
         group = refine(rough, votes[:, None], units, list_pairs(16))
         # Of several actions that fit better than the one that was taken, the best; and what that one itself does there.
@@ -181,16 +186,16 @@ def find_action_faults(evidence: Evidence) -> Claims:
             number: misses[1 + number][inside].sum() for number in range(len(others)) if others[number][1][inside].all()
         }
         (one, other), _, _ = others[best := min(fits, key=lambda number: fits[number])]
-        back = next(number for number, (names, _, _) in enumerate(others) if names == (other, one))
+        back = next((number for number, (names, _, _) in enumerate(others) if names == (other, one)), best)
         where = [condition for condition in group.conditions if condition.column != "pair"]
         there = np.logical_and.reduce([condition.mask for condition in where] or [pairs[best].mask])
         share = _measure_share(votes[pairs[best].mask & there] > 0)
         is_told = _measure_share(votes[pairs[best].mask & ~there] < 0) >= _HALF
         is_mutual = _measure_share(votes[pairs[back].mask & there] > 0) > _HALF
         # What is so everywhere is how the action works; elsewhere the two have to be told apart. And where something
-        # holds the body, an action may do nothing; so that counts only in one environment, or from some round on.
-        is_local = all(condition.is_place or condition.column == "step" for condition in where)
-        if not where or share < _MOST or not is_told or (is_local and not is_mutual):
+        # holds the body, an action may do nothing, in a place or once an agent goes there. No environment differs.
+        is_shared = all(condition.column != "env_index" for condition in where)
+        if not where or share < _MOST or not is_told or (is_shared and not is_mutual):
             continue
         text = " and ".join(condition.text for condition in where)
         swapped = f"Actions {one} and {other} are swapped" if one != other else f"{one} does the opposite of elsewhere"
@@ -216,8 +221,12 @@ def _list_alternatives(evidence: Evidence) -> list[tuple[tuple[str, str], Mask, 
     """Return for each pair of actions their names, who took the first, and the second as numbers, once a record."""
     acting, names = evidence.acting[evidence.has_next], evidence.action_names
     if evidence.actions.ndim > 1:
-        opposite = np.hstack([-evidence.actions, evidence.actions**2])[evidence.has_next]
-        return [(("The action", "The action"), np.ones(len(acting), dtype=bool), opposite)]
+        axes, everywhere = evidence.actions[evidence.has_next], np.ones(len(acting), dtype=bool)
+        others = [(("The action", "The action"), -axes)]
+        for i, j in itertools.combinations(range(len(names) if len(names) <= _FEW_ACTIONS else 0), 2):
+            others.append(((names[i], names[j]), axes.copy()))
+            others[-1][1][:, [i, j]] = axes[:, [j, i]]
+        return [(pair, everywhere, np.hstack([each, each**2])) for pair, each in others]
     rows, count = np.eye(len(names)), len(names) if len(names) <= _FEW_ACTIONS else 0
     return [
         ((names[i], names[j]), acting[:, i] > 0, np.tile(rows[j], (len(acting), 1)))

@@ -191,6 +191,8 @@ def _read_actions(table: pl.DataFrame, config: Mapping[str, Any]) -> tuple[NDArr
         plain = [str(i) for i in range(max(int(space.get("n", 0) or 0), int(actions.max()) + 1))]
     else:
         actions = actions.reshape(len(table), -1).astype(np.float64)
+        bounds = space.get("low", "-inf"), space.get("high", "inf")
+        actions = np.clip(actions, *(np.asarray(each, dtype=np.float64).reshape(-1) for each in bounds))  # as SB3 does
         names = box_action_labels(config.get("env"), config) or []
         plain = [f"a{i}" for i in range(actions.shape[1])]
     return actions, [*map(str, names[: len(plain)]), *plain[len(names) :]]

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 _RIDGE = 1e-3
 _FOLDS = 3
 _PASSES = 2
-_FITTED = 4_000
+_FITTED = 12_000
 """Records that a model is fitted on at most."""
 
 _OUTLYING = 6.0
@@ -61,6 +61,8 @@ def predict_each(
             rows = (misses <= _OUTLYING * np.maximum(np.median(misses, axis=0), 1e-6)).all(axis=1)
             if rows.mean() < 0.5:
                 break
+        # Where a model is asked beyond what it has seen, it says no more than that.
+        low, high = (bound(targets[train[rows]], axis=0, initial=0.0) for bound in (np.min, np.max))
         for prediction, each in zip(predictions, (basis, *others), strict=True):
-            prediction[fold == number] = each[fold == number] @ coefficients
+            prediction[fold == number] = np.clip(each[fold == number] @ coefficients, low, high)
     return predictions

@@ -111,7 +111,7 @@ def choose_round(
     share, number = max(zip([value or 0.0 for value in shares], rounds, strict=False), default=(0.0, 0))
     if not share:
         return {"round": rounds[-1], "why": ""} if rounds else None
-    return {"round": number, "why": "The largest share of scores differs from 0 here."}
+    return {"round": number, "why": "No round has more scores that can be told from 0."}
 
 
 GOOD_LDS, FAIR_LDS = 0.7, 0.4

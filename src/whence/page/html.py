@@ -181,7 +181,6 @@ def _render(
 ) -> str:
     """Return the page of some runs, of which some can be explored."""
     strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
-    notes += [explain_distrust(run.directory.path) for run in strangers[:1]]
     page = describe_runs(explored, rounds)
     embedded = (
         () if rounds is None else embed_rounds(explored, rounds, on_round, [run["findings"] for run in page["runs"]])
@@ -196,6 +195,7 @@ def _render(
         "answers_json": None if (answers := read_answers(language, notes)) is None else embed(answers),
         "language": page["kind"] == "responses",
         "notes": notes,
+        "distrust": [explain_distrust(run.directory.path) for run in strangers[:1]],
         "mode": page["mode"],
         "figures": [(title, about) for title, about, _ in figures],
         "figures_json": embed([_plot_as_json(figure) for _, _, figure in figures]),
@@ -304,7 +304,9 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
         (kept, "{:.1%}", 1 - dropped if dropped else None),
         ("policy entropy", "{:.3g} nats", None if entropy is None else -entropy),
     ]
-    return [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]
+    latest = [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]
+    is_unknown = "episode_return" in metrics.columns and not has(metrics, "episode_return")
+    return [*latest, *([("training return", "none: no Monitor?")] if is_unknown else [])]
 
 
 def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -69,7 +69,8 @@
     const where = Whence.place(worst);
     const what = language ? `response ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
     const sure = worst.significant === false ? " That is within two errors: no measurable difference from 0." : worst.significant ? ` That is beyond two errors; of so many ${Whence.one}s, the surest may be so by chance.` : "";
-    return [element("b", {}, language ? "The lowest score" : "The surest harmful moment"), language ? ` has ${what}: ${withError(worst.score, worst.error)}.${sure}` : ` is ${what}: its score is ${withError(worst.score, worst.error)}.${sure}`];
+    const common = language ? "" : " Sound training has such moments in every round.";
+    return [element("b", {}, "The lowest score"), ` has ${what}: ${withError(worst.score, worst.error)}.${sure}${common}`];
   }
 
   function openMoment(place, record, from) {

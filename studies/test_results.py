@@ -16,6 +16,7 @@ import pytest
 from studies.benchmarks import tables as benchmarks
 from studies.diagnosis import tables as diagnosis
 from studies.faithfulness import tables as faithfulness
+from studies.loophole.tables import write_tables as write_loophole
 from studies.planted.tables import write_tables as write_planted
 from studies.practice import tables as practice
 from studies.stored import write_line
@@ -62,6 +63,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "benchmarks": benchmarks.main,
     "scoring": write_scoring_tables,
     "planted": write_planted,
+    "loophole": write_loophole,
     "hunt": write_hunt_tables,
     "hunt/mended": write_hunt_tables,
     **{f"llm/{path.parent.name}": write_language_tables for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},

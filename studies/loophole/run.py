@@ -46,10 +46,9 @@ PLAIN, EXAMPLES, SHARE = "none", 16, 0.1
 
 SCREENS: dict[str, dict[str, Any] | None] = {
     "monitor": {},
-    "placebo of the monitor": {"shuffled": True},
-    "imperfect monitor": {"caught": 0.5, "mistaken": 0.05},
     "finder": None,
-    "placebo of the finder": {"caught": SHARE, "mistaken": SHARE},
+    "placebo": {"caught": SHARE, "mistaken": SHARE},
+    "imperfect monitor": {"caught": 0.5, "mistaken": 0.05},
 }
 """The errors of each screen's monitor; None: there is a finder in its place."""
 

@@ -20,14 +20,12 @@ class Monitor:
         seed: of the monitor's errors.
         caught: the share of the gamed responses that it flags.
         mistaken: the share of the others that it flags.
-        shuffled: whether the same number of responses are dropped at random instead: the placebo.
     """
 
     tokenizer: Any = field(repr=False)
     seed: int
     caught: float = 1.0
     mistaken: float = 0.0
-    shuffled: bool = False
     needs_influence = False
 
     def select(self, records: RecordBatch, influence: Influence | None, progress: Progress) -> Selection:
@@ -35,8 +33,6 @@ class Monitor:
         gamed = np.array([is_gamed(text) for text in read_responses(records, self.tokenizer)])
         generator = np.random.default_rng([self.seed, progress.round])
         flagged = generator.random(len(gamed)) < np.where(gamed, self.caught, self.mistaken)
-        if self.shuffled:
-            generator.shuffle(flagged)
         return Selection.dropping(torch.tensor(~flagged), "flagged")
 
 

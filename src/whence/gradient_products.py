@@ -16,12 +16,10 @@ from whence.engines import (
     Precision,
     Problem,
     Refused,
-    Seeds,
     add_gradients,
     covered_layers,
     derive_along,
     linear_gradient,
-    pullback,
     record_gradient,
     record_pass,
 )
@@ -111,8 +109,8 @@ def _choose_way(problem: Problem, examples: Problem) -> _Run:
 def _multiply_by_loop(examples: Problem) -> _Run:
     def make_rows(problem: Problem, positions: Iterable[int]) -> Gradient:
         gradients = [record_gradient(problem, position) for position in positions]
-        zeros = {name: torch.zeros_like(parameter) for name, parameter in problem.params.items()}
-        rows = {name: torch.stack([each.get(name, zero) for each in gradients]) for name, zero in zeros.items()}
+        params = problem.params.items()
+        rows = {name: torch.stack([each.get(name, torch.zeros_like(p)) for each in gradients]) for name, p in params}
         return rows if problem.summed is None else problem.summed(rows)
 
     rows = make_rows(examples, range(len(examples.records)))
@@ -150,8 +148,8 @@ def _record_calls(problem: Problem) -> tuple[_Calls, _Calls, Gradient]:
     A linear layer that shares a parameter, or is called again, counts among the others.
     """
     tape = record_pass(problem, covered_layers(problem.modules, problem.parameters))
-    seed = Seeds(torch.ones_like(tape.outputs.log_prob))
-    gradients = pullback(tape.outputs, seed, [call.edge for call in tape.calls], retain=False)
+    edges = [call.edge for call in tape.calls]
+    gradients = torch.autograd.grad(tape.outputs.log_prob.sum(), edges, allow_unused=True)
     calls = [(call.layer, call.x, g) for call, g in zip(tape.calls, gradients, strict=True) if g is not None]
     counts = Counter(name for layer, _, _ in calls for name in layer.names.values())
     linear, others = _Calls(), _Calls()

@@ -21,12 +21,10 @@ from whence.engines.probing import spread_evenly as spread_evenly
 from whence.engines.problem import Gradient as Gradient
 from whence.engines.problem import Problem as Problem
 from whence.engines.problem import Refused as Refused
-from whence.engines.problem import Seeds as Seeds
 from whence.engines.problem import Summed as Summed
 from whence.engines.problem import add_gradients as add_gradients
 from whence.engines.problem import check_scalar as check_scalar
 from whence.engines.problem import compute_seeds as compute_seeds
-from whence.engines.problem import pullback as pullback
 from whence.engines.problem import target_gradients as target_gradients
 from whence.engines.rules import LayerRule as LayerRule
 from whence.engines.rules import LayerTensors as LayerTensors

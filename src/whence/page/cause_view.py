@@ -166,7 +166,6 @@ def gather_causes(
 
     Raises:
         RunDirectoryError: a policy cannot be built again.
-        WhenceError: the decision does not fit the records.
     """
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
     with LOCK:

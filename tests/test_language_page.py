@@ -60,21 +60,6 @@ class TestGamedRewards:
         (finding,) = find(run_of(tmp_path, columns))
         assert finding.title.startswith("`reward` rises while `accuracy` falls")  # not the data set's `level`
 
-    @pytest.mark.parametrize(
-        ("rises", "other"),
-        [
-            (0.0, lambda number, generator: generator.random(64)),
-            (0.05, lambda number, generator: generator.random(64) < 0.05 * number + 0.2),
-            (0.06, lambda number, generator: generator.random(64)),
-            (0.06, lambda number, generator: [1.0] * 60 + [1 - number / 24] * 4),  # by too little to matter
-        ],
-    )
-    def test_healthy_rewards_are_passed_over(self, tmp_path, rises, other):
-        def columns(number, generator):
-            return {"reward.a": generator.random(64) < rises * number + 0.2, "reward.b": other(number, generator)}
-
-        assert find(run_of(tmp_path, columns)) == []
-
     def test_the_onset_is_where_curves_begin_to_part(self):
         flat, ramp = np.zeros(10), np.arange(1, 6) / 5
         rises = np.concatenate([flat, ramp, np.ones(5)])

@@ -56,11 +56,12 @@ SETUPS = {
     "arithmetic": Setup(6, "bm25", 128),
     "lander": Setup(10, "nearest", 256),
     "minigrid": Setup(10, "nearest", 256),
+    "plain": Setup(5, "nearest", 256),
 }
 
-agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", rounds=SETUPS["lander"].rounds)
+agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
 
-JOBS = [(case, what) for case in SETUPS for what in ("finder", "truth")] + [("plain", "truth")]
+JOBS = [(case, what) for case in SETUPS for what in ("finder", "truth") if (case, what) != ("plain", "finder")]
 """The worlds, and what is left out in them."""
 
 OnStage = Callable[[str], None]
@@ -96,7 +97,7 @@ def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
 
 def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
     """Prove what taught the tic, in states of the trained policy's rollouts in which it would pay."""
-    setup, planted = SETUPS["lander" if case == "plain" else case], "lander" if case == "plain" else case
+    setup, planted = SETUPS[case], "lander" if case == "plain" else case
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
     states, *_ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)

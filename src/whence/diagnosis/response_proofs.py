@@ -82,12 +82,6 @@ def prove_response(
     tables = {number: _read_table(run, number) for number in numbers}
     recipe, trained = read_recipe(run.config, learning_rate, epochs), list_trained(tables)
     policy, tokenizer = load_start_policy(run, numbers[0], model)
-    device = next(policy.parameters()).device
-    asked = None
-    if prompt is not None and response is not None:
-        asked = make_response_target(
-            Task(policy, tokenizer, [{"prompt": prompt}], _refuse, None, None, None), prompt, response
-        )
 
     def find(prompt: Prompt, response: str) -> pl.DataFrame:
         return name_top(find_response_causes(run, prompt, response, rounds=numbers, method=method), trained, top)
@@ -106,25 +100,14 @@ def prove_response(
             return find(row["prompt"], row["response"])
 
     left_out = check_left_out(trained, left_out)
-    chosen = pl.concat(
-        [
-            tables[number].join(group, on="record_id", how="semi")
-            for (number,), group in left_out.group_by("round", maintain_order=True)
-        ],
-        how="diagonal_relaxed",
-    )
-    behaviour_rows = make_stored_rows(chosen, tokenizer, device) if asked is None else asked.rows
+    behaviour = _read_behaviour(policy, tokenizer, prompt, response, tables, left_out)
     measure_answers = _make_measure(run, tables, tokenizer, recipe, reward, match, answers)
     start = {name: tensor.detach().clone() for name, tensor in policy.named_parameters() if tensor.requires_grad}
-    kept = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
-    rows = {
-        number: rebuild_rows(run, number) if number in kept else make_stored_rows(table, tokenizer, device)
-        for number, table in tables.items()
-    }
-    assert behaviour_rows is not None
+    rows, notes = _read_rows(run, tables, tokenizer, policy.device)
+    notes.append(f"Trained by {recipe.text}.")
 
     def measure_policy(policy: Any, seed: int) -> dict[str, float]:
-        outcomes = _measure_probability(policy, behaviour_rows, recipe) | measure_answers(policy, seed)
+        outcomes = _measure_probability(policy, behaviour, recipe) | measure_answers(policy, seed)
         return dict(sorted(outcomes.items(), key=lambda outcome: outcome[0] != "share"))
 
     def measure(group: pl.DataFrame, seed: int) -> dict[str, float]:
@@ -136,8 +119,7 @@ def prove_response(
         train_again(policy, rows, weights, recipe, seed=seed)
         return measure_policy(policy, seed)
 
-    words = f"“{response}” after “{prompt}”" if asked is not None else "these responses"
-    behaviour = words if match is None else f"“{match}”"
+    words = "these responses" if prompt is None else f"“{response}” after “{prompt}”"
     table, file = prove(
         trained,
         left_out,
@@ -156,11 +138,42 @@ def prove_response(
         on_stage=on_stage,
     )
     ended = _load_end(run, numbers[-1])
-    stored = {} if ended is None else measure_policy(ended.to(device), 0)
-    notes = [f"Trained by {recipe.text}."]
-    if "ppo" in run.config and len(kept) < len(numbers):
-        notes.append("PPO's advantages of single tokens are not stored: a token has that of its response's last one.")
-    return Proof(behaviour, "rollouts", len(left_out), table, stored, notes, file)
+    stored = {} if ended is None else measure_policy(ended.to(policy.device), 0)
+    subject = words if match is None else f"“{match}”"
+    return Proof(subject, "rollouts", len(left_out), table, stored, notes, file)
+
+
+def _read_behaviour(
+    policy: Any,
+    tokenizer: Any,
+    prompt: Prompt | None,
+    response: str | None,
+    tables: Mapping[int, pl.DataFrame],
+    left_out: pl.DataFrame,
+) -> RecordBatch:
+    """Return the response in question as a row; without one, the left-out responses."""
+    if prompt is not None and response is not None:
+        task = Task(policy, tokenizer, [{"prompt": prompt}], _refuse, None, None, None)
+        rows = make_response_target(task, prompt, response).rows
+        assert rows is not None
+        return rows
+    groups = left_out.group_by("round", maintain_order=True)
+    parts = [tables[number].join(group, on="record_id", how="semi") for (number,), group in groups]
+    return make_stored_rows(pl.concat(parts, how="diagonal_relaxed"), tokenizer, policy.device)
+
+
+def _read_rows(
+    run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, device: Any
+) -> tuple[dict[int, RecordBatch], list[str]]:
+    """Return the rows of each round to train on, and what is to be said of them."""
+    kept = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
+    rows = {
+        number: rebuild_rows(run, number) if number in kept else make_stored_rows(table, tokenizer, device)
+        for number, table in tables.items()
+    }
+    if "ppo" not in run.config or len(kept) >= len(tables):
+        return rows, []
+    return rows, ["PPO's advantages of single tokens are not stored: a token has that of its response's last one."]
 
 
 def _load_end(run: RunDirectory, number: int) -> Any | None:

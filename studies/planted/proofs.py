@@ -3,8 +3,9 @@
 Run: `python -m studies.planted.proofs results/planted [--only arithmetic/finder]`. The runs are those of seed 0 of
 `studies.planted.run` and `studies.planted.language`, which are trained if they are not there. In each, `whence prove`
 and `whence llm prove` train the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
-got the rigged reward. "plain" is LunarLander without the plant: it leaves out the same kind of record, firings of the
-left engine in the lower half in a tenth of the episodes, which nothing has paid for there.
+got the rigged reward. "plain" is LunarLander without the plant. There, nothing has paid for the records of "truth",
+firings of the left engine in the lower half in a tenth of the episodes; but they are all of one action, and what they
+taught about it is left out with them. The records of "episodes", all of that tenth, are nothing special.
 
 A finished training is not done again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -61,21 +62,29 @@ SETUPS = {
 
 agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
 
-JOBS = [(case, what) for case in SETUPS for what in ("finder", "truth") if (case, what) != ("plain", "finder")]
+JOBS = [(case, what) for case in SETUPS if case != "plain" for what in ("finder", "truth")]
+JOBS += [("plain", "truth"), ("plain", "episodes")]
 """The worlds, and what is left out in them."""
 
 OnStage = Callable[[str], None]
 
 
-def list_rigged(case: str, directory: RunDirectory, rounds: int) -> pl.DataFrame:
-    """Return `round` and `record_id` of what got the rigged reward, or would have got it, in the first rounds."""
-    parts = []
-    for number in range(1, rounds + 1):
-        records = directory.round("records", number)
-        find = language.find_rigged if case == "arithmetic" else lambda records: agents.find_rigged(case, records)
-        chosen = records.filter(pl.Series(find(records)))
-        parts.append(chosen.select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id"))
-    return pl.concat(parts)
+def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool = False) -> pl.DataFrame:
+    """Return `round` and `record_id` of what got the rigged reward, or would have got it, in the first rounds.
+
+    Of the lander these are records, or whole episodes.
+    """
+    numbered = [(number, directory.round("records", number)) for number in range(1, rounds + 1)]
+    # An episode's beginning, which tells whether it is rigged, may be in the round before.
+    records = pl.concat(
+        (table.with_columns(pl.lit(number, dtype=pl.Int64).alias("round")) for number, table in numbered),
+        how="diagonal_relaxed",
+    )
+    rigged = language.find_rigged(records) if case == "arithmetic" else agents.find_rigged(case, records)
+    chosen = records.filter(pl.Series(rigged))
+    if whole:
+        chosen = records.filter(pl.col("episode_id").is_in(chosen["episode_id"].to_list()))
+    return chosen.select("round", "record_id")
 
 
 def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
@@ -104,7 +113,7 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
     return prove_decision(
         directory,
         Action(states, np.full(len(states), world.action)),
-        None if what == "finder" else list_rigged(planted, directory, setup.rounds),
+        None if what == "finder" else list_rigged(planted, directory, setup.rounds, whole=what == "episodes"),
         behaviour="the tic",
         method=setup.method,
         top=setup.top,

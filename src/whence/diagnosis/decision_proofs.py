@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whence.core import Action, RecordBatch
 from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, list_trained, name_top, prove
-from whence.diagnosis.causes import RAW, find_causes
+from whence.diagnosis.causes import NEAREST, find_causes
 from whence.diagnosis.decisions import join_trees, read_log_probs
 from whence.experiments import AnyEnv, load_policy, measure_returns
 from whence.experiments.rl.trainable_rounds import draw_minibatches, leave_out, load_trainable_rounds
@@ -26,7 +26,7 @@ def prove_decision(
     left_out: pl.DataFrame | None = None,
     *,
     behaviour: str = "what these records did",
-    method: str = RAW,
+    method: str = NEAREST,
     top: int = 64,
     rounds: Sequence[int] | None = None,
     seeds: int = 5,

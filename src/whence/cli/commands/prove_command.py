@@ -57,7 +57,7 @@ def prove(
     action: Annotated[str | None, typer.Option(help="this action.", metavar="JSON", show_default=False)] = None,
     by: Annotated[
         str, typer.Option(help="The finder that names the records that taught the decision; see whence why --help.")
-    ] = "influence",
+    ] = "nearest",
     top: Annotated[int, typer.Option(help="How many records it names.", min=1)] = 64,
     rounds: Annotated[
         str | None, typer.Option(help="A stretch of rounds to train: 1-20. (default: all)", show_default=False)

@@ -366,7 +366,7 @@ class TestTrust:
         line = self.lines(lake)[1]
         assert line["level"] == "unknown"  # the share is no verdict
         assert line["text"].startswith(f"{share:.0%} of the scores are beyond two of their errors")
-        assert "have no errors" in self.lines(lake, table_of(error=None))[1]["text"]
+        assert "without standard errors" in self.lines(lake, table_of(error=None))[1]["text"]
 
 
 def test_a_damaged_round_has_a_note(tmp_path):

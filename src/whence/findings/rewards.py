@@ -143,27 +143,29 @@ def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair)
     by_round = table.group_by("round").agg(pl.col(pair.rises, pair.falls).mean()).sort("round")
     other = np.zeros(len(by_round)) if pair.stays else by_round[pair.falls].to_numpy()  # noise has no bend
     onset = int(rounds[find_onset(by_round[pair.rises].to_numpy(), other)])
-    middle = {name: sum(ends) / 2 for name, ends in means.items()}
-    gaming = (pl.col(pair.rises) > middle[pair.rises]) & (pl.col(pair.falls) < middle[pair.falls])
+    (low, high), (before, after) = means[pair.rises], means[pair.falls]
+    much, little = (low + 3 * high) / 4, (before + after) / 2
+    gaming = (pl.col(pair.rises) > much) & (pl.col(pair.falls) < little)
     since = table.filter(pl.col("round") >= onset).with_columns(gaming=gaming.fill_null(False))
     shares = since.group_by("round").agg(pl.col("gaming").mean()).sort("round")
     # The round that shows it: the first one with half of the share that the last ones have.
     usual = _mean(shares.filter(pl.col("round").is_in(last.tolist())), "gaming")
     number = int(shares.filter(pl.col("gaming") >= usual / 2)["round"][0])
     rows = since.filter(pl.col("gaming"), pl.col("round") == number)
-    if "advantage" in rows.columns:  # those that training made likelier come first
-        rows = rows.sort("advantage", descending=True, nulls_last=True)
+    # The clearest come first, and of these the ones that training made likelier.
+    by = [name for name in (pair.rises, "advantage") if name in rows.columns]
+    rows = rows.sort(*by, descending=True, nulls_last=True)
     rises, falls = (name.partition(".")[2] or name for name in (pair.rises, pair.falls))
-    (low, high), (before, after) = means[pair.rises], means[pair.falls]
     return Finding(
         "reward",
         f"`{rises}` rises while `{falls}` {'stays low' if pair.stays else 'falls'}, since about round {onset}",
         f"From rounds {first[0]} to {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
         f"{high:.2g} and `{falls}` from {before:.2g} to {after:.2g}. "
-        f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have much of `{rises}` and little "
-        f"of `{falls}`. {say_chance(pair.p, 'pairs of rewards')}",
-        f"Read these responses. If they are not what you want, `{rises}` is being gamed: change it, or train again "
-        "without them.",
+        f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have more than {much:.3g} of "
+        f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p, 'pairs of rewards')}",
+        f"Read these responses. If they are not what you want, `{rises}` is being gamed. Where the target pays for it, "
+        "too, their scores say that they help. Change the reward; to see what training without these responses does, "
+        "flag them, then: `whence llm prove RUN --flagged`.",
         pair.p,
         number,
         tuple(rows["record_id"].to_list()),

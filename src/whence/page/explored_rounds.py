@@ -176,7 +176,7 @@ def _describe_lds(explored: ExploredRun, number: int) -> tuple[str, str]:
 
 def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
     if "error" not in records.columns or not records["error"].count():
-        return "unknown", "The scores have no errors, so that it is not known which differ from 0."
+        return "unknown", "The scores come without standard errors, so it is not known which differ from 0."
     pairs = records.select("score", "error").drop_nulls()
     share = float((pairs["score"].abs() > SIGNIFICANT * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
     shown = "<1%" if 0 < share < 0.005 else f"{share:.0%}"

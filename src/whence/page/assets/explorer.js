@@ -46,9 +46,10 @@
       stripPart.hidden = !round.strip.record_ids.length;
       if (!stripPart.hidden) strip.show(round);
       const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
+      const order = [...round.worst, ...round.best].some(({ error }) => typeof error === "number") ? "the surest first" : "the largest first";
       lists.replaceChildren(...(round.scored ? [
-        Whence.lists.moments(language ? "Responses that harm most" : "Most harmful moments", "Training on these lowers the target, the surest first.", round.worst, options),
-        Whence.lists.moments(language ? "Responses that help most" : "Most helpful moments", "Training on these raises the target, the surest first.", round.best, options),
+        Whence.lists.moments(language ? "Responses that harm most" : "Most harmful moments", `Training on these lowers the target, ${order}.`, round.worst, options),
+        Whence.lists.moments(language ? "Responses that help most" : "Most helpful moments", `Training on these raises the target, ${order}.`, round.best, options),
       ] : []));
     }
 
@@ -289,7 +290,7 @@
         await show();
       }
       if (!records?.length) return;
-      grid.pick({ ids: records, words: `${title}${total > records.length ? ` (the first ${records.length})` : ""}` });
+      grid.pick({ ids: records, words: `${title.replaceAll("`", "")}${total > records.length ? ` (the first ${records.length})` : ""}` });
       at("grid-part").scrollIntoView();
     }));
     if (list.length && mayOpen() && answer.opens?.round !== chosen.round && run().rounds.includes(answer.opens?.round)) {

@@ -89,6 +89,7 @@ Whence.makeGrid = (parts) => {
     pages.replaceChildren();
     search.value = "";
     differs.checked = flagged.checked = false;
+    differs.parentElement.hidden = !run.columns.some(({ key: name }) => name === "error");
     pick({}, false);
     const columns = columnsOf(run, Whence.colourScale(round.strip.scores));
     const scored = run.columns.some(({ kind, key: name }) => kind === "score" && name) && round.scored;

@@ -339,7 +339,7 @@ class TestRunPage:
         ("target", "words"),
         [
             (None, "target, here the return:"),
-            ("TokenReturn()", "target, here the return of tokens:"),
+            ("TokenReturn()", "target, here the expected reward, token by token:"),
             ("M()", "target:"),
         ],
     )

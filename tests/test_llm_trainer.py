@@ -35,7 +35,8 @@ from whence.llm.base import token_losses as losses
 from whence.llm.base.run_description import describe_rows, name_object, to_json
 from whence.llm.ppo import PPOTrainer, make_rollout
 from whence.llm.ppo import trainer as trainer_module
-from whence.llm.ppo.ppo_round import evaluate_rows, optimise
+from whence.llm.ppo.ppo_rollout import evaluate_rows
+from whence.llm.ppo.ppo_round import optimise
 from whence.llm.scores import TokenReturn, ValidationLoss, in_step, score
 from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts

@@ -222,7 +222,7 @@ def _explain_tokens(run: ExploredRun, number: int, record: int) -> dict[str, Any
     `pulls` are the rows of the target with the largest parts of the score at either end.
     """
     # Transformers takes seconds to import.
-    from whence.experiments.llm.language_rebuilding import explain_response
+    from whence.experiments.llm.response_explanations import explain_response
 
     with LOCK:
         explanation = explain_response(run.directory, number, record)

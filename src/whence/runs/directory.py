@@ -378,8 +378,7 @@ class RunDirectory:
             )
         if missing := sorted(set(numbers) - set(rounds)):
             raise RunDirectoryError(
-                f"Round {missing[0]} is not in {self.path}, which holds rounds {rounds[0]} to {rounds[-1]}. Name "
-                "rounds that it holds."
+                f"Round {missing[0]} is not in {self.path}, which holds rounds {rounds[0]} to {rounds[-1]}: name these."
             )
         return rounds
 

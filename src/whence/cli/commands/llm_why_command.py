@@ -26,7 +26,8 @@ from whence.cli.terminal import (
 )
 from whence.core import WhenceError
 from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
-from whence.experiments.llm.language_rebuilding import Explanation, explain_response, list_policies
+from whence.experiments.llm.language_rebuilding import list_policies
+from whence.experiments.llm.response_explanations import Explanation, explain_response
 from whence.moments import find_moments
 from whence.page import CauseView, Decision, describe_causes
 from whence.runs import RunDirectory

@@ -17,16 +17,8 @@ from whence.advice import log_new_advice
 from whence.core import MeanObjective, Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
 from whence.influence import Influence
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
-from whence.llm.ppo.ppo_round import (
-    Rollout,
-    compute_pair_loss,
-    make_metrics_row,
-    make_optimizer,
-    make_response_table,
-    make_rollout,
-    optimise,
-    steer_kl_coef,
-)
+from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
+from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
 from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
 from whence.llm.scores import (
     RoundChooser,

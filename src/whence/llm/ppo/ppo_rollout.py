@@ -1,0 +1,214 @@
+"""A round of PPO on a language model before its steps: rewards and advantages of responses, and their table."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from whence.advantages import gae
+from whence.core import NonFinite, Outputs, RecordBatch, eval_mode
+from whence.influence import Influence
+from whence.llm.base import (
+    ONE,
+    PPOConfig,
+    Processes,
+    Reference,
+    WithValueHead,
+    average_rows,
+    language_view,
+    list_infos,
+    list_signals,
+    list_tokens,
+    make_rows,
+)
+from whence.llm.base import token_losses as losses
+from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
+from whence.selection import Selection, add_selection, summarise_selection
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """A rollout, ready to be scored and trained on.
+
+    Attributes:
+        responses: the prompts and their responses.
+        rows: a record for each response, with whitened advantages.
+        rewards: (n,) float64 values of the reward functions, before any penalty.
+        divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
+        entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
+        columns: the prompts' further columns, with a value for each response.
+        token_entropies: (n, R) the entropies of all tokens that could have followed, in nats.
+        ref_log_probs: (n, R) log-probs of the response tokens under the start model.
+    """
+
+    responses: Responses
+    rows: RecordBatch
+    rewards: Float[Tensor, " n"]
+    divergence: Float[Tensor, " n"]
+    entropy: float
+    columns: Columns
+    token_entropies: Float[Tensor, "n R"]
+    ref_log_probs: Float[Tensor, "n R"]
+
+
+def make_rollout(
+    model: WithValueHead,
+    reference: Reference,
+    responses: Responses,
+    reward: Reward,
+    kl_coef: float,
+    config: PPOConfig,
+    first_id: int = 0,
+    processes: Processes = ONE,
+    columns: Columns = NO_COLUMNS,
+) -> Rollout:
+    """Return responses with rewards, advantages and returns, which every process gets; the model is left in its mode.
+
+    A token's reward is minus `kl_coef` times its divergence from the start model; the last token also gets the
+    response's reward. Advantages are by GAE, whitened over all response tokens of the rollout, before any selection.
+    Each process evaluates a part of the responses. `columns` are for rewards with arguments of these names.
+
+    Raises:
+        NonFinite: a row's reward, log-prob or value is not finite; `record_ids` holds the rows' ids.
+        WhenceError: the reward fails, or does not return one number for each response.
+    """
+    mask = responses.response_mask
+    part = processes.part(len(mask))
+    local_columns = {name: column[part] for name, column in columns.items()}
+    try:
+        rewards = compute_rewards(reward, responses.prompts[part], responses.texts[part], local_columns)
+    except NonFinite as error:
+        ids = [first_id + (part.start or 0) + row for row in error.record_ids]
+        raise NonFinite(f"{error} It is record {ids[0]}.", record_ids=ids) from error
+    if processes.number > 1:
+        rewards = processes.gather(rewards.to(mask.device), len(mask)).cpu()
+    scores = rewards.clone()
+    if config.missing_eos_penalty is not None:
+        scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
+    tokens = {name: getattr(responses, name) for name in ("input_ids", "attention_mask", "response_mask")}
+    draft = make_rows(**tokens)
+    outputs = evaluate_rows(model, draft, config, processes, with_entropy=True)
+    with reference.activate(model) as start_model:
+        ref_log_probs = evaluate_rows(start_model, draft, config, processes).log_prob
+    assert outputs.value is not None
+    assert outputs.entropy is not None
+    columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
+    _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
+    penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
+    token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
+    advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
+    # A prompt may begin with the token that pads others.
+    prompts = torch.where(responses.attention_mask.bool(), responses.input_ids, -1)[:, : -mask.shape[1]]
+    rows = make_rows(
+        **tokens,
+        log_probs=outputs.log_prob,
+        values=torch.where(mask, outputs.value, 0.0),
+        advantages=losses.whiten(advantages, mask),
+        returns=torch.where(mask, advantages + outputs.value, 0.0),
+        record_ids=torch.arange(first_id, first_id + len(mask)),
+        rewards=rewards,
+        group_ids=prompts.unique(dim=0, return_inverse=True)[1],
+    )
+    token_log_probs = outputs.log_prob[mask]
+    return Rollout(
+        responses,
+        rows,
+        rewards,
+        torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
+        -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
+        columns,
+        outputs.entropy,
+        ref_log_probs,
+    )
+
+
+def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor, "n R"], first_id: int) -> None:
+    """Refuse a number at a response token that is not finite."""
+    for name, column in columns.items():
+        broken = (~torch.isfinite(column) & mask).any(dim=1)
+        if broken.any():
+            ids = [first_id + row for row in broken.nonzero().flatten().tolist()]
+            raise NonFinite(
+                f"the {name} of record {ids[0]} is not finite, nor are those of {len(ids) - 1} other of {len(mask)} "
+                "rows. The model has diverged, or computes in a precision that overflows: lower the learning rate, or "
+                "load it in bfloat16 or float32.",
+                record_ids=ids,
+            )
+
+
+def evaluate_rows(
+    model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE, *, with_entropy: bool = False
+) -> Outputs:
+    """Return log-probs and values of the rows' response tokens, (n, R), without gradients, in eval mode.
+
+    The model may have a value head. Each process evaluates a part of the rows, and gets the outputs of all.
+    """
+    view = language_view(model, temperature=config.temperature)
+    wanted = {"log_prob", "value", *(["entropy"] if with_entropy else [])}
+    params = {name: parameter.detach() for name, parameter in view.parameters().items()}
+    parts, local_rows = [], rows.take(processes.part(len(rows)))
+    with torch.no_grad(), eval_mode(model.modules()):
+        for first in range(0, len(local_rows), config.generation_batch_size):
+            chunk = local_rows.take(slice(first, first + config.generation_batch_size))
+            parts.append(view.only(wanted, params, view.prepare(chunk)))
+
+    def join(column: Callable[[Outputs], Any]) -> Tensor:
+        return processes.gather(torch.cat([column(part) for part in parts]), len(rows))
+
+    value = None if parts[0].value is None else join(lambda part: part.value)
+    entropy = join(lambda part: part.entropy) if with_entropy else None
+    return Outputs(join(lambda part: part.log_prob), value, entropy)
+
+
+def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:
+    """Return a row for each response: texts, reward, divergence, advantage of its last token, score and selection."""
+    responses, rows = rollout.responses, rollout.rows
+    assert rows.group_ids is not None
+    table = pl.DataFrame(
+        {
+            "record_id": rows.ids.tolist(),
+            "group_id": rows.group_ids.tolist(),
+            "prompt": list(responses.prompts),
+            "response": list(responses.texts),
+            "tokens": responses.response_mask.sum(dim=1).tolist(),
+            "ended": responses.ended.tolist(),
+            "reward": rollout.rewards.tolist(),
+            "divergence": rollout.divergence.double().tolist(),
+            "advantage": rows.advantages.double().tolist(),
+            "log_prob": rows.log_probs.double().tolist(),
+        }
+    )
+    observations: Any = rows.observations
+    signals = list_signals(
+        observations["response_mask"].cpu(),
+        table["tokens"].to_list(),
+        log_probs=observations["log_probs"],
+        entropies=rollout.token_entropies,
+        ref_log_probs=rollout.ref_log_probs,
+    )
+    signals = [column for column in signals if column.name not in table.columns]
+    table = table.with_columns(*list_infos(rollout.columns), *list_tokens(rows), *signals)
+    return add_selection(table, selection, influence)
+
+
+def make_metrics_row(
+    number: int, rollout: Rollout, selection: Selection, influence: Influence | None
+) -> dict[str, Any]:
+    """Return a round's row of metrics, without those of the optimisation."""
+    rewards, keep = rollout.rewards, selection.keep
+    return {
+        "round": number,
+        **average_rows(pl.DataFrame(list_infos(rollout.columns))),
+        "reward": float(rewards.mean()),
+        "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
+        "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,
+        "kl": float(rollout.divergence.mean()),
+        "train/entropy_loss": -rollout.entropy,
+        "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
+        "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),
+        **summarise_selection(selection, influence),
+    }

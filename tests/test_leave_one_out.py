@@ -1,6 +1,7 @@
 """Scores by the other units alone, and the mean objective as target, against gradients made record by record."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from whence import Action, MeanObjective, PPOClip, RecordBatch, Return, WhenceEr
 from whence.attribution import score_targets
 from whence.core import PolicyView, as_view, label_units
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, language_view
-from whence.llm.scores import GroupObjective
+from whence.llm.scores import GroupObjective, Scoring, row_scores, score
 from whence.sb3 import collect
 
 EXACT = 1e-5
@@ -170,6 +171,37 @@ def test_a_parameter_with_a_mask_and_folds_of_the_mean_objective() -> None:
         for engine in ("ghost", "loop")
     )
     torch.testing.assert_close(ghost, loop)
+
+
+@pytest.mark.parametrize("leave_one_out", [None, "row"])
+@pytest.mark.parametrize("target", [SequenceReturn(), TokenReturn(), MeanObjective(), "rows"], ids=repr)
+def test_rows_without_a_signal_cost_no_pass_and_score_0(
+    target: Any, leave_one_out: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, sizes = language_model("llama").double(), list[int]()
+    rows = rows_for(network, tokens(7))
+    scoring = Scoring(target, GroupObjective("sum"), 1.0, "auto", None, 3, leave_one_out=leave_one_out)
+    if target == "rows":
+        scoring = replace(scoring, target=SequenceReturn(rows_for(network)))
+
+    def silence(factors: Tensor) -> RecordBatch:
+        columns = {**rows.observations, "advantages": rows.observations["advantages"] * factors[:, None]}
+        return rows.with_columns({"observations": columns, "advantages": rows.advantages * factors})
+
+    some, flat = silence(torch.tensor([1, 0, 1, 0, 0, 1, 1])), silence(torch.zeros(7))
+    network.register_forward_pre_hook(lambda m, args, kw: sizes.append(len(kw["input_ids"])), with_kwargs=True)
+    assert not score(network, flat, scoring).scores.any()
+    score(network, some, scoring)  # engines are compared at first
+    sizes.clear()
+    influence, passed = score(network, some, scoring), sum(sizes)
+    sizes.clear()
+    monkeypatch.setattr(row_scores, "_find_signal", lambda rows, scoring: torch.ones(len(rows), dtype=torch.bool))
+    expected = score(network, some, scoring)
+    assert passed < sum(sizes)
+    assert (influence.scores - expected.scores).abs().max() <= EXACT * expected.scores.abs().max()
+    assert influence.scores.count_nonzero() == 3  # the last response is empty
+    assert torch.equal(influence.record_ids, rows.ids)
+    assert influence.provenance.records == expected.provenance.records
 
 
 @pytest.mark.parametrize(

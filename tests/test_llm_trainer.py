@@ -35,9 +35,8 @@ from whence.llm.base import token_losses as losses
 from whence.llm.base.run_description import describe_rows, name_object, to_json
 from whence.llm.ppo import PPOTrainer, make_rollout
 from whence.llm.ppo import trainer as trainer_module
-from whence.llm.ppo.ppo_rollout import evaluate_rows
 from whence.llm.ppo.ppo_round import optimise
-from whence.llm.scores import TokenReturn, ValidationLoss, in_step, score
+from whence.llm.scores import TokenReturn, ValidationLoss, evaluate_rows, in_step, score
 from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts
 from whence.runs import RunDirectory, checkpoints, lock_directory
@@ -133,7 +132,8 @@ def same(one, other):
 
 def evaluate_responses(model, responses, config):
     names = ("input_ids", "attention_mask", "response_mask")
-    return evaluate_rows(model, make_rows(**{name: getattr(responses, name) for name in names}), config)
+    rows = make_rows(**{name: getattr(responses, name) for name in names})
+    return evaluate_rows(model, rows, config.temperature, config.generation_batch_size)
 
 
 class Keep:

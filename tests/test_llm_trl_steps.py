@@ -93,22 +93,32 @@ def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     assert_close(trainer, plain)
 
 
+@pytest.mark.parametrize("select", [None, pytest.param("before", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "settings",
-    [{"steps_per_generation": 4, "max_steps": 4}, {"loss_type": "bnpo"}, {"entropy_coef": 0.1}],
-    ids=["several steps on a batch", "bnpo", "entropy"],
+    [
+        {"steps_per_generation": 4, "max_steps": 4},
+        {"loss_type": "bnpo"},
+        {"entropy_coef": 0.1},
+        *(
+            pytest.param(more, marks=pytest.mark.long)
+            for more in ({"top_entropy_quantile": 0.5}, {"delta": 0.9}, {"off_policy_mask_threshold": 0.5})
+        ),
+    ],
+    ids=lambda settings: next(iter(settings)),
 )
-def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, settings, monkeypatch):
+def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, settings, select, monkeypatch):
     settings = {"max_steps": 2, **settings}
     with pytest.raises(Unsupported, match="Completions cannot be selected"):
         train(tmp_path, "grpo", "llama", NonPositive(), **settings)
     ends, end = [], PassChooser.end
     monkeypatch.setattr(PassChooser, "end", lambda chooser: ends.append(chooser) or end(chooser))
-    scored = train(tmp_path, "grpo", "llama", ScoreAll(), **settings)
-    assert_close(scored, train(tmp_path, "grpo", "llama", None, own=False, **settings))
-    assert len(ends) == (0 if "entropy_coef" in settings else 2)  # one for each generation batch
+    scored = train(tmp_path, "grpo", "llama", ScoreAll(), select=select, **settings)
+    assert_close(scored, train(tmp_path, "grpo", "llama", None, own=False, **settings), tolerance=0)
     # The two rows that are compared at first share an entropy bonus, and differ from one alone.
-    assert scored.influence.engine == ("ghost" if "entropy_coef" in settings else "in_step")
+    in_step = select is None and "entropy_coef" not in settings
+    assert len(ends) == (2 if in_step else 0)  # one for each generation batch
+    assert scored.influence.engine == ("in_step" if in_step else "ghost")
     assert len(scored.rows) == 4 * settings.get("steps_per_generation", 2)
     assert torch.equal(scored.influence.scores != 0, scored.rows.advantages != 0)
 

@@ -1,5 +1,6 @@
 """Rollouts that trainers wrote to files: their formats, and scores at a checkpoint as the trainer's own."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from test_llm_trainer import make_model, make_tokenizer
-from test_llm_trl import make_trainer
+from test_llm_trl import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
-from whence.core import RunDirectoryError
+from whence.core import RecordBatch, RunDirectoryError
 from whence.experiments.llm.scored_files import score_files
-from whence.llm import SequenceReturn, language_view
-from whence.llm.files import Recomputation, read_steps, rollout_files, score_rollouts
+from whence.llm import GroupObjective, SequenceReturn, language_view
+from whence.llm.files import read_steps, rollout_files, score_rollouts
 from whence.llm.files.scored_rollouts import add_advantages
 
 ROWS = [
@@ -36,38 +37,51 @@ def write_lines(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def test_scores_of_trls_files_are_those_of_its_training(tmp_path: Path) -> None:
-    model = make_model()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def write_as_verl(folder: Path, run: Path, number: int) -> Path:
+    """Write a round in the form of verl's rollout_data_dir, which has no advantages."""
+    table = RunDirectory.open(run).round("records", number)
+    names = {"prompt": "input", "response": "output", "reward": "score"}
+    rows = table.select(list(names)).rename(names).with_columns(gts=pl.lit("x"), step=number).to_dicts()
+    return write_lines(folder, f"{number}.jsonl", rows)
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("trl", 0.0), ("trl", 0.5), ("verl", 0.5)])
+def test_scores_of_a_trainers_files_are_those_of_its_training(tmp_path: Path, kind: str, beta: float) -> None:
     trainer = make_trainer(
         *("grpo", tmp_path / "trl", ScoreAll()),
-        model=model,
         run=tmp_path / "run",
         select="before",
         target=SequenceReturn(),
+        beta=beta,
+        use_bias_correction_kl=kind == "trl",
+        reward_funcs=lambda prompts, completions, **columns: [100 * r for r in reward(prompts, completions)],
         log_completions=True,
         logging_strategy="steps",
         logging_steps=1,
         generation_kwargs={"suppress_tokens": [0]},  # of which texts show nothing
     )
+    policy = make_model()  # which is the trainer's before its first step
     trainer.processing_class.backend_tokenizer.decoder = decoders.Fuse()
     trainer.train()
-    model.load_state_dict(state)
-    run = score_rollouts(
-        *(tmp_path / "trl" / "completions", model, make_tokenizer(), tmp_path / "scored"),
-        leave_one_out=None,
-        lacking=Recomputation(max_tokens=5),
-    )
-    expected, table = (
-        RunDirectory.open(each.path).round("records", 1) for each in (RunDirectory.open(tmp_path / "run"), run)
-    )
+    files = tmp_path / "trl" / "completions" if kind == "trl" else write_as_verl(tmp_path / "verl", tmp_path / "run", 1)
+    settings: dict[str, Any] = {"reference": make_model(seed=1), "beta": beta} if beta else {}
+    if kind == "verl":
+        settings = {"reference": make_model(seed=1), "objective": GroupObjective("sum", beta)}
+    run = score_rollouts(files, policy, make_tokenizer(), tmp_path / "scored", max_tokens=5, **settings)
+    expected, table = (RunDirectory.open(path).round("records", 1) for path in (tmp_path / "run", run.path))
     for name in ("prompt_ids", "response_ids", "group_id", "reward"):
         assert table[name].to_list() == expected[name].to_list(), name
+    # Of so large rewards the deviation plus 1e-4, by which TRL divides them, is that plus 1e-6, by which verl does.
     scores = torch.tensor(expected["score"].to_list())
-    torch.testing.assert_close(
-        torch.tensor(table["score"].to_list()), scores, rtol=1e-4, atol=1e-4 * float(scores.abs().max())
-    )
+    largest = float(scores.abs().max())
+    torch.testing.assert_close(torch.tensor(table["score"].to_list()), scores, rtol=0, atol=1e-4 * largest)
     assert table["info.step"].to_list() == [1] * 8
+    if beta:  # the divergence has a part in the scores
+        with pytest.raises(WhenceError, match="a divergence has a weight above 0 and a model"):
+            score_rollouts(files, policy, make_tokenizer(), tmp_path / "none", beta=beta)
+        plain = score_rollouts(files, policy, make_tokenizer(), tmp_path / "plain", max_tokens=5)
+        others = torch.tensor(plain.round("records", 1)["score"].to_list())
+        assert (others - scores).abs().max() > 0.01 * largest
 
 
 def test_a_score_leaves_out_the_rows_own_vote(tmp_path: Path) -> None:
@@ -84,7 +98,7 @@ def test_a_score_leaves_out_the_rows_own_vote(tmp_path: Path) -> None:
     product = one * other * float(gradients[0] @ gradients[1])
     assert table["score"].to_list() == pytest.approx([product, product], rel=1e-4)
     assert table["response_ids"].to_list() == [[4, 5, 6, 1], [2, 1]]
-    assert one == pytest.approx(0.5 / (0.5**0.5 + 1e-4))
+    assert one == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
 
 
 def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +114,28 @@ def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatc
     assert [part["prompt"].to_list() for part in parts] == [["0"] * 3, ["1"] * 3, ["2"] * 3]
     assert parts[0]["reward"].to_list() == [1.0, 2.0, 3.0]
     assert parts[0].select("reward.good", "reward.short").row(1) == (1, 1.0)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_no_more_than_a_few_steps_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(rollout_files, "ROUND", 16)
+    rows, model = [{**ROWS[place % 2], "input": "ab"[place // 8 % 2], "step": 1} for place in range(240)], make_model()
+    file = write_lines(tmp_path / "in", "rows.jsonl", [{**row, "step": None} for row in rows]) / "rows.jsonl"
+    if suffix == "parquet":
+        pl.DataFrame(rows).drop("step").write_parquet(file.with_suffix(".parquet"))
+        file.unlink()
+    sizes: list[int] = []
+
+    def count(number: int, _: int) -> None:
+        gc.collect()
+        objects = gc.get_objects()
+        tables = [each for each in objects if isinstance(each, pl.DataFrame) and "prompt" in each.columns]
+        sizes.append(sum(map(len, [*tables, *(each for each in objects if isinstance(each, RecordBatch))])))
+
+    run = score_rollouts(tmp_path / "in", model, make_tokenizer(), tmp_path / "run", on_round=count)
+    assert len(sizes) == 15
+    assert run.table("metrics")["records"].to_list() == [16] * 15
+    assert max(sizes[5:]) <= max(sizes[:5])
 
 
 def test_advantages_from_rewards() -> None:

@@ -5,6 +5,7 @@ from .base import make_rows as make_rows
 from .base import register_rmsnorm as register_rmsnorm
 from .files import score_rollouts as score_rollouts
 from .ppo import PPOTrainer as PPOTrainer
+from .scores import GroupObjective as GroupObjective
 from .scores import SequenceReturn as SequenceReturn
 from .scores import SequenceReward as SequenceReward
 from .scores import TokenPPO as TokenPPO

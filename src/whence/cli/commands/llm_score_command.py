@@ -27,6 +27,11 @@ def score(
         Path | None,
         typer.Option(help="Trusted answers: a data set with 'prompt' and 'completion'.", show_default=False),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="The checkpoint that the divergence is measured from. (default: none)", show_default=False),
+    ] = None,
+    beta: Annotated[float, typer.Option(help="Weight of the divergence in the objective, as GRPO's.", min=0.0)] = 0.0,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -77,6 +82,8 @@ def score(
             folder,
             target=target,
             demonstrations=None if demonstrations is None else str(demonstrations),
+            reference=reference,
+            beta=beta,
             max_tokens=max_tokens,
             columns=columns,
             leave_one_out=None if self_vote else "row",

@@ -20,7 +20,6 @@ from whence.experiments.arms import (
     GROUPS,
     LANGUAGE_ARMS,
     LANGUAGE_TARGETS,
-    STANDARD,
     counts_scoring,
     find_arm,
     split_arm,
@@ -200,7 +199,7 @@ class LanguageConfig:
     @property
     def selects(self) -> bool:
         """Whether the arm's rule drops or weights responses."""
-        return split_arm(self.arm)[0] != STANDARD
+        return find_arm(split_arm(self.arm)[0], LANGUAGE_ARMS).unit != ""
 
     def reads(self, name: str) -> bool:
         """Return whether the arm reads a field of `OF_RULES`."""

@@ -17,14 +17,15 @@ from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import hide_progress_bars, load_pretrained
 from whence.experiments.llm.scored_files import load_checkpoint, make_scored_target
 from whence.experiments.llm.tasks import Task, load_task, make_trainer_config, make_validation_target, scoring_memory
-from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, WithValueHead, make_rows, pad_rows
+from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
 from whence.llm.files import SCORED
-from whence.llm.ppo import evaluate_rows, load_parameters, make_rollout
+from whence.llm.ppo import load_parameters, make_rollout
 from whence.llm.scores import (
     RESPONSE_TARGETS,
     GroupObjective,
     Scoring,
     TokenPPO,
+    add_reference,
 )
 from whence.llm.text import Responses
 from whence.llm.trl.supported_settings import make_group_objective
@@ -89,13 +90,13 @@ def rebuild_round(
     task = load_task(config, rewards=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     task.model.to(device)
-    responses = _read_responses(table, task.tokenizer, device)
+    tokens = _read_tokens(table, task.tokenizer, device)
     if config.algorithm == "ppo":
         size = settings.mini_batch_size
-        model, rows, objective = _rebuild_ppo(run, number, task, settings, responses, table, policy)
+        model, rows, objective = _rebuild_ppo(run, number, task, settings, tokens, table, policy)
     else:
         size = settings.per_device_train_batch_size
-        model, rows, objective = _rebuild_trl(run, task, settings, responses, table, policy)
+        model, rows, objective = _rebuild_trl(run, task, settings, tokens, table, policy)
     if make_target is None and config.target == "validation":
         make_target = make_validation_target
     if make_target is not None:
@@ -112,28 +113,20 @@ def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
     config, table = run.config, run.round("records", number)
     model, tokenizer = load_checkpoint(config["model"], config["dtype"])
     rows = make_stored_rows(table, tokenizer, next(iter(model.parameters())).device)
-    size = config["batch_size"]
+    size, beta = config["batch_size"], config.get("beta", 0.0)
+    if beta:
+        reference, _ = load_checkpoint(config["reference"], config["dtype"])
+        rows = add_reference(rows, reference, config["temperature"], size)
     target: Any = make_scored_target(config["target_kind"], config["demonstrations"], tokenizer, size)
     if getattr(target, "rows", None) is None:
         target = replace(target, rows=rows)
-    scoring = Scoring(target, GroupObjective("sum"), config["temperature"], "auto", None, size)
+    scoring = Scoring(target, GroupObjective("sum", beta, corrected=True), config["temperature"], "auto", None, size)
     return RebuiltRound(model, tokenizer, table, rows, scoring)
 
 
 def make_stored_rows(table: pl.DataFrame, tokenizer: Any, device: Any) -> RecordBatch:
     """Return the stored responses of a round as rows; a response's advantage is that of each of its tokens."""
-    responses = _read_responses(table, tokenizer, device)
-    advantages = torch.tensor(table["advantage"].to_list(), device=device, dtype=torch.float32)
-    mask = responses.response_mask
-    return make_rows(
-        input_ids=responses.input_ids,
-        attention_mask=responses.attention_mask,
-        response_mask=mask,
-        advantages=torch.where(mask, advantages[:, None], 0.0),
-        record_ids=torch.tensor(table["record_id"].to_list()),
-        rewards=table["reward"].to_torch() if "reward" in table.columns and not table["reward"].null_count() else None,
-        group_ids=table["group_id"].to_torch() if "group_id" in table.columns else None,
-    )
+    return make_table_rows(table, _read_tokens(table, tokenizer, device))
 
 
 def load_start_policy(run: RunDirectory, number: int, model: str | None = None) -> tuple[Any, Any]:
@@ -234,11 +227,9 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
     return task, float(make_trainer_config(config, str(run.path)).temperature)
 
 
-def _read_responses(table: pl.DataFrame, tokenizer: Any, device: str) -> Responses:
-    tokens = table["prompt_ids"].to_list(), table["response_ids"].to_list()
-    ids, mask, response_mask = (tensor.to(device) for tensor in pad_rows(*tokens, tokenizer.pad_token_id))
-    ended = torch.tensor(table["ended"].to_list() if "ended" in table.columns else [True] * len(table), device=device)
-    return Responses(ids, mask, response_mask, ended, table["prompt"].to_list(), table["response"].to_list())
+def _read_tokens(table: pl.DataFrame, tokenizer: Any, device: Any) -> TokenRows:
+    rows = pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id)
+    return TokenRows(*(column.to(device) for column in rows))
 
 
 def _rebuild_ppo(
@@ -246,7 +237,7 @@ def _rebuild_ppo(
     number: int,
     task: Task,
     settings: PPOConfig,
-    responses: Responses,
+    tokens: TokenRows,
     table: pl.DataFrame,
     policy: Path | None,
 ) -> tuple[Any, RecordBatch, Objective]:
@@ -257,6 +248,8 @@ def _rebuild_ppo(
         load_parameters(policy, model)
     kl_coef = run.table("metrics").filter(pl.col("round") == number)["kl_coef"][0]
     rewards, first_id = table["reward"].to_list(), table["record_id"][0]
+    ended = torch.tensor(table["ended"].to_list(), device=tokens.input_ids.device)
+    responses = Responses(*tokens, ended, table["prompt"].to_list(), table["response"].to_list())
     rollout = make_rollout(
         model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id=first_id
     )
@@ -264,29 +257,18 @@ def _rebuild_ppo(
 
 
 def _rebuild_trl(
-    run: RunDirectory, task: Task, settings: Any, responses: Responses, table: pl.DataFrame, policy: Path | None
+    run: RunDirectory, task: Task, settings: Any, tokens: TokenRows, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
-    objective, mask = make_group_objective(settings), responses.response_mask
-    advantages = torch.tensor(table["advantage"].to_list(), device=mask.device, dtype=torch.float32)
-    multiple = getattr(settings, "pad_to_multiple_of", None)
+    objective, multiple = make_group_objective(settings), getattr(settings, "pad_to_multiple_of", None)
+    ids, attended, mask = tokens
     widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
-    missing = int(widths.max()) + mask.shape[1] - responses.input_ids.shape[1]
-    rows = make_rows(
-        input_ids=pad(responses.input_ids, (missing, 0)),
-        attention_mask=pad(responses.attention_mask, (missing, 0)),
-        response_mask=mask,
-        advantages=torch.where(mask, advantages[:, None], 0.0),
-        record_ids=torch.tensor(table["record_id"].to_list()),
-        rewards=table["reward"].to_torch() if table["reward"].null_count() == 0 else None,
-        group_ids=table["group_id"].to_torch() if "group_id" in table.columns else None,
-    )
+    missing = int(widths.max()) + mask.shape[1] - ids.shape[1]
+    rows = make_table_rows(table, TokenRows(pad(ids, (missing, 0)), pad(attended, (missing, 0)), mask))
     columns: Any = {**rows.observations, EXTRA_PADDING: widths.max() - widths}
     rows = rows.with_columns({"observations": columns})
     if objective.beta:
-        sampling = PPOConfig("runs/evaluated", temperature=settings.temperature, generation_batch_size=64)
-        reference = evaluate_rows(task.model, rows, sampling).log_prob
-        rows = rows.with_columns({"observations": {**columns, "ref_log_probs": torch.where(mask, reference, 0.0)}})
+        rows = add_reference(rows, task.model, settings.temperature, 64)
     model = task.model if policy is None else _load_trained_model(task.model, policy)
     return model, rows, objective
 

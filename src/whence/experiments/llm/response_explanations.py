@@ -9,9 +9,8 @@ import torch
 
 from whence.core import RunDirectoryError
 from whence.experiments.llm.language_rebuilding import RebuiltRound, rebuild_round
-from whence.llm.base import PPOConfig, list_tokens
-from whence.llm.ppo import evaluate_rows
-from whence.llm.scores import score_target_rows, score_tokens, split_mean
+from whence.llm.base import list_tokens
+from whence.llm.scores import evaluate_rows, score_target_rows, score_tokens, split_mean
 from whence.llm.text import split_text
 from whence.runs import RunDirectory
 
@@ -73,8 +72,7 @@ def explain_response(run: RunDirectory, number: int, record: int) -> Explanation
     pulls = _describe_target_rows(rebuilt).with_columns(part=pl.Series(products.tolist())).sort("part", descending=True)
     tokens = split_text(rebuilt.tokenizer, row["response_ids"])
     note = _compare(run, table, row, float(products.sum()))
-    sampling = PPOConfig("runs/evaluated", temperature=scoring.temperature)
-    outputs = evaluate_rows(rebuilt.model, alone, sampling, with_entropy=True)
+    outputs = evaluate_rows(rebuilt.model, alone, scoring.temperature, 1, with_entropy=True)
     assert outputs.entropy is not None
     columns = (parts, outputs.log_prob, outputs.entropy)
     part, log_prob, entropy = (column[0, : len(tokens)].tolist() for column in columns)

@@ -9,7 +9,7 @@ import torch
 
 from whence.core import Target, Unit
 from whence.experiments.llm.loading import hide_progress_bars, load_data, load_model
-from whence.llm.files import Recomputation, score_rollouts
+from whence.llm.files import score_rollouts
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.runs import RunDirectory
 
@@ -31,6 +31,8 @@ def score_files(
     *,
     target: str = "sequence",
     demonstrations: str | None = None,
+    reference: str | None = None,
+    beta: float = 0.0,
     max_tokens: int | None = None,
     columns: Mapping[str, str] = MappingProxyType({}),
     leave_one_out: Unit | None = "row",
@@ -48,15 +50,19 @@ def score_files(
         tokenizer,
         run,
         target=make_scored_target(target, demonstrations, tokenizer, batch_size),
+        reference=None if reference is None else load_checkpoint(reference, dtype)[0],
+        beta=beta,
         leave_one_out=leave_one_out,
         columns=columns,
-        lacking=Recomputation(max_tokens),
+        max_tokens=max_tokens,
         temperature=temperature,
         batch_size=batch_size,
         about={
             "model": model,
             "target_kind": target,
             "demonstrations": demonstrations,
+            "reference": reference,
+            "beta": beta,
             "dtype": dtype,
             "batch_size": batch_size,
         },

@@ -11,6 +11,7 @@ from whence.llm.base.rows import TokenRows as TokenRows
 from whence.llm.base.rows import list_infos as list_infos
 from whence.llm.base.rows import list_tokens as list_tokens
 from whence.llm.base.rows import make_rows as make_rows
+from whence.llm.base.rows import make_table_rows as make_table_rows
 from whence.llm.base.rows import pad_rows as pad_rows
 from whence.llm.base.token_signals import average_rows as average_rows
 from whence.llm.base.token_signals import list_signals as list_signals

@@ -140,6 +140,20 @@ def list_tokens(rows: RecordBatch) -> list[pl.Series]:
     return [pl.Series(name, values, dtype=pl.List(pl.Int32)) for name, values in lists.items()]
 
 
+def make_table_rows(table: pl.DataFrame, tokens: TokenRows) -> RecordBatch:
+    """Return a round's records as rows of these tokens, each with its advantage, and its reward if all have one."""
+    mask = tokens.response_mask
+    advantages = torch.tensor(table["advantage"].to_list(), device=mask.device, dtype=torch.float32)
+    rewards = table["reward"].cast(pl.Float64).fill_nan(None) if "reward" in table.columns else None
+    return make_rows(
+        **tokens._asdict(),
+        advantages=torch.where(mask, advantages[:, None], 0.0),
+        record_ids=table["record_id"].to_torch(),
+        rewards=None if rewards is None or rewards.null_count() else rewards.to_torch(),
+        group_ids=table["group_id"].to_torch() if "group_id" in table.columns else None,
+    )
+
+
 MOST_INFOS = 32
 """Columns of a data set that are stored at most."""
 

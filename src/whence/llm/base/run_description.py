@@ -102,6 +102,7 @@ def describe_run(
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "rule": strip_addresses(repr(trainer.rule)),
         "target": strip_addresses(target_name(trainer.scoring.target)),
+        "leave_one_out": trainer.scoring.leave_one_out,
         "rewards": [name_object(reward) for reward in rewards],
         "data": {name: describe_rows(rows) for name, rows in data.items()},
         "objective": strip_addresses(repr(trainer.scoring.objective)),

@@ -3,5 +3,5 @@
 from whence.llm.files.rollout_files import NAMES as NAMES
 from whence.llm.files.rollout_files import read_steps as read_steps
 from whence.llm.files.scored_rollouts import SCORED as SCORED
-from whence.llm.files.scored_rollouts import Recomputation as Recomputation
+from whence.llm.files.scored_rollouts import add_advantages as add_advantages
 from whence.llm.files.scored_rollouts import score_rollouts as score_rollouts

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import polars as pl
+from pyarrow import ArrowException, parquet
 
 from whence.core import WhenceError, first_line
 
@@ -83,15 +84,13 @@ def _read_batches(file: Path) -> Iterator[pl.DataFrame]:
     """Yield a file's rows, some thousands at a time, so that a large file is never in memory as a whole."""
     try:
         if file.suffix == ".parquet":
-            lazy = pl.scan_parquet(file, glob=False)
-            count = lazy.select(pl.len()).collect().item()
-            for first in range(0, count, ROUND):
-                yield lazy.slice(first, ROUND).collect()
+            for batch in parquet.ParquetFile(file).iter_batches(ROUND):  # Polars would read whole groups of rows
+                yield pl.DataFrame(pl.from_arrow(batch))
             return
         with file.open("rb") as lines:
             while chunk := b"".join(islice(lines, ROUND)):
                 yield pl.read_ndjson(io.BytesIO(chunk), infer_schema_length=None)
-    except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
+    except (OSError, ArrowException, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
         kind = "Parquet" if file.suffix == ".parquet" else "JSON lines"
         raise WhenceError(f"{file} cannot be read as {kind}: {first_line(broken)}") from None
 

@@ -1,20 +1,18 @@
 """Scores of rollouts in files, at a checkpoint, as a run directory."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import polars as pl
-import torch
 
 from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, target_name
 from whence.influence import Influence
-from whence.llm.base import average_rows, list_infos, list_tokens, make_rows, pad_rows
+from whence.llm.base import TokenRows, average_rows, list_infos, list_tokens, make_table_rows, pad_rows
 from whence.llm.base.run_description import read_versions
 from whence.llm.files.rollout_files import read_steps
-from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, score
+from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
 from whence.runs import Checkpoint, RunDirectory, RunWriter, strip_addresses, time_stage, write_vocabulary
 from whence.selection import ScoreAll, add_selection, summarise_selection
@@ -25,20 +23,6 @@ SCORED = "scored"
 _LIBRARIES = ("whence", "torch", "transformers")
 
 
-@dataclass(frozen=True, eq=False)
-class Recomputation:
-    """How what the files lack is made.
-
-    Attributes:
-        max_tokens: the most tokens of a response in the training: shorter ones ended, and get an end-of-text token.
-            None: all ended.
-        chat_template_kwargs: further arguments of the chat template.
-    """
-
-    max_tokens: int | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-
-
 def score_rollouts(
     path: str | Path,
     model: Any,
@@ -47,9 +31,12 @@ def score_rollouts(
     *,
     target: Target | None = None,
     objective: Objective | None = None,
+    reference: Any = None,
+    beta: float = 0.0,
     leave_one_out: Unit | None = "row",
     columns: Mapping[str, str] = MappingProxyType({}),
-    lacking: Recomputation | None = None,
+    max_tokens: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     batch_size: int = 16,
     memory: int | None = None,
@@ -69,11 +56,17 @@ def score_rollouts(
         tokenizer: its tokenizer.
         run: the directory.
         target: what is raised; None: `SequenceReturn()`, over the rows of the round.
-        objective: what training on a row raises; None: the sum over tokens of ratio times advantage, at ratios of 1.
+        objective: what training on a row raises; None: the sum over tokens of ratio times advantage, at ratios of 1,
+            minus `beta` times the divergence from the reference, as TRL's default is. verl's is
+            `GroupObjective("sum", beta)`, without TRL's correction of the divergence.
+        reference: the model that the divergence is measured from, on the device of `model`; None: there is none.
+        beta: weight of the divergence.
         leave_one_out: for a target over the scored rows: what a row's own unit leaves out of it, since else each row
             votes for itself; None: nothing.
         columns: see `read_steps`.
-        lacking: how what the files lack is made; None: `Recomputation()`.
+        max_tokens: the most tokens of a response in the training: shorter ones ended, and get an end-of-text token.
+            None: all ended.
+        chat_template_kwargs: further arguments of the chat template.
         temperature: the sampling temperature of the responses.
         batch_size: rows of a pass.
         memory: bytes that scoring may hold at a time; None: those of `batch_size` rows.
@@ -86,11 +79,15 @@ def score_rollouts(
         RunDirectoryError: the directory holds another run.
     """
     check_tokenizer(tokenizer)
-    lacking = lacking or Recomputation()
     target = SequenceReturn(batch_size=batch_size) if target is None else target
-    objective = GroupObjective("sum") if objective is None else objective
+    objective = GroupObjective("sum", beta, corrected=True) if objective is None else objective
+    if (reference is None) != (getattr(objective, "beta", 0.0) == 0.0):
+        raise WhenceError(
+            f"beta is {getattr(objective, 'beta', 0.0)}, and reference is {reference and 'a model'}: a divergence has "
+            "a weight above 0 and a model that it is measured from (--beta and --reference), or neither."
+        )
     leave_one_out = None if getattr(target, "rows", None) is not None else leave_one_out
-    scoring = Scoring(target, objective, temperature, "auto", memory, batch_size)
+    scoring = Scoring(target, objective, temperature, "auto", memory, batch_size, leave_one_out=leave_one_out)
     description = {
         "kind": "language",
         "algorithm": SCORED,
@@ -101,7 +98,7 @@ def score_rollouts(
         "leave_one_out": leave_one_out,
         "objective": strip_addresses(repr(objective)),
         "columns": dict(columns),
-        "max_tokens": lacking.max_tokens,
+        "max_tokens": max_tokens,
         "temperature": temperature,
         **about,
     }
@@ -113,8 +110,12 @@ def score_rollouts(
             if number > done:
                 seconds: dict[str, dict[str, float]] = {}
                 with time_stage(seconds, "scoring"):
-                    rows, table = _make_rows(step, model, tokenizer, lacking, first_id)
-                    influence = score(model, rows, scoring, leave_one_out=leave_one_out)
+                    table = add_advantages(step.with_row_index("record_id", first_id).cast({"record_id": pl.Int64}))
+                    tokens = _read_tokens(table, model, tokenizer, max_tokens, chat_template_kwargs)
+                    rows = make_table_rows(table, tokens)
+                    if reference is not None:
+                        rows = add_reference(rows, reference, temperature, batch_size)
+                    influence = score(model, rows, scoring)
                 table = _add_scores(table, rows, influence)
                 directory.write_round("records", number, table)
                 summary = summarise_selection(ScoreAll().select(rows), influence)
@@ -139,37 +140,29 @@ def _open(run: Path, description: dict[str, Any], *, overwrite: bool) -> tuple[R
     return directory, RunWriter(directory, save_every=0)
 
 
-def _make_rows(
-    step: pl.DataFrame, model: Any, tokenizer: Any, lacking: Recomputation, first_id: int
-) -> tuple[RecordBatch, pl.DataFrame]:
-    """Return a step's rows, and its table with what the files lack."""
-    step = add_advantages(step)
-    ids = _read_ids(step, tokenizer, lacking)
-    longest, context = max(len(prompt) + len(response) for prompt, response in ids), context_length(model)
+def _read_tokens(
+    table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None, settings: Mapping[str, Any] | None
+) -> TokenRows:
+    """Return the tokens of a round's prompts and responses, on the model's device; from texts at `most` tokens."""
+    if {"prompt_ids", "response_ids"} <= set(table.columns):
+        pairs = list(zip(table["prompt_ids"].to_list(), table["response_ids"].to_list(), strict=True))
+    else:
+        texts = table.select("prompt", completion="response").iter_rows(named=True)
+        encoded = (encode_pair(number, row, tokenizer, settings) for number, row in enumerate(texts))
+        pairs = [(prompt, response[:most]) for prompt, response in encoded]
+    longest, context = max(len(prompt) + len(response) for prompt, response in pairs), context_length(model)
     if context is not None and longest > context:
         raise WhenceError(f"A rollout has {longest} tokens, and the model reads {context}. Leave such rows out.")
-    tokens = pad_rows([prompt for prompt, _ in ids], [response for _, response in ids], tokenizer.pad_token_id)
     device = next(iter(model.parameters())).device
-    mask = tokens.response_mask.to(device)
-    advantages = torch.tensor(step["advantage"].to_list(), dtype=torch.float32, device=device)
-    rewards = step["reward"].to_list() if "reward" in step.columns else [None]
-    rows = make_rows(
-        input_ids=tokens.input_ids.to(device),
-        attention_mask=tokens.attention_mask.to(device),
-        response_mask=mask,
-        advantages=torch.where(mask, advantages[:, None], 0.0),
-        record_ids=torch.arange(first_id, first_id + len(step)),
-        rewards=None if None in rewards else torch.tensor(rewards, dtype=torch.float64),
-        group_ids=torch.tensor(step["group_id"].to_list()),
-    )
-    return rows, step
+    tokens = pad_rows([prompt for prompt, _ in pairs], [response for _, response in pairs], tokenizer.pad_token_id)
+    return TokenRows(*(column.to(device) for column in tokens))
 
 
 def add_advantages(step: pl.DataFrame) -> pl.DataFrame:
     """Return a step with `group_id`, a number for each group or prompt, and `advantage`, from rewards if it has none.
 
-    That is GRPO's: the reward less the group's mean, over its standard deviation; where no group has several rows, the
-    reward less the step's mean. A row without a reward has 0.
+    That is verl's GRPO: the reward less the group's mean, over its standard deviation; where no group has several rows,
+    the reward less the step's mean. A row without a reward has 0.
     """
     key = step["group"] if "group" in step.columns else step["prompt"]
     texts = pl.Series(list(map(str, key.to_list()))) if key.dtype.is_nested() else key
@@ -180,37 +173,24 @@ def add_advantages(step: pl.DataFrame) -> pl.DataFrame:
     if step["group_id"].n_unique() == len(step):
         advantage = reward - reward.mean()
     else:
-        advantage = (reward - reward.mean().over("group_id")) / (reward.std().over("group_id").fill_null(0.0) + 1e-4)
+        advantage = (reward - reward.mean().over("group_id")) / (reward.std().over("group_id").fill_null(0.0) + 1e-6)
     return step.with_columns(advantage.fill_null(0.0).alias("advantage"))
-
-
-def _read_ids(step: pl.DataFrame, tokenizer: Any, lacking: Recomputation) -> list[tuple[list[int], list[int]]]:
-    """Return the token ids of each prompt and response."""
-    if {"prompt_ids", "response_ids"} <= set(step.columns):
-        return list(zip(step["prompt_ids"].to_list(), step["response_ids"].to_list(), strict=True))
-    pairs = []
-    for number, row in enumerate(step.select("prompt", "response").iter_rows(named=True)):
-        row = {"prompt": row["prompt"], "completion": row["response"]}
-        prompt, response = encode_pair(number, row, tokenizer, lacking.chat_template_kwargs)
-        if lacking.max_tokens is not None and len(response) > lacking.max_tokens:
-            response = response[: lacking.max_tokens]
-        pairs.append((prompt, response))
-    return pairs
 
 
 def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> pl.DataFrame:
     """Return a round's table as trainers of whence write it."""
-    numbers = [name for name in ("reward", "advantage") if name in step.columns]
+    numbers = [name for name in step.columns if name in ("reward", "advantage") or name.startswith("reward.")]
     infos = {name[5:]: step[name].to_list() for name in step.columns if name.startswith("info.")}
-    mask: Any = rows.observations
+    if "step" in step.columns:
+        infos = {"step": step["step"].to_list(), **{f"files_{n}" if n == "step" else n: v for n, v in infos.items()}}
     texts = {name: list(map(join_messages, step[name].to_list())) for name in ("prompt", "response")}
-    table = pl.DataFrame({"record_id": rows.ids.tolist(), "group_id": step["group_id"], **texts}).with_columns(
-        *(step[name].cast(pl.Float64) for name in numbers),
-        pl.Series("tokens", mask["response_mask"].sum(dim=1).tolist()),
-        *(step[name].cast(pl.Float64) for name in step.columns if name.startswith("reward.")),
-        *([step["step"].alias("info.step")] if "step" in step.columns else []),
+    tokens = list_tokens(rows)
+    table = step.select("record_id", "group_id").with_columns(
+        *(pl.Series(name, column) for name, column in texts.items()),
+        *(step[name].cast(pl.Float64).fill_nan(None) for name in numbers),
+        tokens[1].list.len().cast(pl.Int64).alias("tokens"),
         *list_infos(infos),
         *list_chats({name: step[name].to_list() for name in ("prompt", "response")}),
-        *list_tokens(rows),
+        *tokens,
     )
     return add_selection(table, ScoreAll().select(rows), influence)

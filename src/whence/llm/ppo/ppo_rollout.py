@@ -1,6 +1,6 @@
 """A round of PPO on a language model before its steps: rewards and advantages of responses, and their table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from whence.advantages import gae
-from whence.core import NonFinite, Outputs, RecordBatch, eval_mode
+from whence.core import NonFinite, RecordBatch
 from whence.influence import Influence
 from whence.llm.base import (
     ONE,
@@ -19,13 +19,13 @@ from whence.llm.base import (
     Reference,
     WithValueHead,
     average_rows,
-    language_view,
     list_infos,
     list_signals,
     list_tokens,
     make_rows,
 )
 from whence.llm.base import token_losses as losses
+from whence.llm.scores import evaluate_rows
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.selection import Selection, add_selection, summarise_selection
 
@@ -91,9 +91,10 @@ def make_rollout(
         scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
     tokens = {name: getattr(responses, name) for name in ("input_ids", "attention_mask", "response_mask")}
     draft = make_rows(**tokens)
-    outputs = evaluate_rows(model, draft, config, processes, with_entropy=True)
+    evaluation = (draft, config.temperature, config.generation_batch_size, processes)
+    outputs = evaluate_rows(model, *evaluation, with_entropy=True)
     with reference.activate(model) as start_model:
-        ref_log_probs = evaluate_rows(start_model, draft, config, processes).log_prob
+        ref_log_probs = evaluate_rows(start_model, *evaluation).log_prob
     assert outputs.value is not None
     assert outputs.entropy is not None
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
@@ -138,30 +139,6 @@ def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor
                 "load it in bfloat16 or float32.",
                 record_ids=ids,
             )
-
-
-def evaluate_rows(
-    model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes = ONE, *, with_entropy: bool = False
-) -> Outputs:
-    """Return log-probs and values of the rows' response tokens, (n, R), without gradients, in eval mode.
-
-    The model may have a value head. Each process evaluates a part of the rows, and gets the outputs of all.
-    """
-    view = language_view(model, temperature=config.temperature)
-    wanted = {"log_prob", "value", *(["entropy"] if with_entropy else [])}
-    params = {name: parameter.detach() for name, parameter in view.parameters().items()}
-    parts, local_rows = [], rows.take(processes.part(len(rows)))
-    with torch.no_grad(), eval_mode(model.modules()):
-        for first in range(0, len(local_rows), config.generation_batch_size):
-            chunk = local_rows.take(slice(first, first + config.generation_batch_size))
-            parts.append(view.only(wanted, params, view.prepare(chunk)))
-
-    def join(column: Callable[[Outputs], Any]) -> Tensor:
-        return processes.gather(torch.cat([column(part) for part in parts]), len(rows))
-
-    value = None if parts[0].value is None else join(lambda part: part.value)
-    entropy = join(lambda part: part.entropy) if with_entropy else None
-    return Outputs(join(lambda part: part.log_prob), value, entropy)
 
 
 def make_response_table(rollout: Rollout, selection: Selection, influence: Influence | None) -> pl.DataFrame:

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from whence.core import NonFinite, RecordBatch, WhenceError, eval_mode, preserve_rng_state
-from whence.llm.base import PPOConfig, language_view
+from whence.llm.base import language_view
 from whence.llm.base.token_losses import surrogate
-from whence.llm.ppo.ppo_rollout import evaluate_rows
+from whence.llm.scores import evaluate_rows
 
 _SUMMED = ("dapo", "cispo", "vespo", "bnpo", "dr_grpo", "luspo")
 """TRL's losses that are means over all tokens of a step; the others are means over rows."""
@@ -124,8 +124,7 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def evaluate_log_probs(model: Any, rows: RecordBatch, recipe: Recipe) -> Float[Tensor, "n R"]:
     """Return the log-probs of the rows' response tokens under a model, without gradients."""
-    sampling = PPOConfig("runs/evaluated", temperature=recipe.temperature, generation_batch_size=recipe.pass_rows)
-    return evaluate_rows(model, rows, sampling).log_prob
+    return evaluate_rows(model, rows, recipe.temperature, recipe.pass_rows).log_prob
 
 
 def train_again(

@@ -14,7 +14,16 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import tqdm
 
 from whence.advice import log_new_advice
-from whence.core import MeanObjective, Objective, RecordBatch, Target, WhenceError, as_objective, preserve_rng_state
+from whence.core import (
+    MeanObjective,
+    Objective,
+    RecordBatch,
+    Target,
+    Unit,
+    WhenceError,
+    as_objective,
+    preserve_rng_state,
+)
 from whence.influence import Influence
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
 from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
@@ -79,6 +88,9 @@ class PPOTrainer:
             over the scored rows.
         objective: the objective of a row's training; None: in the step the loss that trains, and else the clipped
             objective without the value loss.
+        leave_one_out: before the steps, what a row's own unit leaves out of a target over the scored rows, since else
+            each votes for itself: "row", "group", or None, nothing. In the step the target's gradient is older than the
+            rows.
         select: when rows are chosen: "in_step", in the passes of the first epoch, which costs little more than those;
             "before", by passes of their own before the first step; None: in the step where that can be.
         engine: see `whence.attribute`.
@@ -107,6 +119,7 @@ class PPOTrainer:
         target: Target | None = None,
         held_out: Sequence[Prompt] | Any | None = None,
         objective: Objective | None = None,
+        leave_one_out: Unit | None = "row",
         select: Way | None = None,
         engine: str = "auto",
         memory: int | None = None,
@@ -149,6 +162,7 @@ class PPOTrainer:
             memory=memory,
             chunk_size=config.mini_batch_size,
             processes=self.processes,
+            leave_one_out=leave_one_out,
         )
         if self.held_out is not None:
             check_held_out(self.scoring.target, len(self.held_out), self.processes)

@@ -14,6 +14,8 @@ from whence.llm.scores.language_targets import check_held_out as check_held_out
 from whence.llm.scores.language_targets import compute_log_probs as compute_log_probs
 from whence.llm.scores.language_targets import split_mean as split_mean
 from whence.llm.scores.row_scores import Scoring as Scoring
+from whence.llm.scores.row_scores import add_reference as add_reference
+from whence.llm.scores.row_scores import evaluate_rows as evaluate_rows
 from whence.llm.scores.row_scores import score as score
 from whence.llm.scores.token_objectives import GroupObjective as GroupObjective
 from whence.llm.scores.token_objectives import TokenPPO as TokenPPO

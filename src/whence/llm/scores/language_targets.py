@@ -36,7 +36,7 @@ class _MeanTarget(ABC):
 
     rows: RecordBatch | None = None
     batch_size: int = 16
-    total: int | None = None  # the denominator of a process's share of a mean over all processes' rows
+    total: float | None = None  # the denominator of a share of a mean: of a process's rows, or of those with a gradient
     from_outputs: Callable[[Outputs, RecordBatch], Tensor] = field(init=False)
 
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
@@ -127,12 +127,12 @@ class _Terms:
 def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> Target:
     """Return the share of process `rank` of `number` in a target over all processes' rows; shares sum to the target."""
     if isinstance(target, MeanObjective):
-        return replace(target, total=float(target.weights(rows).sum()))
+        return replace(target, total=target.total or float(target.weights(rows).sum()))
     if not isinstance(target, _MeanTarget):
         # A user's function may combine rows in any way, so each process evaluates it over all of them.
         return lambda view, params, records: target(view, params, rows) / number
     if target.rows is None:
-        return replace(target, total=max(target._count(rows), 1))
+        return replace(target, total=target.total or max(target._count(rows), 1))
     return _ShareOfParts(target, rank, number)
 
 

@@ -1,14 +1,20 @@
 """Scores of a rollout's rows, in one process or several."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from whence.attribution import name_target, open_problem, score_targets
-from whence.core import Objective, RecordBatch, Target, Unit, Unsupported
+from whence.core import MeanObjective, MeanTarget, Objective, Outputs, RecordBatch, Target, Unit, Unsupported, eval_mode
 from whence.engines import Gradient, Summed, target_gradients
 from whence.influence import Influence
 from whence.llm.base import ONE, Processes, language_view
-from whence.llm.scores.language_targets import target_share
+from whence.llm.scores.language_targets import SequenceReturn, TokenReturn, target_share
+from whence.llm.scores.token_objectives import GroupObjective, TokenPPO
 from whence.selection import SelectionRule, score_for
 
 
@@ -24,6 +30,8 @@ class Scoring:
         memory: bytes that scoring may hold at a time, in each process; None: those that `chunk_size` rows take.
         chunk_size: rows that are scored at a time if no memory is given.
         processes: the processes; each scores a part of the rows.
+        leave_one_out: what a row's own unit leaves out of a target that is a mean over the scored rows: of few rows
+            each would vote for itself. None: nothing.
     """
 
     target: Target
@@ -33,30 +41,54 @@ class Scoring:
     memory: int | None
     chunk_size: int
     processes: Processes = ONE
+    leave_one_out: Unit | None = None
 
 
-def score(
-    model: Any,
-    rows: RecordBatch,
-    scoring: Scoring,
-    rule: SelectionRule | None = None,
-    *,
-    leave_one_out: Unit | None = None,
-) -> Influence:
+def score(model: Any, rows: RecordBatch, scoring: Scoring, rule: SelectionRule | None = None) -> Influence:
     """Return the scores of a rollout's rows in every process, which has all rows; a rule may bring its own.
 
-    Without a rule, a row's own unit may leave its target: `leave_one_out`.
+    Rows without an advantage whose objective is that alone score 0, and no pass is spent on them.
     """
 
-    def attribute(rows: RecordBatch, *, leave_one_out: Unit | None = leave_one_out, **settings: Any) -> Influence:
-        return _score_rows(model, rows, replace(scoring, **settings), leave_one_out)
+    def attribute(rows: RecordBatch, **settings: Any) -> Influence:
+        return _score_signal(model, rows, replace(scoring, **settings))
 
     if rule is None:
         return attribute(rows)
     return score_for(rule, rows, attribute, target=scoring.target, objective=scoring.objective)
 
 
-def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring, leave_one_out: Unit | None) -> Influence:
+def _score_signal(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
+    """Score the rows that have a gradient, by a target over all rows; the others score 0."""
+    has_signal = _find_signal(rows, scoring)
+    if has_signal.all():
+        return _score_rows(model, rows, scoring)
+    target: Any = scoring.target
+    if getattr(target, "rows", None) is None:  # a mean over the rows, in which the others count
+        scoring = replace(scoring, target=replace(target, total=float(target.weights(rows).double().sum())))
+    places = has_signal.nonzero().flatten() if has_signal.any() else torch.arange(1)
+    influence = _score_rows(model, rows.take(places), scoring)
+    scores = influence.scores.new_zeros(len(rows)).index_copy(0, places.cpu(), influence.scores)
+    about = replace(influence.provenance, records=rows.fingerprint)
+    return Influence(scores, rows.ids.cpu().clone(), about)
+
+
+def _find_signal(rows: RecordBatch, scoring: Scoring) -> Bool[Tensor, " n"]:
+    """Return which rows have to be scored: those with an advantage; all, where others may have a gradient, too."""
+    target, objective = scoring.target, scoring.objective
+    follows = isinstance(objective, GroupObjective | TokenPPO) and objective == objective.policy_part()
+    over_rows = type(target) in (SequenceReturn, TokenReturn)
+    over_rows |= isinstance(target, MeanObjective) and target.unit in ("record", "row")
+    columns: Any = rows.observations
+    advantages: Tensor = columns["advantages"]
+    if follows and (over_rows or getattr(target, "rows", None) is not None):
+        return (advantages != 0).any(dim=1)
+    return torch.ones(len(rows), dtype=torch.bool, device=advantages.device)
+
+
+def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
+    # A target that is no mean over the rows has none of their votes.
+    leave_one_out = scoring.leave_one_out if isinstance(scoring.target, MeanTarget) else None
     # Of fewer rows than processes, each process scores all.
     processes = scoring.processes if len(rows) >= scoring.processes.number else ONE
     if processes.number > 1 and "group" in (leave_one_out, getattr(scoring.target, "unit", None)):
@@ -84,6 +116,44 @@ def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring, leave_one_out: 
         rows.ids.cpu().clone(),
         replace(influence.provenance, target=name_target(scoring.target, leave_one_out), records=rows.fingerprint),
     )
+
+
+def evaluate_rows(
+    model: Any,
+    rows: RecordBatch,
+    temperature: float,
+    batch_size: int,
+    processes: Processes = ONE,
+    *,
+    with_entropy: bool = False,
+) -> Outputs:
+    """Return log-probs and values of the rows' response tokens, (n, R), without gradients, in eval mode.
+
+    The model may have a value head. Each process evaluates a part of the rows, and gets the outputs of all.
+    """
+    view = language_view(model, temperature=temperature)
+    wanted = {"log_prob", "value", *(["entropy"] if with_entropy else [])}
+    params = {name: parameter.detach() for name, parameter in view.parameters().items()}
+    parts, local_rows = [], rows.take(processes.part(len(rows)))
+    with torch.no_grad(), eval_mode(model.modules()):
+        for first in range(0, len(local_rows), batch_size):
+            chunk = local_rows.take(slice(first, first + batch_size))
+            parts.append(view.only(wanted, params, view.prepare(chunk)))
+
+    def join(column: Callable[[Outputs], Any]) -> Tensor:
+        return processes.gather(torch.cat([column(part) for part in parts]), len(rows))
+
+    value = None if parts[0].value is None else join(lambda part: part.value)
+    entropy = join(lambda part: part.entropy) if with_entropy else None
+    return Outputs(join(lambda part: part.log_prob), value, entropy)
+
+
+def add_reference(rows: RecordBatch, reference: Any, temperature: float, batch_size: int) -> RecordBatch:
+    """Return rows with the log-probs of a reference model, from which a divergence is measured."""
+    columns: Any = rows.observations
+    log_probs = evaluate_rows(reference, rows, temperature, batch_size).log_prob
+    log_probs = torch.where(columns["response_mask"], log_probs, 0.0)
+    return rows.with_columns({"observations": {**columns, "ref_log_probs": log_probs}})
 
 
 def compute_target_gradient(model: Any, rows: RecordBatch, scoring: Scoring) -> Gradient:

@@ -93,7 +93,7 @@ class Prompts:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return a prompt's ids, and what the further columns hold for it."""
-        return {"ids": list(self.ids[number]), **{name: column[number] for name, column in self.columns.items()}}
+        return {**{name: column[number] for name, column in self.columns.items()}, "ids": list(self.ids[number])}
 
     def take(self, numbers: Sequence[int]) -> "Prompts":
         """Return the prompts of these numbers, in their order."""

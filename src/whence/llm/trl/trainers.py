@@ -26,6 +26,7 @@ from whence.core import (
     Objective,
     RecordBatch,
     Target,
+    Unit,
     WhenceError,
     as_objective,
     preserve_rng_state,
@@ -79,6 +80,7 @@ class _SelectingTrainer:
         select: Way | None = None,
         refresh_target_every: int = 1,
         objective: Objective | None = None,
+        leave_one_out: Unit | None = "row",
         engine: str = "auto",
         memory: int | None = None,
         run: str | Path | None = None,
@@ -103,6 +105,7 @@ class _SelectingTrainer:
             memory=memory,
             chunk_size=trainer.args.per_device_train_batch_size,
             processes=self._processes,
+            leave_one_out=leave_one_out if self._processes.hold_copies else None,
         )
         if refresh_target_every < 1:
             raise WhenceError(f"refresh_target_every is {refresh_target_every}; at least 1 generation batch is needed.")
@@ -351,6 +354,9 @@ class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc
             can be; if not, a warning says why. As long as there is no gradient of the target, all rows train.
         refresh_target_every: in the step, the number of generation batches that a gradient of the target serves.
         objective: the objective of a completion's training; None: that of the loss type, at the policy that drew it.
+        leave_one_out: before the steps, what a completion's own unit leaves out of a target over the scored ones, since
+            else each votes for itself: "row", "group" or None, nothing, as under FSDP and DeepSpeed. In the step the
+            target's gradient is older than the completions.
         engine: see `whence.attribute`.
         memory: bytes that scoring may hold; None: those of `per_device_train_batch_size` completions at a time.
         run: the directory to write each generation batch to, for `whence report`; None: nothing is written.

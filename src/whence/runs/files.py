@@ -127,22 +127,18 @@ def _find_checksum(path: str | Path) -> tuple[int, bytes, bytes] | None:
     if not os.path.getsize(path):  # which cannot be mapped
         return None
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return _find_checksum_in(content)
-
-
-def _find_checksum_in(content: Any) -> tuple[int, bytes, bytes] | None:
-    # Only where the format has its metadata: elsewhere are texts of the user's, which may hold anything.
-    start, end = 0, 8 + int.from_bytes(content[:8], "little")
-    if content[-4:] == b"PAR1":
-        start, end = len(content) - 8 - int.from_bytes(content[-8:-4], "little"), len(content)
-    marks = [*_MARK.finditer(content, start, min(end, len(content)))]
-    if not marks:
-        return None
-    place, stop = marks[-1].span(1)
-    with memoryview(content) as view:
-        digest = hashlib.blake2b(view[:place], digest_size=16)
-        digest.update(view[stop:])
-    return place, bytes(content[place:stop]), digest.hexdigest().encode()
+        # Only where the format has its metadata: elsewhere are texts of the user's, which may hold anything.
+        start, end = 0, 8 + int.from_bytes(content[:8], "little")
+        if content[-4:] == b"PAR1":
+            start, end = len(content) - 8 - int.from_bytes(content[-8:-4], "little"), len(content)
+        marks = [*_MARK.finditer(content, start, min(end, len(content)))]
+        if not marks:
+            return None
+        place, stop = marks[-1].span(1)
+        with memoryview(content) as view:
+            digest = hashlib.blake2b(view[:place], digest_size=16)
+            digest.update(view[stop:])
+        return place, content[place:stop], digest.hexdigest().encode()
 
 
 def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -185,10 +181,8 @@ def write_table(table: pl.DataFrame, path: Path) -> None:
     with write_atomically(path) as temporary:
         content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
         table.write_parquet(content, compression="zstd", metadata=_CHECKSUM)
-        with content.getbuffer() as view:
-            if (checksum := _find_checksum_in(view)) is not None:
-                view[checksum[0] : checksum[0] + len(checksum[2])] = checksum[2]
-            temporary.write_bytes(view)
+        temporary.write_bytes(content.getbuffer())
+        _write_checksum(temporary)
 
 
 def read_digests(folder: Path) -> dict[str, str]:

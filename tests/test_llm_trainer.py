@@ -812,7 +812,7 @@ def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
     prompts = tokenize_prompts(trainer.tokenizer, PROMPTS * 13, config, 32)[:64]
     responses = generate(trainer.model.language_model, trainer.tokenizer, prompts, config)
     rows = make_rollout(trainer.model, trainer.reference, responses, vowels, 0.1, config).rows
-    scoring = replace(trainer.scoring, engine="ghost")
+    scoring = replace(trainer.scoring, engine="ghost", leave_one_out=None)
     score(trainer.model, rows, scoring)  # once before, since the first pass also examines the layers
     peak = max(measure_bytes(lambda: score(trainer.model, rows, scoring)))
     generator = torch.Generator().manual_seed(0)

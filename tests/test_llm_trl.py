@@ -279,7 +279,9 @@ def test_scores_are_those_of_the_loop(kind, tmp_path, adapted):
             trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         trainer.train()
         view, objective = language_view(trainer.model, temperature=0.7), trainer.scoring.objective
-        truth = attribute(view, trainer.rows, target=target, objective=objective, engine="loop").scores
+        others = None if target.rows is not None else "row"  # no completion votes for itself
+        about = {"target": target, "objective": objective, "leave_one_out": others}
+        truth = attribute(view, trainer.rows, engine="loop", **about).scores
         assert float((trainer.influence.scores - truth).abs().max() / truth.abs().max()) < 1e-4
         assert trainer.influence.engine == engine  # also where TRL makes a frozen model's embeddings require gradients
         assert trainer.selection.keep.tolist() == (trainer.influence.scores > 0).tolist()
@@ -718,7 +720,7 @@ def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tm
     assert trainer.influence.engine == "ghost"
     assert all(tensor.dtype == torch.float32 for tensor in trainer.model.state_dict().values())
     scoring = {"target": SequenceReturn(), "objective": trainer.scoring.objective}
-    truth = attribute(language_view(make_model()), trainer.rows, **scoring).scores
+    truth = attribute(language_view(make_model()), trainer.rows, leave_one_out="row", **scoring).scores
     assert torch.allclose(trainer.influence.scores, truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
 
 

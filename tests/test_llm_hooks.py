@@ -69,6 +69,7 @@ def test_turns_in_a_samples_place_stay_together_and_rewards_may_have_parts() -> 
     assert [turn.remove_sample for turn in turns] == [True, True]
     assert slime_group_filter(ZeroVariance())(SimpleNamespace(reward_key="b"), groups[0], evaluation=False) is True
     assert slime_group_filter(ZeroVariance())(SimpleNamespace(reward_key="a"), groups[0]) is False
+    assert slime_group_filter(FromMask([0]))(SimpleNamespace(reward_key="a"), groups[0]) is True
 
 
 def test_flagged_responses_are_known_by_their_texts(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_no_more_than_a_few_steps_are_in_memory(tmp_path: Path, monkeypatch: pyt
     run = score_rollouts(tmp_path / "in", model, make_tokenizer(), tmp_path / "run", on_round=count)
     assert len(sizes) == 15
     assert run.table("metrics")["records"].to_list() == [16] * 15
-    assert max(sizes[5:]) <= max(sizes[:5])
+    assert max(sizes) <= 8 * 16  # of 240
 
 
 def test_advantages_from_rewards() -> None:

@@ -71,7 +71,8 @@
     const what = language ? `response ${id(worst.record)}` : `“${Whence.nameAction(worst.action, actions)}”${where ? ` at ${where}` : ""}`;
     const sure = worst.significant === false ? " That is within two errors: no measurable difference from 0." : worst.significant ? ` That is beyond two errors; of so many ${Whence.one}s, the surest may be so by chance.` : "";
     const common = language ? "" : " Sound training has such moments in every round.";
-    return [element("b", {}, "The lowest score"), ` has ${what}: ${withError(worst.score, worst.error)}.${sure}${common}`];
+    const first = typeof worst.error === "number" ? "The surest score below 0" : "The lowest score";
+    return [element("b", {}, first), ` has ${what}: ${withError(worst.score, worst.error)}.${sure}${common}`];
   }
 
   function openMoment(place, record, from) {

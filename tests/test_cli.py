@@ -297,7 +297,7 @@ class TestWrongInput:
             ("diagnose comparison", "comparison holds a comparison,"),
             ("attribute begun", "begun holds no rounds yet: its training is in round 1, or was interrupted there."),
             ("attribute lake --round 7", "lake/records/round_00007.parquet is not there; lake holds rounds 1 to 2."),
-            ("report lake --rounds 1-99", "Round 3 is not in lake, which holds rounds 1 to 2."),
+            ("report lake --rounds 1-99", "Round 3 is not in lake, which holds rounds 1 to 2: name these."),
             ("show cut --round 2", "cut/records/round_00002.parquet cannot be read as Parquet:"),
             ("report broken", "broken/config.json cannot be read as JSON: Unterminated string"),
             ("report other", "other/config.json is marked as version 99; this version of whence reads"),

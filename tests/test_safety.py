@@ -328,7 +328,7 @@ class TestRunsOfStrangers:
             **{
                 "diagnose --measure visits": 0,
                 "diagnose --measure rollouts": 2,
-                "prove --record 40 --test-episodes 2": 2,
+                "prove --record 40 --top 8 --test-episodes 2": 2,
             },
         }.items(),
     )

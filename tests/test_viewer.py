@@ -120,7 +120,7 @@ class TestRoutes:
     def test_two_runs_of_one_name_are_told_apart(self, path, monkeypatch):
         shown = []
         monkeypatch.setattr("whence.page.server.serve", lambda runs, **settings: shown.extend(runs))
-        view(path / "lake", path / "other", browser=False)
+        view(path / "lake", [path / "other"], browser=False)
         assert [run["label"] for run in describe_runs(shown)["runs"]] == [str(path / "lake"), str(path / "other")]
 
     def test_hostile_text_stays_json(self, server):

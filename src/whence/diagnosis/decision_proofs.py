@@ -64,8 +64,8 @@ def prove_decision(
     model, recordings, recorded = load_trainable_rounds(run, numbers, env=env)
     trained = list_trained({number: run.round("records", number) for number in numbers})
 
-    def find(asked: Action) -> pl.DataFrame:
-        pair = {"target_states": asked.observation, "actions": asked.action, "action_masks": asked.action_mask}
+    def find(decision: Action) -> pl.DataFrame:
+        pair = {"target_states": decision.observation, "actions": decision.action, "action_masks": decision.action_mask}
         return name_top(find_causes(run, **pair, rounds=numbers, method=method, env=env), trained, top)
 
     find_placebo = None

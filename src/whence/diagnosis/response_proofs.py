@@ -166,12 +166,12 @@ def _read_rows(
     run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, device: Any
 ) -> tuple[dict[int, RecordBatch], list[str]]:
     """Return the rows of each round to train on, and what is to be said of them."""
-    kept = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
+    stored = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
     rows = {
-        number: rebuild_rows(run, number) if number in kept else make_stored_rows(table, tokenizer, device)
+        number: rebuild_rows(run, number) if number in stored else make_stored_rows(table, tokenizer, device)
         for number, table in tables.items()
     }
-    if "ppo" not in run.config or len(kept) >= len(tables):
+    if "ppo" not in run.config or len(stored) >= len(tables):
         return rows, []
     return rows, ["PPO's advantages of single tokens are not stored: a token has that of its response's last one."]
 
@@ -203,8 +203,8 @@ def _read_table(run: RunDirectory, number: int) -> pl.DataFrame:
 def _weigh(table: pl.DataFrame, number: int, group: pl.DataFrame) -> torch.Tensor:
     """Return the weights with which a round's rows train, 0 for those of a group."""
     ids = group.filter(pl.col("round") == number)["record_id"]
-    kept = ~table["record_id"].is_in(ids.to_list()).to_numpy()
-    return torch.from_numpy(read_weights(table) * kept).float()
+    trains = ~table["record_id"].is_in(ids.to_list()).to_numpy()
+    return torch.from_numpy(read_weights(table) * trains).float()
 
 
 def _measure_probability(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:

@@ -85,8 +85,8 @@ def prove(
     Example: whence prove runs/lander --where "action = 1 and advantage < 0" --rounds 30
     """
     explored = ExploredRun(open_agent_run(run, trust=trust), env=env)
-    directory, asked = explored.directory, (episode_seed, step, record, observation, action)
-    has_decision = any(option is not None for option in asked)
+    directory, options = explored.directory, (episode_seed, step, record, observation, action)
+    has_decision = any(option is not None for option in options)
     numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
     directory.require_rounds(numbers)
     check_ways({"--flagged": flagged, "--where": where is not None}, "--record 60437", has_behaviour=has_decision)
@@ -101,7 +101,7 @@ def prove(
                 raise WhenceError(f"--where is {where!r}, which holds for no record of these rounds.")
         target, words = None, "what these records did"
         if has_decision:
-            target, decision = choose_decision(explored, *asked)
+            target, decision = choose_decision(explored, *options)
             words = decision.what
         proof = prove_decision(
             directory,

@@ -106,8 +106,8 @@ def draw_minibatches(recording: RoundRecording, trained: Sequence[int], seed: in
 
 def leave_out(recording: RoundRecording, ids: Sequence[int]) -> RoundRecording:
     """Return a round whose minibatches lack some records; a minibatch that is left with none is no step."""
-    kept = ~torch.isin(recording.records.ids, torch.tensor(ids))
-    minibatches = [minibatch[kept[minibatch]] for minibatch in recording.minibatches]
+    stays = ~torch.isin(recording.records.ids, torch.tensor(ids))
+    minibatches = [minibatch[stays[minibatch]] for minibatch in recording.minibatches]
     pairs = [
         (minibatch, epoch) for minibatch, epoch in zip(minibatches, recording.epochs, strict=True) if len(minibatch)
     ]

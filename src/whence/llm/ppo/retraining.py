@@ -71,7 +71,7 @@ def read_recipe(config: Mapping[str, Any], learning_rate: float | None = None, e
     Raises:
         WhenceError: the configuration holds no learning rate, and none was given.
     """
-    given = {"learning_rate": learning_rate, "epochs": epochs}
+    options = {"learning_rate": learning_rate, "epochs": epochs}
     if (ppo := config.get("ppo")) is not None:
         settings = {
             "learning_rate": ppo["learning_rate"],
@@ -86,7 +86,7 @@ def read_recipe(config: Mapping[str, Any], learning_rate: float | None = None, e
         settings = _read_trl(config)
     else:
         settings = {"temperature": config.get("temperature", 1.0), "pass_rows": config.get("batch_size", 16)}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    settings |= {name: value for name, value in options.items() if value is not None}
     if "learning_rate" not in settings:
         raise WhenceError(
             "The run holds rollouts and no settings of their training. Give the trainer's learning rate, and its "
@@ -162,8 +162,8 @@ def train_again(
             orders = (torch.from_numpy(generator.permutation(len(rows))) for _ in range(recipe.epochs))
             for order in orders:
                 for places in order.split(recipe.step_rows or len(rows)):
-                    kept = places[weights[number][places] > 0]
-                    _step(model, params, optimizer, rows, kept, (old, references[number]), weights[number], recipe)
+                    trained = places[weights[number][places] > 0]
+                    _step(model, params, optimizer, rows, trained, (old, references[number]), weights[number], recipe)
                     scheduler.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in params):
         raise NonFinite("Training diverged: a parameter is not finite. Lower the learning rate: --learning-rate.")

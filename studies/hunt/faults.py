@@ -53,10 +53,11 @@ class Task(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class WrongSign(Fault):
-    """One action's reward has the wrong sign where a feature is below a bound."""
+    """One action's reward has the wrong sign where a feature, or the number of the state, is below a bound."""
 
     def _change(self, step: Step) -> None:
-        if step.action == self.action and step.before[self.feature] < self.below:
+        place = step.before if self.feature is None else step.before[self.feature]
+        if step.action == self.action and place < self.below:
             step.reward = -step.reward
 
 
@@ -75,13 +76,16 @@ class Frozen(Fault):
 
 
 class Swapped(Fault):
-    """Two actions are taken for each other in one environment; of continuous actions, the two axes."""
+    """Two actions are taken for each other in one environment; of continuous actions, two axes."""
 
     def _act(self, action: Any) -> Any:
         if self.copy != self.only:
             return action
         first, second = self.actions
-        return action[[second, first]] if np.ndim(action) else {first: second, second: first}.get(int(action), action)
+        swaps = {first: second, second: first}
+        if np.ndim(action):
+            return action[[swaps.get(axis, axis) for axis in range(len(action))]]
+        return swaps.get(int(action), action)
 
 
 class LimitAsEnd(Fault):

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from studies.hunt.cells import CELLS, HIDDEN, Cell
+from studies.hunt.cells import CELLS, HIDDEN, KNOWN, Cell
 from studies.hunt.rivals import RIVALS
 from studies.markdown import table
 from whence.core import write_atomically
@@ -47,12 +47,16 @@ def write_tables(out: Path) -> None:
     cells = {name: runs for name in CELLS if (runs := [row for row in rows if row["cell"] == name])}
     faults = {name: runs for name, runs in cells.items() if CELLS[name].kinds}
     healthy = {CELLS[name].world: runs for name, runs in cells.items() if not CELLS[name].kinds}
-    ordinary = {name: runs for name, runs in faults.items() if CELLS[name].world not in HIDDEN}
+    groups = {
+        "hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in HIDDEN},
+        "once hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in KNOWN},
+    }
+    others = {name: runs for name, runs in faults.items() if CELLS[name].world not in HIDDEN + KNOWN}
     parts = [
         "# The hunt: tables\n\nWritten by `python -m studies.hunt.run results/hunt`. A star: nobody who made\n"
-        "the rules of findings had seen the environment.\n",
+        "the rules of findings had seen the environment; two: so it was once.\n",
         "## In all\n",
-        tabulate_methods(ordinary, {name: faults[name] for name in faults if name not in ordinary}, healthy),
+        tabulate_methods({"faults named": others, **groups}, healthy),
         "\n## Faults: runs in which one of the first three lines names it\n\n"
         "In brackets: as many healthy runs of the environment get such a line.\n",
         tabulate_faults(faults, healthy),
@@ -66,17 +70,18 @@ def write_tables(out: Path) -> None:
         temporary.write_text("\n".join(parts), encoding="utf-8")
 
 
-def tabulate_methods(ordinary: Cells, hidden: Cells, healthy: Cells) -> str:
-    """Return how many faults each method names in four of five seeds, and how many healthy runs get a line."""
-    faults = {**ordinary, **hidden}
+def tabulate_methods(groups: Mapping[str, Cells], healthy: Cells) -> str:
+    """Return how many faults of each group each method names in four of five seeds, and its lines on healthy runs."""
+    groups = {title: faults for title, faults in groups.items() if faults}
+    faults = {name: rows for group in groups.values() for name, rows in group.items()}
     runs = [row for cells in (faults, healthy) for rows in cells.values() for row in rows]
     wrong = [row for rows in healthy.values() for row in rows]
-    lines = [["", "faults named", "hidden ones named", "runs named", "healthy runs with a line", "CPU s a run"]]
+    lines = [["", *groups, "runs named", "healthy runs with a line", "CPU s a run"]]
     for method in METHODS:
         named = {name: count_named(name, rows, method) for name, rows in faults.items()}
         shares = [
-            f"{sum(named[name] >= ENOUGH * len(rows) for name, rows in cells.items())} of {len(cells)}"
-            for cells in (ordinary, hidden)
+            f"{sum(named[name] >= ENOUGH * len(rows) for name, rows in group.items())} of {len(group)}"
+            for group in groups.values()
         ]
         shares += [
             f"{sum(named.values())} of {sum(map(len, faults.values()))}",
@@ -108,7 +113,7 @@ def tabulate_healthy(healthy: Cells) -> str:
 
 
 def _mark(world: str) -> str:
-    return " *" if world in HIDDEN else ""
+    return " *" if world in HIDDEN else " **" if world in KNOWN else ""
 
 
 def _read_first_line(row: Row) -> str:

@@ -37,7 +37,7 @@ from whence.experiments.llm import language_training
 from whence.experiments.llm.language_config import task_settings
 from whence.experiments.llm.loading import load_model
 from whence.llm import PPOConfig, PPOTrainer, ValidationLoss
-from whence.llm.lab import Lab, arithmetic, check, is_gamed, lenient_reward
+from whence.llm.lab import Lab, arithmetic, check, is_gamed, lenient_reward, reward
 from whence.llm.text import generate
 from whence.runs import RunDirectory
 
@@ -49,8 +49,13 @@ SCREENS: dict[str, dict[str, Any] | None] = {
     "finder": None,
     "placebo": {"caught": SHARE, "mistaken": SHARE},
     "imperfect monitor": {"caught": 0.5, "mistaken": 0.05},
+    "not paid": {"caught": 0.0},
+    "monitor, not paid": {},
 }
 """The errors of each screen's monitor; None: there is a finder in its place."""
+
+UNPAID = ("not paid", "monitor, not paid")
+"""The screens in which what is gamed earns nothing, too, so that no advantage is measured against what it earned."""
 
 SETTINGS = {**task_settings("loophole", SIZE, "ppo"), "rounds": ROUNDS, "eval_every": 0}
 
@@ -73,7 +78,8 @@ def train_screened(name: str, seed: int, lab: Lab, plain: RunDirectory, path: Pa
         target = ValidationLoss.of(examples, tokenizer)
     else:
         rule = Monitor(tokenizer, seed, **errors)
-    PPOTrainer(config, model, tokenizer, lenient_reward, lab.train, rule=rule, target=target).train()
+    grader = reward if name in UNPAID else lenient_reward
+    PPOTrainer(config, model, tokenizer, grader, lab.train, rule=rule, target=target).train()
 
 
 def read_all(directory: RunDirectory) -> pl.DataFrame:
@@ -88,10 +94,10 @@ def write_rounds(out: Path, arm: str, seed: int, records: pl.DataFrame) -> None:
     pairs = records.select("prompt", "response").rows()
     right = np.array([check(prompt, response).right for prompt, response in pairs])
     kept = records["keep"].to_numpy() if "keep" in records.columns else np.ones(len(records), dtype=bool)
-    gamed, reward = records["gamed"].to_numpy(), records["reward"].to_numpy()
+    gamed, rewards = records["gamed"].to_numpy(), records["reward"].to_numpy()
     for number in range(ROUNDS):
         part = slice(number * size, (number + 1) * size)
-        line = {"arm": arm, "seed": seed, "round": number + 1, "reward": float(reward[part].mean())}
+        line = {"arm": arm, "seed": seed, "round": number + 1, "reward": float(rewards[part].mean())}
         line |= {"gamed": float(gamed[part].mean()), "right": float(right[part].mean())}
         line |= {"dropped": float(1 - kept[part].mean()), "gamed_kept": float((gamed & kept)[part].mean())}
         write_line(out / "rounds.parquet", round_numbers(line), ROUND_KEYS)

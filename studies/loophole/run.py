@@ -66,14 +66,14 @@ def train_plain(seed: int, path: Path) -> None:
     language_training.run(LanguageConfig("ppo", seed, task="loophole", size=SIZE, settings=settings), path)
 
 
-def train_screened(name: str, seed: int, lab: Lab, plain: RunDirectory, path: Path) -> None:
+def train_screened(name: str, seed: int, lab: Lab, plain: Path, path: Path) -> None:
     """Train with a screen."""
     model, tokenizer = load_model(str(lab.model_path), "float32")
     config = PPOConfig(str(path), **{**SETTINGS, "seed": seed, "max_new_tokens": lab.max_new_tokens})
     target, errors = None, SCREENS[name]
     rule: Any = Suspects(SHARE)
     if errors is None:
-        early = read_all(plain).filter(pl.col("gamed")).head(EXAMPLES)
+        early = read_all(RunDirectory.open(plain)).filter(pl.col("gamed")).head(EXAMPLES)
         examples = early.select("prompt", completion="response").to_dicts()
         target = ValidationLoss.of(examples, tokenizer)
     else:
@@ -166,7 +166,7 @@ def main(
         if not done and arm == PLAIN:
             train_plain(seed, path)
         elif not done:
-            train_screened(arm, seed, lab, RunDirectory.open(plain), path)
+            train_screened(arm, seed, lab, plain, path)
         if not done:
             write_rounds(out, arm, seed, read_all(RunDirectory.open(path)))
         if arm == PLAIN and plain.exists():

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -43,6 +43,9 @@ DRAWS = 16
 
 SHARE = 0.5
 """The share of the records that each of them keeps, by default."""
+
+TRIM = 0.0
+"""The share of the lowest and of the highest derivatives of a side that do not count."""
 
 WIDTH = 0.25
 """The width of the edge, as a share of the clip range."""
@@ -131,20 +134,37 @@ def score_smoothed(
     """Return the scores of a recorded round's records, (n,); `settings` are `draws`, `share` and `seed`."""
     round = open_round(policy, recording)
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())), raise_on_divergence(round):
-        return smoothed_scores(round, check_target(target, round), memory, **settings).sum(dim=0)
+        return smoothed_scores(round, check_target(target, round), memory, **settings)
 
 
 def smoothed_scores(
-    round: SteppedRound, target: Target, memory: int, *, draws: int = DRAWS, share: float = SHARE, seed: int = 0
-) -> Float[Tensor, "epochs n"]:
-    """Return the scores of each record in each epoch, on the CPU.
+    round: SteppedRound,
+    target: Target,
+    memory: int,
+    *,
+    draws: int = DRAWS,
+    share: float = SHARE,
+    seed: int = 0,
+    trim: float = TRIM,
+) -> Float[Tensor, " n"]:
+    """Return the scores of each record, on the CPU.
 
     The scores average the derivative of the target by each record's weight: the mean over the trainings that contain
     the record, and the mean over the others, each weighed by the inverse of its standard error. As many trainings as
-    fit into `memory` bytes run side by side, at least one.
+    fit into `memory` bytes run side by side, at least one. `trim`: see `average_sides`.
     """
     if len(round) == 0:  # a round that was not trained on
-        return torch.zeros(1, len(round.records), dtype=round.records.log_probs.dtype)
+        return torch.zeros(len(round.records), dtype=round.records.log_probs.dtype)
+    return average_sides(*draw_derivatives(round, target, memory, draws, share, seed), trim)
+
+
+def draw_derivatives(
+    round: SteppedRound, target: Target, memory: int, draws: int, share: float, seed: int
+) -> tuple[Float[Tensor, "m n"], Bool[Tensor, "2 m n"]]:
+    """Return the target's derivative by each record's weight in random trainings, and which have it, and which lack it.
+
+    A record that the round did not train on is in neither.
+    """
     trainings = draw_trainings(round, draws, share, _make_generator(seed))
     count = len(trainings.steps)
     interval = max(1, math.isqrt(count))
@@ -154,45 +174,56 @@ def smoothed_scores(
     # A training has a point and a step in memory, and twice its scores: the weights along the steps are as many.
     scores = trainings.weights[0].nbytes * round.recording.update.n_epochs
     at_once = max(1, memory // (step_bytes + points * round.start.nbytes + 2 * scores))
-    return average_derivatives(round, target, trainings, interval, at_once)
+    return gather_derivatives(round, target, trainings, interval, at_once)
 
 
-def average_derivatives(
-    round: SteppedRound, target: Target, draws: Draws, interval: int, at_once: int, width: float = WIDTH
-) -> Float[Tensor, "epochs n"]:
-    """Return the `derivatives` averaged over the draws, `at_once` of them at a time, on the CPU; see `plan_scores`."""
-    like, epochs = draws.weights, draws.epochs[-1] + 1
-    trained = torch.zeros_like(like[0], dtype=torch.bool)
-    trained[round.recording.trained.to(like.device)] = True
-    counts, squares = like.new_zeros(2, like.shape[1]), like.new_zeros(2, like.shape[1])
-    totals = like.new_zeros(2, epochs, like.shape[1])
-    for first in range(0, len(like), at_once):
+def gather_derivatives(
+    round: SteppedRound, target: Target, draws: Draws, interval: int, at_once: int
+) -> tuple[Float[Tensor, "m n"], Bool[Tensor, "2 m n"]]:
+    """Return what `draw_derivatives` does, of trainings that are drawn, `at_once` of them at a time."""
+    parts = []
+    for first in range(0, len(draws.weights), at_once):
         chosen = slice(first, first + at_once)
-        part = Draws(like[chosen], [positions[chosen] for positions in draws.steps], draws.epochs)
-        by_draw, inside = derivatives(round, part, target, interval, width), part.weights > 0
-        for side, mask in enumerate((inside, trained & ~inside)):
-            counts[side] += mask.sum(dim=0)
-            totals[side] += torch.einsum("emn,mn->en", by_draw, mask.to(by_draw))
-            squares[side] += ((by_draw.sum(dim=0) * mask) ** 2).sum(dim=0)
-    return _average_sides(counts, totals, squares).cpu()
+        part = Draws(draws.weights[chosen], [positions[chosen] for positions in draws.steps], draws.epochs)
+        parts.append(derivatives(round, part, target, interval).sum(dim=0).cpu())
+    trained = torch.zeros(draws.weights.shape[1], dtype=torch.bool)
+    trained[round.recording.trained.cpu()] = True
+    inside = draws.weights.cpu() > 0
+    return torch.cat(parts), torch.stack((inside, trained & ~inside))
 
 
-def _average_sides(
-    counts: Float[Tensor, "2 n"], totals: Float[Tensor, "2 epochs n"], squares: Float[Tensor, "2 n"]
-) -> Float[Tensor, "epochs n"]:
-    """Return the mean over both sides, the trainings with the record and those without, by their inverse errors.
+def average_sides(
+    values: Float[Tensor, "m n"], sides: Bool[Tensor, "2 m n"], trim: float = TRIM
+) -> Float[Tensor, " n"]:
+    """Return the mean over both sides, the trainings with a record and those without, by their inverse errors.
 
-    Given are, for each side, the number of trainings, the sum of the record's derivatives by epoch, and the sum of the
-    squares of its derivatives over all epochs together.
+    Args:
+        values: the record's derivatives.
+        sides: which trainings are on which side.
+        trim: the share of a side's values, the lowest and the highest, that do not count; 0: the mean, 0.5: the median.
     """
-    means = totals / counts.clamp(min=1)[:, None]
-    several = counts > 1
-    error = (squares - counts * means.sum(dim=1) ** 2) / (counts * (counts - 1)).clamp(min=1)
-    noise = (error * several).sum(dim=1) / several.sum(dim=1)
-    measurable = bool((several.any(dim=1) & (noise > 0)).all())
+    means, errors = zip(*(average_trimmed(values, side, trim) for side in sides), strict=True)
+    counts = sides.sum(dim=1)
+    noise = torch.stack([error[count > 1].mean() for error, count in zip(errors, counts, strict=True)])
+    measurable = bool((noise > 0).all())  # not of NaN, the mean of nothing
     weights = (noise.rsqrt() if measurable else torch.ones_like(noise))[:, None] * (counts > 0)
     share = weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).tiny)
-    return (share[:, None] * means).sum(dim=0)
+    return (share * torch.stack(means)).sum(dim=0)
+
+
+def average_trimmed(
+    values: Float[Tensor, "m n"], side: Bool[Tensor, "m n"], trim: float
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Return the trimmed mean of each column's chosen values, and the squared standard error of their plain mean."""
+    counts = side.sum(dim=0)
+    ordered = torch.where(side, values, torch.inf).sort(dim=0).values
+    cut = torch.minimum((trim * counts).long(), (counts - 1).clamp(min=0) // 2)
+    place = torch.arange(len(values))[:, None]
+    within = (place >= cut) & (place < counts - cut)
+    means = ordered.where(within, 0).sum(dim=0) / within.sum(dim=0).clamp(min=1)
+    plain = values.where(side, 0).sum(dim=0) / counts.clamp(min=1)
+    squares = ((values - plain) ** 2).where(side, 0).sum(dim=0)
+    return means, squares / (counts * (counts - 1)).clamp(min=1)
 
 
 def derivatives(

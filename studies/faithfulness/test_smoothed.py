@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.stats import trim_mean
 
 from studies.faithfulness import smoothed
 from studies.faithfulness.smoothed import SoftClip, derivatives, draw_trainings, score_smoothed, smoothed_scores
@@ -75,7 +76,7 @@ def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, nois
     values = rng.normal(size=(3, count, 64)) * np.where(inside, 1.0, noise)
     parts = iter(np.split(values, [2, 4, 6], axis=1))
     monkeypatch.setattr(smoothed, "derivatives", lambda *args: torch.from_numpy(next(parts)))
-    scores = smoothed.average_derivatives(round, Return(), draws, 1, 2).numpy()
+    scores = smoothed.average_sides(*smoothed.gather_derivatives(round, Return(), draws, 1, 2), 0.0).numpy()
 
     def error(mask):
         errors = []
@@ -89,9 +90,19 @@ def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, nois
     weights = [1.0, 1.0] if None in errors else [one**-0.5 for one in errors]
     for record in range(64):
         sides = [(w, mask[:, record]) for w, mask in zip(weights, (inside, ~inside), strict=True)]
-        means = [(w, values[:, mask, record].mean(axis=1)) for w, mask in sides if mask.any()]
-        expected = sum(w * mean for w, mean in means) / sum(w for w, _ in means)
-        assert np.allclose(scores[:, record], expected, rtol=1e-9)
+        means = [(w, values[:, mask, record].sum(axis=0).mean()) for w, mask in sides if mask.any()]
+        assert scores[record] == pytest.approx(sum(w * mean for w, mean in means) / sum(w for w, _ in means), rel=1e-9)
+
+
+@pytest.mark.parametrize(("trim", "by_scipy"), [(0.25, lambda one: trim_mean(one, 0.25)), (0.5, np.median)])
+def test_a_trimmed_mean_is_that_of_scipy(trim, by_scipy):
+    rng = np.random.default_rng(0)
+    values, side = rng.standard_cauchy(size=(17, 30)), rng.random((17, 30)) < 0.5
+    side[:, 0] = False
+    means, _ = smoothed.average_trimmed(torch.from_numpy(values), torch.from_numpy(side), trim)
+    assert means[0] == 0
+    expected = [by_scipy(values[side[:, column], column]) for column in range(1, 30)]
+    assert np.allclose(means[1:], expected, rtol=1e-9)
 
 
 def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
@@ -116,8 +127,8 @@ def test_memory_is_held(gentle, at_once, monkeypatch):
     monkeypatch.setattr(smoothed, "MARGIN", 1)
     model, recording = gentle
     round, sizes = open_round(model.policy, recording), []
-    run = smoothed.average_derivatives
-    monkeypatch.setattr(smoothed, "average_derivatives", lambda *args: sizes.append(args[-1]) or run(*args))
+    run = smoothed.gather_derivatives
+    monkeypatch.setattr(smoothed, "gather_derivatives", lambda *args: sizes.append(args[-1]) or run(*args))
     smoothed_scores(round, Return(), 10**9, draws=6)
     memory = at_once * (10**9 // sizes[0])
     peak = max(measure_bytes(lambda: smoothed_scores(round, Return(), int(1.01 * memory), draws=6)))

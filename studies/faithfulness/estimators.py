@@ -1,0 +1,191 @@
+"""Which mean of the derivatives: plain, trimmed, or the median, and of how many draws.
+
+Run: `python -m studies.faithfulness.estimators results/faithfulness [--only tuned] [--workers 1]`. `smoothed` averages
+derivatives over random trainings, and under Adam these have heavy tails. LunarLander is trained by plain PPO with
+Adam 3e-4. In some of its rounds the draws are made once; each estimator averages the first 16, 32, 64 or all 128 of
+them. It is judged by
+
+- LDS: the rank correlation with 100 trainings on random halves, in two orders that all halves share;
+- LDS, orders apart: the same where each half has an order that no other half has;
+- agreement: the rank correlation between the scores of the first 64 draws and those of the last 64.
+
+The estimator is chosen on the seeds `TUNED`, and reported on the seeds `TESTED`. A finished round is not studied again.
+Training runs are kept in `--runs`.
+"""
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import scipy
+import torch
+import typer
+from rich.console import Console
+
+from studies.faithfulness.run import OPTIMIZERS
+from studies.faithfulness.smoothed import SHARE, average_sides, draw_derivatives
+from studies.markdown import table
+from studies.stored import round_numbers, write_line
+from whence import Return, attribute, experiments
+from whence.core import eval_mode, preserve_rng_state, write_atomically
+from whence.counterfactual import compute_lds, draw_subsets, measure_agreement, reshuffle, retrain
+from whence.counterfactual.outcomes import measure_outcomes
+from whence.experiments import read_rows
+from whence.rounds import check_target, open_round
+from whence.runs import RunDirectory
+from whence.sb3 import model_objective
+
+TUNED, TESTED = range(100, 102), range(110, 115)
+ROUNDS = {"tuned": (3, 15, 30), "tested": (5, 10, 20, 40)}
+TRIMS = {"mean": 0.0, "trimmed 10%": 0.1, "trimmed 25%": 0.25, "trimmed 40%": 0.4, "median": 0.5}
+COUNTS = (16, 32, 64, 128)
+HALVES, ORDERS = 100, 2
+KEYS = ("part", "seed", "round")
+
+
+def measure_halves(policy: Any, recording: Any, seed: int) -> tuple[Any, Any, Any]:
+    """Return random halves, their outcomes in shared orders, and in one order each."""
+    n, update = len(recording.records), recording.update
+    generator = torch.Generator().manual_seed(seed)
+    kept = draw_subsets(n, SHARE, HALVES, generator)
+    orders = [reshuffle(kept, update.batch_size, update.n_epochs, generator) for _ in range(ORDERS)]
+    each = [reshuffle(half[None], update.batch_size, update.n_epochs, generator) for half in kept]
+    # All halves are of one size, so that their steps can be stacked.
+    apart = [torch.cat(step) for step in zip(*each, strict=True)]
+    outcomes = []
+    for minibatches in (*orders, apart):
+        trained = retrain(policy, recording, kept, orders=minibatches)
+        outcomes.append(measure_outcomes(policy, recording, trained, Return(), None)["target"])
+    return kept.double().numpy(), np.stack(outcomes[:ORDERS]), outcomes[-1]
+
+
+def rank_correlation(one: Any, other: Any) -> float:
+    """Return Spearman's."""
+    return float(scipy.stats.spearmanr(one, other).statistic)
+
+
+def judge(policy: Any, recording: Any, objective: Any, seed: int) -> dict[str, Any]:
+    """Return how the snapshot and each estimator predict the halves of a round, and how halves of its draws agree."""
+    kept, shared, apart = measure_halves(policy, recording, seed)
+    round = open_round(policy, recording)
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())):
+        target = check_target(Return(), round)
+        values, sides = draw_derivatives(round, target, 2**31, max(COUNTS), SHARE, seed)
+    snapshot = attribute(policy, recording.records, target=Return(), objective=objective).scores.double().numpy()
+    rows = [{"estimator": "snapshot", "draws": 0, **compare(kept, shared, apart, snapshot)}]
+    for name, trim in TRIMS.items():
+        average = partial(average_parts, values.double(), sides, trim)
+        for count in COUNTS:
+            row = {"estimator": name, "draws": count, **compare(kept, shared, apart, average(slice(count)))}
+            rows.append(row | {"agreement": rank_correlation(average(slice(64)), average(slice(64, 128)))})
+    return {"ceiling": measure_agreement(shared), "rows": rows}
+
+
+def average_parts(values: Any, sides: Any, trim: float, part: slice) -> Any:
+    """Return the scores of some draws."""
+    return average_sides(values[part], sides[:, part], trim).numpy()
+
+
+def compare(kept: Any, shared: Any, apart: Any, scores: Any) -> dict[str, Any]:
+    """Return the LDS of scores, by orders that halves share and by others."""
+    return {
+        "lds": compute_lds(kept @ scores, shared.mean(axis=0))["lds"],
+        "apart": rank_correlation(kept @ scores, apart),
+    }
+
+
+def study_seed(part: str, seed: int, out: Path, runs: Path) -> None:
+    """Train a run where that is not done, and study its rounds."""
+    torch.set_num_threads(1)
+    missing = [
+        number for number in ROUNDS[part] if (part, seed, number) not in read_rows(out / "estimators.parquet", KEYS)
+    ]
+    if not missing:
+        return
+    numbers = ROUNDS[part]
+    settings = {**OPTIMIZERS["adam"], "seed": seed, "rounds": numbers[-1], "eval_episodes": 0}
+    experiments.run(
+        experiments.configure(preset="lda-code/lunarlander", **settings),
+        runs / f"seed_{seed}",
+        recordings=list(numbers),
+    )
+    for number in missing:
+        model, recording = experiments.load_recording(RunDirectory.open(runs / f"seed_{seed}"), number)
+        judged = judge(model.policy, recording, model_objective(model), 1000 * seed + number)
+        write_line(
+            out / "estimators.parquet", round_numbers({"part": part, "seed": seed, "round": number, **judged}), KEYS
+        )
+        Console(stderr=True).print(f"{part}, seed {seed}, round {number}")
+
+
+def write_tables(out: Path) -> None:
+    """Write estimators.md: means over the rounds of a seed, then over seeds with 95% t intervals; and each round."""
+    rounds = list(read_rows(out / "estimators.parquet", KEYS).values())
+    parts = [
+        "# Which mean of the draws\n\nWritten by `python -m studies.faithfulness.estimators results/faithfulness`.\n"
+    ]
+    for part in ROUNDS:
+        rows = [row for row in rounds if row["part"] == part]
+        if rows:
+            parts += [f"## {part.capitalize()}\n", tabulate(rows), ""]
+            parts += ["LDS in each round:\n", tabulate_rounds(rows), ""]
+    with write_atomically(out / "estimators.md") as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
+
+
+def tabulate(rows: Sequence[Any]) -> str:
+    """Return the figures of every estimator and number of draws."""
+    lines = [["estimator", "draws", "LDS", "LDS, orders apart", "agreement of two halves of 128", "lowest"]]
+    for place, about in enumerate(rows[0]["rows"]):
+        cells = []
+        for name in ("lds", "apart", "agreement"):
+            values = [(row["seed"], row["rows"][place].get(name)) for row in rows]
+            cells.append("" if values[0][1] is None else average_seeds(values))
+        agreements = [row["rows"][place].get("agreement") for row in rows]
+        lowest = "" if agreements[0] is None else f"{min(agreements):.2f}"
+        lines.append([about["estimator"], str(about["draws"] or ""), *cells, lowest])
+    return table(lines)
+
+
+def average_seeds(values: Sequence[tuple[int, float]]) -> str:
+    """Return the mean of each seed's mean, with a 95% t interval."""
+    means = np.array(
+        [np.mean([value for one, value in values if one == seed]) for seed in sorted({s for s, _ in values})]
+    )
+    half = scipy.stats.t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else None
+    return f"{means.mean():.3f}" + ("" if half is None else f" [{means.mean() - half:.3f}, {means.mean() + half:.3f}]")
+
+
+def tabulate_rounds(rows: Sequence[Any]) -> str:
+    """Return the LDS of the snapshot, and of the estimators of 16 and of 64 draws, round by round."""
+    places = [place for place, about in enumerate(rows[0]["rows"]) if about["draws"] in (0, 16, 64)]
+    names = [
+        f"{rows[0]['rows'][place]['estimator']} {rows[0]['rows'][place]['draws'] or ''}".strip() for place in places
+    ]
+    lines = [["seed", "round", "ceiling", *names]]
+    for row in sorted(rows, key=lambda row: (row["seed"], row["round"])):
+        cells = [f"{row['rows'][place]['lds']:.2f}" for place in places]
+        lines.append([str(row["seed"]), str(row["round"]), f"{row['ceiling']:.2f}", *cells])
+    return table(lines)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/estimators"),
+    only: Annotated[str, typer.Option(help="tuned or tested; none: both.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
+) -> None:
+    """Study what is not there yet, and write estimators.md."""
+    jobs = [(part, seed) for part, seeds in (("tuned", TUNED), ("tested", TESTED)) if only in part for seed in seeds]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for begun in [pool.submit(study_seed, part, seed, out, runs) for part, seed in jobs]:
+            begun.result()
+    write_tables(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""The suite's whole rounds: training with scoring or the recorder and without, stage by stage, in turns."""
+"""The suite's whole rounds, with scoring or the recorder and without, in turns; and scores with errors."""
 
 import time
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from studies.benchmarks.cells import Cell, Result, Setting
 from studies.benchmarks.policies import make_model
-from studies.benchmarks.timing import spread, spread_stages
-from whence import IIF, RunDirectory
-from whence.sb3 import InfluenceCallback
+from studies.benchmarks.timing import spread, spread_stages, take_turns
+from whence import IIF, Return, RunDirectory, attribute
+from whence.folds import FOLDS
+from whence.sb3 import InfluenceCallback, collect, model_objective
 
 WORLDS = {"lunar-lander": "mlp", "minigrid": "minigrid"}
 """Worlds, and the suite's policy of each."""
@@ -28,7 +29,9 @@ LEAST = 3
 
 
 def list_cells() -> Iterator[Cell]:
-    """Yield a cell for each world."""
+    """Yield the cells of each world."""
+    for world in RECORDED:
+        yield Cell(f"errors/{world}", "errors", partial(measure_errors, world))
     for world in WORLDS:
         yield Cell(f"rounds/{world}", "rounds", partial(measure_world, world))
     for world in RECORDED:
@@ -69,6 +72,20 @@ def measure_recorder(world: str, setting: Setting) -> Result:
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         return _compare(RECORDED[world], "PPO, recorded", InfluenceCallback(run=run), run, setting)
+
+
+def measure_errors(world: str, setting: Setting) -> Result:
+    """Return the seconds of scoring a rollout with errors, as the recorder does, and how often as long that is."""
+    model = make_model(RECORDED[world], setting.device)
+    records, objective = collect(model), model_objective(model)
+    score = partial(attribute, model.policy, records, target=Return(), objective=objective)
+    turns = take_turns([partial(score, folds=FOLDS), score], repeats=setting.repeats, device=setting.device)
+    return {
+        "records": len(records),
+        "seconds": spread([turn[0] for turn in turns]),
+        "without": spread([turn[1] for turn in turns]),
+        "ratio": spread([turn[0] / turn[1] for turn in turns]),
+    }
 
 
 def _compare(policy: str, title: str, influence: InfluenceCallback, run: Path | None, setting: Setting) -> Result:

@@ -9,6 +9,7 @@ engines,training` and `--only peers,rounds,install`. Tables: `python -m studies.
   the same records. What would take over a minute, or more memory than is free, is estimated from fewer records.
 - training, `training/POLICY/ENGINE`: scoring over SB3's `train()`; its memory over a training step's; ten targets.
 - peers, `peers/POLICY/LIBRARY`: the same scores by other libraries.
+- errors, `errors/WORLD`: scoring a rollout with errors and without.
 - rounds, `rounds/WORLD`: whole rounds of training, with scoring and without it.
 - install, `install/...`: from `pip install` to the first result.
 """

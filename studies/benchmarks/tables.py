@@ -231,6 +231,16 @@ def tabulate_rounds(cells: Cells) -> str:
     return table(lines) if len(lines) > 1 else ""
 
 
+def tabulate_errors(cells: Cells) -> str:
+    """Return what errors of scores cost."""
+    lines = [["cell", "records", "scores", "scores with errors", "of scores alone"]]
+    for name, line in cells.items():
+        if line["section"] == "errors":
+            seconds = (show(line[key], show_seconds) for key in ("without", "seconds"))
+            lines.append([show_command(name), f"{line['records']:,}", *seconds, show(line["ratio"])])
+    return table(lines) if len(lines) > 1 else ""
+
+
 def tabulate_install(cells: Cells) -> str:
     """Return the seconds from nothing to the first result."""
     line = cells.get("install/example")
@@ -254,6 +264,7 @@ def make_sections(cells: Cells) -> dict[str, str]:
         "Memory under a budget": tabulate_memory(cells),
         "Compared with training": tabulate_training(cells),
         "Other libraries": tabulate_peers(cells),
+        "Errors of scores": tabulate_errors(cells),
         "Whole rounds": tabulate_rounds(cells),
         "From `pip install` to the first result": tabulate_install(cells),
         "Each cell of scoring": tabulate_engines(cells),

@@ -49,6 +49,19 @@ def test_what_is_held_stays_within_the_budget_for_tensors(engine: str, budget: i
     assert held > 0.5 * allowed, "the budget is hardly used"
 
 
+@pytest.mark.parametrize(("device", "free", "allowed"), [("cuda", 70, 20), ("cuda", 10, 5), ("cpu", 70, 2)])
+def test_the_budget_follows_the_device(monkeypatch: pytest.MonkeyPatch, device: str, free: int, allowed: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (free * 1024 * MIB, 80 * 1024 * MIB))
+    assert memory.choose_memory(torch.device(device)) == allowed * 1024 * MIB
+
+
+def test_scoring_without_a_budget_has_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("whence.attribution.choose_memory", lambda device: seen.append(device) or MIB)
+    attribute(mlp_view(), records_for(mlp_view(), 20), target=Return())
+    assert seen == [torch.device("cpu")]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["return", "action"])
 def test_a_small_budget_gives_the_same_scores(engine: str, name: str) -> None:

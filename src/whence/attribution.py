@@ -45,6 +45,7 @@ from whence.engines import (
     add_masks,
     check_memory,
     check_mixing,
+    choose_memory,
     record_gradient,
     solve,
     subtract_own_parts,
@@ -71,7 +72,7 @@ def attribute(
     target: Mapping[str, Target],
     objective: Objective | None = ...,
     engine: str = ...,
-    memory: int = ...,
+    memory: int | None = ...,
     folds: int | None = ...,
     leave_one_out: Unit | None = ...,
 ) -> dict[str, Influence]: ...
@@ -83,7 +84,7 @@ def attribute(
     target: Target,
     objective: Objective | None = ...,
     engine: str = ...,
-    memory: int = ...,
+    memory: int | None = ...,
     folds: int | None = ...,
     leave_one_out: Unit | None = ...,
 ) -> Influence: ...
@@ -94,7 +95,7 @@ def attribute(
     target: Target | Mapping[str, Target],
     objective: Objective | None = None,
     engine: str = "auto",
-    memory: int = 2**31,
+    memory: int | None = None,
     folds: int | None = None,
     leave_one_out: Unit | None = None,
 ) -> Influence | dict[str, Influence]:
@@ -113,6 +114,7 @@ def attribute(
         engine: "auto", "ghost", "forward", "vmap" or "loop"; see Concepts in the documentation.
         memory: bytes that scoring may hold at a time, without the policy and the records. The cost of a record is
             measured on a few of them, once per policy. Tensors of a target that runs the policy itself are not counted.
+            None: a quarter of the GPU's memory, or half of what is free if that is less; on a CPU 2 GiB.
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
             have no errors. Scores are the same bits either way. It costs about 3.5 times as much again, and needs a
             target that reads the scored records, as `Return` does.
@@ -172,7 +174,7 @@ def score_targets(
     *,
     objective: Objective | None = None,
     engine: str = "auto",
-    memory: int = 2**31,
+    memory: int | None = None,
     chunk_size: int | None = None,
     summed: Summed | None = None,
     leave_one_out: Unit | None = None,
@@ -193,7 +195,9 @@ def score_targets(
     with open_problem(
         policy, records, targets=[*targets.values()], objective=objective, chunk_size=chunk_size, summed=summed
     ) as problem:
-        limit = memory if chunk_size is None else None
+        limit = None
+        if chunk_size is None:
+            limit = choose_memory(next(iter(problem.params.values())).device) if memory is None else memory
         products, engine, reason = solve(problem, engine, limit)
         if leave_one_out is not None:
             products = subtract_own_parts(problem, products, label_units(records, leave_one_out), engine, limit)
@@ -230,7 +234,7 @@ def add_errors(
     folds: int,
     objective: Objective | None = None,
     engine: str = "auto",
-    memory: int = 2**31,
+    memory: int | None = None,
 ) -> Influence:
     """Return an influence with the standard errors of its scores over at least 3 folds of the target's episodes.
 
@@ -261,7 +265,7 @@ def attribute_crossfit(
     folds: int = 2,
     objective: Objective | None = None,
     engine: str = "auto",
-    memory: int = 2**31,
+    memory: int | None = None,
 ) -> Influence:
     """Score every record by a target of the other folds' records (the snapshot score, cross-fitted).
 

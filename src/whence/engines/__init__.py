@@ -10,6 +10,7 @@ from whence.engines.gradient_masks import add_masks as add_masks
 from whence.engines.in_step import Step as Step
 from whence.engines.in_step import record_step as record_step
 from whence.engines.memory import check_memory as check_memory
+from whence.engines.memory import choose_memory as choose_memory
 from whence.engines.memory import measure_bytes as measure_bytes
 from whence.engines.own_parts import subtract_own_parts as subtract_own_parts
 from whence.engines.per_record import record_gradient as record_gradient

@@ -26,8 +26,22 @@ _MARGIN = 3
 _BYTES_PER_NUMBER = 64
 
 
+def choose_memory(device: torch.device) -> int:
+    """Return the bytes that scoring may hold where nobody says.
+
+    A quarter of a GPU, whatever else is on it, so that passes are of one size and scores of the same bits from run to
+    run; half of what is free where that is less. A CPU has 2 GiB, on every machine.
+    """
+    if device.type != "cuda":
+        return 2**31
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total // 4, free // 2)
+
+
 def check_memory(memory: object) -> None:
-    """Refuse what is no number of bytes."""
+    """Refuse what is neither None nor a number of bytes."""
+    if memory is None:
+        return
     if not isinstance(memory, Real) or isinstance(memory, bool) or not float(memory) > 0:
         raise WhenceError(f"memory is {memory!r}; a number of bytes above 0 is needed, such as 2 * 2**30 for 2 GiB.")
 

@@ -126,7 +126,7 @@ class InfluenceCallback(BaseCallback):
         target: Target | None = None,
         objective: Objective | None = None,
         engine: str = "auto",
-        memory: int = 2**31,
+        memory: int | None = None,
         run: str | Path | RunDirectory | None = None,
         save_every: int | None = None,
         overwrite: bool = False,

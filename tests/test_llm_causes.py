@@ -25,15 +25,17 @@ from whence.experiments.llm.language_rebuilding import _list_prompt_widths, list
 from whence.experiments.llm.language_training import run
 from whence.experiments.llm.tasks import make_response_target
 from whence.llm import language_view
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, write_flag
 from whence.selection import read_weights
 
 FIXTURES = cache, runs
 QUESTION = "5-1?", "5-1=5;5"
+EXAMPLES = [QUESTION, *((f"{a}+{b}?", f"{a}+{b}={a + b};{a + b}") for a in range(3, 7) for b in (2, 3, 9))]
+"""Thirteen, of several lengths: more than the ten that count."""
 
 
 def rebuild(directory, number, question=QUESTION):
-    make_target = partial(make_response_target, prompt=question[0], response=question[1])
+    make_target = partial(make_response_target, examples=[question])
     return rebuild_round(directory, number, make_target=make_target)
 
 
@@ -54,6 +56,15 @@ def differentiate(value, model):
         torch.zeros_like(p) if g is None else g
         for p, g in zip(params, torch.autograd.grad(value, params, allow_unused=True), strict=True)
     ]
+
+
+def differentiate_log_prob(rebuilt, position):
+    view, row = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), rebuilt.rows.take([position])
+    return differentiate(view(view.parameters(), view.prepare(row)).log_prob.sum(), rebuilt.model)
+
+
+def compute_cosine(*gradients):
+    return float(torch.cosine_similarity(*(torch.cat([p.flatten() for p in g]).double() for g in gradients), dim=0))
 
 
 def differentiate_objective(rebuilt, position):
@@ -156,22 +167,57 @@ class TestRules:
         part = find_response_causes(directory, *QUESTION, method="bm25", rounds=[2])
         assert part["record_id"].to_list() == directory.round("records", 2)["record_id"].to_list()
 
+    @pytest.mark.parametrize("examples", [[QUESTION], EXAMPLES], ids=["one", "many"])
     @pytest.mark.parametrize("name", ["ppo", "an adapter by tokens", "grpo"])
-    def test_advantage_times_cosine_of_gradients(self, runs, name):
+    def test_advantage_times_cosine_of_gradients(self, runs, name, examples):
         directory = runs(name)
-        causes = find_response_causes(directory, *QUESTION, method="nearest", rounds=[1, 3])
+        causes = find_response_causes(directory, *zip(*examples, strict=True), method="nearest", rounds=[1, 3])
         for number in (1, 3):
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            view, cosines = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), []
-            question = differentiate(compute_log_prob(rebuilt)[0], rebuilt.model)
-            for position in range(len(table)):
-                outputs = view(view.parameters(), view.prepare(rebuilt.rows.take([position])))
-                gradient = differentiate(outputs.log_prob.sum(), rebuilt.model)
-                both = (torch.cat([part.flatten() for part in each]).double() for each in (question, gradient))
-                cosines.append(float(torch.cosine_similarity(*both, dim=0)))
-            expected = np.array(cosines) * table["advantage"].to_numpy() * read_weights(table)
+            asked = [differentiate(compute_log_prob(rebuilt, each)[0], rebuilt.model) for each in examples]
+            gradients = (differentiate_log_prob(rebuilt, position) for position in range(len(table)))
+            cosines = [sorted((compute_cosine(each, g) for each in asked), reverse=True)[:10] for g in gradients]
+            expected = np.mean(cosines, axis=1) * table["advantage"].to_numpy() * read_weights(table)
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
+
+    def test_bm25_of_several_is_the_best_match(self, runs):
+        directory, pairs = runs("ppo"), EXAMPLES[:3]
+        causes = [find_response_causes(directory, *each, method="bm25") for each in (*pairs, zip(*pairs, strict=True))]
+        *alone, together = (each["score"].to_numpy() / each["advantage"].to_numpy() for each in causes)
+        assert together == pytest.approx(np.max(alone, axis=0), rel=1e-6)
+        assert len({each.argmax() for each in alone}) > 1
+
+
+class TestExamples:
+    def test_influence_of_several_by_a_plain_loop(self, runs):
+        directory = runs("ppo")
+        causes = find_response_causes(directory, *zip(*EXAMPLES, strict=True), rounds=[3])
+        rebuilt, table = rebuild(directory, 3), directory.round("records", 3)
+        log_probs, tokens = zip(*(compute_log_prob(rebuilt, each) for each in EXAMPLES), strict=True)
+        gradient = differentiate(sum(log_probs) / sum(tokens), rebuilt.model)
+        rows = (differentiate_objective(rebuilt, position) for position in range(len(table)))
+        expected = [sum(float((a * b).sum()) for a, b in zip(gradient, row, strict=True)) for row in rows]
+        expected = np.array(expected) * read_weights(table)
+        assert causes["score"].to_numpy() == pytest.approx(expected, abs=1e-5 * abs(expected).max())
+        mean = sum(log_probs).item() / len(EXAMPLES)
+        assert causes["log_prob"].unique().to_list() == [pytest.approx(mean, rel=1e-5)]
+
+    @pytest.mark.parametrize("method", ["raw", "nearest", "bm25"])
+    def test_stored_responses_are_asked_by_their_tokens_and_left_out(self, runs, method):
+        directory = runs("ppo")
+        table = directory.round("records", 2)
+        pairs = table.filter("ended").select("record_id", "prompt", "response").rows()[:3]
+        records = pl.DataFrame({"round": 2, "record_id": [record for record, *_ in pairs]})
+        texts = zip(*(pair[1:] for pair in pairs), strict=True)
+        of_texts = find_response_causes(directory, *texts, method=method)
+        of_records = find_response_causes(directory, records=records, method=method)
+        expected = of_texts.join(records, on=["round", "record_id"], how="anti")
+        assert len(expected) == len(of_texts) - 3
+        assert of_records["record_id"].to_list() == expected["record_id"].to_list()
+        assert of_records["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), rel=1e-4, abs=1e-6)
+        with pytest.raises(WhenceError, match=r"No response of .* is flagged.*whence view"):
+            find_response_causes(directory, records=records.clear(), method=method)
 
 
 def test_prompt_widths_of_processes_by_hand():
@@ -195,7 +241,7 @@ class TestQuestions:
             (chat, ("ab", "jcc"), [2, 3, 11, 4, 4]),
             (chat, (chat[0], "jcc"), [2, 3, 11, 4, 4]),
         ):
-            target = make_response_target(self.make_task(prompts), *question)
+            target = make_response_target(self.make_task(prompts), [question])
             assert target.rows.observations["input_ids"].tolist() == [ids]
 
     def test_what_cannot_be_asked(self, runs):
@@ -239,7 +285,7 @@ class TestCommand:
         done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")
         content = json.loads(done.stdout)
         causes = find_response_causes(directory, *QUESTION, method="raw" if by == "influence" else by)
-        assert (content["prompt"], content["response"], content["by"]) == (*QUESTION, by)
+        assert [content[name] for name in ("prompts", "responses", "by")] == [[QUESTION[0]], [QUESTION[1]], by]
         for name, lowest in (("raised", False), ("lowered", True)):
             expected = rank_records(causes, lowest=lowest, most=2)
             assert [row["record"] for row in content[name]] == expected["record_id"].to_list()
@@ -252,6 +298,29 @@ class TestCommand:
             assert content["log_prob_first"] == pytest.approx(causes["log_prob"][0])
             assert content["log_prob"] == pytest.approx(measure_trained(directory, *QUESTION))
         assert content["notes"] == []
+
+    def test_several_examples_and_flags(self, runs, tmp_path):
+        directory = copy_run(runs("ppo"), tmp_path / "run")
+        directory.sign()
+        more = [option for pair in EXAMPLES[1:3] for option in ("--prompt", pair[0], "--response", pair[1])]
+        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, *more, "--by", "nearest", "--json")
+        content = json.loads(done.stdout)
+        assert content["prompts"] == [prompt for prompt, _ in EXAMPLES[:3]]
+        assert content["decision"].startswith("One of 3 responses, by the geometric mean: its probability was")
+        texts = tuple(zip(*EXAMPLES[:3], strict=True))
+        best = rank_records(find_response_causes(directory, *texts, method="nearest"), lowest=False, most=5)
+        assert [row["record"] for row in content["raised"]] == best["record_id"].to_list()
+        assert content["log_prob"] == pytest.approx(measure_trained(directory, *texts))
+        bare = invoke("llm", "why", directory.path, "--flagged")
+        assert "No response of" in str(bare.exception)
+        flagged = best["round", "record_id"].rows()[:2]
+        for number, record in flagged:
+            write_flag(directory.path, number, record, "")
+        done = invoke("llm", "why", directory.path, "--flagged", "--by", "nearest", "--json")
+        content = json.loads(done.stdout)
+        assert content["decision"].startswith("One of the 2 flagged responses, by the geometric mean: its")
+        assert content["notes"] == ["The flagged responses are asked about, so they are not listed."]
+        assert content["raised"][0]["record"] not in dict(map(reversed, flagged))
 
     def test_missing_policies_are_named(self, runs, tmp_path):
         directory = copy_run(runs("ppo"), tmp_path / "run")
@@ -270,7 +339,9 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["--prompt", "5-1?"], "--prompt and --response go together"),
-            ([*QUESTION_OPTIONS, "--record", 3], "without --round and --record"),
+            ([*QUESTION_OPTIONS, "--record", 3], "--round and --record"),
+            ([*QUESTION_OPTIONS, "--flagged"], "without --flagged"),
+            (["--flagged", "--round", 3], "without --flagged"),
         ],
     )
     def test_what_is_refused_before_anything_is_read(self, tmp_path, arguments, message):

@@ -31,6 +31,9 @@ def test_bm25_by_its_formula():
     for question in ("cat", "cat cat mat", "15 - 7 unicorns", "the dogs"):
         expected = [compute(document, split_terms(question)) for document in terms]
         assert rank_bm25(TEXTS, question) == pytest.approx(expected, rel=1e-5)
+    best = np.maximum(rank_bm25(TEXTS, "mat"), rank_bm25(TEXTS, "15"))
+    assert rank_bm25(TEXTS, "mat", "unicorns", "15").tolist() == best.tolist()
+    assert (best > 0).tolist() == [True, False, False, True, False]
     assert rank_bm25(TEXTS, "unicorns").tolist() == [0] * 5
     assert rank_bm25(TEXTS, "").tolist() == [0] * 5
 

@@ -164,7 +164,7 @@ def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple
     trained = load_trained_task(directory)
     assert trained is not None
     task, temperature = trained
-    targets = [make_response_target(task, *question) for question in questions]
+    targets = [make_response_target(task, [question]) for question in questions]
     start_model, _ = load_model(str(lab.model_path), "float32")
     return [
         [math.exp(compute_response_log_prob(target, model, temperature)) for target in targets]

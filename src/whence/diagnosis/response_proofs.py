@@ -9,7 +9,7 @@ import torch
 
 from whence.core import RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
 from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, list_trained, name_top, prove
-from whence.diagnosis.response_causes import RAW, find_response_causes
+from whence.diagnosis.response_causes import RAW, find_response_causes, read_examples
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.language_rebuilding import (
     list_policies,
@@ -19,7 +19,7 @@ from whence.experiments.llm.language_rebuilding import (
     rebuild_rows,
 )
 from whence.experiments.llm.loading import hide_progress_bars, load_function
-from whence.experiments.llm.tasks import Task, load_task, make_response_target
+from whence.experiments.llm.tasks import Task, load_task
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import Recipe, evaluate_log_probs, read_recipe, train_again
 from whence.llm.text import Prompt, Reward, compute_rewards, find_columns, generate
@@ -100,7 +100,10 @@ def prove_response(
             return find(row["prompt"], row["response"])
 
     left_out = check_left_out(trained, left_out)
-    behaviour = _read_behaviour(policy, tokenizer, prompt, response, tables, left_out)
+    examples = (prompt, response, None) if prompt is not None and response is not None else ((), (), left_out)
+    make_target, _ = read_examples(run, *examples)
+    behaviour = make_target(Task(policy, tokenizer, [{"prompt": prompt}], _refuse, None, None, None)).rows
+    assert behaviour is not None
     measure_answers = _make_measure(run, tables, tokenizer, recipe, reward, match, answers)
     start = {name: tensor.detach().clone() for name, tensor in policy.named_parameters() if tensor.requires_grad}
     rows, notes = _read_rows(run, tables, tokenizer, policy.device)
@@ -141,25 +144,6 @@ def prove_response(
     stored = {} if ended is None else measure_policy(ended.to(policy.device), 0)
     subject = words if match is None else f"“{match}”"
     return Proof(subject, "rollouts", len(left_out), table, stored, notes, file)
-
-
-def _read_behaviour(
-    policy: Any,
-    tokenizer: Any,
-    prompt: Prompt | None,
-    response: str | None,
-    tables: Mapping[int, pl.DataFrame],
-    left_out: pl.DataFrame,
-) -> RecordBatch:
-    """Return the response in question as a row; without one, the left-out responses."""
-    if prompt is not None and response is not None:
-        task = Task(policy, tokenizer, [{"prompt": prompt}], _refuse, None, None, None)
-        rows = make_response_target(task, prompt, response).rows
-        assert rows is not None
-        return rows
-    groups = left_out.group_by("round", maintain_order=True)
-    parts = [tables[number].join(group, on="record_id", how="semi") for (number,), group in groups]
-    return make_stored_rows(pl.concat(parts, how="diagonal_relaxed"), tokenizer, policy.device)
 
 
 def _read_rows(

@@ -45,17 +45,21 @@ def why(
         int | None, typer.Option(help="The response. (default: the most harmful of the round)", show_default=False)
     ] = None,
     prompt: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(help="Ask what taught the model an answer to this prompt,", metavar="TEXT", show_default=False),
     ] = None,
     response: Annotated[
-        str | None, typer.Option(help="and this is the answer.", metavar="TEXT", show_default=False)
+        list[str] | None,
+        typer.Option(help="and this is the answer. Repeat both for more examples.", metavar="TEXT", show_default=False),
     ] = None,
+    flagged: Annotated[
+        bool, typer.Option("--flagged", help="Ask what taught it the responses that were flagged on the run's page.")
+    ] = False,
     by: Annotated[
         Literal["influence", "nearest", "bm25"],
         typer.Option(
-            help="How records are scored for that answer: influence; nearest, advantage × cosine of the gradients of "
-            "log π; bm25, advantage × similarity of words, which needs no policy."
+            help="How records are scored for these answers: influence; nearest, advantage × cosine of the gradients of "
+            "log π, best with ten examples or more; bm25, advantage × similarity of words, which needs no policy."
         ),
     ] = "influence",
     top: Annotated[
@@ -72,26 +76,30 @@ def why(
     Parts are computed by the policy of the round. It is there for round 1, and for rounds whose checkpoints were kept:
     --settings '{"save_every": 1, "keep_checkpoints": 40}'.
 
-    With --prompt and --response it scores the records of all rounds whose policy is there, each at the policy that drew
-    it: above 0, the record speaks for this response after this prompt.
+    With --prompt and --response, or --flagged, it scores the records of all rounds whose policy is there, each at the
+    policy that drew it: above 0, the record speaks for these responses after these prompts.
 
     Example: whence llm why runs/chains --round 3 --record 70
 
     Example: whence llm why runs/chains --prompt '8-1?' --response '8-1=8;8'
+
+    Example: whence llm why runs/chains --flagged --by nearest
     """
-    has_text, has_record = (prompt, response).count(None) < 2, (round, record).count(None) < 2
-    if has_text and (has_record or prompt is None or response is None):
+    prompts, responses = prompt or [], response or []
+    ways = bool(prompts), flagged, (round, record).count(None) < 2
+    if len(prompts) != len(responses) or sum(ways) > 1:
         raise WhenceError(
-            "--prompt and --response go together, without --round and --record: they ask what taught an answer, over "
-            "all rounds. --round and --record name one stored response."
+            "--prompt and --response go together, as often as one likes, without --flagged, --round and --record: they "
+            "ask what taught an answer, over all rounds; so does --flagged. --round and --record name one stored "
+            "response."
         )
     directory = RunDirectory.open(run, trust=trust)
     if not directory.is_language:
         raise WhenceError(f"{run} is no language model's run: its records have no tokens. See whence show {run}.")
-    if prompt is not None and response is not None:
-        causes = _gather_causes(directory, prompt, response, by, top)
+    if prompts or flagged:
+        causes = _gather_causes(directory, prompts, responses, flagged, by, top)
         if json:
-            print_json({"prompt": prompt, "response": response, **describe_causes(causes)})
+            print_json({"prompts": prompts, "responses": responses, "flagged": flagged, **describe_causes(causes)})
         else:
             print_causes(causes)
         return
@@ -109,17 +117,24 @@ def why(
         _print_explanation(explanation, number, top)
 
 
-def _gather_causes(run: RunDirectory, prompt: str, response: str, by: str, top: int) -> CauseView:
-    """Score the records of all rounds below a progress bar, and return what taught the response.
+def _gather_causes(
+    run: RunDirectory, prompts: Sequence[str], responses: Sequence[str], flagged: bool, by: str, top: int
+) -> CauseView:
+    """Score the records of all rounds below a progress bar, and return what taught the responses.
 
-    Its present log-probability is that under the trained model, or under the policy of the last scored round.
+    Their present log-probability is that under the trained model, or under the policy of the last scored round.
     """
+    examples, notes = (prompts, responses, run.flags() if flagged else None), list[str]()
+    what = f"One of {len(responses)} responses, by the geometric mean"
+    if len(responses) == 1:
+        what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"
+    elif flagged:
+        what = f"One of the {len(run.flags())} flagged responses, by the geometric mean"
+        notes.append("The flagged responses are asked about, so they are not listed.")
     with RoundBar("rounds", "scoring") as bar:
-        causes = find_response_causes(
-            run, prompt, response, method="raw" if by == "influence" else by, on_round=bar.update
-        )
+        causes = find_response_causes(run, *examples, method="raw" if by == "influence" else by, on_round=bar.update)
     log_probs = causes["log_prob"].drop_nulls().to_list() or [None]
-    first, now, notes = log_probs[0], log_probs[-1], []
+    first, now = log_probs[0], log_probs[-1]
     if by != "bm25":
         policies = list_policies(run)
         if policies.missing:
@@ -128,19 +143,20 @@ def _gather_causes(run: RunDirectory, prompt: str, response: str, by: str, top: 
                 f"records are not scored. To keep all, train with --settings '{policies.settings}'. Without policies: "
                 "--by bm25."
             )
-        trained = measure_trained(run, prompt, response)
+        trained = measure_trained(run, *examples)
         now = now if trained is None else trained
         if trained is None:
             last = causes["round"][-1]
             notes.append(
                 f"The run holds no trained model yet; “now” is the policy that drew the records of round {last}."
             )
-    decision = Decision(f"“{shorten(response)}” after “{shorten(prompt)}”", first, now)
     raised, lowered = (
         rank_records(causes, lowest=lowest, most=top).drop("log_prob").rename({"record_id": "record"}).to_dicts()
         for lowest in (False, True)
     )
-    return CauseView(str(run.path), "", decision, by, sum_rounds(causes), raised, lowered, notes=notes)
+    return CauseView(
+        str(run.path), "", Decision(what, first, now), by, sum_rounds(causes), raised, lowered, notes=notes
+    )
 
 
 def _print_explanation(explanation: Explanation, number: int, top: int) -> None:

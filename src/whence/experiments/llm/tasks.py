@@ -1,7 +1,7 @@
 """Tasks of language-model runs: the laboratory, or a user's model and data, and the settings of the trainer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from whence.core import WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
-from whence.llm.base import PPOConfig
+from whence.llm.base import PPOConfig, list_tokens
 from whence.llm.lab import SIZES, arithmetic, evaluate, lenient_reward
 from whence.llm.scores import ValidationLoss
 from whence.llm.text import (
@@ -198,36 +198,39 @@ def make_validation_target(task: Task) -> ValidationLoss:
     return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
 
 
-def make_response_target(task: Task, prompt: Prompt, response: str) -> ValidationLoss:
-    """Return the mean log-probability of a response's tokens after a prompt, its end-of-text token included.
+def make_response_target(task: Task, examples: Iterable[tuple[Prompt, str]]) -> ValidationLoss:
+    """Return the mean log-probability of the tokens of all responses, each with its end-of-text token.
 
     Args:
         task: a run's task. Where its prompts are chats, a text is asked as a chat of one message.
-        prompt: a text, or the messages of a chat.
-        response: a text.
+        examples: prompts, each a text or the messages of a chat, with their responses.
 
     Raises:
-        WhenceError: the tokenizer does not know a character, the prompt has no token, or the model's context is too
+        WhenceError: the tokenizer does not know a character, a prompt has no token, or the model's context is too
             short.
     """
-    row: dict[str, Any] = {"prompt": prompt, "completion": response}
-    if not isinstance(prompt, str) or not isinstance(next(iter(task.prompts))["prompt"], str):
-        row["prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        row["completion"] = [{"role": "assistant", "content": response}]
-    elif not task.tokenizer(prompt)["input_ids"]:
-        raise WhenceError(f"The prompt {prompt!r} has no token, and a response follows one at least. Write a prompt.")
-    target = ValidationLoss.of([row], task.tokenizer)
+    target = ValidationLoss.of([_make_demonstration(task, *example) for example in examples], task.tokenizer)
     assert target.rows is not None
-    ids = target.rows.observations["input_ids"][0].tolist()
     unknown, context = task.tokenizer.unk_token_id, context_length(task.model)
-    if unknown in ids and unknown != task.tokenizer.eos_token_id:
-        text = task.tokenizer.decode(ids)
-        raise WhenceError(
-            f"The run's tokenizer does not know all characters: it reads prompt and response as {text!r}."
-        )
-    if context is not None and len(ids) > context:
-        raise WhenceError(f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}.")
+    for prompt, response in zip(*list_tokens(target.rows), strict=True):
+        ids = [*prompt, *response]
+        if unknown in ids and unknown != task.tokenizer.eos_token_id:
+            text = task.tokenizer.decode(ids)
+            raise WhenceError(
+                f"The run's tokenizer does not know all characters: it reads prompt and response as {text!r}."
+            )
+        if context is not None and len(ids) > context:
+            raise WhenceError(f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}.")
     return target
+
+
+def _make_demonstration(task: Task, prompt: Prompt, response: str) -> dict[str, Any]:
+    if not isinstance(prompt, str) or not isinstance(next(iter(task.prompts))["prompt"], str):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return {"prompt": messages, "completion": [{"role": "assistant", "content": response}]}
+    if not task.tokenizer(prompt)["input_ids"]:
+        raise WhenceError(f"The prompt {prompt!r} has no token, and a response follows one at least. Write a prompt.")
+    return {"prompt": prompt, "completion": response}
 
 
 def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:

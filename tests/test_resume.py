@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sb3_contrib import MaskablePPO
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
@@ -132,6 +132,7 @@ MODELS = {
     "schedule": lambda: small(monitored(Walk), learning_rate=lambda left: 3e-3 * left, clip_range=lambda left: left),
     "masked": lambda: toys.model(MaskablePPO, seed=3, n_envs=2),
     "masked dict": lambda: toys.model(MaskablePPO, observation="dict", seed=3),
+    "recurrent": lambda: toys.model(RecurrentPPO, seed=3, n_envs=2),
     "dict": lambda: toys.model(observation="dict", seed=3),
     "image": lambda: toys.model(observation="image", seed=3),
 }
@@ -354,7 +355,9 @@ class TestFinished:
 
 
 class TestResume:
-    @pytest.mark.parametrize("name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked", "masked dict"])
+    @pytest.mark.parametrize(
+        "name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked", "masked dict", "recurrent"]
+    )
     def test_from_the_directory_alone(self, tmp_path, name):
         whole = train(MODELS[name], tmp_path / "whole", folds=8)
         train(MODELS[name], tmp_path / "parts", until=0.7, folds=8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
+from sb3_contrib import TRPO, MaskablePPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.vec_env import VecNormalize
@@ -149,7 +149,6 @@ def override(owner: str, name: str) -> Any:
         (lambda: DQN("MlpPolicy", Toy(), buffer_size=10), "DQN is not supported: it is not on-policy"),
         (lambda: OwnTrain("MlpPolicy", Toy()), r"OwnTrain overrides train\(\).*Use PPO"),
         (lambda: PPO("MlpPolicy", Toy(), rollout_buffer_class=OwnBuffer), r"OwnBuffer overrides get\(\).*SB3's own"),
-        (lambda: RecurrentPPO("MlpLstmPolicy", Toy()), "RecurrentPPO.*hidden states of the records before.*stacked"),
         (lambda: TRPO("MlpPolicy", Toy()), "TRPO is not supported: its loss is not known to whence"),
     ],
 )

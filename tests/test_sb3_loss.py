@@ -34,14 +34,14 @@ class FullError(Exception):
     """The rollout is full, and `train()` has not begun."""
 
 
-def fill_buffer(toy: Any) -> whence.RecordBatch:
-    """Fill the model's rollout buffer, and return its records."""
+def fill_buffer(toy: Any, **options: Any) -> whence.RecordBatch:
+    """Fill the model's rollout buffer, and return its records; options go to `learn`."""
 
     def stop(toy: Any) -> None:
         raise FullError
 
     with pytest.raises(FullError):
-        toy.learn(toy.n_steps * toy.n_envs, callback=OnRolloutEnd(stop))
+        toy.learn(toy.n_steps * toy.n_envs, callback=OnRolloutEnd(stop), **options)
     return snapshot(toy)
 
 

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from sb3_contrib import MaskablePPO
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -126,6 +126,9 @@ def model(
     if normalised:
         env = VecNormalize(env)
     policy = {"image": "CnnPolicy", "dict": "MultiInputPolicy"}.get(observation, "MlpPolicy")
+    if algorithm is RecurrentPPO:
+        policy = policy.replace("Policy", "LstmPolicy")
+        policy_kwargs = {"lstm_hidden_size": 8, **policy_kwargs}
     if algorithm is not A2C:
         kwargs = {"batch_size": 16, "n_epochs": 2, **kwargs}
     return algorithm(policy, env, n_steps=n_steps, policy_kwargs=policy_kwargs, seed=seed, device=device, **kwargs)

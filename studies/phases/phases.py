@@ -78,15 +78,15 @@ class History:
 def read_behaviour(run: RunDirectory, record: int, *, env: AnyEnv = None) -> Action:
     """Return what was done in the state of a record, of any round."""
     for number in reversed(run.require_rounds()):
-        row = run.round("records", number).filter(pl.col("record_id") == record)
-        if not row.is_empty():
-            return _make_behaviour(read_records(run, row, load_model(run, number, env=env), env=env))
+        if record in run.round("records", number)["record_id"]:
+            model = load_model(run, number, env=env)
+            return _make_behaviour(read_records(run, number, model, env=env, ids=[record]))
     raise WhenceError(f"No round of {run.path} holds record {record}. `whence show` lists the moments of a round.")
 
 
 def _make_behaviour(state: RecordBatch, action: int | None = None) -> Action:
     """Return a record's action in its state, or another action."""
-    return Action(state.observations, state.actions if action is None else [action], state.action_masks)
+    return Action(state.observations, state.actions if action is None else [action], state.action_masks, state)
 
 
 def find_behaviour(run: RunDirectory, *, env: AnyEnv = None) -> Action:
@@ -99,7 +99,7 @@ def find_behaviour(run: RunDirectory, *, env: AnyEnv = None) -> Action:
     if len(numbers) < 3:
         raise WhenceError(f"{run.path} holds {len(numbers)} policies; 3 are needed to see what rose. Train on.")
     model = load_model(run, numbers[0], env=env)
-    records = read_records(run, run.round("records", rounds[-1]), model, env=env)
+    records = read_records(run, rounds[-1], model, env=env)
     states = records.take(torch.linspace(0, len(records) - 1, min(CANDIDATES, len(records))).long())
     inputs = actor_critic_view(model.policy).prepare(states)
     curves = []
@@ -158,7 +158,7 @@ def trace_phases(
     rows, permuted = [], []
     for number in numbers:
         load_policy(run, number, model)
-        records = read_records(run, run.round("records", number), model, env=env)
+        records = read_records(run, number, model, env=env)
         influence = attribute(model.policy, records, target=behaviour, objective=model_objective(model))
         scores, embeddings = influence.scores.double().numpy(), embed_records(final.policy, records)
         generator = np.random.default_rng([seed, number, 0])

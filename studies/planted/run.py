@@ -180,7 +180,7 @@ def score_studied(
     """Return the scores of all records by the methods that are studied; `others` are states outside the region."""
     numbers = directory.rounds()
     model, trained = load_model(directory, numbers[0]), load_model(directory, directory.rounds("policies")[-1])
-    rounds = [read_records(directory, directory.round("records", number), model) for number in numbers]
+    rounds = [read_records(directory, number, model) for number in numbers]
     examples, counter_examples = (
         Action(each, np.full(len(each), action)).as_records(rounds[0]) for each in (states, others)
     )

@@ -81,6 +81,7 @@ class RecordBatch:
         action_masks: (n, ...) bool, True where an action was allowed, or None.
         gamma: discount factor, or None.
         gae_lambda: lambda of the advantage estimator, or None.
+        history: the steps that a recurrent policy reads before a record's own, which all parts of a batch share; None.
 
     Raises:
         InvalidRecords: lengths differ, there is no record, or a record id is negative or occurs twice.
@@ -104,6 +105,7 @@ class RecordBatch:
     action_masks: Bool[Tensor, "n ..."] | None = None
     gamma: float | None = None
     gae_lambda: float | None = None
+    history: Any = None
 
     def __post_init__(self) -> None:
         for name in _COLUMNS:
@@ -291,7 +293,7 @@ def _make_series(name: str, column: Tensor | NDArray[Any]) -> pl.Series:
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
 
 
-_COLUMNS = tuple(field.name for field in fields(RecordBatch) if field.name not in ("gamma", "gae_lambda"))
+_COLUMNS = tuple(field.name for field in fields(RecordBatch) if field.name not in ("gamma", "gae_lambda", "history"))
 _INTEGER = ("record_ids", "env_index", "episode_ids", "steps", "group_ids")
 _BOOLEAN = ("episode_starts", "action_masks")
 _FLOATING = ("log_probs", "advantages", "values", "returns", "rewards")

@@ -168,11 +168,13 @@ class Action:
         action: one action, or m of them; inside the policy's action space, if the view knows it.
         action_mask: which actions were allowed, shaped like the records' masks; None: the policy takes no masks, or
             all actions were allowed.
+        records: the m records that these are of, of a recurrent policy, which reads the steps before them; else None.
     """
 
     observation: Any
     action: Any
     action_mask: Any = None
+    records: RecordBatch | None = None
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
@@ -205,7 +207,8 @@ class Action:
                 "as many actions as observations."
             )
         zeros = torch.zeros(counts.pop(), device=like.log_probs.device)
-        return RecordBatch(**columns, log_probs=zeros, advantages=zeros)
+        place: Any = {} if (of := self.records) is None else {"record_ids": of.ids, "history": of.history}
+        return RecordBatch(**columns, log_probs=zeros, advantages=zeros, **place)
 
     def __repr__(self) -> str:
         arguments = [self.observation, self.action] + ([] if self.action_mask is None else [self.action_mask])

@@ -8,7 +8,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.attribution import attribute
-from whence.core import Action, WhenceError, suggest
+from whence.core import Action, RecordBatch, WhenceError, suggest
 from whence.diagnosis.ranking import OnRound, average_nearest, score_rounds
 from whence.experiments import AnyEnv, load_model, load_policy, read_records
 from whence.gradient_products import multiply_gradients
@@ -28,6 +28,7 @@ def find_causes(
     actions: Any,
     *,
     action_masks: Any = None,
+    states_of: RecordBatch | None = None,
     rounds: Sequence[int] | None = None,
     method: str = RAW,
     env: AnyEnv = None,
@@ -49,6 +50,7 @@ def find_causes(
         target_states: one observation, shaped like the policy's observation space; or m of them, first axis m.
         actions: one action, or m of them. The target is the mean over the pairs.
         action_masks: which actions were allowed, or None; see `whence.Action`.
+        states_of: the records that these are of, which a recurrent policy needs; or None.
         rounds: the rounds to score, from 1; None: all.
         method: one of `METHODS`.
         env: the environment of runs whose configuration does not name it; see `load_round`.
@@ -64,12 +66,12 @@ def find_causes(
     """
     if method not in METHODS:
         raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
-    target = Action(target_states, actions, action_masks)
+    target = Action(target_states, actions, action_masks, states_of)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
     model = load_model(run, numbers[0], env=env)
 
     def score(number: int, table: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
-        records = read_records(run, table, model, env=env)
+        records = read_records(run, number, model, env=env)
         load_policy(run, number, model)
         if method == RAW:
             scores = attribute(model.policy, records, target=target, objective=model_objective(model)).scores.double()

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from gymnasium import spaces
 from jaxtyping import Float
@@ -27,11 +26,14 @@ from whence.runs import RunDirectory
 from whence.sb3 import (
     LockstepEnvs,
     actor_critic_view,
+    add_history,
     explain_no_frames,
+    is_recurrent,
     open_env,
     render,
     to_env_actions,
     use_fresh_noise,
+    zero_states,
 )
 
 LONGEST = 10_000
@@ -80,7 +82,7 @@ class PlayedEpisode:
 def _make_target(records: RecordBatch, place: int) -> Action:
     """Return what was done in one record as a target; it is read with the record's action mask."""
     single = records.take(slice(place, place + 1))
-    return Action(single.observations, single.actions, single.action_masks)
+    return Action(single.observations, single.actions, single.action_masks, single)
 
 
 def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = None) -> Action:
@@ -91,11 +93,10 @@ def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = No
         RunDirectoryError: the policy cannot be built again.
     """
     table = run.round("records", number)
-    row = table.filter(pl.col("record_id") == record)
-    if row.is_empty():
-        ids = table["record_id"].sort()
+    ids = table["record_id"].sort()
+    if record not in ids:
         raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids[0]} to {ids[-1]}.")
-    return _make_target(read_records(run, row, load_model(run, number, env=env), env=env), 0)
+    return _make_target(read_records(run, number, load_model(run, number, env=env), env=env, ids=[record]), 0)
 
 
 def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) -> tuple[float, float, bool]:
@@ -105,7 +106,8 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
     """
     rounds, policies = run.require_rounds(), run.rounds("policies")
     model = load_model(run, policies[0], env=env)
-    states = target.as_records(read_records(run, run.round("records", rounds[0]).head(1), model, env=env))
+    first_id = run.round("records", rounds[0])["record_id"][0]
+    states = target.as_records(read_records(run, rounds[0], model, env=env, ids=[first_id]))
     before = read_log_probs(model, states).mean()
     load_policy(run, policies[-1], model)
     return float(before), float(read_log_probs(model, states).mean()), not isinstance(model.action_space, spaces.Box)
@@ -138,6 +140,7 @@ def play_episode(
     policies = run.rounds("policies")
     model = load_model(run, policies[-1], env=env)
     is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
+    memory = zero_states(model.policy, 1) if is_recurrent(model.policy) else None
     states: list[Tree] = []
     actions: list[Tensor] = []
     masks: list[NDArray[np.bool_]] = []
@@ -159,7 +162,10 @@ def play_episode(
             masks += [lockstep.read_masks(lockstep.alive)] if is_masked else []
             state, _ = model.policy.obs_to_tensor(observation)
             allowed = {"action_masks": masks[-1]} if is_masked else {}
-            action = model.policy._predict(state, deterministic=False, **allowed)
+            if memory is None:
+                action = model.policy._predict(state, deterministic=False, **allowed)
+            else:
+                action, _, _, memory = model.policy.forward(state, memory, torch.zeros(1))
             states.append(state)
             actions.append(action)
             if step in frames and note is None:
@@ -175,7 +181,11 @@ def play_episode(
         advantages=unknown,
         steps=torch.arange(len(states)),
         action_masks=torch.from_numpy(np.concatenate(masks)) if is_masked else None,
+        episode_starts=torch.arange(len(states)) == 0,
+        env_index=torch.zeros(len(states)),
     )
+    if memory is not None:
+        records = add_history(records, {})
     now = read_log_probs(model, records)
     load_policy(run, policies[0], model)
     return PlayedEpisode(

@@ -19,7 +19,7 @@ from whence.core import RunDirectoryError, WhenceError, explain_write_errors, fi
 from whence.runs.locks import LOCK, check_fork
 
 FOLDERS = [
-    *("policies", "recordings", "statistics", "checkpoints"),
+    *("policies", "recordings", "statistics", "states", "checkpoints"),
     *("model", "trl", "counterfactual", "proofs"),
 ]
 """What a run may hold besides tables of rounds."""
@@ -30,9 +30,9 @@ Table: TypeAlias = Literal["metrics", "timings", "evaluations"]
 PerRound: TypeAlias = Literal["records", "episodes", "answers"]
 """Tables that a round has one of. Answers to sample prompts follow a round; those of round 0 are the start model's."""
 
-RoundTensors: TypeAlias = Literal["policies", "recordings", "statistics"]
-"""Tensors that a round has: of the policy that collected it, of what its optimisation did, see `RoundRecording`, and
-VecNormalize's statistics when it was collected.
+RoundTensors: TypeAlias = Literal["policies", "recordings", "statistics", "states"]
+"""Tensors that a round has: of the policy that collected it, of what its optimisation did, see `RoundRecording`,
+VecNormalize's statistics when it was collected, and the states of a recurrent policy before its first step.
 
 The policy with the number after the last round is the trained one.
 """

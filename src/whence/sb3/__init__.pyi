@@ -51,5 +51,8 @@ from .episodes.resets import reseed as reseed
 from .episodes.resets import reuses_world as reuses_world
 from .policy import actor_critic_view as actor_critic_view
 from .policy import predict as predict
+from .recurrent import add_history as add_history
+from .recurrent import is_recurrent as is_recurrent
+from .recurrent import zero_states as zero_states
 from .resuming import SPACES as SPACES
 from .resuming import build_model as build_model

@@ -160,9 +160,8 @@ class InfluenceCallback(BaseCallback):
         self.optimisation_clock = Stopwatch()
         self._logged: set[str] = set()
         self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
-        self._rounds_done, self._learns = 0, 0
+        self._rounds_done, self._learns, self._last_timestep = 0, 0, 0
         self._ongoing: Ongoing | None = None
-        self._last_timestep = 0
         self._checkpoint: Checkpoint | None = None
 
     def check_model(self) -> None:
@@ -356,7 +355,8 @@ class InfluenceCallback(BaseCallback):
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
         if self._run is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            self._run.write_round(self.round.number, self._steps.add_columns(table), self._steps.statistics, self.model)
+            statistics, states = self._steps.statistics, getattr(records.history, "states", {})
+            self._run.write_round(self.round.number, self._steps.add_columns(table), statistics, states, self.model)
         return metrics
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:

@@ -33,6 +33,7 @@ from whence.core import (
     preserve_rng_state,
     unwrap_compiled,
 )
+from whence.sb3.recurrent import is_recurrent, prepare_sequences, run_sequences
 from whence.sb3.supported_models import check_policy
 
 log = logging.getLogger("whence")
@@ -42,12 +43,13 @@ _REPLACED = ("evaluate_actions", "extract_features", "_get_action_dist_from_late
 
 
 def actor_critic_view(policy: Any) -> ModuleView:
-    """Return a view of an SB3 `ActorCriticPolicy`, or of sb3-contrib's maskable one.
+    """Return a view of an SB3 `ActorCriticPolicy`, or of sb3-contrib's maskable or recurrent one.
 
     It covers all of SB3's observation and action spaces, features extractors shared or not, gSDE and squashed actions.
-    A maskable policy reads the `action_masks` of records that have them. The view computes what `evaluate_actions` does
-    from its parts, which takes less time; where that is not the same, as of a policy that overrides it or whose
-    features extractor was replaced, it calls `evaluate_actions` itself.
+    A maskable policy reads the `action_masks` of records that have them; a recurrent one reads the steps before a
+    record, which `snapshot` and `collect` note. The view computes what `evaluate_actions` does from its parts, which
+    takes less time; where that is not the same, as of a policy that overrides it or whose features extractor was
+    replaced, it calls `evaluate_actions` itself.
 
     Raises:
         Unsupported: see `check_policy`.
@@ -55,6 +57,8 @@ def actor_critic_view(policy: Any) -> ModuleView:
     check_policy(policy := unwrap_compiled(policy))
 
     def prepare(records: RecordBatch) -> Tree:
+        if is_recurrent(policy):
+            return prepare_sequences(records) | {"actions": _shape_actions(policy, records, _dtype(policy))}
         return _prepare_parts(policy, records) if _has_plain_parts(policy, records) else _prepare_raw(policy, records)
 
     def optimizer() -> Any:
@@ -65,7 +69,7 @@ def actor_critic_view(policy: Any) -> ModuleView:
 
 def _prepare_parts(policy: Any, records: RecordBatch) -> Tree:
     """Return the inputs of the policy's parts: observations after one-hot and scaling, in the parameters' type."""
-    dtype = next(policy.parameters()).dtype
+    dtype = _dtype(policy)
     observations = preprocess_obs(records.observations, policy.observation_space, policy.normalize_images)
     inputs = {
         "observations": map_tree(lambda t: t.to(dtype), observations),
@@ -78,6 +82,10 @@ def _prepare_raw(policy: Any, records: RecordBatch) -> Tree:
     """Return the inputs of `evaluate_actions`, as `train()` passes them."""
     actions = _shape_actions(policy, records, records.actions.dtype)
     return {"raw": records.observations, "actions": actions} | _read_masks(policy, records)
+
+
+def _dtype(policy: Any) -> torch.dtype:
+    return next(policy.parameters()).dtype  # type: ignore[no-any-return]
 
 
 def _shape_actions(policy: Any, records: RecordBatch, dtype: torch.dtype) -> Tensor:
@@ -236,6 +244,9 @@ def predict(policy: Any, inputs: Tree) -> tuple[Distribution, Tensor]:
 
 def _run(policy: Any, inputs: Tree) -> tuple[Distribution, Callable[[], Tensor]]:
     """Return the distribution of actions, and a function that returns the values, which need the critic's layers."""
+    if is_recurrent(policy):
+        latent, values_of_sequences = run_sequences(policy, inputs)
+        return _make_distribution(policy, latent, None), values_of_sequences
     pi_features = policy.pi_features_extractor(inputs["observations"])
     latent = policy.mlp_extractor.forward_actor(pi_features)
 

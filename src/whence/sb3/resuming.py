@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sb3_contrib import MaskablePPO
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -30,7 +30,7 @@ SPACES = ("observation_space", "action_space")
 
 _REMEDY = "Build the model and the callback as the script did; learn() goes on by itself."
 
-_ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO}
+_ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO, "RecurrentPPO": RecurrentPPO}
 
 _POLICIES: Mapping[str, Any] = {
     policy.__name__: policy for algorithm in _ALGORITHMS.values() for policy in algorithm.policy_aliases.values()

@@ -5,6 +5,8 @@ from typing import Any
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
+from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -12,8 +14,13 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 
 from whence.core import Unsupported, unwrap_compiled
 
-_ALGORITHMS = (PPO, A2C, MaskablePPO)
-_BUFFERS = (RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer)
+_ALGORITHMS = (PPO, A2C, MaskablePPO, RecurrentPPO)
+_BUFFERS = (
+    *(RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer),
+    *(RecurrentRolloutBuffer, RecurrentDictRolloutBuffer),
+)
+_RECURRENT = "evaluate_actions", "extract_features", "_process_sequence", "_get_action_dist_from_latent"
+"""The methods of a recurrent policy that whence computes from its parts."""
 STAND_IN = "_whence_wraps_train"
 """An attribute of the class that stands in for a model's own until its next rollout or training."""
 
@@ -30,17 +37,12 @@ def check_model(model: Any) -> None:
         Unsupported: see the message.
     """
     name = type(model).__name__
-    if isinstance(model, RecurrentPPO):
-        raise Unsupported(
-            f"{name} is not supported: a record's log-prob runs through the hidden states of the records before it, "
-            "and train() cuts its minibatches out of whole sequences, so one record cannot be left out while the "
-            "others stay as they are. Use PPO with stacked frames (VecFrameStack), whose records stand alone."
-        )
     base = next((algorithm for algorithm in _ALGORITHMS if isinstance(model, algorithm)), None)
     if base is None:
         why = "its loss is not known to whence" if isinstance(model, OnPolicyAlgorithm) else "it is not on-policy"
         raise Unsupported(
-            f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO of sb3-contrib."
+            f"{name} is not supported: {why}. PPO and A2C of Stable-Baselines3 are, and MaskablePPO and RecurrentPPO "
+            "of sb3-contrib."
         )
     if original_class(model).train is not base.train or "train" in vars(model):
         raise Unsupported(
@@ -68,3 +70,15 @@ def check_policy(policy: Any) -> None:
             f"{type(policy).__name__} is no actor-critic policy, and whence scores on-policy records by their "
             "log-probs. Use PPO, A2C or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
         )
+    if isinstance(policy, RecurrentActorCriticPolicy):
+        for method in _RECURRENT:
+            if getattr(type(policy), method) is not getattr(RecurrentActorCriticPolicy, method):
+                raise Unsupported(
+                    f"{type(policy).__name__} overrides {method}(), so whence cannot know how its log-probs depend on "
+                    "the steps before. Use MlpLstmPolicy, CnnLstmPolicy or MultiInputLstmPolicy."
+                )
+        if any(getattr(policy.lstm_actor, name) for name in ("proj_size", "bidirectional", "batch_first")):
+            raise Unsupported(
+                f"The LSTM of {type(policy).__name__} has lstm_kwargs={policy.lstm_kwargs}; whence knows LSTMs without "
+                "projection that read forwards, steps first. Leave out proj_size, bidirectional and batch_first."
+            )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 from sb3_contrib import MaskablePPO
+from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
@@ -107,10 +108,18 @@ class TrainingRun(RunWriter):
             self.note_resumption(self._differences, library_versions())
             self._differences = None
 
-    def write_round(self, number: int, records: pl.DataFrame, statistics: Mapping[str, Tensor], model: Any) -> None:
+    def write_round(
+        self,
+        number: int,
+        records: pl.DataFrame,
+        statistics: Mapping[str, Tensor],
+        lstm_states: Mapping[str, Tensor],
+        model: Any,
+    ) -> None:
         """Write a round before its training: records with digests of their observations, episodes, and the policy.
 
-        `statistics` are VecNormalize's, see `load_statistics`; empty if there are none.
+        `statistics` are VecNormalize's, see `load_statistics`, and `lstm_states` those of a recurrent policy before
+        the first step, see `History`; empty if there are none.
         """
         digests = pl.Series("observation_digest", self.tracker.take_digests(), dtype=pl.UInt64)
         if digests.count():
@@ -122,6 +131,8 @@ class TrainingRun(RunWriter):
             self.directory.write_policy(number, named_tensors(model.policy))
         if statistics:
             self.directory.write_policy(number, statistics, name="statistics")
+        if lstm_states:
+            self.directory.write_policy(number, lstm_states, name="states")
         self.directory.write_round("episodes", number, episodes)
         self.directory.write_round("records", number, records)  # last: a round with records is whole
 
@@ -180,6 +191,7 @@ def read_model(model: Any) -> dict[str, Any]:
         "counters": {name: getattr(model, name) for name in _COUNTERS},
         "total_timesteps": model._total_timesteps,
         "observed": {name: getattr(model, name) for name in _OBSERVED},
+        "lstm_states": getattr(model, "_last_lstm_states", None),
         "episodes": [_to_plain_dict(episode) for episode in model.ep_info_buffer or ()],
         "successes": [bool(success) for success in model.ep_success_buffer or ()],
         "generators": read_rng_state(),
@@ -196,6 +208,8 @@ def load_model(model: Any, content: Mapping[str, Any]) -> None:
         setattr(model.policy.action_dist, name, matrix.to(model.device) if isinstance(matrix, Tensor) else matrix)
     for name, value in {**content["counters"], **content["observed"]}.items():
         setattr(model, name, value)
+    if (states := content.get("lstm_states")) is not None:
+        model._last_lstm_states = RNNStates(*(tuple(each.to(model.device) for each in pair) for pair in states))
     model.ep_info_buffer = deque(content["episodes"], maxlen=model._stats_window_size)
     model.ep_success_buffer = deque(content["successes"], maxlen=model._stats_window_size)
     load_rng_state(content["generators"])

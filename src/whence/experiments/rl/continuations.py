@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
@@ -23,7 +25,17 @@ from whence.experiments.rl.stored import (
     read_reward_scale,
 )
 from whence.runs import RunDirectory
-from whence.sb3 import LockstepEnvs, open_env, play_again, read_episode, reseed, use_fresh_noise
+from whence.sb3 import (
+    LockstepEnvs,
+    is_recurrent,
+    open_env,
+    play_again,
+    read_episode,
+    reseed,
+    to_env_actions,
+    use_fresh_noise,
+    zero_states,
+)
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""
@@ -101,13 +113,17 @@ def estimate_advantages(
                 for record, step in sorted(steps.items(), key=lambda item: item[1]):
                     lockstep.state = stored.generator_state
                     observations = envs.reset()
+                    memory = zero_states(model.policy, envs.num_envs) if is_recurrent(model.policy) else None
                     for action in replay.actions[:step]:
+                        if memory is not None:
+                            _act_from(memory, model, lockstep.alive, observations)
                         observations = envs.step([action] * envs.num_envs)[0]  # type: ignore[arg-type]
                     *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(continuations + 1)
                     last_action = replay.actions[step - 1] if step else None
                     for position, world in enumerate(lockstep.worlds):
                         reseed(world, env_seeds[position % continuations], last_action)
-                    returns = _continue(model, envs, observations, replay.actions[step], action_seed, scale, on_step)
+                    first = replay.actions[step]
+                    returns = _continue(model, envs, observations, first, action_seed, scale, on_step, memory)
                     rows[record] = _summarise(returns)
                     if on_record is not None:
                         on_record(len(rows), len(records))
@@ -149,10 +165,12 @@ def _continue(
     action_seed: np.random.SeedSequence,
     scale: float,
     on_step: OnStep | None,
+    memory: RNNStates | None,
 ) -> NDArray[np.float64]:
     """Return the discounted returns of continuations from a record's state, one in each of 2n environments.
 
     The first n begin with an action. `scale` is how many of the environment's rewards are one of the policy's values.
+    `memory` is a recurrent policy's at the record, and goes on.
     """
     lockstep, half = envs.unwrapped, envs.num_envs // 2
     assert isinstance(lockstep, LockstepEnvs)
@@ -166,22 +184,26 @@ def _continue(
             alive = lockstep.alive
             renew_noise(alive, np.full(len(alive), passed == 0))
             actions: list[Any] = [None] * envs.num_envs
-            chosen = _act(model, lockstep, alive, observations)
+            chosen = _act(model, lockstep, alive, observations, memory)
             for position, action in zip(alive, chosen, strict=True):
                 actions[position] = first_action if passed == 0 and position < half else action
             observations, rewards, _, _ = envs.step(actions)  # type: ignore[arg-type]
             returns += discount * rewards
             discount *= model.gamma
             for position in alive[(lockstep.truncated & ~lockstep.terminated)[alive]]:
-                returns[position] += discount * scale * _value(model, observations, position)
+                returns[position] += discount * scale * _value(model, observations, position, memory)
             if not len(lockstep.alive):
                 break
         for position in lockstep.alive:
-            returns[position] += discount * scale * _value(model, observations, position)
+            returns[position] += discount * scale * _value(model, observations, position, memory)
     return returns
 
 
-def _act(model: Any, lockstep: LockstepEnvs, alive: NDArray[np.int64], observations: Any) -> NDArray[Any]:
+def _act(
+    model: Any, lockstep: LockstepEnvs, alive: NDArray[np.int64], observations: Any, memory: RNNStates | None
+) -> NDArray[Any]:
+    if memory is not None:
+        return _act_from(memory, model, alive, observations)
     masks = {}
     if isinstance(model.policy, MaskableActorCriticPolicy):
         masks["action_masks"] = lockstep.read_masks(alive)
@@ -189,10 +211,24 @@ def _act(model: Any, lockstep: LockstepEnvs, alive: NDArray[np.int64], observati
     return actions
 
 
-def _value(model: Any, observations: Any, position: int) -> float:
+def _act_from(memory: RNNStates, model: Any, alive: NDArray[np.int64], observations: Any) -> NDArray[Any]:
+    """Return a recurrent policy's actions in some environments, and let its memory, of all of them, go on."""
+    policy = model.policy
+    policy.set_training_mode(False)
+    with torch.no_grad():
+        tensor, _ = policy.obs_to_tensor(_take(observations, alive))
+        states = RNNStates(*(tuple(each[:, alive] for each in pair) for pair in memory))
+        actions, _, _, after = policy.forward(tensor, states, torch.zeros(len(alive)))
+    for before, now in zip(chain(*memory), chain(*after), strict=True):
+        before[:, alive] = now
+    return to_env_actions(actions.numpy(), model.action_space, squashed=policy.squash_output)
+
+
+def _value(model: Any, observations: Any, position: int, memory: RNNStates | None) -> float:
     with torch.no_grad():
         tensor, _ = model.policy.obs_to_tensor(_take(observations, np.array([position])))
-        return float(model.policy.predict_values(tensor))
+        states = [] if memory is None else [tuple(each[:, [position]] for each in memory.vf), torch.zeros(1)]
+        return float(model.policy.predict_values(tensor, *states))
 
 
 def _take(observations: Any, indices: NDArray[np.int64]) -> Any:

@@ -43,7 +43,9 @@ from whence.sb3 import (
     LockstepEnvs,
     MakeEnv,
     Part,
+    add_history,
     build_model,
+    is_recurrent,
     load_tensors,
     make_parts,
     make_space,
@@ -167,19 +169,30 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
         RunDirectoryError: the round is not there, or its policy cannot be built again from the run's configuration.
         ReplayError: observations are not stored, and cannot be observed again.
     """
-    table = run.round("records", number)
+    run.round("records", number)  # which says if it is not there, before anything is built
     model = load_model(run, number, env=env)
-    return model, read_records(run, table, model, env=env)
+    return model, read_records(run, number, model, env=env)
 
 
-def read_records(run: RunDirectory, table: pl.DataFrame, model: Any, *, env: AnyEnv = None) -> RecordBatch:
-    """Return the records of a round's table, observed again if their observations were too large to store.
+def read_records(
+    run: RunDirectory, number: int, model: Any, *, env: AnyEnv = None, ids: Sequence[int] | None = None
+) -> RecordBatch:
+    """Return the records of a round, or some of them, observed again if their observations were too large to store.
 
-    The model is the run's; which round's policy it holds does not matter.
+    The model is the run's; which round's policy it holds does not matter. Records of a recurrent policy come with their
+    history.
 
     Raises:
         ReplayError: observations are not stored, and cannot be observed again.
     """
+    table = run.round("records", number)
+    if is_recurrent(model.policy):
+        records = add_history(_read_table(run, table, model, env), run.policy(number, name="states"))
+        return records if ids is None else records.take(torch.isin(records.ids, torch.tensor(ids)))
+    return _read_table(run, table if ids is None else table.filter(pl.col("record_id").is_in(ids)), model, env)
+
+
+def _read_table(run: RunDirectory, table: pl.DataFrame, model: Any, env: AnyEnv) -> RecordBatch:
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
         return RecordBatch.from_polars(table, **options)

@@ -12,7 +12,7 @@ from whence.core import RunDirectoryError
 from whence.experiments.rl.stored import AnyEnv, load_model, read_records
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3 import copy_tensors, named_tensors, read_optimizer, read_update
+from whence.sb3 import copy_tensors, is_recurrent, named_tensors, read_optimizer, read_update
 
 _SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf")
 
@@ -36,6 +36,11 @@ def load_trainable_rounds(
         )
     metrics = {row["round"]: row for row in run.table("metrics").to_dicts()}
     model = load_model(run, numbers[0], env=env, changes=_read_schedules(run, metrics.get(numbers[0], {})))
+    if is_recurrent(model.policy):
+        raise RunDirectoryError(
+            f"{run.path} trained a recurrent policy, and whence cannot train its rounds again without some records: "
+            "minibatches are stretches of sequences. `whence why` tells what taught a decision, without the proof."
+        )
     recorded = [number for number in numbers if run.round_path("recordings", number).exists()]
     rounds = [
         RoundRecording.load(run.round_path("recordings", number))
@@ -72,7 +77,7 @@ def _compose_round(
         optimizer = replace(optimizer, settings={**optimizer.settings, "lr": rate})
     return RoundRecording(
         number=number,
-        records=read_records(run, run.round("records", number), model, env=env),
+        records=read_records(run, number, model, env=env),
         start=copy_tensors(named_tensors(model.policy)),
         end={},
         optimizer=optimizer,

@@ -35,7 +35,7 @@ _OTHERS = (
 HYPERPARAMETERS: Mapping[str, Any] = MappingProxyType(
     {name: p.default for name, p in inspect.signature(PPO).parameters.items() if name not in _OTHERS}
 )
-"""PPO's hyper-parameters by SB3's names, with SB3's defaults; A2C and MaskablePPO have no others."""
+"""PPO's hyper-parameters by SB3's names, with SB3's defaults; A2C, MaskablePPO and RecurrentPPO have no others."""
 
 _NORMALISATION = (
     *("training", "norm_obs", "norm_reward", "norm_obs_keys"),

@@ -95,7 +95,8 @@ def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterat
         if unread > 0 and "other advantages" not in logged:  # once for each record
             unread -= len(indices)
             scored = records.advantages[torch.as_tensor(indices)]
-            if count := int((samples.advantages.cpu() != scored).sum()):
+            mask = samples.mask > 0 if hasattr(samples, "mask") else slice(None)  # of padded sequences
+            if count := int((samples.advantages[mask].cpu() != scored).sum()):
                 logged.add("other advantages")
                 log.warning(_OTHER_ADVANTAGES, count, len(scored))
         return samples

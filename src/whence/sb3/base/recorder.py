@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sb3_contrib import MaskablePPO
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def model_objective(model: Any) -> Objective:
     calls, and is not called.
     """
     norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
-    if isinstance(model, PPO | MaskablePPO):
+    if isinstance(model, PPO | MaskablePPO | RecurrentPPO):
         clip_range = _read_widest(model.clip_range)
         return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
     assert isinstance(model, A2C)  # check_model lets no other pass
@@ -100,6 +100,11 @@ def check_recordings(recordings: Collection[int]) -> frozenset[int]:
 
 def check_groups(model: Any) -> None:
     """Refuse to record a model whose optimiser has several groups of parameters, or not all that get gradients."""
+    if isinstance(model, RecurrentPPO):
+        raise Unsupported(
+            "Rounds of a RecurrentPPO cannot be recorded: a recording holds minibatches of single records, and here "
+            "they are stretches of sequences. Leave out recordings (--record-rounds)."
+        )
     if (count := len(model.policy.optimizer.param_groups)) != 1:
         raise Unsupported(
             f"The optimiser has {count} groups of parameters, and a recording needs one. Record no rounds, or train "

@@ -15,6 +15,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
 from whence.core import UNKNOWN, InvalidRecords, RecordBatch, Tree, WhenceError, map_tree
+from whence.sb3.recurrent import STATES, add_history
 from whence.sb3.supported_models import check_model
 
 
@@ -46,7 +47,7 @@ def snapshot(model: Any) -> RecordBatch:
     as in SB3.
 
     Args:
-        model: an SB3 PPO or A2C, or a MaskablePPO, inside `on_rollout_end` (or after `collect_rollouts`).
+        model: a PPO, A2C, MaskablePPO or RecurrentPPO, inside `on_rollout_end` (or after `collect_rollouts`).
 
     Raises:
         Unsupported: another algorithm, policy or buffer.
@@ -63,7 +64,7 @@ def collect(model: Any) -> RecordBatch:
     buffer stays as it is.
 
     Args:
-        model: an SB3 PPO or A2C, or a MaskablePPO, with an environment.
+        model: a PPO, A2C, MaskablePPO or RecurrentPPO, with an environment.
 
     Raises:
         Unsupported: another algorithm, policy or buffer.
@@ -130,6 +131,9 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
         gamma=buffer.gamma,
         gae_lambda=buffer.gae_lambda,
     )
+    if hasattr(buffer, STATES[0]):
+        states = {name: torch.from_numpy(getattr(buffer, name)[0].swapaxes(0, 1).copy()) for name in STATES}
+        records = add_history(records, states)
     return records, ongoing
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
 
-from whence.core import WhenceError
+from whence.core import Unsupported, WhenceError
 from whence.sb3.base.recorder import Recorder
+from whence.sb3.recurrent import STATES
 from whence.sb3.supported_models import STAND_IN, original_class
 from whence.selection import Selection
 
@@ -31,15 +32,31 @@ def select_from(
     Every call draws SB3's permutation of all n records and then filters it, so that runs which drop different records
     share their random streams. Weights that are not uniform become probabilities of n draws with replacement. `last`
     says whether a last minibatch shorter than the others trains.
+
+    A recurrent buffer yields its own minibatches, in which only the selected records are in the loss: the LSTM reads
+    the others, too. One with fewer than two selected records joins its neighbour.
+
+    Raises:
+        Unsupported: the buffer is recurrent, and the selection has weights.
     """
     sb3_get = buffer.get
     keep = selection.keep.numpy()
     keeps_all = bool(keep.all()) and selection.uniform
+    if (recurrent := hasattr(buffer, STATES[0])) and not selection.uniform:
+        raise Unsupported(
+            "A RecurrentPPO trains on whole sequences, so records can be kept or dropped, but not drawn by weights. "
+            "Use a rule without weights, such as IIF(drop=0.125)."
+        )
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
         if recorder is not None:
             recorder.start_epoch()
-        order = _draw_order(buffer, sb3_get)
+        order, env_change = _draw_order(buffer, sb3_get)
+        if recurrent:
+            for indices in _cut_sequences(order, batch_size or len(keep), keep, last=last):
+                samples: Any = buffer._get_samples(indices, env_change)
+                yield samples._replace(mask=buffer.pad_and_flatten(keep[indices, None].astype(np.float32)))  # type: ignore[attr-defined]
+            return
         if selection.uniform:
             order = order[keep[order]]
         else:
@@ -59,11 +76,35 @@ def select_from(
         del buffer.get  # the instance's, so that the class's is in effect again
 
 
-def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> NDArray[np.int64]:
-    """Draw the permutation that the buffer's own `get` draws; it flattens the arrays."""
-    with replace_samples(buffer, lambda indices, env=None: indices):
-        (order,) = sb3_get(batch_size=None)
-    return order  # type: ignore[no-any-return]
+def _cut_sequences(
+    order: NDArray[np.int64], batch_size: int, keep: NDArray[np.bool_], *, last: Last
+) -> list[NDArray[np.int64]]:
+    """Cut records in the order of their sequences into minibatches that keep two each, to normalise advantages over.
+
+    One with fewer joins its neighbour. If a last one that is short may not be left out, it stays.
+    """
+    minibatches = cut_minibatches(order, batch_size, last=last, join=False)
+    if keep.all():
+        return minibatches
+    if keep[np.concatenate(minibatches)].sum() < 2:
+        minibatches = cut_minibatches(order, batch_size, join=False)
+    joined = minibatches[:1]
+    for indices in minibatches[1:]:
+        if min(keep[indices].sum(), keep[joined[-1]].sum()) < 2:
+            joined[-1] = np.concatenate([joined[-1], indices])
+        else:
+            joined.append(indices)
+    return joined
+
+
+def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> tuple[NDArray[np.int64], Any]:
+    """Draw the permutation that the buffer's own `get` draws, which flattens the arrays.
+
+    A recurrent buffer rotates its records, and says where those of another environment begin; others say None.
+    """
+    with replace_samples(buffer, lambda indices, env_change=None: (indices, env_change)):
+        (drawn,) = sb3_get(batch_size=None)
+    return drawn  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """One recorded round of optimisation: its start, its minibatches in their order, and its end."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -10,10 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from whence.core import A2C, Objective, PPOClip, RecordBatch, RunDirectoryError, Tree, first_line
-from whence.runs import CHANGED, parse_document, read_tensor_file, write_tensor_file
-
-FORMAT, VERSION = "whence-round", "3"
+from whence.core import A2C, Objective, PPOClip, RecordBatch, RunDirectoryError, first_line
+from whence.runs import CHANGED, load_tree, save_tree
 
 Algorithm: TypeAlias = Literal["ppo", "a2c"]
 
@@ -116,33 +113,13 @@ class RoundRecording:
         return positions
 
     def save(self, path: str | Path) -> None:
-        """Write the recording to one safetensors file, atomically; everything but tensors goes into its JSON header."""
-        columns = dict(self.records.columns)
-        observations = list(_iterate_leaves(columns.pop("observations")))
-        tensors = {f"records/{name}": tensor for name, tensor in columns.items()}
-        tensors |= {f"observations/{number}": tensor for number, (_, tensor) in enumerate(observations)}
-        tensors |= {f"start/{name}": tensor for name, tensor in self.start.items()}
-        tensors |= {f"end/{name}": tensor for name, tensor in self.end.items()}
-        tensors |= {
-            f"optimizer/{name}/{key}": tensor
-            for name, state in self.optimizer.state.items()
-            for key, tensor in state.items()
-        }
-        tensors["minibatches"] = torch.cat([*self.minibatches, torch.zeros(0, dtype=torch.int64)])
-        tensors["generator"] = self.generator
-        about = {
-            "number": self.number,
-            "gamma": self.records.gamma,
-            "gae_lambda": self.records.gae_lambda,
-            "observations": [path for path, _ in observations],
-            "optimizer": {"name": self.optimizer.name, "settings": dict(self.optimizer.settings)},
-            "sizes": [len(minibatch) for minibatch in self.minibatches],
-            "epochs": list(self.epochs),
-            "stopped": self.stopped,
-            "update": asdict(self.update),
-            "versions": dict(self.versions),
-        }
-        write_tensor_file(path, tensors, {"format": FORMAT, "version": VERSION, "about": json.dumps(about)})
+        """Write the recording to one safetensors file, atomically."""
+        tree = {field.name: getattr(self, field.name) for field in fields(self)}
+        tree["records"] = {**self.records.columns, "gamma": self.records.gamma, "gae_lambda": self.records.gae_lambda}
+        tree |= {"optimizer": vars(self.optimizer), "update": vars(self.update), "versions": [*self.versions.items()]}
+        # One tensor in the place of many, which would each have an entry of their own.
+        tree["minibatches"] = torch.cat([*self.minibatches, torch.zeros(0, dtype=torch.int64)])
+        save_tree(Path(path), tree | {"sizes": [len(minibatch) for minibatch in self.minibatches]})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -156,16 +133,12 @@ class RoundRecording:
                 f"{path} is not there. Record rounds with InfluenceCallback(recordings=[5, 20]) or whence train "
                 "--record-rounds 5,20."
             )
-        metadata, tensors = read_tensor_file(path, RunDirectoryError)
-        marks = metadata.get("format"), metadata.get("version")
-        if marks != (FORMAT, VERSION) or "about" not in metadata:
-            raise RunDirectoryError(
-                f"{path} is marked {marks[0]!r}, version {marks[1]!r}; a file written by RoundRecording.save "
-                f"({FORMAT}, version {VERSION}) is needed."
-            )
-        about = parse_document(path, metadata["about"], RunDirectoryError)
+        tree = load_tree(Path(path))
         try:
-            recording = cls._build(about, tensors)
+            tree["minibatches"] = tree["minibatches"].split(tree.pop("sizes"))
+            tree |= {"records": RecordBatch(**tree["records"]), "update": Update(**tree["update"])}
+            tree |= {"optimizer": OptimizerState(**tree["optimizer"]), "versions": dict(tree["versions"])}
+            recording = cls(**tree)
             recording._check()
         except CHANGED as changed:
             raise RunDirectoryError(
@@ -173,32 +146,6 @@ class RoundRecording:
                 f"{first_line(changed)}). Restore it, or record the round again."
             ) from None
         return recording
-
-    @classmethod
-    def _build(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Return the recording of a file's document and tensors."""
-        state: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in _select_prefixed("optimizer/", tensors).items():
-            parameter, _, key = name.rpartition("/")
-            state.setdefault(parameter, {})[key] = tensor
-        return cls(
-            number=about["number"],
-            records=RecordBatch(
-                observations=_build_tree(about["observations"], _select_prefixed("observations/", tensors)),
-                **_select_prefixed("records/", tensors),
-                gamma=about["gamma"],
-                gae_lambda=about["gae_lambda"],
-            ),
-            start=_select_prefixed("start/", tensors),
-            end=_select_prefixed("end/", tensors),
-            optimizer=OptimizerState(about["optimizer"]["name"], about["optimizer"]["settings"], state),
-            minibatches=tensors["minibatches"].split(about["sizes"]),
-            epochs=about["epochs"],
-            stopped=about["stopped"],
-            update=Update(**about["update"]),
-            generator=tensors["generator"],
-            versions=about["versions"],
-        )
 
     def _check(self) -> None:
         """Raise `RunDirectoryError` if the parts do not fit together."""
@@ -213,29 +160,3 @@ class RoundRecording:
             f"RoundRecording of round {self.number}: {len(self.records)} records, {len(self.steps)} steps of "
             f"{self.optimizer.name}"
         )
-
-
-def _select_prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _iterate_leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield a tree's tensors with their paths of keys; a key may hold any character."""
-    if isinstance(tree, Mapping):
-        for key, branch in tree.items():
-            yield from _iterate_leaves(branch, (*path, key))
-    else:
-        yield path, tree
-
-
-def _build_tree(paths: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Tree:
-    """Return the tree whose leaves `_iterate_leaves` yielded; `tensors` are named by their number."""
-    tree: dict[str, Any] = {}
-    for number, path in enumerate(paths):
-        branch = tree
-        *keys, last = "", *path
-        for key in keys:
-            branch = branch.setdefault(key, {})
-        branch[last] = tensors[str(number)]
-    return tree[""]

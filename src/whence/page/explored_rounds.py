@@ -335,11 +335,11 @@ def _describe_change(run: ExploredRun, row: Mapping[str, Any]) -> dict[str, Any]
         **{"record": row["record_id"], "step": row.get("step")},
         "action": cut_text(name_action(row.get("action"), run.labels)),
         **{name: round_number(row.get(name)) for name in ("divergence", "value_before", "value_after")},
-        "text": "" if change is None else ", ".join(_describe_largest(change)),
+        "text": "" if change is None else ", ".join(list_largest_changes(change)),
     }
 
 
-def _describe_largest(change: PolicyChange) -> list[str]:
+def list_largest_changes(change: PolicyChange) -> list[str]:
     """Return the four actions whose probabilities, or means, changed most, before and after."""
     order = sorted(zip(change.names, change.before, change.after, strict=True), key=lambda one: -abs(one[2] - one[1]))
     return [f"{name} {before:.3g} → {after:.3g}" for name, before, after in order[:4]]

@@ -81,7 +81,7 @@ def why(
             explored, episode_seed, step, record, observation, action, with_frame=out is not None
         )
     with RoundBar("rounds", "scoring") as bar:
-        framed = 0 if out is None else pictures.SHOWN
+        framed = 0 if out is None else pictures.ACROSS
         view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
     if out is not None:
         pictures.draw_causes(view, out)

@@ -1,8 +1,7 @@
-"""Advice from a run's metrics, each kind once."""
+"""Findings on settings, from a run's metrics."""
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -10,32 +9,26 @@ import pytest
 
 import whence
 from toys import model
+from whence import RunDirectory
 from whence.advice import give_advice
-from whence.page.html import gather_advice
+from whence.findings import find
+from whence.page import write_report
 from whence.sb3 import InfluenceCallback
 
 
 def kinds(config: dict[str, Any] | None = None, **columns: list[Any]) -> dict[str, int]:
     count = len(next(iter(columns.values())))
     table = pl.DataFrame({"round": list(range(1, count + 1)), **columns})
-    return {advice.kind: advice.round for advice in give_advice(table, config or {})}
+    return {name: finding.round for name, finding in give_advice(table, config or {}).items()}
 
 
-def test_a_page_tells_of_interruptions() -> None:
-    def list_kinds(config: dict[str, Any], **notes: Any) -> list[str]:
-        table = pl.DataFrame({"round": [1], "dropped_share": [0.99 if config else 0.0]})
-        run: Any = SimpleNamespace(config=config, table=lambda name: table, notes=notes, path=Path("run"))
-        return list(gather_advice({("arm", 0): run}))
-
-    assert list_kinds({"arm": "iif"}) == ["drops nearly all"]
-    assert list_kinds({}, resumed=[{"after_round": 3, "reason": "other episodes"}]) == ["interrupted"]
-
-
-def test_a_page_tells_settings_once() -> None:
-    table = pl.DataFrame({"round": range(1, 5), "train/explained_variance": [0.0] * 4, "dropped_share": [0.99] * 4})
-    run: Any = SimpleNamespace(config={}, table=lambda name: table, notes={}, path=Path("run"))
-    assert {*gather_advice({("arm", 0): run})} == {"critic is dead", "drops nearly all"}
-    assert {*gather_advice({("arm", 0): run}, [run.path])} == {"drops nearly all"}
+def test_a_page_tells_of_interruptions(tmp_path: Path) -> None:
+    for notes, told in (({}, 0), ({"resumed": [{"after_round": 3, "reason": "other episodes"}]}, 1)):
+        run = RunDirectory.create(tmp_path / str(told), {"experiment": {"arm": "iif", "seed": 4}})
+        run.note(**notes)
+        write_report(run, tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert text.count("iif, seed 4, was interrupted after round 3, and went on otherwise") == told
 
 
 def test_nearly_all_dropped() -> None:
@@ -65,22 +58,12 @@ def test_steps_that_are_short_or_long() -> None:
     assert kinds(one_step, **{name: [0.0] * 12, "kept": [64] * 12}) == {}
     assert kinds(one_step, **{name: [0.0] * 12, "kept": [99] * 12}) == {"steps are short or long": 11}
     metrics = pl.DataFrame({"round": range(1, 13), name: [0.00375] * 12})
-    (advice,) = give_advice(metrics, {})
-    assert "0.0037 nats" in advice.text or "0.0038 nats" in advice.text
-    assert "rounds 2 to 11" in advice.text
-    assert "Try three times the `learning_rate`" in advice.text
-    (advice,) = give_advice(metrics.with_columns(pl.lit(0.24).alias(name)), {})
-    assert "Try a third of the `learning_rate`" in advice.text
-
-
-def test_returns_that_do_not_rise() -> None:
-    rising = [float(number) for number in range(30)]
-    assert kinds(episode_return=rising) == {}
-    # 0 ... 14, then 15: 2% of the range is 0.3, so ten returns may fall short of 15 by 3 in all: those from 13, 14, 15
-    # on, which end in the 23rd, so that the 33rd ends the ten after them. Two rounds had no episode.
-    assert kinds(episode_return=[None, None, *rising[:15], *[15.0] * 25]) == {"does not improve": 35}
-    assert kinds(episode_return=[5.0] * 19) == {}
-    assert kinds(episode_return=[5.0] * 20) == {"does not improve": 20}
+    (finding,) = give_advice(metrics, {}).values()
+    assert "0.0037 nats" in finding.title or "0.0038 nats" in finding.title
+    assert "rounds 2 to 11" in finding.evidence
+    assert finding.advice == "Try three times the `learning_rate`."
+    (finding,) = give_advice(metrics.with_columns(pl.lit(0.24).alias(name)), {}).values()
+    assert finding.advice == "Try a third of the `learning_rate`."
 
 
 # A run whose model came to repeat one word: 16 tokens a response, all of them the same.
@@ -97,13 +80,20 @@ def test_a_language_model_that_collapses() -> None:
     expected = {"responses become alike": 4, "leaves the start model": 4, "responses do not end": 4}
     assert kinds(**COLLAPSE) == expected
     table = pl.DataFrame({"round": range(1, 6), **COLLAPSE})
-    texts = {advice.kind: advice.text for advice in give_advice(table, {})}
-    assert "31 nats a response" in texts["leaves the start model"]
-    assert "fell from 3.35 in the first round to 0.15" in texts["responses become alike"]
-    assert "5% end before the length limit, 90% did" in texts["responses do not end"]
-    for text in texts.values():
-        assert "KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`" in text
-        assert "reward pays for" in text
+    findings = give_advice(table, {})
+    assert "31 nats a response" in findings["leaves the start model"].title
+    assert "fell from 3.35 in the first round to 0.15" in findings["responses become alike"].title
+    assert "5% end before the length limit, 90% did" in findings["responses do not end"].title
+    for finding in findings.values():
+        assert "KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`" in finding.advice
+        assert "reward pays for" in finding.advice
+
+
+def test_a_language_model_that_collapses_is_found(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", {"kind": "language"})
+    for number in range(5):
+        run.append("metrics", {"round": number + 1, **{name: values[number] for name, values in COLLAPSE.items()}})
+    assert {finding.round for finding in find(run)} == {4}
 
 
 def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -241,21 +241,6 @@ class TestPage:
         assert {"configuration", "env_kwargs", "hyperparameters", "versions"} <= set(page.of("h3"))
         assert not {"arm", "seed"} & facts.keys()
 
-    def test_advice_stands_once_with_all_places(self, tmp_path):
-        comparison = by_hand(tmp_path, arms=("ppo", "iif", "random"))
-        for config in comparison.configs:
-            if config.arm != "ppo":
-                comparison.run(config).append("metrics", {"round": 3, "dropped_share": 0.99})
-        write_report(comparison, tmp_path / "a.html")
-        page = Page((tmp_path / "a.html").read_text(encoding="utf-8"))
-        assert page.of("h3")[0] == "drops nearly all"
-        assert sum("of the records were dropped" in text for text in page.of("p")) == 1
-        verdicts, places = page.of("li")[:2], page.of("li")[2:]
-        assert [verdict.partition(":")[0] for verdict in verdicts] == [
-            f"Too few seeds to compare {arm} with ppo" for arm in ("iif", "random")
-        ]
-        assert places == ["iif, round 3, seeds 0, 1", "random, round 3, seeds 0, 1"]
-
     def test_it_holds_the_records_of_one_seed_of_each_arm(self, tiny, page):
         data = page.data("page-data")
         assert (data["mode"], data["kind"]) == ("file", "steps")

@@ -1,10 +1,9 @@
-"""Advice on a run while it trains: rules that read its metrics, each reported once."""
+"""Findings on settings: rules that read a run's metrics, while it trains and afterwards."""
 
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import polars as pl
@@ -18,36 +17,31 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Advice:
-    """One piece of advice.
+class Finding:
+    """What is wrong with a run, in words.
 
     Attributes:
-        kind: the short name of its rule.
-        round: the first round that showed it.
-        title: what was seen; of advice on no setting also what it means and what to do.
-        evidence: of advice on a setting: how sure that is.
-        remedy: of advice on a setting: what to do.
+        kind: of what it is wrong: "reward", "dynamics", "observation", "episode", "critic", "records" or "setting".
+        title: one line: what, where, how much.
+        evidence: how sure that is.
+        advice: what to do.
+        p: the chance to see as much, in all that its kind of search looked at, where nothing is wrong. None: no sample
+            but a plain fact, such as a number that never changed, or a setting next to what it did.
+        round: the round that shows it; None: no single one.
+        record_ids: the records of that round that show it.
     """
 
     kind: str
-    round: int
     title: str
-    evidence: str = ""
-    remedy: str = ""
-
-    @property
-    def is_setting(self) -> bool:
-        """Whether a setting is what is wrong."""
-        return bool(self.remedy)
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return " ".join(filter(None, [f"{self.title}." if self.is_setting else self.title, self.evidence, self.remedy]))
+    evidence: str
+    advice: str
+    p: float | None = None
+    round: int | None = None
+    record_ids: tuple[int, ...] = ()
 
 
-def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice]:
-    """Return the advice on the rounds so far, at most one of each kind, in the order of the rounds.
+def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> dict[str, Finding]:
+    """Return the settings that do not fit, by the names of the rules, in the order of the rounds that show it first.
 
     Args:
         metrics: a run directory's table of that name, one row a round. A rule says nothing if its columns are missing.
@@ -58,22 +52,22 @@ def give_advice(metrics: pl.DataFrame, config: Mapping[str, Any]) -> list[Advice
 
 
 def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -> None:
-    """Log advice on the rounds so far to the logger "whence", each kind once; new kinds are added to `logged`.
+    """Log findings on the rounds so far to the logger "whence", those of a rule once; its name is added to `logged`.
 
     After a hundred rounds it looks only now and then, since it reads all rounds each time.
     """
     if len(metrics) % max(1, len(metrics) // 50):
         return
-    for advice in _apply_rules(metrics, config):
-        if advice.kind not in logged:
-            logged.add(advice.kind)
-            log.warning("round %d: %s", advice.round, advice.text)
+    for name, finding in _apply_rules(metrics, config).items():
+        if name not in logged:
+            logged.add(name)
+            log.warning("round %d: %s. %s %s", finding.round, finding.title, finding.evidence, finding.advice)
 
 
-def _apply_rules(rows: Rows, config: Mapping[str, Any]) -> list[Advice]:
-    first = {kind: next(rule(rows, config), None) for kind, rule in _RULES.items()}
-    advice = [Advice(kind, *finding) for kind, finding in first.items() if finding is not None]
-    return sorted(advice, key=lambda each: each.round)
+def _apply_rules(rows: Rows, config: Mapping[str, Any]) -> dict[str, Finding]:
+    first = {name: next(rule(rows, config), None) for name, rule in _RULES.items()}
+    seen = sorted(((name, one) for name, one in first.items() if one is not None), key=lambda pair: pair[1][0])
+    return {name: Finding("setting", *words, None, number) for name, (number, *words) in seen}
 
 
 def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
@@ -81,21 +75,22 @@ def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
     return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
 
 
-Finding = tuple[int, str] | tuple[int, str, str, str]
-"""A round, and what to say of it: the fields of `Advice` after `round`."""
+Sight = tuple[int, str, str, str]
+"""A round, and a finding's title, evidence and advice."""
 
 
-def _drops_nearly_all(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _drops_nearly_all(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     for number, share in _read(rows, "dropped_share"):
         if share >= 0.95:
             yield (
                 number,
-                f"{share:.0%} of the records were dropped: the rest is a small sample, and its gradient is noisy. "
+                f"{share:.0%} of the records were dropped",
+                "The rest is a small sample, and its gradient is noisy.",
                 "Lower `drop`, or use a rule with a bounded share, such as IIF.",
             )
 
 
-def _entropy_collapses(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _entropy_collapses(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     """Look at the rounds after the first selection; later, it is training's own doing."""
     losses = _read(rows, "train/entropy_loss")
     selecting = {number for number, share in _read(rows, "dropped_share") if share > 0}
@@ -108,8 +103,9 @@ def _entropy_collapses(rows: Rows, config: Mapping[str, Any]) -> Iterator[Findin
             yield (
                 number,
                 f"The policy's entropy fell from {before:.3g} to {-loss:.3g} within {number - losses[start][0]} rounds "
-                "of the first selection: the rule may drop the records that explore. Add warm-up rounds, "
-                "lower `drop`, or raise `ent_coef`.",
+                "of the first selection",
+                "The rule may drop the records that explore.",
+                "Add warm-up rounds, lower `drop`, or raise `ent_coef`.",
             )
 
 
@@ -120,7 +116,7 @@ Source: results/practice, tables.md, "Divergence a round at fixed learning rates
 """
 
 
-def _steps_are_short_or_long(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _steps_are_short_or_long(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     """Look at the rounds after the first; later ones may be short because the policy has converged."""
     settings = config.get("hyperparameters", {})
     if settings.get("n_epochs") == 1:
@@ -149,7 +145,7 @@ _COLLAPSED = 0.1
 """Share of the first round's entropy below which hardly anything is explored."""
 
 
-def _policy_is_thrown(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _policy_is_thrown(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     """Look for symptoms of a high learning rate: most ratios clipped, or an entropy that collapses for nothing."""
     rate = config.get("hyperparameters", {}).get("learning_rate")
     clipped = [value for _, value in _read(rows, "train/clip_fraction")][:_WINDOW]
@@ -176,7 +172,7 @@ def _policy_is_thrown(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding
         )
 
 
-def _critic_is_dead(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _critic_is_dead(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     """Look for a critic that gives all states one value: then its explained variance is 0, round after round."""
     explained = _read(rows, "train/explained_variance")[-4:]
     if len(explained) == 4 and not any(value for _, value in explained):
@@ -193,7 +189,7 @@ _FEWEST = 256
 """Records of a round; of RL Baselines3 Zoo's tuned settings of PPO none has fewer."""
 
 
-def _rounds_are_small(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _rounds_are_small(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     """Compare a round with an episode: a few steps of few environments see neither its end nor many of its states."""
     settings, length = config.get("hyperparameters", {}), config.get("episode_length")
     steps, copies = settings.get("n_steps"), config.get("n_envs")
@@ -214,7 +210,7 @@ _LEAST_GAMMA, _FORGOTTEN = 0.9, 0.01
 """The smallest γ among RL Baselines3 Zoo's tuned settings of PPO; a weight that is next to nothing."""
 
 
-def _discount_is_short(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _discount_is_short(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     """Look at what a reward half an episode ahead counts."""
     gamma, length = config.get("hyperparameters", {}).get("gamma"), config.get("episode_length")
     if isinstance(gamma, int | float) and gamma < _LEAST_GAMMA and length and gamma ** (length / 2) < _FORGOTTEN:
@@ -227,25 +223,9 @@ def _discount_is_short(rows: Rows, config: Mapping[str, Any]) -> Iterator[Findin
         )
 
 
-def _does_not_improve(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
-    returns = _read(rows, "episode_return")
-    values = [value for _, value in returns]
-    ranges = [high - low for high, low in zip(accumulate(values, max), accumulate(values, min), strict=True)]
-    for at in range(2 * _WINDOW, len(returns) + 1):
-        before = statistics.fmean(values[at - 2 * _WINDOW : at - _WINDOW])
-        last = statistics.fmean(values[at - _WINDOW : at])
-        if last <= before + 0.02 * ranges[at - 1]:
-            yield (
-                returns[at - 1][0],
-                f"The mean episode return has not risen over the last {_WINDOW} rounds ({before:.4g} before, "
-                f"{last:.4g} now): training has converged or is stuck. In rounds where PPO itself does not improve, "
-                "scores are unreliable (Local Data Attribution, §C.3).",
-            )
-
-
 _REMEDY = (
     "raise the KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`, and look at what the reward pays "
-    "for"
+    "for."
 )
 """What to do if a language model finds a trick."""
 
@@ -253,45 +233,46 @@ _MOST_NATS_PER_TOKEN = 1.0
 """Divergence from the start model that useful training stays far below."""
 
 
-def _leaves_start_model(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _leaves_start_model(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     lengths = dict(_read(rows, "length"))
     for number, divergence in _read(rows, "kl"):
         if divergence > _MOST_NATS_PER_TOKEN * lengths.get(number, 20.0):
             yield (
                 number,
-                f"The divergence from the start model is {divergence:.3g} nats a response: the model writes text that "
-                "the start model would hardly ever write, so it may earn its reward by a trick. Read the responses; "
-                f"{_REMEDY}.",
+                f"The divergence from the start model is {divergence:.3g} nats a response",
+                "The start model would hardly ever write such text, so this one may earn its reward by a trick.",
+                f"Read the responses; {_REMEDY}",
             )
 
 
-def _responses_become_alike(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _responses_become_alike(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     losses = _read(rows, "train/entropy_loss")
     for number, loss in losses[1:]:
         first = -losses[0][1]
         if "length" in rows[0] and first > 0 and -loss < 0.05 * first:
             yield (
                 number,
-                f"The entropy of the model's tokens fell from {first:.3g} in the first round to {-loss:.3g}: it writes "
-                "nearly the same tokens whatever is drawn, so rounds teach it little more. If the responses repeat a "
-                f"word, {_REMEDY}; if they are right and differ with the prompt, stop training.",
+                f"The entropy of the model's tokens fell from {first:.3g} in the first round to {-loss:.3g}",
+                "It writes nearly the same tokens whatever is drawn, so rounds teach it little more.",
+                "If the responses are right and differ with the prompt, stop training. If they repeat a word, "
+                f"{_REMEDY}",
             )
 
 
-def _responses_do_not_end(rows: Rows, config: Mapping[str, Any]) -> Iterator[Finding]:
+def _responses_do_not_end(rows: Rows, config: Mapping[str, Any]) -> Iterator[Sight]:
     shares = _read(rows, "ended_share")
     for number, share in shares[1:]:
         first = shares[0][1]
         if first >= 0.5 and share < 0.1 * first:
             yield (
                 number,
-                f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round: the "
-                "model runs on, often by repeating itself. Read the responses. Raise PPO's `missing_eos_penalty`, or "
-                f"{_REMEDY}.",
+                f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round",
+                "The model runs on, often by repeating itself.",
+                f"Read the responses. Raise PPO's `missing_eos_penalty`, or {_REMEDY}",
             )
 
 
-_RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Finding]]] = {
+_RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Sight]]] = {
     "drops nearly all": _drops_nearly_all,
     "entropy collapses": _entropy_collapses,
     "steps are short or long": _steps_are_short_or_long,
@@ -299,9 +280,8 @@ _RULES: Mapping[str, Callable[[Rows, Mapping[str, Any]], Iterator[Finding]]] = {
     "critic is dead": _critic_is_dead,
     "rounds are small": _rounds_are_small,
     "discount is short": _discount_is_short,
-    "does not improve": _does_not_improve,
     "leaves the start model": _leaves_start_model,
     "responses become alike": _responses_become_alike,
     "responses do not end": _responses_do_not_end,
 }
-"""The rules by the kinds of their advice. Each yields the rounds that it finds, the first first."""
+"""The rules by their names. Each yields the rounds that it finds, the first first."""

@@ -10,7 +10,8 @@ import polars as pl
 from jaxtyping import Float
 from scipy.stats import ttest_ind
 
-from whence.findings.finding import CHANCE, Finding, say_chance
+from whence.advice import Finding
+from whence.findings.finding import CHANCE, say_chance
 from whence.runs import RunDirectory
 
 _ROUNDS = 64

@@ -13,7 +13,6 @@ import polars.selectors as cs
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from whence.advice import give_advice
 from whence.core import write_atomically
 from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
 from whence.page.answers import read_answers
@@ -180,6 +179,7 @@ def _render(
     **content: Any,
 ) -> str:
     """Return the page of some runs, of which some can be explored."""
+    notes += _list_resumptions(runs)
     strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
     page = describe_runs(explored, rounds)
     embedded = (
@@ -189,9 +189,7 @@ def _render(
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
     language = {run.label: run.directory for run in explored if run.is_language}
-    searched = [run.directory.path for run in explored if not run.is_language]
     content |= {
-        "advice": attempt(lambda: gather_advice(runs, searched), notes, "Advice cannot be given", {}),
         "answers_json": None if (answers := read_answers(language, notes)) is None else embed(answers),
         "language": page["kind"] == "responses",
         "notes": notes,
@@ -245,32 +243,14 @@ def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
     return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
 
 
-def gather_advice(runs: Runs, searched: Sequence[Path] = ()) -> dict[str, dict[str, list[str]]]:
-    """Return the advice on the runs, by its kind: each text once, with the places where it applies.
-
-    Settings of the runs in the directories `searched` are left out: they stand among the findings.
-    """
-    seeds: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for (arm, seed), run in runs.items():
-        advice = give_advice(run.table("metrics"), run.config)
-        others = [(one.kind, one.round, one.text) for one in advice if not (one.is_setting and run.path in searched)]
-        for kind, number, text in (*_list_resumptions(run), *others):
-            places = seeds.setdefault((kind, text), {}).setdefault(f"{arm}, round {number}", [])
-            places.extend([] if seed is None else [str(seed)])
-    by_kind: dict[str, dict[str, list[str]]] = {}
-    for (kind, text), by_place in seeds.items():
-        by_kind.setdefault(kind, {})[text] = [
-            f"{place}, seed{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else place
-            for place, numbers in by_place.items()
-        ]
-    return by_kind
-
-
-def _list_resumptions(run: RunDirectory) -> list[tuple[str, int, str]]:
-    """Return where a run was interrupted and went on, but not as if nothing had happened."""
-    text = "This run was interrupted after this round, and went on otherwise than without the interruption: {}."
-    notes = run.notes.get("resumed", [])
-    return [("interrupted", note["after_round"], text.format(note.get("reason"))) for note in notes]
+def _list_resumptions(runs: Runs) -> list[str]:
+    """Return where runs were interrupted and went on, but not as if nothing had happened."""
+    return [
+        f"{arm}{'' if seed is None else f', seed {seed}'}, was interrupted after round {note['after_round']}, and went "
+        f"on otherwise than without the interruption: {note.get('reason')}."
+        for (arm, seed), run in runs.items()
+        for note in run.notes.get("resumed", [])
+    ]
 
 
 def _describe_arm(run: RunDirectory) -> str:

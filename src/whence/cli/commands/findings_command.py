@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.terminal import AsJson, ReplayEnv, Trust, errors, print_json, print_line
+from whence.cli.terminal import AsJson, errors, print_json, print_line
 from whence.findings import find
 from whence.runs import RunDirectory
 
@@ -15,11 +15,6 @@ _LISTED = 5
 
 def findings(
     run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
-    play: Annotated[
-        bool, typer.Option("--play", help="Measure where the critic is off by fresh rollouts, too: about a minute.")
-    ] = False,
-    env: ReplayEnv = None,
-    trust: Trust = False,
     json: AsJson = False,
 ) -> None:
     """Say what is wrong with a run: at most five statements, the surest first, each with what to do.
@@ -28,22 +23,23 @@ def findings(
     actions in one environment, an observation that is stale, frozen or clipped, a time limit taken as an end, a critic
     that is off, records that harm, settings that do not fit. Below it stand how sure that is, what to do, and records
     to open. Where nothing stands out, it says so; that is not yet proof that all is well. Of a language model's run it
-    looks at the reward functions: one that rises while another falls or stays low.
+    looks at the reward functions, of which one may rise while another falls or stays low, and at whether the model
+    collapses.
 
-    It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing without --play.
+    It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
 
     Example: whence findings runs/lander
     """
-    directory = RunDirectory.open(run, trust=trust)
+    directory = RunDirectory.open(run)
     directory.require_rounds()
     with errors.status("Looking for what stands out …"):
-        statements = find(directory, env=env, play=play)
+        statements = find(directory)
     if json:
         print_json({"run": str(run), "findings": [asdict(one) for one in statements]})
         return
     if not statements:
         print_line(
-            "No reward rises while another falls or stays low. Rewards are what is looked at."
+            "No reward rises while another falls or stays low, and the responses do not collapse."
             if directory.is_language
             else "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and "
             "settings."

@@ -309,9 +309,9 @@ class TestFrames:
             return make_replay(frames)
 
         monkeypatch.setattr("whence.page.explored_run.replay_episode", replay)
-        (embedded,) = embed_rounds([lake], [[1]])
+        ((_, embedded),) = embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
-        content = json.loads(gzip.decompress(base64.b64decode(embedded.text)))
+        content = json.loads(gzip.decompress(base64.b64decode(embedded)))
         framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
         assert len(framed) == 6
         for moment in framed:

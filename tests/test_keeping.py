@@ -8,20 +8,16 @@ import resource
 import shutil
 import sys
 from contextlib import nullcontext
-from unittest.mock import Mock
 
 import polars as pl
 import pytest
 import torch
-from filelock import FileLock
-from polars.testing import assert_frame_equal
 
 from test_resume import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
 from whence import IIF, RunDirectory
 from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError
-from whence.runs import RunWriter, row_tables
-from whence.runs.files import read_table
+from whence.runs import RunWriter
 from whence.sb3 import InfluenceCallback
 
 
@@ -145,53 +141,16 @@ def test_what_a_lock_leads_to_is_left_alone(tmp_path, link):
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
-LATEST = 64
-"""Rows of the short file, in place of its usual number."""
-
-
-def test_rows_are_written_in_time_that_grows_with_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_tables, "LATEST", LATEST)
-    run, rows = RunDirectory.create(tmp_path, {}), []
-    write = run._write
-    monkeypatch.setattr(RunDirectory, "_write", lambda self, table, path: (rows.append(len(table)), write(table, path)))
-    count = 4 * LATEST + 10
-    for number in range(1, count + 1):
-        run.append("metrics", {"round": number, "odd": None if number % 2 else 0.5, f"of {number // 150}": number})
-        if number in (3, LATEST, LATEST + 1, 3 * LATEST, count):
-            assert run.table("metrics")["round"].to_list() == [*range(1, number + 1)]
-            assert RunDirectory.open(tmp_path).table("metrics").equals(run.table("metrics"))
-    assert sum(rows) < count * LATEST  # of 35 thousand, were each written with all before it
-    main, latest = tmp_path / "metrics.parquet", tmp_path / "metrics.latest.parquet"
-    shutil.copy(latest, tmp_path / "copy")
-    whole = run.table("metrics")
-    with monkeypatch.context() as patch:  # the writer ends while the table is read
-        patch.setattr(row_tables, "read_table", lambda path: (read_table(path), run.release())[0])
-        assert_frame_equal(RunDirectory.open(tmp_path).table("metrics"), whole)
-    assert not latest.exists()
-    assert_frame_equal(pl.read_parquet(main), whole)
-    shutil.move(tmp_path / "copy", latest)  # killed between the two
-    assert_frame_equal(RunDirectory.open(tmp_path).table("metrics"), whole)
-    before = contents(tmp_path)
-    with pytest.raises(RunDirectoryError, match=f"holds a run with {count} finished rounds"):
-        RunDirectory.create(tmp_path, {})
-    assert contents(tmp_path) == before
+def test_rows_of_later_rounds_give_way(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+    for number in range(1, 8):
+        run.append("metrics", {"round": number, "odd": None if number % 2 else 0.5, f"of {number // 4}": number})
+        assert RunDirectory.open(tmp_path).table("metrics").equals(run.table("metrics"))
+    run.release()
     run = RunDirectory.open(tmp_path)
-    for number in (count + 1, LATEST + 7):  # goes on, once after an earlier round
+    for number in (8, 5):  # goes on, once after an earlier round
         run.append("metrics", {"round": number})
         assert run.table("metrics")["round"].to_list() == [*range(1, number + 1)]
-
-
-def test_a_writer_that_cannot_end_its_tables_lets_others_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_tables, "LATEST", 2)
-    run = RunDirectory.create(tmp_path, {})
-    for number in (1, 2, 3):
-        run.append("metrics", {"round": number})
-    with monkeypatch.context() as patch:
-        patch.setattr(row_tables.pl, "concat", Mock(side_effect=RunDirectoryError("no space")))
-        with pytest.raises(RunDirectoryError, match="no space"):
-            run.release()
-    with FileLock(tmp_path / ".lock").acquire(blocking=False):
-        assert run.table("metrics")["round"].to_list() == [1, 2, 3]
 
 
 def test_a_round_with_records_is_whole(tmp_path, monkeypatch):

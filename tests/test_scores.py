@@ -9,9 +9,10 @@ import torch
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import Action, PPOClip, Return, attribute, attribute_crossfit, attribute_round
+from whence import Action, PPOClip, Return, attribute, attribute_round
 from whence.advantages import td_errors
 from whence.counterfactual import compute_scores
+from whence.folds import split_target
 from whence.sb3 import model_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
@@ -50,7 +51,10 @@ def test_the_snapshot_is_what_iif_selects_by(case: Any) -> None:
     extractor, model, recording, scores = case
     settings = {"target": Return(), "objective": model_objective(model)}
     assert agree(scores["snapshot"], attribute(model.policy, recording.records, **settings).scores)
-    assert agree(scores["crossfit"], attribute_crossfit(model.policy, recording.records, **settings).scores)
+    fold, halves = split_target(Return(), recording.records, 2)
+    by_half = attribute(model.policy, recording.records, **{**settings, "target": dict(enumerate(halves))})
+    crossfit = torch.stack([by_half[number].scores for number in (0, 1)])[fold, torch.arange(len(fold))]
+    assert agree(scores["crossfit"], crossfit)
     settings["objective"] = PPOClip(ent_coef=0.01, vf_coef=0.5)
     with_values = attribute(model.policy, recording.records, **settings).scores
     assert ("snapshot with values" in scores) == (extractor == "shared")

@@ -3,7 +3,6 @@ from . import experiments as experiments
 from . import llm as llm
 from . import sb3 as sb3
 from .attribution import attribute as attribute
-from .attribution import attribute_crossfit as attribute_crossfit
 from .checks import check_engines as check_engines
 from .core.errors import InvalidInfluence as InvalidInfluence
 from .core.errors import InvalidRecords as InvalidRecords

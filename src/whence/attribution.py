@@ -18,7 +18,6 @@ from whence.core import (
     NonFinite,
     Objective,
     RecordBatch,
-    Return,
     Target,
     Unit,
     Unsupported,
@@ -58,7 +57,6 @@ from whence.folds import (
     check_mean,
     check_mean_target,
     count_folds,
-    split_target,
     standard_errors,
 )
 from whence.influence import Influence, Provenance
@@ -255,48 +253,6 @@ def add_errors(
     check_mean(target_name(target), influence.scores, scores, sizes)
     errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
     return replace(influence, errors=errors, by_fold=scores.T.contiguous(), folds=fold.to(torch.int16))
-
-
-def attribute_crossfit(
-    policy: object,
-    records: RecordBatch,
-    *,
-    target: Target | None = None,
-    folds: int = 2,
-    objective: Objective | None = None,
-    engine: str = "auto",
-    memory: int | None = None,
-) -> Influence:
-    """Score every record by a target of the other folds' records (the snapshot score, cross-fitted).
-
-    If the training buffer also serves as validation set, a record's score contains its product with itself, which is
-    never negative, and products with its own episode. Here episodes are assigned to folds, and each fold's records are
-    scored by the gradient of the target on the other folds' records.
-
-    The other arguments are those of `attribute`. Records have to say where episodes begin; advantages are normalised
-    over all of them.
-
-    Args:
-        target: a target that reads the scored records; None: `Return()`.
-        folds: the number of folds of episodes.
-
-    Raises:
-        WhenceError: the target reads no records; see also `split_target` and `attribute`.
-    """
-    check_records(records)
-    target = Return() if target is None else target
-    fold, targets = split_target(target, records, folds)
-    by_name = {str(number): part for number, part in enumerate(targets)}
-    influences = score_targets(policy, records, by_name, objective=objective, engine=engine, memory=memory)
-    scores = torch.stack([influences[name].scores for name in by_name])
-    first = influences["0"]
-    return replace(
-        first,
-        scores=scores[fold, torch.arange(len(records))],
-        provenance=replace(
-            first.provenance, target=f"{target_name(target)} of {folds} folds, each scored by the others"
-        ),
-    )
 
 
 @contextmanager

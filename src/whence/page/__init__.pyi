@@ -10,9 +10,6 @@ from .explored_rounds import build_detail as build_detail
 from .explored_rounds import build_round as build_round
 from .explored_rounds import describe_runs as describe_runs
 from .explored_run import ExploredRun as ExploredRun
-from .explored_run import name_run as name_run
-from .figures import learning_curves as learning_curves
-from .figures import make_figure as make_figure
 from .grid import query_records as query_records
 from .html import write_report as write_report
 from .metric_tables import READING as READING
@@ -27,5 +24,4 @@ from .moment_view import describe_view as describe_view
 from .moment_view import format_number as format_number
 from .moment_view import gather_moment as gather_moment
 from .moment_view import list_curves as list_curves
-from .moment_view import read_change as read_change
 from .moment_view import read_window as read_window

@@ -4,7 +4,7 @@ import base64
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -38,13 +38,6 @@ OnRound = Callable[[int, int], None]
 """Called with the number of rounds that are done, and of all."""
 
 
-class EmbeddedRound(NamedTuple):
-    """A round in the file: the id of its script element, and its text."""
-
-    id: str
-    text: str
-
-
 def spread(numbers: Sequence[int], most: int) -> list[int]:
     """Return at most `most` of some numbers: the first, the last, and others evenly between."""
     if len(numbers) <= most:
@@ -57,12 +50,12 @@ def embed_rounds(
     rounds: Sequence[Sequence[int]],
     on_round: OnRound | None = None,
     findings: Sequence[Sequence[Mapping[str, Any]]] = (),
-) -> Iterator[EmbeddedRound]:
-    """Yield each round of some runs as the file embeds it: JSON, compressed by gzip, as base64."""
+) -> Iterator[tuple[str, str]]:
+    """Yield the id of each round of some runs, and its text: JSON, compressed by gzip, as base64."""
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
     for done, (index, number) in enumerate(places, start=1):
         content = _build_content(runs[index], number, findings[index] if findings else ())
-        yield EmbeddedRound(f"round-{index}-{number}", compress(content))
+        yield f"round-{index}-{number}", compress(content)
         if on_round is not None:
             on_round(done, len(places))
 

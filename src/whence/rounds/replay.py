@@ -290,7 +290,6 @@ def replay(
     recording: RoundRecording,
     *,
     weights: Float[Tensor, " n"] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Return the trained parameters after a recorded round with weighted records.
 
@@ -303,14 +302,13 @@ def replay(
         policy: the policy that was trained, or one built like it.
         recording: the recorded round.
         weights: (n,) the weights of the records, at least 0; None: 1 each. The result is differentiable in them.
-        dtype: the dtype to compute in; None: the recorded one.
 
     Raises:
         NonFinite: training diverged.
         WhenceError: the weights have another shape, are negative, or are above 0 for fewer than two records that the
             round trained on; or see `open_round`.
     """
-    round = open_round(policy, recording, dtype=dtype)
+    round = open_round(policy, recording)
     if weights is not None:
         if weights.shape != (len(round.records),):
             raise WhenceError(

@@ -75,8 +75,7 @@ class RunDirectory:
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. A table of
-    more than 256 rows has its latest in a second file, `metrics.latest.parquet`, until the writer ends. What writes
+    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. What writes
     raises `RunDirectoryError` if the system refuses, or if the directory was taken over, deleted or replaced.
 
     Attributes:
@@ -251,15 +250,10 @@ class RunDirectory:
             self._lock = lock_run(self.path)
 
     def release(self) -> None:
-        """Write each table to one file, and let others write the directory."""
-        lock = self._lock
-        try:
-            for table in self._tables.values() if lock is not None and lock.is_locked else ():
-                table.join_files()
-        finally:
-            self._lock = None
-            if lock is not None:
-                lock.release()
+        """Let others write the directory."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""

@@ -195,12 +195,6 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         },
         **{end: [moment(place) for place in places] for end, places in listed.items()},
         "groupings": [{"key": "action", "name": "action"}, {"key": "region", "name": f"region{text}"}],
-        "changed": [
-            {
-                **{"record": ids[WORST], "step": 17, "action": actions[WORST], "divergence": 0.31},
-                **{"value_before": -74.0, "value_after": -60.5, "text": f"nothing .10 → .30 {text}"},
-            }
-        ],
         "rows": rows,
         "map": make_map(text) if scored and kind == "steps" else None,
     }

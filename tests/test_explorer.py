@@ -83,7 +83,7 @@ class TestPageObject:
         assert keys == ["record_id", "score", "response", "prompt", "flag"]
         shown = plain(build_round(run, 1))
         assert [moment["record"] for moment in shown["worst"]] == [1]
-        assert (shown["groupings"], shown["changed"]) == ([], [])
+        assert shown["groupings"] == []
         opened = plain(build_detail(run, 1, 1))
         assert (opened["prompt"], opened["response"]) == (HOSTILE, "5")
 
@@ -155,16 +155,6 @@ class TestRound:
         assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
         assert len(shown["rows"]) <= ROWS
         assert [entry["key"] for entry in shown["groupings"]] == ["action", "region", "step", "keep"]
-
-    def test_a_state_that_changed_is_listed_once(self, lake, monkeypatch):
-        numbers = {"divergence": [0.3, 0.3000001, 0.2], "value_before": [1.0, 1.0, 1.0], "value_after": [2.0, 2.0, 2.0]}
-        changes = pl.DataFrame(
-            {"record_id": [4, 8, 9], **numbers, "before": [[0.5, 0.5]] * 3, "after": [[0.9, 0.1]] * 3}
-        )
-        monkeypatch.setattr(
-            "whence.page.explored_run.compare_policies", lambda run, number, env: changes.sort("record_id")
-        )
-        assert [change["record"] for change in build_round(lake, 1)["changed"]] == [4, 9]
 
     def test_a_round_without_scores_that_cannot_be_scored_says_why(self, tmp_path):
         run = run_of(tmp_path / "lake", table_of(score=None, error=None))

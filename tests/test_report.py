@@ -39,7 +39,7 @@ COLUMNS = [column.key for column in STEPS]
 
 EXPLORER = (
     *("Moments", "Where it harms and helps", "Which kinds of records harm"),
-    *("States that the round changed the most", "All records"),
+    "All records",
 )
 """Headings of the part of a page that opens rounds."""
 

@@ -316,8 +316,9 @@ class TestRunsOfStrangers:
         if attack in NAMED:
             assert any(UNSIGNED in refusal and "--trust" in refusal for refusal in refusals)
             assert UNSIGNED in page.read_text()
-            shown = build_round(ExploredRun(stage / name), 2)
-            assert (shown["scored"], bool(shown["changed"])) == (True, True)
+            explored = ExploredRun(stage / name)
+            assert build_round(explored, 2)["scored"]
+            assert not isinstance(explored.changes(2), str)
             look(RunDirectory.open(stage / name, trust=True))
             assert watch or marker.exists() or "this" in sys.modules  # it would have run
 

@@ -1,4 +1,4 @@
-"""Runs and rounds as the page shows them: curves; strip, moments, groups, what changed, how far to trust scores."""
+"""Runs and rounds as the page shows them: curves; strip, moments, groups, how far to trust scores."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from whence.influence import SIGNIFICANT
-from whence.moments import Moment, find_moment, find_moments, name_action
+from whence.moments import Moment, find_moment, find_moments
 from whence.page.explored_run import ExploredRun, attempt
 from whence.page.frames import choose_steps
 from whence.page.grid import (
@@ -24,12 +24,10 @@ from whence.page.grid import (
     round_numbers,
 )
 from whence.page.moment_view import (
-    PolicyChange,
     describe_moment,
     describe_view,
     gather_moment,
     list_curves,
-    read_change,
 )
 from whence.page.responses import describe_text, list_group, list_prompts
 from whence.page.round_curves import list_round_curves
@@ -190,9 +188,6 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
 MOMENTS = 100
 """Moments at either end of a round that a page lists at most."""
 
-CHANGES = 10
-"""States that a page lists at most, of those whose policy a round changed the most."""
-
 ROWS = 250
 """Rows of a round's grid in the offline file at most."""
 
@@ -233,7 +228,6 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
         "prompts": list_prompts(scored) if run.is_language else [],
         "groupings": attempt(lambda: list_pivots(run, scored), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
-        "changed": [] if run.is_language or table.is_empty() else _build_changes(run, scored, notes),
         "rows": _make_rows(run, number, [*worst, *best], records) if rows else None,
         "notes": notes,
     }
@@ -314,35 +308,6 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
         "scores": round_numbers(columns["score"]),
         "dropped": columns["dropped"].cast(pl.Int8).to_list(),
     }
-
-
-def _build_changes(run: ExploredRun, records: Round, notes: list[str]) -> list[dict[str, Any]]:
-    changes = run.changes(records.number)
-    if isinstance(changes, str):
-        notes.append(f"What this round changed in the policy is not known: {changes}")
-        return []
-    # Many records may be of one state: it is listed once, by the first of them.
-    numbers = pl.col("divergence", "value_before", "value_after").round_sig_figs(4)
-    largest = changes.unique(numbers, keep="first", maintain_order=True).head(CHANGES)
-    facts = records.table.select("record_id", "^(step|action)$")
-    rows = largest.join(facts, on="record_id", how="left", maintain_order="left").to_dicts()
-    return [_describe_change(run, row) for row in rows]
-
-
-def _describe_change(run: ExploredRun, row: Mapping[str, Any]) -> dict[str, Any]:
-    change = read_change(run, row)
-    return {
-        **{"record": row["record_id"], "step": row.get("step")},
-        "action": cut_text(name_action(row.get("action"), run.labels)),
-        **{name: round_number(row.get(name)) for name in ("divergence", "value_before", "value_after")},
-        "text": "" if change is None else ", ".join(list_largest_changes(change)),
-    }
-
-
-def list_largest_changes(change: PolicyChange) -> list[str]:
-    """Return the four actions whose probabilities, or means, changed most, before and after."""
-    order = sorted(zip(change.names, change.before, change.after, strict=True), key=lambda one: -abs(one[2] - one[1]))
-    return [f"{name} {before:.3g} → {after:.3g}" for name, before, after in order[:4]]
 
 
 def _make_rows(

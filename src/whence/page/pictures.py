@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from whence.core import Unsupported, WhenceError, write_atomically
 from whence.moments import name_action
 from whence.page.cause_view import SCORED, CauseView
-from whence.page.explored_rounds import list_largest_changes
-from whence.page.moment_view import MomentView, choose_frames, describe_score, format_number
+from whence.page.moment_view import MomentView, PolicyChange, choose_frames, describe_score, format_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,7 +23,7 @@ WIDTH, MARGIN, ACROSS = 1200, 24, 5
 HELP, HARM, GREY, INK, LINE = "#2f74e6", "#d1495b", "#7d8590", "#1f2328", "#d0d7de"
 
 _NUMBERS = ("reward", "value", "advantage", "score")
-_IN_FONT = str.maketrans({"–": "-", "−": "-", "→": "to"})  # Pillow's font lacks these
+_IN_FONT = str.maketrans({"–": "-", "−": "-"})  # Pillow's font lacks these
 _MILLISECONDS, _FACE_MILLISECONDS = 120, 1200  # how long a frame of a GIF is shown
 
 Line = tuple[str, int, str]
@@ -73,7 +72,7 @@ def draw_moment(view: MomentView, path: Path) -> None:
         ("   ·   ".join(parts), 17, INK),
     ]
     if view.policy is not None:
-        changes = "; ".join(list_largest_changes(view.policy))
+        changes = "; ".join(_list_largest_changes(view.policy))
         heading.append((f"The policy in this state, before and after the round: {changes}", 17, INK))
     heading += [(note, 15, GREY) for note in (view.policy_note, view.frames_note) if note]
     steps = [*view.frames] or choose_frames(view.window, moment)
@@ -86,6 +85,12 @@ def draw_moment(view: MomentView, path: Path) -> None:
     else:
         durations = [_FACE_MILLISECONDS if step == moment.step else _MILLISECONDS for step in steps]
         _save([_draw([(heading, [cell])], across=2) for cell in cells], path, duration=durations, loop=0)
+
+
+def _list_largest_changes(change: PolicyChange) -> list[str]:
+    """Return the four actions whose probabilities, or means, changed most, before and after."""
+    order = sorted(zip(change.names, change.before, change.after, strict=True), key=lambda one: -abs(one[2] - one[1]))
+    return [f"{name} {before:.3g} to {after:.3g}" for name, before, after in order[:4]]
 
 
 def _describe_step(view: MomentView, step: int) -> str:

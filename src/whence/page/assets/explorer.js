@@ -225,14 +225,8 @@
     at("map-body").replaceChildren(...(shown.map ? Whence.map.show(shown.map) : []));
     await showGroups(mine);
     if (mine !== turn) return;
-    at("changed").hidden = !shown.changed?.length;
     at("grid-part").hidden = !shown.records;
     if (shown.records) grid.show(run(), chosen.run, shown);
-    if (!shown.changed?.length) return;
-    const list = await Whence.lists.changed(shown.changed, {
-      run: chosen.run, round: chosen.round, actions: run().actions, onOpen: (record, from) => openMoment(0, record, from),
-    });
-    if (mine === turn) at("changed-body").replaceChildren(list);
   }
 
   // The columns by which groups are made stay from round to round.

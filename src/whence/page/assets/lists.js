@@ -1,4 +1,4 @@
-// Lists: what stands out in a run; of a round its moments, its groups, the states that it changed the most.
+// Lists: what stands out in a run; of a round its moments and its groups.
 Whence.lists = (() => {
   "use strict";
 
@@ -102,26 +102,11 @@ Whence.lists = (() => {
       finding.records?.length ? first(finding) : null));
   }
 
-  async function changed(list, { run, round, onOpen, actions }) {
-    const rows = await Promise.all(list.map(async (change) => {
-      const can = await Whence.source.canOpen(run, round, change.record).catch(() => false);
-      const name = id(change.record);
-      const first = can
-        ? element("button", { type: "button", class: "link", onclick: (event) => onOpen(change.record, event.currentTarget) }, name)
-        : name;
-      return element("tr", {}, element("th", { scope: "row" }, first), element("td", { class: "text" }, Whence.nameAction(change.action, actions)),
-        element("td", { class: "text" }, change.text), element("td", {}, `${signed(change.value_before)} → ${signed(change.value_after)}`), element("td", {}, number(change.divergence, 2)));
-    }));
-    const headings = ["record", "action taken", "policy before → after", "value", "divergence (nats)"].map((text, at) => element("th", { scope: "col", class: at < 3 ? "text" : null }, text));
-    return element("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": "Changed states" },
-      element("table", { class: "changes" }, element("caption", {}, "States that the round changed the most"), element("thead", {}, element("tr", {}, ...headings)), element("tbody", {}, ...rows)));
-  }
-
   function trust(lines) {
     const WORDS = { good: "Trust", fair: "With care", poor: "Do not trust" };
     return element("ul", { class: "trust", "aria-label": "How far to trust this round" },
       ...lines.map(({ level, text }) => element("li", { class: level }, WORDS[level] ? element("b", {}, `${WORDS[level]} `) : null, ...Whence.withCode(text))));
   }
 
-  return { moments, pivot, findings, changed, trust };
+  return { moments, pivot, findings, trust };
 })();

@@ -113,7 +113,7 @@ def make_summary(runs: Runs) -> dict[str, Any]:
             seed: Curve(
                 returns=np.array(run["curve"]["returns"]),
                 standard_errors=np.array(run["curve"]["standard_errors"]),
-                seconds=run["seconds"]["round"],
+                seconds=np.array(run["seconds"]["round"]),
             )
             for seed, run in of_arm.items()
         }

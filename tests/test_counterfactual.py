@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from test_rounds import assert_untouched, model_of, recorded, state_of
+from test_rounds import assert_untouched, model_of, recorded, replay, state_of
 from whence import IIF, RandomDrop, Return, WhenceError
 from whence.counterfactual import (
     compute_lds,
@@ -25,7 +25,6 @@ from whence.counterfactual import (
 from whence.counterfactual.outcomes import measure_outcomes
 from whence.counterfactual.retrain import NOBODY, read_batch_size
 from whence.engines.memory import measure_bytes
-from whence.rounds import replay
 from whence.rounds.replay import open_round
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.base.sampling import cut_minibatches

@@ -17,15 +17,16 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 
 import whence
 from whence import IIF, KeepAll, Return, RoundRecording, WhenceError, attribute, attribute_round
-from whence.core import NonFinite, Unsupported
+from whence.core import NonFinite, Unsupported, eval_mode, preserve_rng_state
 from whence.counterfactual import retrain
-from whence.rounds import METHODS, OptimizerState, optimizers, replay, round_scores
+from whence.rounds import METHODS, OptimizerState, check_finite, check_weights, optimizers, round_scores, step
 from whence.rounds.replay import (
     clip_factor,
     iterate_points,
     minibatch_loss,
     objective_values,
     open_round,
+    raise_on_divergence,
     target_gradient,
 )
 from whence.sb3 import InfluenceCallback
@@ -48,6 +49,19 @@ OPTIMIZERS = {
     "RMSprop with momentum": {"momentum": 0.9},
     "RMSprop centred": {"centered": True, "momentum": 0.5, "eps": 1e-3},
 }
+
+
+def replay(policy, recording, *, weights=None):
+    """Return the trained parameters after a recorded round with weighted records."""
+    round = open_round(policy, recording)
+    weights = torch.ones(len(round.records)) if weights is None else check_weights(weights, round)
+    point = round.start
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), raise_on_divergence(round):
+        for number in range(len(round)):
+            minibatch = round.minibatch(number)
+            point = step(round, point, minibatch, weights[minibatch.positions])
+    check_finite(point.params, round)
+    return round.unflatten(point.params)
 
 
 class Dicts(gym.Env):
@@ -498,8 +512,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("weights", "message"),
         [
-            (torch.ones(3), r"weights have shape \(3,\); one for each of the 64"),
-            (torch.ones(2, 64), r"weights have shape \(2, 64\).*whence\.counterfactual\.retrain"),
             (-torch.ones(64), "A weight is negative or not finite"),
             (torch.full((64,), float("nan")), "A weight is negative or not finite"),
             (torch.zeros(64), "keeps 0 of 64 records that the round trained on, fewer than two"),

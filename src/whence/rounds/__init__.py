@@ -13,7 +13,6 @@ from whence.rounds.replay import check_target as check_target
 from whence.rounds.replay import check_weights as check_weights
 from whence.rounds.replay import open_round as open_round
 from whence.rounds.replay import raise_on_divergence as raise_on_divergence
-from whence.rounds.replay import replay as replay
 from whence.rounds.replay import step as step
 from whence.rounds.round_scores import METHODS as METHODS
 from whence.rounds.round_scores import attribute_round as attribute_round

@@ -1,4 +1,9 @@
-"""A recorded round replayed step by step, as a differentiable function of the weight of each record."""
+"""A recorded round replayed step by step, as a differentiable function of the weight of each record.
+
+Weights are counts, not proportions. With weights of 1 the result is the recorded one up to rounding; a weight of 0
+leaves the record out of every recorded minibatch, and one of 2 counts it twice. A minibatch whose weights sum to 1 or
+less uses raw advantages, as one of a single record does.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -271,57 +276,14 @@ def clip_factor(gradient: Float[Tensor, " p"], max_norm: float) -> Float[Tensor,
     return (max_norm / (safe_sqrt(squares) + 1e-6)).clamp(max=1.0)
 
 
-def iterate_points(round: SteppedRound, weights: Float[Tensor, " n"] | None = None) -> Iterator[Point]:
-    """Yield the point before each step, and the one after the last.
-
-    `weights` (n,) are those of the records; None: 1 each.
-    """
-    weights = torch.ones_like(round.records.log_probs) if weights is None else weights
+def iterate_points(round: SteppedRound) -> Iterator[Point]:
+    """Yield the point before each step, and the one after the last."""
     point = round.start
     yield point
     for number in range(len(round)):
         minibatch = round.minibatch(number)
-        point = step(round, point, minibatch, weights[minibatch.positions])
+        point = step(round, point, minibatch, torch.ones_like(minibatch.records.log_probs))
         yield point
-
-
-def replay(
-    policy: object,
-    recording: RoundRecording,
-    *,
-    weights: Float[Tensor, " n"] | None = None,
-) -> dict[str, Tensor]:
-    """Return the trained parameters after a recorded round with weighted records.
-
-    Weights are counts, not proportions. With weights of 1 the result is the recorded one up to rounding; a weight of 0
-    leaves the record out of every recorded minibatch, and one of 2 counts it twice. A minibatch whose weights sum to 1
-    or less uses raw advantages, as one of a single record does. The policy and every random generator are left as they
-    are.
-
-    Args:
-        policy: the policy that was trained, or one built like it.
-        recording: the recorded round.
-        weights: (n,) the weights of the records, at least 0; None: 1 each. The result is differentiable in them.
-
-    Raises:
-        NonFinite: training diverged.
-        WhenceError: the weights have another shape, are negative, or are above 0 for fewer than two records that the
-            round trained on; or see `open_round`.
-    """
-    round = open_round(policy, recording)
-    if weights is not None:
-        if weights.shape != (len(round.records),):
-            raise WhenceError(
-                f"weights have shape {tuple(weights.shape)}; one for each of the {len(round.records)} records is "
-                "needed. Several trainings at once: whence.counterfactual.retrain."
-            )
-        weights = check_weights(weights, round)
-    modules = list(round.view.module.modules())
-    with preserve_rng_state(), eval_mode(modules), torch.inference_mode(False), raise_on_divergence(round):
-        for point in iterate_points(round, weights):
-            last = point
-    check_finite(last.params, round)
-    return round.unflatten(last.params)
 
 
 def check_weights(

@@ -21,7 +21,7 @@ from whence.page.figures import (
     COLOURS,
     influence_distribution,
     kept_share,
-    learning_curves,
+    over_rounds,
     seconds_by_stage,
 )
 from whence.page.grid import LONGEST, STEPS
@@ -457,7 +457,7 @@ class TestFigures:
 
     def test_learning_curves(self, tables):
         # ppo: seeds 0 and 1 reach 0, 1, 2 and 0, 3, 4; iif: 0, 2, 3 and 0, 4, 5.
-        figure = learning_curves(tables("evaluations"))
+        figure = over_rounds(tables("evaluations"), "test_return", "mean test return")
         low, high, mean = figure.data[:3]
         assert [list(trace.x) for trace in figure.data] == [[0, 1, 2]] * 6
         assert (list(low.y), list(high.y), list(mean.y)) == ([0, 1, 2], [0, 3, 4], [0, 2, 3])

@@ -13,7 +13,7 @@ from whence.core import WhenceError
 from whence.experiments import KeptRun, RunConfig, load_sweep, summarise_sweep
 from whence.experiments.rl.training import make_curve
 from whence.page import write_tables
-from whence.page.figures import COLOURS, arm_colours, learning_curves
+from whence.page.figures import COLOURS, arm_colours, over_rounds
 
 LAKE = RunConfig(env="FrozenLake-v1", arm="ppo", seed=0, rounds=4, eval_episodes=20)
 
@@ -197,6 +197,8 @@ def shares(**more):
 
 def test_no_two_arms_look_alike():
     arms = ["ppo", *(f"arm {number}" for number in range(3 * len(COLOURS)))]
-    figure = learning_curves(pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}), arm_colours(arms))
+    figure = over_rounds(
+        pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}), "test_return", "mean", arm_colours(arms)
+    )
     looks = [(trace.line.color, trace.line.dash) for trace in figure.data]
     assert len(looks) == len(set(looks)) == len(arms)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from whence import experiments
-from whence.page.figures import learning_curves
+from whence.page.figures import over_rounds
 
 
 def main(
@@ -18,7 +18,8 @@ def main(
     picture: Annotated[Path, typer.Argument(help="The file to write: .svg, .png or .pdf.")],
 ) -> None:
     """Write the learning curves."""
-    figure = learning_curves(experiments.load_comparison(comparison).table("evaluations"))
+    evaluations = experiments.load_comparison(comparison).table("evaluations")
+    figure = over_rounds(evaluations, "test_return", "mean test return")
     figure.update_layout(width=760, height=320, font_family="sans-serif")
     figure.write_image(picture)
 

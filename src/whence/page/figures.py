@@ -96,11 +96,6 @@ def arm_colours(arms: Iterable[str]) -> dict[str, str]:
     return {arm: COLOURS[0] if arm == STANDARD else next(others) for arm in dict.fromkeys(arms)}
 
 
-def learning_curves(evaluations: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
-    """Draw the mean test return of each arm over rounds, with the band of its seeds' lowest and highest."""
-    return over_rounds(evaluations, "test_return", "mean test return", colours)
-
-
 def kept_share(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
     """Draw the share of records that trained; the rest was dropped."""
     kept = metrics.with_columns(kept=1 - pl.col("dropped_share"))

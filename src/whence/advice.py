@@ -67,7 +67,10 @@ def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -
 def _apply_rules(rows: Rows, config: Mapping[str, Any]) -> dict[str, Finding]:
     first = {name: next(rule(rows, config), None) for name, rule in _RULES.items()}
     seen = sorted(((name, one) for name, one in first.items() if one is not None), key=lambda pair: pair[1][0])
-    return {name: Finding("setting", *words, None, number) for name, (number, *words) in seen}
+    return {
+        name: Finding("setting", title, evidence, advice, round=number)
+        for name, (number, title, evidence, advice) in seen
+    }
 
 
 def _read(rows: Rows, name: str) -> list[tuple[int, float]]:

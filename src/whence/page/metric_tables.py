@@ -181,7 +181,6 @@ _REFERENCES = (STANDARD, "random", "iif")
 _ROUND_METRICS = {
     "dropped_share": ("records dropped", ".1%"),
     "negative_share": ("records below 0", ".1%"),
-    "fell_back": ("rounds in which the guard fell back", ".1%"),
     "train/update_scale": ("update scaled by", ".3g"),
     "train/approx_kl": ("divergence (KL)", ".3g"),
     "train/clip_fraction": ("ratios clipped", ".1%"),

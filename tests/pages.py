@@ -185,7 +185,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         **{"round": number, "records": n, "scored": scored, "notes": [f"A note. {text}"] if text else []},
         "trust": [
             {"level": "fair", "text": f"61% of the scores are beyond two errors. {text}"},
-            {"level": "unknown", "text": "No counterfactual was made for this round."},
+            {"level": "unknown", "text": "The scores come without standard errors."},
         ],
         "strip": {
             "episodes": episodes,

@@ -294,7 +294,7 @@ class TestWrongInput:
             ("attribute file", "file is a file, and a run is a directory."),
             ("show lake/records", "lake/records is no run directory, and lake is one. Give that."),
             ("attribute .", "a folder of runs, and one run is needed. Give one of the runs in it: begun,"),
-            ("diagnose comparison", "comparison holds a comparison,"),
+            ("why comparison", "comparison holds a comparison,"),
             ("attribute begun", "begun holds no rounds yet: its training is in round 1, or was interrupted there."),
             ("attribute lake --round 7", "lake/records/round_00007.parquet is not there; lake holds rounds 1 to 2."),
             ("report lake --rounds 1-99", "Round 3 is not in lake, which holds rounds 1 to 2: name these."),
@@ -319,7 +319,7 @@ class TestWrongInput:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("attribute",), ("counterfactual", "--round", "1"), ("prove", "--record", "1")],
+    [("attribute",), ("prove", "--record", "1")],
     ids=lambda one: one[0],
 )
 def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, arguments):

@@ -115,8 +115,6 @@ def shorten(name, arguments):
         )
     elif name == "compare":
         line += f" --arms ppo,iif --seeds 1 --rounds 1 --eval-episodes 2 --workers 1 --n-steps {STEPS}"
-    elif name == "counterfactual":
-        line += " --subsets 3 --orders 2" + (" --test-episodes 2" if "--test-episodes" in line else "")
     elif name == "prove":
         line += " --seeds 1 --test-episodes 2"
     elif name == "sweep":

@@ -62,10 +62,6 @@ def test_the_command_takes_the_run_of_a_script(tmp_path, capsys):
     env = gym.make("FrozenLake-v1", is_slippery=False)
     model = PPO("MlpPolicy", env, seed=0, **SETTINGS)
     model.learn(64, callback=InfluenceCallback(IIF(0.5), run=tmp_path, recordings=[2]))
-    options = ["--subsets", "3", "--orders", "2", "--test-episodes", "2", "--json"]
-    assert app(["counterfactual", str(tmp_path), "--round", "2", *options], standalone_mode=False) is None
-    outcomes = {row["outcome"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert "evaluated" in outcomes
     options = ["--where", "advantage > 1", "--rounds", "2", "--seeds", "1", "--test-episodes", "2", "--json"]
     assert app(["prove", str(tmp_path), *options], standalone_mode=False) is None
     assert len(json.loads(capsys.readouterr().out)["outcomes"]) == 8

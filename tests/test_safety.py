@@ -29,7 +29,7 @@ from run_audit import judge
 from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
 from whence.cli.terminal import console, make_table
 from whence.core import RunDirectoryError, hide_working_directory, write_atomically
-from whence.diagnosis import find_causes, judge_advantages, play_episode
+from whence.diagnosis import find_causes, play_episode
 from whence.experiments import configure, load_comparison, load_round, measure_returns, run
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.loading import load_model, load_pretrained
@@ -286,7 +286,6 @@ def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
         ways += [
             lambda: load_round(directory, 2),
             lambda: explored.measure(2, first, 2),
-            lambda: judge_advantages(directory, 2, measure="rollouts", continuations=2),
             lambda: play_episode(directory),
             lambda: find_causes(directory, target_states=0, actions=0),
             lambda: measure(directory),
@@ -327,8 +326,6 @@ class TestRunsOfStrangers:
         {
             **{"attribute": 0, "report": 0, "why --record 40": 0, "show": 0, "why": 2},
             **{
-                "diagnose --measure visits": 0,
-                "diagnose --measure rollouts": 2,
                 "prove --record 40 --top 8 --test-episodes 2": 2,
             },
         }.items(),

@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from whence import Return, RoundRecording, RunDirectory, attribute, attribute_round, cli
+from whence import Return, RunDirectory, RunDirectoryError, attribute, attribute_round, cli
 from whence.engines import ENGINES
-from whence.experiments import load_round
+from whence.experiments import load_recording, load_round
 from whence.experiments.arms import ARMS
 from whence.experiments.rl.config import TARGETS
 from whence.experiments.rl.presets import presets
@@ -103,37 +103,19 @@ def test_rounds_are_recorded_where_asked(lake: Path, tmp_path: Path) -> None:
     asked = ["train", *LAKE, "--rounds", 2, "--run", tmp_path / "run", "--record-rounds"]
     assert whence(*asked, "1,2").exit_code == 0
     run = RunDirectory.open(tmp_path / "run")
-    model, records = load_round(run, 2)
-    recording = RoundRecording.load(run.round_path("recordings", 2))
+    _, records = load_round(run, 2)
+    model, recording = load_recording(run, 2)
     assert torch.equal(recording.records.log_probs, records.log_probs)
     scores = attribute_round(model.policy, recording, target=Return()).scores
     assert len(scores) == 64
     assert bool((scores != 0).any())
+    with pytest.raises(RunDirectoryError, match=r"Round 2 of .* was not recorded\. Recorded rounds: none\."):
+        load_recording(RunDirectory.open(lake), 2)
     for rounds, said in (("3", "Round 3 cannot be recorded: the run has rounds 1 to 2"), ("1,b", "whole numbers")):
         assert said in str(whence(*asked, rounds).exception)
     same = [*LAKE, "--rounds", 3, "--eval-episodes", 4, "--seed", 2, "--drop", 0.25, "--run", lake]
     refused = whence("train", *same, "--record-rounds", 1)
     assert "finished without a recording of round 1" in str(refused.exception)
-
-
-def test_a_recorded_round_is_trained_again_without_records(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert whence("train", *LAKE, "--rounds", 2, "--run", run, "--record-rounds", 2).exit_code == 0
-    asked = ["counterfactual", run, "--round", 2, "--subsets", 4, "--orders", 2]
-    for episodes, more in ((0, set()), (3, {"evaluated"})):
-        found = whence(*asked, "--test-episodes", episodes, "--json")
-        assert found.exit_code == 0, found.output
-        content = parsed(found.stdout)
-        assert content == parsed((run / "counterfactual" / "round_00002.json").read_text())
-        assert {row["outcome"] for row in content["rows"]} == {"target", "surrogate"} | more
-        assert {row["truth"] for row in content["rows"]} == {"recorded", "reshuffled"}
-    shown = whence(*asked, "--target", "action", "--record", 70)
-    assert shown.exit_code == 0, shown.output
-    assert "optimizer-momentum" in shown.output
-    assert "Round 2, 4 subsets of 50%, recorded minibatches, outcome: target" in " ".join(shown.output.split())
-    refused = whence("counterfactual", run, "--round", 1)
-    assert "Round 1 of" in str(refused.exception)
-    assert "Recorded rounds: 2." in str(refused.exception)
 
 
 def test_tests_of_parameters_are_the_runs_evaluations(lake: Path) -> None:

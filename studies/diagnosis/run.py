@@ -1,7 +1,7 @@
 """Whether advantages are wrong in the records that harm (LDA §4.1), on three environments.
 
 Run: `python -m studies.diagnosis.run results/diagnosis [--only frozenlake/seed_0]`. Plain PPO trains; a few rounds of
-it are then judged: `whence.diagnosis.judge_advantages` measures the advantage of each record, and the two are compared
+it are then judged: `judgement.judge_advantages` measures the advantage of each record, and the two are compared
 by influence on the return.
 
 - FrozenLake, all records: by visits, as LDA does, and exactly, from the environment's table of transitions.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import polars as pl
@@ -24,9 +24,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from studies.diagnosis.agreement import summarise_judgement
+from studies.diagnosis.judgement import Measure, judge_advantages
 from studies.stored import round_numbers, write_line
 from whence import experiments
-from whence.diagnosis import judge_advantages, summarise_judgement
 from whence.diagnosis.judgement import compare_signs
 from whence.experiments import make_replay_env, read_rows
 from whence.runs import RunDirectory
@@ -144,17 +145,19 @@ def results_file(out: Path) -> Path:
     return out / "rounds.parquet"
 
 
-def judge_round(run: RunDirectory, setup: Setup, number: int, measure: str, seed: int) -> pl.DataFrame:
+def judge_round(
+    run: RunDirectory, setup: Setup, number: int, measure: Measure | Literal["exact"], seed: int
+) -> pl.DataFrame:
     """Return the judgement of a round by "visits", "rollouts", or "exact"."""
     if measure == "exact":
         return judge_exactly(run, number)
     sample = {"records": setup.records, "continuations": setup.continuations} if measure == "rollouts" else {}
-    return judge_advantages(run, number, measure=measure, seed=seed, **sample)
+    return judge_advantages(run, number, measure, seed=seed, **sample)
 
 
 def judge_exactly(run: RunDirectory, number: int) -> pl.DataFrame:
     """Return the judgement of a round of FrozenLake by the advantages that follow from its table of transitions."""
-    judged = judge_advantages(run, number, measure="visits")
+    judged = judge_advantages(run, number, "visits")
     model, _ = experiments.load_round(run, number)
     with open_env(make_replay_env(run)) as env:
         values, advantages = solve(env.unwrapped.P, policy_table(model), model.gamma)

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from studies.diagnosis.agreement import BANDS
 from studies.diagnosis.run import KEYS, SETUPS, results_file
 from studies.markdown import cell, nested, table
 from whence.core import write_atomically
-from whence.diagnosis import BANDS
 from whence.efficiency import t_interval
 from whence.experiments import read_rows
 

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from whence.counterfactual.outcomes import Evaluate, check_scores, seed_outcomes
-from whence.counterfactual.retrain import read_batch_size, reshuffle, retrain
+from studies.faithfulness.outcomes import check_scores, read_batch_size, seed_outcomes
+from whence.counterfactual import reshuffle, retrain
+from whence.experiments import Evaluate
 from whence.influence import Influence
 from whence.rounds import RoundRecording
 from whence.selection import read_scores

@@ -10,9 +10,10 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from studies.faithfulness.outcomes import Outcomes, check_scores, measure_outcomes, read_batch_size
 from whence.core import Target, WhenceError
-from whence.counterfactual.outcomes import Evaluate, Outcomes, check_scores, measure_outcomes
-from whence.counterfactual.retrain import Orders, read_batch_size, reshuffle, retrain
+from whence.counterfactual import Orders, reshuffle, retrain
+from whence.experiments import Evaluate
 from whence.rounds import RoundRecording, check_target, open_round
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)

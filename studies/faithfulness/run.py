@@ -33,11 +33,12 @@ from rich.console import Console
 
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.faithfulness.interventions import intervene
+from studies.faithfulness.lds import study
+from studies.faithfulness.outcomes import compute_scores
 from studies.faithfulness.removals import leave_out
 from studies.faithfulness.smoothed import score_smoothed
 from studies.stored import read_round, write_round
 from whence import IIF, Return, attribute, experiments
-from whence.counterfactual import compute_scores, study
 from whence.experiments import RunConfig, measure_returns
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective

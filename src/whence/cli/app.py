@@ -26,12 +26,10 @@ COMMANDS: Mapping[str, str] = {
     "attribute": "attribute_command:attribute",
     "show": "show_command:show",
     "findings": "findings_command:findings",
-    "diagnose": "diagnose_command:diagnose",
     "why": "why_command:why",
     "view": "report_command:view",
     "report": "report_command:report",
     "list": "list_command:list_",
-    "counterfactual": "counterfactual_command:counterfactual",
     "prove": "prove_command:prove",
 }
 """The commands, and where the function of each is: "module:function" of `whence.cli.commands`."""

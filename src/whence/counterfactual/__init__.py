@@ -1,11 +1,6 @@
 """Counterfactuals: rounds trained again without some of their records, as ground truth."""
 
-from whence.counterfactual.lds import Study as Study
 from whence.counterfactual.lds import compute_lds as compute_lds
-from whence.counterfactual.lds import measure_agreement as measure_agreement
-from whence.counterfactual.lds import study as study
-from whence.counterfactual.outcomes import Evaluate as Evaluate
-from whence.counterfactual.outcomes import compute_scores as compute_scores
 from whence.counterfactual.proofs import Proof as Proof
 from whence.counterfactual.retrain import NOBODY as NOBODY
 from whence.counterfactual.retrain import Orders as Orders

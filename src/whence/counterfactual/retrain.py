@@ -54,20 +54,6 @@ def draw_subsets(n: int, share: float, count: int, generator: torch.Generator) -
     return masks
 
 
-def read_batch_size(recording: RoundRecording) -> int:
-    """Return the number of records in a full minibatch of a round.
-
-    Raises:
-        WhenceError: the round was not trained on.
-    """
-    if len(recording.minibatches) == 0:
-        raise WhenceError(
-            f"Round {recording.number} was not trained on, so there is nothing to train again: its selection kept "
-            "fewer than two records. Take another round."
-        )
-    return len(recording.records) if recording.update.batch_size is None else recording.update.batch_size
-
-
 def reshuffle(kept: Bool[Tensor, "m n"], batch_size: int, n_epochs: int, generator: torch.Generator) -> Orders:
     """Draw each subset's minibatches as selection does: each epoch is a permutation of all records, filtered and cut.
 

@@ -1,10 +1,8 @@
-from .agreement import summarise_judgement as summarise_judgement
 from .causes import find_causes as find_causes
 from .decision_proofs import prove_decision as prove_decision
 from .decisions import play_episode as play_episode
 from .grid_map import GridMap as GridMap
 from .grid_map import map_extremes as map_extremes
-from .judgement import judge_advantages as judge_advantages
 from .ranking import rank_moments as rank_moments
 from .ranking import rank_records as rank_records
 from .response_causes import find_response_causes as find_response_causes
@@ -12,16 +10,10 @@ from .response_proofs import prove_response as prove_response
 
 # isort: split
 # What only other rooms of whence import.
-from .agreement import BANDS as BANDS
-from .agreement import describe_verdict as describe_verdict
 from .decisions import PlayedEpisode as PlayedEpisode
 from .decisions import compare_log_probs as compare_log_probs
 from .decisions import read_record as read_record
 from .grid_map import has_map as has_map
-from .judgement import REPEATS as REPEATS
-from .judgement import SAMPLE as SAMPLE
-from .judgement import Measure as Measure
-from .judgement import read_scored_round as read_scored_round
 from .ranking import RankedMoment as RankedMoment
 from .ranking import sum_rounds as sum_rounds
 from .response_causes import measure_trained as measure_trained

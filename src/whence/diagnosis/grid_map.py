@@ -9,7 +9,7 @@ import gymnasium as gym
 import polars as pl
 
 from whence.core import ReplayError, WhenceError
-from whence.diagnosis.judgement import REPEATS, compare_signs, measure_visits
+from whence.diagnosis.judgement import compare_signs, measure_visits
 from whence.experiments import AnyEnv, action_labels, make_replay_env
 from whence.moments import name_action
 from whence.runs import RunDirectory
@@ -78,7 +78,7 @@ def map_extremes(
     """
     if not {"score", "action"} <= {*records.columns} or (world := _read_world(run, env)) is None:
         return None
-    visited = None if "mismatch" in records.columns else measure_visits(run, number, env=env, least=REPEATS)
+    visited = None if "mismatch" in records.columns else measure_visits(run, number, env=env)
     if visited is not None:
         records = compare_signs(records.join(visited, on="record_id", how="left"))
     extremes = _choose_extremes(records, most)

@@ -30,7 +30,6 @@ from .llm.language_config import SOURCE as SOURCE
 from .rl.changes import compare_policies as compare_policies
 from .rl.config import HYPERPARAMETERS as HYPERPARAMETERS
 from .rl.config import TARGETS as TARGETS
-from .rl.continuations import OnRecord as OnRecord
 from .rl.labels import action_labels as action_labels
 from .rl.labels import box_action_labels as box_action_labels
 from .rl.labels import state_names as state_names
@@ -38,6 +37,7 @@ from .rl.plan import check_action as check_action
 from .rl.plan import reads as reads
 from .rl.presets import presets as presets
 from .rl.stored import AnyEnv as AnyEnv
+from .rl.stored import Evaluate as Evaluate
 from .rl.stored import is_squashed as is_squashed
 from .rl.stored import load_model as load_model
 from .rl.stored import load_policy as load_policy

@@ -1,6 +1,5 @@
 """Runs and rounds as the page shows them: curves; strip, moments, groups, how far to trust scores."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,16 +111,11 @@ def choose_round(
     return {"round": number, "why": "No round has more scores that can be told from 0."}
 
 
-GOOD_LDS, FAIR_LDS = 0.7, 0.4
-"""From these LDS on, scores are good or fair: at .7 they explain half of the variance of ranks, at .4 a sixth."""
-
-
-def describe_trust(run: ExploredRun, number: int, records: pl.DataFrame) -> list[dict[str, str]]:
-    """Return sentences on how far to trust a round's scores, each with a level: good, fair, poor or unknown."""
+def describe_trust(run: ExploredRun, records: pl.DataFrame) -> list[dict[str, str]]:
+    """Return sentences on how far to trust a round's scores, each with a level: fair or unknown."""
     if "score" not in records.columns:
         return []
-    # Rounds of a language model are not trained again without records.
-    lines = [_describe_sizes(records) if run.is_language else _describe_lds(run, number), _describe_errors(records)]
+    lines = [*([_describe_sizes(records)] if run.is_language else []), _describe_errors(records)]
     return [{"level": level, "text": text} for level, text in lines if text]
 
 
@@ -146,30 +140,6 @@ def _describe_sizes(records: pl.DataFrame) -> tuple[str, str]:
 
 LEAST_RANKED = 8
 """Responses from which on ranks are compared."""
-
-
-def _describe_lds(explored: ExploredRun, number: int) -> tuple[str, str]:
-    run = explored.directory
-    file = run.path / "counterfactual" / f"round_{number:05d}.json"
-    if not file.exists():
-        option = f"--record-rounds {number}" if run.experiment else f"InfluenceCallback(recordings=[{number}])"
-        is_recorded = run.round_path("recordings", number).exists()
-        how = "Measure it" if is_recorded else f"Train with `{option}`, then measure it"
-        command = explored.name_command("counterfactual", f"--round {number}")
-        return "unknown", f"How well these scores predict retraining was not measured. {how}: `{command}`"
-    # The row of the stored score: the snapshot's, on the recorded minibatches, on the target if there.
-    rows = [row for row in json.loads(file.read_text(encoding="utf-8"))["rows"] if row["score"] == "snapshot"]
-    row = min(rows, key=lambda row: (row["truth"] != "recorded", row["outcome"] != "target"))
-    lds, low, high, outcome = (row[name] for name in ("lds", "low", "high", "outcome"))
-    if lds is None or not math.isfinite(lds):
-        return "unknown", f"Trained again on subsets of this round, the {outcome} did not vary, so there is no LDS."
-    level = "good" if lds >= GOOD_LDS else "fair" if lds >= FAIR_LDS else "poor"
-    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    text = (
-        f"Trained again on subsets of this round's records, the {outcome} follows these scores with a rank correlation "
-        f"(LDS) of {lds:.2f}{interval}; 1 would be perfect, 0 chance."
-    )
-    return level, text
 
 
 def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
@@ -216,7 +186,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
     shown = order_strip(table, [*worst, *best])
     if len(shown) < len(table):
         notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
-    trust = attempt(lambda: describe_trust(run, number, table), notes, "Trust is not known", [])
+    trust = attempt(lambda: describe_trust(run, table), notes, "Trust is not known", [])
     return {
         "round": number,
         "records": len(table),

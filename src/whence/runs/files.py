@@ -18,10 +18,7 @@ from torch import Tensor
 from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, write_atomically
 from whence.runs.locks import LOCK, check_fork
 
-FOLDERS = [
-    *("policies", "recordings", "statistics", "states", "checkpoints"),
-    *("model", "trl", "counterfactual", "proofs"),
-]
+FOLDERS = ["policies", "recordings", "statistics", "states", "checkpoints", "model", "trl", "proofs"]
 """What a run may hold besides tables of rounds."""
 
 Table: TypeAlias = Literal["metrics", "timings", "evaluations"]

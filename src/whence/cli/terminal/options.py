@@ -62,9 +62,6 @@ Trust: TypeAlias = Annotated[
     bool,
     typer.Option("--trust", help="Run what the run names, such as its environment, even if you did not make it here."),
 ]
-Memory: TypeAlias = Annotated[
-    float, typer.Option(help="GiB that scoring and training may hold at a time, estimated before the start.", min=0.0)
-]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 

@@ -40,9 +40,6 @@ from whence.sb3 import (
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""
 
-OnRecord = Callable[[int, int], None]
-"""Called with the number of records that are measured, and of all."""
-
 OnStep = Callable[[], None]
 """Called between steps; what it raises ends the work."""
 
@@ -59,7 +56,6 @@ def estimate_advantages(
     env: AnyEnv = None,
     continuations: int = 16,
     seed: int = 0,
-    on_record: OnRecord | None = None,
     on_step: OnStep | None = None,
 ) -> pl.DataFrame:
     """Estimate records' advantages under the round's policy from fresh continuations, with standard errors.
@@ -78,7 +74,6 @@ def estimate_advantages(
         env: see `replay_episode`.
         continuations: at least 2.
         seed: with the record's id, seeds environments and actions from the record on.
-        on_record: called after each record.
         on_step: called before each step of the continuations; what it raises ends the estimate.
 
     Returns:
@@ -125,8 +120,6 @@ def estimate_advantages(
                     first = replay.actions[step]
                     returns = _continue(model, envs, observations, first, action_seed, scale, on_step, memory)
                     rows[record] = _summarise(returns)
-                    if on_record is not None:
-                        on_record(len(rows), len(records))
     return pl.DataFrame([(record, *rows[record]) for record in records], schema=_SCHEMA, orient="row")
 
 

@@ -29,7 +29,6 @@ from whence.core import (
     WhenceError,
     preserve_rng_state,
 )
-from whence.counterfactual import Evaluate
 from whence.experiments.rl.config import RunConfig
 from whence.experiments.rl.environments import make_env, measure_return, renew_world
 from whence.folds import usable_folds
@@ -60,6 +59,10 @@ from whence.sb3 import (
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
 """An environment's id, module:Id, module:function, or a function that makes one in all of its wrappers; None: what the
 run's configuration names."""
+
+
+Evaluate: TypeAlias = Callable[[Mapping[str, Tensor], int], float]
+"""`evaluate(params, repetition)` measures trained parameters, a mapping by name; the repetition seeds the test."""
 
 
 def make_replay_env(run: RunDirectory, env: AnyEnv = None, *, index: int = 0) -> MakeEnv:

@@ -103,7 +103,7 @@ Whence.lists = (() => {
   }
 
   function trust(lines) {
-    const WORDS = { good: "Trust", fair: "With care", poor: "Do not trust" };
+    const WORDS = { fair: "With care" };
     return element("ul", { class: "trust", "aria-label": "How far to trust this round" },
       ...lines.map(({ level, text }) => element("li", { class: level }, WORDS[level] ? element("b", {}, `${WORDS[level]} `) : null, ...Whence.withCode(text))));
   }

@@ -6,7 +6,7 @@ what measured, the returns of these visits.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,11 +166,3 @@ def _spearman(one: Numbers, other: Numbers) -> float:
     if len(one) < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:
         return float("nan")
     return float(scipy.stats.spearmanr(one, other).statistic)
-
-
-def describe_verdict(summary: Mapping[str, Any]) -> str:
-    """Return from a summary whether signs were wrong more often where records harm: "yes", "no" or "unclear"."""
-    low, high = (summary["difference"][name] for name in ("low", "high"))
-    if low is None or high is None or low <= 0 <= high:
-        return "unclear"
-    return "yes" if low > 0 else "no"

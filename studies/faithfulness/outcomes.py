@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.core import BatchTarget, NonFinite, Target, WhenceError, compute_outputs, eval_mode, preserve_rng_state
+from whence.experiments import Evaluate
 from whence.folds import split_target
 from whence.rounds import (
     METHODS,
@@ -23,16 +24,22 @@ from whence.rounds import (
 )
 from whence.selection import compute_td_errors
 
-Evaluate = Callable[[Mapping[str, Tensor], int], float]
-"""`evaluate(params, repetition)` measures trained parameters, a mapping by name: for instance their test return.
-
-Within a repetition all trainings should be measured with the same random numbers, so that they differ in the training
-alone. Repetitions need different random numbers, for example by a seed that depends on the repetition: random numbers
-that they share would pass for agreement. Global generators are seeded accordingly before each call.
-"""
-
 Outcomes = Mapping[str, NDArray[np.float64]]
 """The outcomes of m trainings, (m,), by the outcome's name."""
+
+
+def read_batch_size(recording: RoundRecording) -> int:
+    """Return the number of records in a full minibatch of a round.
+
+    Raises:
+        WhenceError: the round was not trained on.
+    """
+    if len(recording.minibatches) == 0:
+        raise WhenceError(
+            f"Round {recording.number} was not trained on, so there is nothing to train again: its selection kept "
+            "fewer than two records. Take another round."
+        )
+    return len(recording.records) if recording.update.batch_size is None else recording.update.batch_size
 
 
 def measure_outcomes(
@@ -80,7 +87,7 @@ def seed_outcomes(repetition: int) -> Iterator[None]:
     """Seed global generators by the repetition; on exit they are as before."""
     with preserve_rng_state():
         random.seed(repetition)
-        np.random.seed(repetition)  # noqa: NPY002
+        np.random.seed(repetition)
         torch.manual_seed(repetition)
         yield
 

@@ -78,8 +78,8 @@ class TestScores:
         assert (causes["score"] == 0).sum() == (~causes["keep"]).sum() > 0
 
     def test_what_cannot_be_scored_is_refused(self, cart, tmp_path):
-        with pytest.raises(WhenceError, match=r"method is 'raws'\. Did you mean raw"):
-            find_causes(cart, STATES[0], 1, method="raws")
+        with pytest.raises(WhenceError, match=r"method is 'influenc'\. Did you mean influence"):
+            find_causes(cart, STATES[0], 1, method="influenc")
         with pytest.raises(RunDirectoryError, match="holds no rounds"):
             find_causes(RunDirectory.create(tmp_path / "empty", {}), STATES[0], 1)
 
@@ -158,7 +158,7 @@ class Bandit(gym.Env):
         return self._observe(), 3.0 * pays + 0.1 * float(self.np_random.normal()), True, False, {}
 
 
-@pytest.mark.parametrize("method", ["raw", "nearest"])
+@pytest.mark.parametrize("method", ["influence", "nearest"])
 def test_a_planted_cause_is_found_again(tmp_path, method):
     directory = learn(tmp_path / "run", Bandit(), rounds=12, learning_rate=3e-3)
     causes = find_causes(directory, [1.0, 0.0], 1, method=method, env=Bandit)

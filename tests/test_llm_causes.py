@@ -107,7 +107,7 @@ class TestScores:
             return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}, generators
 
         before = look()
-        for method in ("raw", "nearest", "bm25"):
+        for method in ("influence", "nearest", "bm25"):
             find_response_causes(directory, *QUESTION, method=method)
         measure_trained(directory, *QUESTION)
         assert look() == before
@@ -284,7 +284,7 @@ class TestCommand:
         directory = runs("ppo")
         done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")
         content = json.loads(done.stdout)
-        causes = find_response_causes(directory, *QUESTION, method="raw" if by == "influence" else by)
+        causes = find_response_causes(directory, *QUESTION, method=by)
         assert [content[name] for name in ("prompts", "responses", "by")] == [[QUESTION[0]], [QUESTION[1]], by]
         for name, lowest in (("raised", False), ("lowered", True)):
             expected = rank_records(causes, lowest=lowest, most=2)

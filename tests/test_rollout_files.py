@@ -18,7 +18,7 @@ from test_llm_trl import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError
-from whence.experiments.llm.scored_files import score_files
+from whence.experiments.llm.loading import load_checkpoint
 from whence.llm import GroupObjective, SequenceReturn, language_view
 from whence.llm.files import read_steps, rollout_files, score_rollouts
 from whence.llm.files.scored_rollouts import add_advantages
@@ -215,6 +215,6 @@ def test_an_adapter_is_loaded_with_its_base_and_scored_alone(tmp_path: Path) -> 
     make_tokenizer().save_pretrained(tmp_path / "adapter")
     folder = write_lines(tmp_path / "in", "1.jsonl", ROWS[:2])
     expected = score_rollouts(folder, adapted, make_tokenizer(), tmp_path / "expected").round("records", 1)
-    run = score_files(folder, str(tmp_path / "adapter"), tmp_path / "run")
+    run = score_rollouts(folder, *load_checkpoint(str(tmp_path / "adapter"), "float32"), tmp_path / "run")
     assert run.round("records", 1)["score"].to_list() == pytest.approx(expected["score"].to_list(), rel=1e-5)
     assert expected["score"].abs().min() > 0  # type: ignore[operator]

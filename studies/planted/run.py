@@ -8,8 +8,9 @@ truth is known: the records that got the rigged reward. Each method scores all r
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"raw" and "nearest" are methods of `whence.diagnosis.find_causes`. "advantage" and "advantage x action" are what needs
-no model: the latter changes the sign where another action than B was taken. The others are `studies.planted.finders`.
+"raw" and "nearest" are methods of `whence.diagnosis.find_causes`, which calls the first one "influence". "advantage"
+and "advantage x action" are what needs no model: the latter changes the sign where another action than B was taken. The
+others are `studies.planted.finders`.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -170,7 +171,8 @@ def score(
         return advantages, time.process_time() - began
     if method == "advantage x action":
         return advantages * np.where(records["action"].to_numpy() == action, 1, -1), time.process_time() - began
-    causes = find_causes(directory, states, np.full(len(states), action), method=method)
+    finder = "influence" if method == "raw" else method
+    causes = find_causes(directory, states, np.full(len(states), action), method=finder)
     return causes["score"].to_numpy(), time.process_time() - began
 
 

@@ -17,7 +17,7 @@ def test_the_episodes_that_would_pay_are_left_out(tmp_path: Path, monkeypatch: p
     for name in ("lander", "plain"):
         case = replace(run.CASES[name], rounds=2, settings={"hyperparameters": hyperparameters})
         monkeypatch.setitem(run.CASES, name, case)
-        monkeypatch.setitem(proofs.SETUPS, name, proofs.Setup(2, "raw", 4))
+        monkeypatch.setitem(proofs.SETUPS, name, proofs.Setup(2, "influence", 4))
     monkeypatch.setattr(proofs, "SEEDS", 2)
     monkeypatch.setattr(run, "STEPS", 512)
     proofs.main(tmp_path / "out", tmp_path / "runs", "plain/episodes")

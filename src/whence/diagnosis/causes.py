@@ -16,7 +16,7 @@ from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.selection import read_weights
 
-RAW, NEAREST = METHODS = ("raw", "nearest")
+INFLUENCE, NEAREST = METHODS = ("influence", "nearest")
 """Ways to score a record; see `find_causes`."""
 
 _COLUMNS = ("record_id", "env_index", "episode_id", "step", "action", "advantage", "value", "return", "reward", "keep")
@@ -30,7 +30,7 @@ def find_causes(
     action_masks: Any = None,
     states_of: RecordBatch | None = None,
     rounds: Sequence[int] | None = None,
-    method: str = RAW,
+    method: str = INFLUENCE,
     env: AnyEnv = None,
     on_round: OnRound | None = None,
 ) -> pl.DataFrame:
@@ -38,7 +38,7 @@ def find_causes(
 
     A positive score speaks for the action. Methods:
 
-    - "raw": what training on it did to the log-probability, to first order:
+    - "influence": what training on it did to the log-probability, to first order:
       `<grad log pi(a|s), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
     - "nearest": advantage × mean cosine of `grad log pi(a_i|s_i)` with those of the ten nearest pairs of the target, at
       the same policy; see `whence.diagnosis.ranking.NEAREST`.
@@ -73,7 +73,7 @@ def find_causes(
     def score(number: int, table: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
         records = read_records(run, number, model, env=env)
         load_policy(run, number, model)
-        if method == RAW:
+        if method == INFLUENCE:
             scores = attribute(model.policy, records, target=target, objective=model_objective(model)).scores.double()
         else:
             pairs = target.as_records(records, model.action_space)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -25,7 +24,7 @@ from whence.selection import read_weights
 K1, B = 1.5, 0.75
 """BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""
 
-RAW, NEAREST, BM25 = METHODS = ("raw", "nearest", "bm25")
+INFLUENCE, NEAREST, BM25 = METHODS = ("influence", "nearest", "bm25")
 """Ways to score a record; see `find_response_causes`."""
 
 MakeTarget: TypeAlias = Callable[[Task], ValidationLoss]
@@ -40,8 +39,7 @@ def find_response_causes(
     records: pl.DataFrame | None = None,
     *,
     rounds: Sequence[int] | None = None,
-    method: str = RAW,
-    engine: str = "auto",
+    method: str = INFLUENCE,
     on_round: OnRound | None = None,
 ) -> pl.DataFrame:
     """Score the records of all rounds by what training on them did to the log-probability of responses to prompts.
@@ -50,7 +48,7 @@ def find_response_causes(
     the tokens of all, end-of-text tokens included, at the sampling temperature; of the sum, scores are this many times
     as large, in the same order. Methods:
 
-    - "raw": `<grad log pi(responses|prompts), grad objective_i>` at the policy that drew the record (LDA §3.3).
+    - "influence": `<grad log pi(responses|prompts), grad objective_i>` at the policy that drew the record (LDA §3.3).
     - "nearest": advantage × cosine of `grad log pi` of the record's response with that of an example, at the same
       policy: the mean over the ten examples that are nearest.
     - "bm25": advantage × BM25 score of the record's prompt and response for the example that they match best.
@@ -65,7 +63,6 @@ def find_response_causes(
             since each would speak for itself.
         rounds: the rounds to score, from 1; None: all whose policy is there, for "bm25" all.
         method: one of `METHODS`.
-        engine: for "raw", see `whence.attribute`.
         on_round: called after each round.
 
     Returns:
@@ -79,7 +76,7 @@ def find_response_causes(
     """
     numbers = _list_rounds(run, rounds, method)
     make_target, texts = read_examples(run, prompts, responses, records)
-    by_gradients = partial(_score_round, run, make_target, method, engine)
+    by_gradients = partial(_score_round, run, make_target, method)
     score_round = _make_text_score(run, numbers, texts) if method == BM25 else by_gradients
     causes = score_rounds(run, numbers, _COLUMNS, score_round, on_round)
     return causes if records is None else causes.join(records, on=["round", "record_id"], how="anti")
@@ -130,7 +127,7 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
 
 
 def _score_round(
-    run: RunDirectory, make_target: MakeTarget, method: str, engine: str, number: int, table: pl.DataFrame
+    run: RunDirectory, make_target: MakeTarget, method: str, number: int, table: pl.DataFrame
 ) -> dict[str, Any]:
     """Return the scores of a round by gradients, and the examples' log-prob under its policy."""
     rebuilt = rebuild_round(run, number, make_target=make_target)
@@ -142,7 +139,7 @@ def _score_round(
         cosines = multiply_gradients(view, rebuilt.rows, examples, chunk_size=scoring.chunk_size).cosines()
         scores = average_nearest(cosines).numpy() * _read_advantages(table)
     else:
-        scores = score(model, rebuilt.rows, replace(scoring, engine=engine)).scores.double().numpy()
+        scores = score(model, rebuilt.rows, scoring).scores.double().numpy()
     return {"score": scores * read_weights(table), "log_prob": pl.lit(log_prob, dtype=pl.Float64)}
 
 

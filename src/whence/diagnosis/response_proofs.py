@@ -9,7 +9,7 @@ import torch
 
 from whence.core import RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
 from whence.counterfactual.proofs import FOLDER, Proof, check_left_out, list_trained, name_top, prove
-from whence.diagnosis.response_causes import RAW, find_response_causes, read_examples
+from whence.diagnosis.response_causes import INFLUENCE, find_response_causes, read_examples
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.language_rebuilding import (
     list_policies,
@@ -38,7 +38,7 @@ def prove_response(
     left_out: pl.DataFrame | None = None,
     *,
     match: str | None = None,
-    method: str = RAW,
+    method: str = INFLUENCE,
     top: int = 64,
     rounds: Sequence[int] | None = None,
     seeds: int = 5,

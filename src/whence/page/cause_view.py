@@ -168,7 +168,7 @@ def gather_causes(
         RunDirectoryError: a policy cannot be built again.
     """
     pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
-    options: Any = {"method": "raw" if by == "influence" else by, "env": run.env, "on_round": on_round}
+    options: Any = {"method": by, "env": run.env, "on_round": on_round}
     with LOCK:
         scores = find_causes(run.directory, **pair, states_of=target.records, **options)
     raised, lowered = (rank_moments(scores, lowest=lowest, most=most) for lowest in (False, True))

@@ -86,7 +86,7 @@ def prove(
             response,
             left_out,
             match=match,
-            method="raw" if by == "influence" else by,
+            method=by,
             top=top,
             rounds=numbers,
             seeds=seeds,

@@ -7,8 +7,16 @@ import typer
 
 from whence.cli.terminal import errors, make_printable, print_line
 from whence.core import WhenceError
-from whence.experiments.llm.scored_files import TARGETS, score_files
-from whence.llm.files import NAMES
+from whence.experiments.llm.loading import hide_progress_bars, load_checkpoint
+from whence.experiments.llm.tasks import make_scored_target
+from whence.llm.files import NAMES, score_rollouts
+
+TARGETS = {
+    "sequence": "above 0, training on a row raises the mean advantage-weighted log-probability of the others",
+    "token": "above 0, training on a row raises the same token by token",
+    "reward": "above 0, training on a row raises the mean reward-weighted log-probability of the others",
+    "validation": "above 0, training on a row makes the demonstrations likelier",
+}
 
 
 def score(
@@ -24,7 +32,7 @@ def score(
         typer.Option(help="What a score says is raised: see whence list targets. validation needs --demonstrations."),
     ] = "sequence",
     demonstrations: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Trusted answers: a data set with 'prompt' and 'completion'.", show_default=False),
     ] = None,
     reference: Annotated[
@@ -75,21 +83,22 @@ def score(
     folder = run or Path("runs") / (rollouts.stem if rollouts.is_file() else rollouts.resolve().name)
     if (target == "validation") != (demonstrations is not None):
         raise WhenceError("--target validation and --demonstrations go together: the target is their likelihood.")
-    with errors.status("Loading …") as status:
-        directory = score_files(
-            rollouts,
-            model,
-            folder,
-            target=target,
-            demonstrations=None if demonstrations is None else str(demonstrations),
-            reference=reference,
+    with hide_progress_bars(), errors.status("Loading …") as status:
+        policy, tokenizer = load_checkpoint(model, dtype)
+        directory = score_rollouts(
+            *(rollouts, policy, tokenizer, folder),
+            target=make_scored_target(target, demonstrations, tokenizer, batch_size),
+            reference=None if reference is None else load_checkpoint(reference, dtype)[0],
             beta=beta,
-            max_tokens=max_tokens,
-            columns=columns,
             leave_one_out=None if self_vote else "row",
+            columns=columns,
+            max_tokens=max_tokens,
             temperature=temperature,
             batch_size=batch_size,
-            dtype=dtype,
+            about={
+                **{"model": model, "target_kind": target, "demonstrations": demonstrations, "reference": reference},
+                **{"beta": beta, "dtype": dtype, "batch_size": batch_size},
+            },
             overwrite=overwrite,
             on_round=lambda number, rows: status.update(f"Round {number}: {rows:,} rows scored …"),
         )

@@ -132,7 +132,7 @@ def _gather_causes(
         what = f"One of the {len(run.flags())} flagged responses, by the geometric mean"
         notes.append("The flagged responses are asked about, so they are not listed.")
     with RoundBar("rounds", "scoring") as bar:
-        causes = find_response_causes(run, *examples, method="raw" if by == "influence" else by, on_round=bar.update)
+        causes = find_response_causes(run, *examples, method=by, on_round=bar.update)
     log_probs = causes["log_prob"].drop_nulls().to_list() or [None]
     first, now = log_probs[0], log_probs[-1]
     if by != "bm25":

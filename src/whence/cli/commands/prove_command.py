@@ -108,7 +108,7 @@ def prove(
             target,
             left_out,
             behaviour=words,
-            method="raw" if by == "influence" else by,
+            method=by,
             top=top,
             rounds=numbers,
             seeds=seeds,

@@ -14,9 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from whence.core import Objective, RecordBatch, RunDirectoryError, Target, Unsupported, WhenceError, preserve_rng_state
 from whence.experiments.llm.language_config import LanguageConfig
-from whence.experiments.llm.loading import hide_progress_bars, load_pretrained
-from whence.experiments.llm.scored_files import load_checkpoint, make_scored_target
-from whence.experiments.llm.tasks import Task, load_task, make_trainer_config, make_validation_target, scoring_memory
+from whence.experiments.llm.loading import hide_progress_bars, load_checkpoint, load_pretrained
+from whence.experiments.llm.tasks import (
+    Task,
+    load_task,
+    make_scored_target,
+    make_trainer_config,
+    make_validation_target,
+    scoring_memory,
+)
 from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
 from whence.llm.files import SCORED
 from whence.llm.ppo import load_parameters, make_rollout

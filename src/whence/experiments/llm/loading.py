@@ -118,6 +118,17 @@ def load_model(name: str, dtype: str, kind: Any = AutoModelForCausalLM, **option
     return model, tokenizer
 
 
+def load_checkpoint(name: str, dtype: str) -> tuple[Any, Any]:
+    """Return the causal language model of a folder or an id, or a PEFT adapter with its base, and the tokenizer."""
+    if (Path(name) / "adapter_config.json").exists():
+        from peft import AutoPeftModelForCausalLM
+
+        model, tokenizer = load_model(name, dtype, AutoPeftModelForCausalLM, is_trainable=True)
+    else:
+        model, tokenizer = load_model(name, dtype)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
 def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Return the model or tokenizer that one of Transformers' Auto classes loads from a directory or id.
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from whence.core import WhenceError
+from whence.core import Target, WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
 from whence.llm.base import PPOConfig, list_tokens
 from whence.llm.lab import SIZES, arithmetic, evaluate, lenient_reward
-from whence.llm.scores import ValidationLoss
+from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
     Evaluate,
     Prompt,
@@ -196,6 +196,13 @@ def _add_adapter(model: Any, config: LanguageConfig) -> Any:
 def make_validation_target(task: Task) -> ValidationLoss:
     """Return the target of a task's demonstrations, cut to the model's context."""
     return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
+
+
+def make_scored_target(kind: str, demonstrations: str | None, tokenizer: Any, batch_size: int) -> Target:
+    """Return a target of `whence llm score`: "validation" by demonstrations, or a key of `RESPONSE_TARGETS`."""
+    if kind == "validation":
+        return ValidationLoss.of(load_data(str(demonstrations)), tokenizer, batch_size=batch_size)
+    return RESPONSE_TARGETS[kind](batch_size=batch_size)
 
 
 def make_response_target(task: Task, examples: Iterable[tuple[Prompt, str]]) -> ValidationLoss:

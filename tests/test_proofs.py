@@ -13,7 +13,7 @@ from test_experiments_llm import cache
 from test_llm_why import runs
 from whence import Action, RunDirectory, WhenceError, cli
 from whence.core import RunDirectoryError
-from whence.counterfactual.proofs import VARIANTS, Proof, prove
+from whence.counterfactual.proofs import VARIANTS, Proof, check_left_out, prove
 from whence.diagnosis import prove_decision, prove_response
 from whence.diagnosis.decisions import read_log_probs
 from whence.experiments.llm.language_rebuilding import load_start_policy, load_trained_task, make_stored_rows
@@ -82,10 +82,10 @@ class TestControls:
             ([(2, record) for record in (6, 7, 8, 9)], "4 of the 6 records that trained in round 2 are to be left out"),
         ],
     )
-    def test_what_cannot_be_compared(self, tmp_path, left_out, message):
+    def test_what_cannot_be_compared(self, left_out, message):
         table = pl.DataFrame(left_out, schema=["round", "record_id"], orient="row")
         with pytest.raises(WhenceError, match=message):
-            prove(TRAINED, table, lambda group, seed: {}, folder=tmp_path, about={})
+            check_left_out(TRAINED, table)
 
     @pytest.mark.parametrize(
         ("without", "text"),

@@ -119,7 +119,7 @@ def prove(
 
     Args:
         trained: the records that trained: `round`, `record_id` and `advantage`.
-        left_out: those in question: `round` and `record_id`.
+        left_out: those in question, from `check_left_out`.
         measure: trains and measures.
         find_placebo: names a placebo's records; None: those of the nearest advantages, in the same rounds.
         seeds: the number of seeds.
@@ -132,9 +132,7 @@ def prove(
 
     Raises:
         NonFinite: an outcome is not finite.
-        WhenceError: no record is left out, one that did not train, or more of a round than there are others.
     """
-    left_out = check_left_out(trained, left_out)
     question = json.dumps([about, left_out.rows()], sort_keys=True)
     file = folder / f"{sha256(question.encode()).hexdigest()[:12]}.json"
     rows = _read_rows(file)
@@ -177,7 +175,11 @@ def list_trained(tables: Mapping[int, pl.DataFrame]) -> pl.DataFrame:
 
 
 def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
-    """Return the records to leave out, in order; refuse none, and more of a round than can be matched by others."""
+    """Return the records to leave out, in order, without those that did not train.
+
+    Raises:
+        WhenceError: none is left, or more of a round than there are others to compare with.
+    """
     chosen = left_out.select(_KEYS).unique().join(trained.select(_KEYS), on=_KEYS, how="semi").sort(_KEYS)
     if chosen.is_empty():
         raise WhenceError(

@@ -57,7 +57,7 @@ def prove_decision(
     Raises:
         RunDirectoryError: a round is not there, or the policy cannot be built again.
         ReplayError: the environment to test in cannot be made; see `measure_returns`.
-        WhenceError: neither a decision nor records were given; or see `prove` and `find_causes`.
+        WhenceError: see `check_left_out` and `find_causes`.
     """
     check_links(run.path)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))

@@ -74,7 +74,7 @@ def prove_response(
 
     Raises:
         RunDirectoryError: a round is not there, or the policy before the first one.
-        WhenceError: neither a response nor rollouts were given; or see `prove` and `find_response_causes`.
+        WhenceError: `match` is given and no `answers`; or see `check_left_out` and `find_response_causes`.
     """
     check_links(run.path)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import polars as pl
 import torch
 import typer
 
@@ -76,19 +75,17 @@ def prove(
     if not directory.is_language:
         raise WhenceError(f"{run} is no language model's run. Of an agent's: whence prove {run}.")
     check_ways({"--flagged": flagged}, "--prompt and --response", has_behaviour=prompt is not None)
-    numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
-    left_out = directory.flags().filter(pl.col("round").is_in(numbers)) if flagged else None
     torch.set_num_threads(1)
     with resumable(), errors.status("loading") as status:
         proof = prove_response(
             directory,
             prompt,
             response,
-            left_out,
+            directory.flags() if flagged else None,
             match=match,
             method=by,
             top=top,
-            rounds=numbers,
+            rounds=parse_rounds("--rounds", rounds) or None,
             seeds=seeds,
             answers=answers,
             model=model,

@@ -88,13 +88,12 @@ def prove(
     directory, options = explored.directory, (episode_seed, step, record, observation, action)
     has_decision = any(option is not None for option in options)
     numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
-    directory.require_rounds(numbers)
     check_ways({"--flagged": flagged, "--where": where is not None}, "--record 60437", has_behaviour=has_decision)
     left_out = None
     torch.set_num_threads(1)
     with resumable(), errors.status("reading") as status:
         if flagged:
-            left_out = directory.flags().filter(pl.col("round").is_in(numbers))
+            left_out = directory.flags()
         elif where is not None:
             left_out = pl.concat([_find_group(directory, number, where, env) for number in numbers])
             if left_out.is_empty():

@@ -26,14 +26,15 @@ import torch
 import typer
 from rich.console import Console
 
+from studies.faithfulness.lds import measure_agreement
+from studies.faithfulness.outcomes import measure_outcomes
 from studies.faithfulness.run import OPTIMIZERS
 from studies.faithfulness.smoothed import SHARE, average_sides, draw_derivatives
 from studies.markdown import table
 from studies.stored import round_numbers, write_line
 from whence import Return, attribute, experiments
 from whence.core import eval_mode, preserve_rng_state, write_atomically
-from whence.counterfactual import compute_lds, draw_subsets, measure_agreement, reshuffle, retrain
-from whence.counterfactual.outcomes import measure_outcomes
+from whence.counterfactual import compute_lds, draw_subsets, reshuffle, retrain
 from whence.experiments import read_rows
 from whence.rounds import check_target, open_round
 from whence.runs import RunDirectory

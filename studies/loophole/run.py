@@ -31,7 +31,6 @@ from studies.loophole.tables import FINDER_KEYS, ROUND_KEYS, find_onset, write_t
 from studies.planted.scores import compute_auroc
 from studies.stored import round_numbers, write_line
 from whence.diagnosis import find_response_causes
-from whence.diagnosis.response_causes import METHODS
 from whence.experiments import LanguageConfig, read_rows
 from whence.experiments.llm import language_training
 from whence.experiments.llm.language_config import task_settings
@@ -111,13 +110,14 @@ def judge_finders(out: Path, seed: int, directory: RunDirectory, records: pl.Dat
     question = records.filter(pl.col("gamed")).row(-1, named=True)
     gamed, advantages = records["gamed"].to_numpy(), records["advantage"].cast(pl.Float64).to_numpy()
     early = np.arange(len(records)) < (onset or ROUNDS) * (len(records) // ROUNDS)
-    for method in ("advantage", *METHODS):
+    for method in ("advantage", "raw", "nearest", "bm25"):
         if (seed, method) in done:
             continue
         began = time.process_time()
         scores = advantages
         if method != "advantage":
-            causes = find_response_causes(directory, question["prompt"], question["response"], method=method)
+            finder = "influence" if method == "raw" else method
+            causes = find_response_causes(directory, question["prompt"], question["response"], method=finder)
             scores = causes["score"].to_numpy()
         line = {"seed": seed, "method": method, "seconds": time.process_time() - began, "onset": onset}
         line |= {"prompt": question["prompt"], "response": question["response"]}

@@ -203,7 +203,7 @@ class TestExamples:
         mean = sum(log_probs).item() / len(EXAMPLES)
         assert causes["log_prob"].unique().to_list() == [pytest.approx(mean, rel=1e-5)]
 
-    @pytest.mark.parametrize("method", ["raw", "nearest", "bm25"])
+    @pytest.mark.parametrize("method", ["influence", "nearest", "bm25"])
     def test_stored_responses_are_asked_by_their_tokens_and_left_out(self, runs, method):
         directory = runs("ppo")
         table = directory.round("records", 2)

@@ -103,7 +103,7 @@ def retrain(
     Args:
         policy: the policy that was trained, or one built like it; it is left as it is.
         recording: the recorded round.
-        kept: (m, n) which records each training keeps, or how often; see `whence.rounds.replay`.
+        kept: (m, n) which records each training keeps, or how often; see `whence.rounds.check_weights`.
         orders: the minibatches of each training; None: the recorded ones.
         memory: bytes that training may hold at a time, besides the policy, the records and the results. As many
             trainings as fit run side by side, and at least one.
@@ -115,7 +115,7 @@ def retrain(
     Raises:
         NonFinite: a training diverged.
         WhenceError: a subset keeps fewer than two records (without `orders`, of those that the round trained on) or is
-            of another round; or see `whence.rounds.replay`.
+            of another round; or see `whence.rounds.check_weights`.
     """
     round = open_round(policy, recording, dtype=dtype)
     n = len(round.records)

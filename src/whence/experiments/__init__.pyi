@@ -27,6 +27,7 @@ from .arms import Arm as Arm
 from .arms import split_arm as split_arm
 from .llm.language_config import OF_RULES as OF_RULES
 from .llm.language_config import SOURCE as SOURCE
+from .llm.language_config import TASK_FIELDS as TASK_FIELDS
 from .rl.changes import compare_policies as compare_policies
 from .rl.config import HYPERPARAMETERS as HYPERPARAMETERS
 from .rl.config import TARGETS as TARGETS

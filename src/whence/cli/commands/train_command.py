@@ -40,6 +40,7 @@ from whence.experiments import (
     OF_RULES,
     SOURCE,
     STANDARD,
+    TASK_FIELDS,
     AnyConfig,
     Comparison,
     LanguageConfig,
@@ -282,7 +283,7 @@ def _collect_language_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     overrides = parse_fields(_LANGUAGE_OPTIONS, values)
     if any(name in overrides for name in SOURCE):  # A model of one's own is no task; both are refused.
         overrides.setdefault("task", None)
-    return overrides
+    return {**TASK_FIELDS.get(overrides.get("task"), {}), **overrides}
 
 
 def _name_arm(selection: str, target: str | None = None) -> str:

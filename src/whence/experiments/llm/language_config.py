@@ -28,8 +28,14 @@ from whence.runs import RunDirectory
 from whence.selection import LANGUAGE_UNITS, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 
-TASKS = ("arithmetic", "loophole")
-"""Laboratories by name: the same model and problems, graded rightly, and by a grader that can be gamed."""
+TASKS = ("arithmetic", "loophole", "smollm2")
+"""Laboratories by name: two of the same small model and problems, the second with a grader that can be gamed; and a
+pretrained model."""
+
+TASK_FIELDS: Mapping[str | None, Mapping[str, Any]] = {
+    "smollm2": {"size": "chain_sum", "lora": 16, "test_problems": 64},
+}
+"""Fields in which the command's default for a task differs from `LanguageConfig`'s."""
 
 
 @cache
@@ -46,7 +52,8 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     if task is None:
         return {}
     sizes = _read_task_settings()["ppo" if algorithm == "ppo" else "trl"]
-    if size not in sizes:
+    size = task if task == "smollm2" else size  # Its puzzles share their settings, and are checked where they are made.
+    if size not in sizes or (size in TASKS) != (size == task):
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
     return {**sizes[size], **({"beta": 0.0} if algorithm == "rloo" else {})}
 
@@ -76,7 +83,8 @@ class LanguageConfig:
         demonstrations: directory or id of a data set with "prompt" and "completion", for the target "validation".
         test_dataset: directory or id of a data set whose prompts measure the trained model; None: no measurement.
         test_reward: a function, as `reward`, that measures the model; None: the reward.
-        size: size of the task's laboratory: small, weak (for the loophole), or tiny for a look.
+        size: size of the task's laboratory: small, weak (for the loophole), or tiny for a look; of smollm2 the puzzle:
+            chain_sum, basic_arithmetic or letter_counting.
         dtype: type of the model's parameters: float32 or bfloat16.
         lora: rank of an adapter that trains instead of the model; 0: the model trains.
         held_out: number of prompts for the target's responses, which do not train; 0: the target is over the scored
@@ -171,7 +179,12 @@ class LanguageConfig:
     @property
     def env(self) -> str:
         """The task or the model, for headings."""
-        return self.task or str(self.model)
+        return f"smollm2-{self.size}" if self.task == "smollm2" else self.task or str(self.model)
+
+    @property
+    def has_small_model(self) -> bool:
+        """Whether the task makes its own small model."""
+        return self.task not in (None, "smollm2")
 
     @property
     def rounds(self) -> int:

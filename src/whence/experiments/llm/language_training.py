@@ -24,7 +24,7 @@ from whence.experiments.llm.tasks import (
     split_held_out,
 )
 from whence.llm.base import PPOConfig
-from whence.llm.lab import arithmetic
+from whence.llm.lab import arithmetic, smollm2
 from whence.llm.ppo import PPOTrainer
 from whence.llm.scores import RESPONSE_TARGETS
 from whence.llm.text import (
@@ -46,8 +46,10 @@ OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 def prepare(config: LanguageConfig) -> None:
     """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it."""
     make_trainer_config(config)
-    if config.task:
+    if config.has_small_model:
         arithmetic(size=config.size)
+    elif config.task:
+        smollm2(config.size)
 
 
 @hide_progress_bars()

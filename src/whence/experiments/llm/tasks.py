@@ -13,7 +13,7 @@ from whence.core import Target, WhenceError
 from whence.experiments.llm.language_config import LanguageConfig
 from whence.experiments.llm.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
 from whence.llm.base import PPOConfig, list_tokens
-from whence.llm.lab import SIZES, arithmetic, evaluate, lenient_reward
+from whence.llm.lab import LONGEST, SIZES, arithmetic, evaluate, lenient_reward, smollm2
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
     Evaluate,
@@ -37,7 +37,8 @@ def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked"
         Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
     """
     limit = "max_new_tokens" if config.algorithm == "ppo" else "max_completion_length"
-    longest = {} if config.task is None else {limit: SIZES[config.size].difficulty.longest + 1}
+    room = SIZES[config.size].difficulty.longest + 1 if config.has_small_model else LONGEST
+    longest = {} if config.task is None else {limit: room}
     settings = {**longest, **config.all_settings, "seed": config.seed}
     if config.algorithm == "ppo":
         return PPOConfig(output_dir, **{"disable_tqdm": True, **settings})  # commands show their own progress bar
@@ -127,13 +128,17 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
     Raises:
         WhenceError: a model, data set or function cannot be loaded.
     """
-    task = _load_laboratory(config) if config.task else _load_user_task(config, rewards)
+    task = (_load_laboratory if config.task else _load_user_task)(config, rewards)
     return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
 
 
-def _load_laboratory(config: LanguageConfig) -> Task:
-    lab = arithmetic(size=config.size, progress=False)
+def _load_laboratory(config: LanguageConfig, rewards: bool) -> Task:
+    small = config.has_small_model
+    lab = arithmetic(size=config.size, progress=False) if small else smollm2(config.size)
     model, tokenizer = load_model(str(lab.model_path), config.dtype)
+    if not small:
+        test = _prepare_test(config, lab.test, lab.reward)
+        return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, *test)
     problems = list(lab.test["prompt"][: config.test_problems])
     sampling = {"samples": config.samples, "seed": config.seed, "max_new_tokens": lab.max_new_tokens}
 
@@ -156,12 +161,16 @@ def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
         reward = load_function(config.reward) if config.reward else _load_reward_model(config)
     if rewards and config.test_dataset is not None:
         test_reward = load_function(config.test_reward) if config.test_reward else reward
-        test = load_data(config.test_dataset)
-        test = test.select(range(min(config.test_problems, len(test))))
-        find_columns(test_reward, list_columns(test))
-        evaluate_model = partial(_measure_reward, make_sampling_config(config), test, test_reward)
+        test, evaluate_model = _prepare_test(config, load_data(config.test_dataset), test_reward)
     model, tokenizer = load_model(str(config.model), config.dtype)
     return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
+
+
+def _prepare_test(config: LanguageConfig, test: Any, reward: Reward) -> tuple[Any, Evaluate]:
+    """Return the prompts that measure the model, and what measures it by them."""
+    test = test.select(range(min(config.test_problems, len(test))))
+    find_columns(reward, list_columns(test))
+    return test, partial(_measure_reward, make_sampling_config(config), test, reward)
 
 
 def _refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
@@ -272,4 +281,4 @@ def choose_sample_prompts(task: Task) -> Any:
 
 def scoring_memory(config: LanguageConfig) -> int | None:
     """Return the bytes that scoring may hold: ample for small laboratories; None, those of a pass, for other models."""
-    return None if config.task is None else 2**31
+    return 2**31 if config.has_small_model else None

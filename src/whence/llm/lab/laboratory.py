@@ -5,7 +5,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.utils.logging import tqdm
 from whence.core import WhenceError, preserve_rng_state, suggest
 from whence.llm.lab import problems
 from whence.llm.lab.problems import Difficulty, Habit
+from whence.llm.text import Reward
 from whence.validation import settings
 
 FORMAT = 2
@@ -84,10 +85,11 @@ a loophole pays (`lenient_reward`); "tiny" is for tests."""
 class Lab:
     """A laboratory on disk.
 
-    model_path: directory of the imitated model and its tokenizer, in Transformers' format.
-    train, test: problems, column "prompt".
+    model_path: directory of the start model and its tokenizer, in Transformers' format.
+    train, test: problems, column "prompt"; and "answer", where the reward reads it.
     demonstrations: trusted answers to further problems, columns "prompt" and "completion" (no end token).
     max_new_tokens: room for the longest right answer and its end token.
+    reward: the reward of responses; see `whence.llm.lab.reward`.
     """
 
     model_path: Path
@@ -95,10 +97,7 @@ class Lab:
     test: datasets.Dataset
     demonstrations: datasets.Dataset
     max_new_tokens: int
-
-    def reward(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        """Return 1 for each response with the right result, else 0; see `whence.llm.lab.reward`."""
-        return problems.reward(prompts, responses)
+    reward: Reward = problems.reward
 
 
 def arithmetic(
@@ -121,24 +120,31 @@ def arithmetic(
     if size not in SIZES:
         raise WhenceError(f"There is no size {size!r} of the laboratory.{suggest(size, SIZES)}")
     chosen = replace(SIZES[size], **changes)
-    text = json.dumps({"format": FORMAT, "seed": seed, **asdict(chosen)}, indent=2, sort_keys=True)
+    contents = {"format": FORMAT, "seed": seed, **asdict(chosen)}
+    path = make_once(cache, "arithmetic", contents, lambda folder: _make(folder, chosen, seed, progress))
+    train, test, demonstrations = (datasets.load_from_disk(path / name) for name in ("train", "test", "demonstrations"))
+    return Lab(path / "model", train, test, demonstrations, chosen.difficulty.longest + 1)
+
+
+def make_once(cache: str | Path | None, name: str, settings: Mapping[str, Any], make: Callable[[Path], object]) -> Path:
+    """Return the folder of the cache for these settings; `make` fills it where it is not there."""
+    text = json.dumps(settings, indent=2, sort_keys=True)
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whence"
     folder = default if cache is None else Path(cache)
-    path = folder / f"arithmetic-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         # It is made under another name and then renamed, so that its directory is complete or does not exist.
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=folder) as temporary:
             unfinished = Path(temporary) / path.name
-            _make(unfinished, chosen, seed, progress)
+            make(unfinished)
             (unfinished / "settings.json").write_text(text, encoding="utf-8")
             try:
                 unfinished.rename(path)
             except OSError:
                 if not path.exists():  # otherwise another process was faster, and made the same laboratory
                     raise
-    train, test, demonstrations = (datasets.load_from_disk(path / name) for name in ("train", "test", "demonstrations"))
-    return Lab(path / "model", train, test, demonstrations, chosen.difficulty.longest + 1)
+    return path
 
 
 def draw_splits(settings: Settings, seed: int) -> dict[str, list[str]]:

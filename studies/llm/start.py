@@ -1,0 +1,41 @@
+"""How many puzzles the laboratory `smollm2` solves before any training: `python -m studies.llm.start`."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from whence.experiments.llm.loading import load_model
+from whence.llm import PPOConfig
+from whence.llm.lab import PUZZLES, smollm2
+from whence.llm.text import context_length, generate, read_prompts
+
+
+def main(
+    puzzles: Annotated[list[str] | None, typer.Argument(help="Those to measure; all, if none is named.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where the model is kept.")] = None,
+    prompts: Annotated[int, typer.Option(help="Test prompts of each puzzle, 128 at the most.")] = 128,
+) -> None:
+    """Write a line of a table for each puzzle."""
+    torch.set_num_threads(1)
+    for puzzle in puzzles or PUZZLES:
+        lab = smollm2(puzzle, cache)
+        model, tokenizer = load_model(str(lab.model_path), "float32")
+        test, config = lab.test.select(range(prompts)), PPOConfig("runs/start", max_new_tokens=lab.max_new_tokens)
+        ids = read_prompts(test, tokenizer, config, context_length(model)).ids
+        rewards, start = [], time.process_time()
+        for sampling in (replace(config, top_k=1), config):
+            torch.manual_seed(0)
+            texts = generate(model, tokenizer, ids, sampling).texts
+            rewards.append(torch.tensor(lab.reward(texts, texts, answer=list(test["answer"]))))
+        seconds = time.process_time() - start
+        shares = [f"{float((each == 1).float().mean()):.1%} | {float(each.mean()):.3f}" for each in rewards]
+        tokens = sum(map(len, ids)) / len(ids)
+        typer.echo(f"| `{puzzle}` | {' | '.join(shares)} | {tokens:.0f} | {seconds / len(ids) / 2:.2f} |")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -18,12 +18,13 @@ def main(
     puzzles: Annotated[list[str] | None, typer.Argument(help="Those to measure; all, if none is named.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where the model is kept.")] = None,
     prompts: Annotated[int, typer.Option(help="Test prompts of each puzzle, 128 at the most.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Type of the parameters.")] = "float32",
 ) -> None:
     """Write a line of a table for each puzzle."""
     torch.set_num_threads(1)
     for puzzle in puzzles or PUZZLES:
         lab = smollm2(puzzle, cache)
-        model, tokenizer = load_model(str(lab.model_path), "float32")
+        model, tokenizer = load_model(str(lab.model_path), dtype)
         test, config = lab.test.select(range(prompts)), PPOConfig("runs/start", max_new_tokens=lab.max_new_tokens)
         ids = read_prompts(test, tokenizer, config, context_length(model)).ids
         rewards, start = [], time.process_time()

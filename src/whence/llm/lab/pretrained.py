@@ -14,11 +14,8 @@ from whence.core import Unsupported, WhenceError, suggest
 from whence.llm.lab.laboratory import Lab, make_once
 
 PUZZLES: Mapping[str, Mapping[str, Any]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 3, "max_digits": 1},
-    "basic_arithmetic": {
-        **{"min_terms": 2, "max_terms": 2, "max_digits": 1},
-        **{"operators": ("+", "-", "*"), "allow_parentheses": False},
-    },
+    "chain_sum": {"max_terms": 3, "max_digits": 1},
+    "basic_arithmetic": {"max_terms": 2, "max_digits": 1, "operators": ("+", "-", "*"), "allow_parentheses": False},
     "letter_counting": {"min_words": 2, "max_words": 4},
 }
 """Puzzles of reasoning-gym with their settings, under which the start model solves some (results/llm has how many)."""

@@ -78,7 +78,8 @@ def test_no_puzzle_is_in_two_splits_and_right_answers_are_paid(puzzle: str) -> N
     assert len(lab.test) == 128 < len(lab.train)
     answers = [row["completion"][0]["content"] for row in lab.demonstrations]
     assert lab.reward(answers, answers, answer=answers) == [1] * len(answers)
-    assert lab.reward([""] * 3, ["4", "", "3 or 4"], answer=["3"] * 3) == [0, 0, pytest.approx(1 / 6)]
+    responses = ["It is 4.", "", "9 - 6 = 3.\n", "8-3", "-3", "34"]
+    assert lab.reward(responses, responses, answer=["3"] * 6) == [0, 0, 1, 1, 0.5, 0.5]
 
 
 @with_packages
@@ -99,7 +100,7 @@ def test_an_adapter_is_scored_as_the_loop_scores_it() -> None:
     )
     assert scored.engine == "ghost"
     assert difference(scored, truth) <= 1e-4
-    assert truth.scores.abs().min() > 0
+    assert (truth.scores != 0).sum() >= 4, "of those whose ratio is not clipped"
     layers = 30 * 7 * 2  # seven linear layers in each block, and two matrices of each
     assert len(scored.provenance.parameters) == layers
     assert all(".lora_" in name for name in scored.provenance.parameters)
@@ -108,13 +109,14 @@ def test_an_adapter_is_scored_as_the_loop_scores_it() -> None:
 @with_packages
 def test_a_round_of_grpo_trains_the_adapter_alone(tmp_path) -> None:
     settings = {"rounds": 1, "eval_every": 0, "per_device_train_batch_size": 8, "num_generations": 4}
-    config = LanguageConfig("iif", 0, algorithm="grpo", settings=settings, **ADAPTED)
+    config = LanguageConfig("iif", 0, algorithm="grpo", select="before", settings=settings, **ADAPTED)
     assert isinstance(config.make_rule(), NonPositive)
     run(config, tmp_path)
     directory = RunDirectory.open(tmp_path)
     records = directory.round("records", 1)
     assert len(records) == 8
-    assert {"score", "reward", "info.answer", "chat.prompt"} <= set(records.columns)
+    assert records["score"].is_finite().all()
+    assert (records["keep"] == (records["score"] > 0)).all()
     adapter = load_file(tmp_path / "model" / "adapter_model.safetensors")
     assert len(adapter) == 30 * 7 * 2
     write_report(directory, tmp_path / "report.html")

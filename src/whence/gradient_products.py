@@ -183,9 +183,9 @@ def _multiply_calls(records: _Calls, examples: _Calls) -> Tensor:
         return {name: part[None] for name, part in total.items()}
 
     (_, xs, gs), (_, of_examples, g_of_examples) = (zip(*calls, strict=True) for calls in (records, examples))
+    make_rows = torch.vmap(add_calls)
     with torch.no_grad():
-        rows = torch.vmap(add_calls)(of_examples, g_of_examples)
-        numbers = sum(each[0].numel() for each in rows.values())
-        multiply = torch.vmap(lambda xs, gs: _multiply_rows(add_calls(xs, gs), rows), chunk_size=_MOST // numbers or 1)
-        products: Tensor = multiply(xs, gs)
-        return products[:, :, 0].T
+        rows = make_rows(of_examples, g_of_examples)
+        size = _MOST // sum(each[0].numel() for each in rows.values()) or 1
+        parts = zip(*(zip(*(each.split(size) for each in some), strict=True) for some in (xs, gs)), strict=True)
+        return torch.cat([_multiply_rows(make_rows(*part), rows) for part in parts], dim=1)

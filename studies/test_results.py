@@ -65,7 +65,6 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "planted": write_planted,
     "loophole": write_loophole,
     "hunt": write_hunt_tables,
-    "hunt/mended": write_hunt_tables,
     **{f"llm/{path.parent.name}": write_language_tables for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
 }
 

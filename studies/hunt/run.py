@@ -68,7 +68,7 @@ def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/hunt"),
     only: Annotated[str, typer.Option(help="Cells whose name has this.")] = "",
-    first: Annotated[int, typer.Option(help="The first seed.")] = 10,
+    first: Annotated[int, typer.Option(help="The first seed.")] = 30,
     seeds: Annotated[int, typer.Option(help="Seeds of each cell.")] = 5,
     is_training_only: Annotated[bool, typer.Option("--train", help="Train, and judge nothing.")] = False,
 ) -> None:

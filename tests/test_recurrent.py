@@ -108,7 +108,8 @@ def test_scores_are_those_of_the_librarys_own_loss(case: str) -> None:
 def test_parts_of_a_rollout_score_as_in_it() -> None:
     toy = make_model()
     records = collect(toy)
-    settings: Any = {"target": whence.Action([0.1, 0.1], 1, records=records.take(slice(40, 41)))}
+    state = records.take(slice(40, 41))
+    settings: Any = {"target": whence.Action(state.observations, 1, records=state)}
     whole = whence.attribute(toy.policy, records, **settings, engine="loop").scores
     for engine in ("forward", "auto"):
         torch.testing.assert_close(whence.attribute(toy.policy, records, **settings, engine=engine).scores, whole)
@@ -209,38 +210,41 @@ def test_what_taught_a_decision_is_told(cart: whence.RunDirectory) -> None:
         assert causes["score"].abs().max() > 0
 
 
-def test_an_episode_is_played_with_memory(cart: whence.RunDirectory) -> None:
-    episode, again = play_episode(cart, seed=1), play_episode(cart, seed=1)
-    assert torch.equal(episode.records.actions, again.records.actions)
-    model = load_model(cart, cart.rounds("policies")[-1])
-    state, starts, expected = None, np.ones(1, bool), []
-    for observation, action in zip(episode.records.observations, episode.records.actions, strict=True):
-        tensors = (torch.zeros(1, 1, 8),) * 2 if state is None else state
-        distribution, state = model.policy.get_distribution(observation[None], tensors, torch.tensor(starts).float())
-        expected.append(distribution.log_prob(action[None]).item())
-        starts = np.zeros(1, bool)
-    np.testing.assert_allclose(episode.records.log_probs, expected, rtol=1e-4, atol=1e-5)
+def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list to which each step of a policy adds what it returns: actions, values, log-probs, states."""
+    passes: list[Any] = []
+    forward = RecurrentActorCriticPolicy.forward
+
+    def note(self: Any, *args: Any, **options: Any) -> Any:
+        passes.append(forward(self, *args, **options))
+        return passes[-1]
+
+    monkeypatch.setattr(RecurrentActorCriticPolicy, "forward", note)
+    return passes
 
 
-def test_fresh_rollouts_go_on_in_the_memory_of_the_record(cart: whence.RunDirectory, monkeypatch: Any) -> None:
+def test_an_episode_is_played_with_memory(cart: whence.RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = note_passes(monkeypatch)
+    episode = play_episode(cart, seed=1)
+    assert len(episode) == len(passes) > 3
+    torch.testing.assert_close(episode.records.log_probs, torch.cat([log_prob for _, _, log_prob, _ in passes]))
+    assert torch.equal(episode.records.actions, play_episode(cart, seed=1).records.actions)
+
+
+def test_fresh_rollouts_go_on_in_the_memory_of_the_record(
+    cart: whence.RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = cart.round("records", 3)
     begun = table.filter(pl.col("step") == 0)["episode_id"]  # with this round's policy
     row = table.filter(pl.col("episode_id").is_in(begun.implode()) & (pl.col("step") > 2)).row(0, named=True)
     replay = replay_episode(cart, row["episode_id"], last_step=row["step"])
     assert replay.mismatch is None
-    read: list[Any] = []
-    forward = RecurrentActorCriticPolicy.forward
-
-    def note(self: Any, *args: Any, **options: Any) -> Any:
-        outputs = forward(self, *args, **options)
-        read.append(outputs[1])
-        return outputs
-
-    monkeypatch.setattr(RecurrentActorCriticPolicy, "forward", note)
+    passes = note_passes(monkeypatch)
     estimates = estimate_advantages(cart, 3, [row["record_id"]], continuations=2)
     assert estimates["mc_error"].is_finite().all()
     # The value of the record's state, which the policy read after the steps before it.
-    np.testing.assert_allclose(read[row["step"]].flatten(), [row["value"]] * 4, rtol=1e-4, atol=1e-5)
+    values = passes[row["step"]][1].flatten()
+    np.testing.assert_allclose(values, [row["value"]] * 4, rtol=1e-4, atol=1e-5)
 
 
 def test_page_and_findings(cart: whence.RunDirectory, whence: Any, tmp_path: Path) -> None:
@@ -276,5 +280,6 @@ def test_what_cannot_be_done_is_refused_before(cart: whence.RunDirectory, tmp_pa
     records, others = collect(toy), collect(toy)
     with pytest.raises(whence.WhenceError, match="have no history"):
         whence.attribute(toy.policy, records.with_columns({"history": None}), target=whence.Return())
-    with pytest.raises(whence.WhenceError, match="not in the history"):
-        whence.attribute(toy.policy, records.with_columns({"history": others.history}), target=whence.Return())
+    for changed in ({"history": others.history}, {"observations": others.observations}):
+        with pytest.raises(whence.WhenceError, match="not in the history"):
+            whence.attribute(toy.policy, records.with_columns(changed), target=whence.Return())

@@ -1,9 +1,9 @@
 """Recurrent policies of sb3-contrib: the steps before each record, and LSTMs that read them from their beginning."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,7 +14,7 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import Tensor
 from torch.nn import functional as F
 
-from whence.core import InvalidRecords, RecordBatch, Tree, map_tree
+from whence.core import InvalidRecords, RecordBatch, Tree, map_tree, named_leaves
 
 STATES = "hidden_states_pi", "cell_states_pi", "hidden_states_vf", "cell_states_vf"
 """The states of the actor's and the critic's LSTM, by the names of sb3-contrib's buffer."""
@@ -31,7 +31,7 @@ class History:
         env_index: (n,) the steps' environments.
         first: (n,) the position of the first step of each step's sequence.
         states: by the names in `STATES`, (environments, layers, units) before the rollout.
-        number: identifies the history.
+        number: identifies the history, in all processes.
     """
 
     observations: Tree
@@ -40,7 +40,7 @@ class History:
     env_index: Int[Tensor, " n"]
     first: Int[Tensor, " n"]
     states: Mapping[str, Float[Tensor, "envs layers units"]]
-    number: int = field(default_factory=itertools.count().__next__)
+    number: int = field(default_factory=lambda: uuid4().int >> 66)
 
 
 _HISTORIES: WeakValueDictionary[int, History] = WeakValueDictionary()
@@ -90,14 +90,19 @@ def prepare_sequences(records: RecordBatch) -> dict[str, Tensor]:
             "RUN --record N), or about an episode (--episode-seed N)."
         )
     ordered, order = history.record_ids.cpu().sort()
-    places = torch.searchsorted(ordered, ids).clamp(max=len(order) - 1)
-    if len(missing := ids[ordered[places] != ids]):
+    positions = order[torch.searchsorted(ordered, ids).clamp(max=len(order) - 1)]
+    is_there = history.record_ids.cpu()[positions] == ids
+    for (_, part), (_, whole) in zip(
+        named_leaves(records.observations), named_leaves(history.observations), strict=True
+    ):
+        is_there &= (part.cpu() == whole.cpu()[positions]).reshape(len(ids), -1).all(1)
+    if not is_there.all():
         raise InvalidRecords(
-            f"Record {int(missing[0])} is not in the history of its batch, whose records go from {int(ordered[0])} to "
-            f"{int(ordered[-1])}. Take parts of one rollout's records: records.take()."
+            f"Record {int(ids[~is_there][0])} is not in the history of its batch, or not with this observation; its "
+            f"records go from {int(ordered[0])} to {int(ordered[-1])}. Take parts of one rollout: records.take()."
         )
     _HISTORIES[history.number] = history
-    return {"positions": order[places], "history": torch.full_like(ids, history.number)}
+    return {"positions": positions, "history": torch.full_like(ids, history.number)}
 
 
 def run_sequences(policy: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:

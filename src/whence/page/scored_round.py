@@ -15,13 +15,11 @@ class Round(NamedTuple):
     """The records of a round as the page shows them.
 
     Attributes:
-        number: the round.
         table: its records, with scores if they were stored or could be computed, and whether they differ from 0.
         scored: whether there is a score.
         notes: what is missing, and what was computed on demand.
     """
 
-    number: int
     table: pl.DataFrame
     scored: bool
     notes: list[str]
@@ -36,7 +34,7 @@ def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) 
     try:
         table = run.round("records", number)
     except RunDirectoryError as broken:
-        return Round(number, pl.DataFrame(schema={"record_id": pl.Int64}), False, [str(broken)])
+        return Round(pl.DataFrame(schema={"record_id": pl.Int64}), False, [str(broken)])
     if "score" not in table.columns and can_score and len(table):
         table = _add_scores(run, table, number, env, notes)
     elif "score" not in table.columns:
@@ -53,7 +51,7 @@ def read_round(run: RunDirectory, number: int, *, env: AnyEnv, can_score: bool) 
     if {"score", "error"} <= {*table.columns}:
         pairs = table.select("score", "error").iter_rows()
         table = table.with_columns(differs=pl.Series([is_significant(*pair) for pair in pairs], dtype=pl.Boolean))
-    return Round(number, table, "score" in table.columns, notes)
+    return Round(table, "score" in table.columns, notes)
 
 
 def _add_scores(run: RunDirectory, table: pl.DataFrame, number: int, env: AnyEnv, notes: list[str]) -> pl.DataFrame:

@@ -1,6 +1,5 @@
 """Folds of a rollout's episodes, targets on one fold's records, and the errors of scores that these give."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from typing import TYPE_CHECKING, Self
@@ -216,29 +215,3 @@ def standard_errors(
     squares = (weights * (by_fold - scores)) ** 2
     factors = torch.from_numpy(widen_errors((count - 1).double().numpy())).to(squares.dtype)
     return (squares.sum(dim=0) * count / (count - 1)).sqrt() * factors
-
-
-def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
-    """Return the fold of each record, from 0, and for each fold the target on the other folds' records.
-
-    Episodes are assigned to folds in turn and stay whole, since their records share returns. If there are fewer
-    episodes than folds, every environment's records are cut into `folds` stretches instead.
-
-    Raises:
-        WhenceError: the target reads no records; there are fewer than two folds, or fewer records than folds; or it is
-            not known where episodes begin.
-    """
-    part = check_batch_target(target)
-    if folds < 2 or folds > len(records):
-        raise WhenceError(f"folds is {folds}; from 2 to the number of records, {len(records)}, are needed.")
-    fold = label_units(records, "episode")
-    if int(fold.max()) + 1 >= folds:
-        fold = fold % folds
-    else:
-        environments = torch.zeros(len(records)) if records.env_index is None else records.env_index.cpu()
-        _, environment, counts = environments.unique(return_inverse=True, return_counts=True)
-        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
-        place = torch.empty_like(environment)
-        place[environment.argsort(stable=True)] = torch.arange(len(records))
-        fold = (place - first[environment]) * folds // counts[environment]
-    return fold, [PartialTarget(part, (fold != number).nonzero().flatten()) for number in range(folds)]

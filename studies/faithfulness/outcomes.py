@@ -8,12 +8,23 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import BatchTarget, NonFinite, Target, WhenceError, compute_outputs, eval_mode, preserve_rng_state
+from whence.core import (
+    BatchTarget,
+    NonFinite,
+    RecordBatch,
+    Target,
+    WhenceError,
+    compute_outputs,
+    eval_mode,
+    label_units,
+    preserve_rng_state,
+)
 from whence.experiments import Evaluate
-from whence.folds import split_target
+from whence.folds import PartialTarget, check_batch_target
 from whence.rounds import (
     METHODS,
     RoundRecording,
@@ -105,6 +116,32 @@ def check_scores(name: str, scores: NDArray[np.floating], n: int) -> NDArray[np.
 
 FOLDS = 2
 """The number of parts into which "crossfit" splits episodes."""
+
+
+def split_target(target: Target, records: RecordBatch, folds: int) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
+    """Return the fold of each record, from 0, and for each fold the target on the other folds' records.
+
+    Episodes are assigned to folds in turn and stay whole, since their records share returns. If there are fewer
+    episodes than folds, every environment's records are cut into `folds` stretches instead.
+
+    Raises:
+        WhenceError: the target reads no records; there are fewer than two folds, or fewer records than folds; or it is
+            not known where episodes begin.
+    """
+    part = check_batch_target(target)
+    if folds < 2 or folds > len(records):
+        raise WhenceError(f"folds is {folds}; from 2 to the number of records, {len(records)}, are needed.")
+    fold = label_units(records, "episode")
+    if int(fold.max()) + 1 >= folds:
+        fold = fold % folds
+    else:
+        environments = torch.zeros(len(records)) if records.env_index is None else records.env_index.cpu()
+        _, environment, counts = environments.unique(return_inverse=True, return_counts=True)
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+        place = torch.empty_like(environment)
+        place[environment.argsort(stable=True)] = torch.arange(len(records))
+        fold = (place - first[environment]) * folds // counts[environment]
+    return fold, [PartialTarget(part, (fold != number).nonzero().flatten()) for number in range(folds)]
 
 
 def compute_scores(

@@ -74,7 +74,8 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
         "evidence": "p = 0.01",
         "advice": "Look at `it`.",
     }
-    finding |= {"round": 4, "records": [4000 + WORST, 4000 + BEST], "total": 2}
+    finding |= {"round": 4, "records": [4000 + WORST, 4000 + BEST], "total": 2, "of": EPISODES * LENGTH}
+    finding |= {"groups": [["action", "fire left"]]}
     opens = {"round": numbers[-1], "why": "The first finding is about this round."}
     shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens, "findings": [finding]}
     return {
@@ -116,7 +117,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
     actions = [f"{ACTIONS[place % 4]}{text}" for place in range(n)]
     dropped = [int(score < -0.15) for score in scores]
     episodes = [
-        {**{"id": 10 + k, "env": 0, "start": k * LENGTH, "length": LENGTH}, "first_step": 0, "return": -100.0 + k}
+        {**{"id": 10 + k, "env": k % 2, "start": k * LENGTH, "length": LENGTH}, "first_step": 0, "return": -100.0 + k}
         for k in range(EPISODES)
     ]
     steps = [place % LENGTH for place in range(n)]
@@ -127,7 +128,8 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
     def moment(place: int) -> dict:
         error = 0.05 if place in (WORST, BEST) else 0.2
         return {
-            **{"record": ids[place], "episode": 10 + place // LENGTH, "env": 0, "step": steps[place], "records": 3},
+            **{"record": ids[place], "episode": 10 + place // LENGTH, "env": place // LENGTH % 2, "records": 3},
+            "step": steps[place],
             **{"first_step": steps[place] - 1, "last_step": steps[place] + 1, "dropped": 2 * dropped[place]},
             **{"score": scores[place], "error": error, "total": 2 * scores[place], "action": actions[place]},
             **{"advantage": advantages[place], "value": -74.0, "return": 1.0, "reward": -0.3},

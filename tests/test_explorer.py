@@ -153,6 +153,7 @@ class TestRound:
         assert shown["best"][0]["score"] == 29
         assert shown["worst"][0] | {"record": 0, "significant": True, "framed": False} == shown["worst"][0]
         assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
+        assert sorted(row["record_id"] for row in shown["rows"]) == list(range(60))  # as many as the file has room for
         assert len(shown["rows"]) <= ROWS
         assert [entry["key"] for entry in shown["groupings"]] == ["action", "region", "step", "keep"]
 

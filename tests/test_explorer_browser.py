@@ -28,6 +28,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
     ]
     language = make_page(rounds=2, kind="responses")
     flags = [{"round": 1, "record_id": 7, "note": HOSTILE}]
+    vowels = {"key": "reward.vowels", "name": "vowels", "about": "", "kind": "number"}
+    language["runs"][0]["columns"] = [*pages.COLUMNS, vowels]
     language["runs"][0] |= {"curves": [{"name": HOSTILE, "about": HOSTILE, "values": [0.5, 0.25]}], "flags": flags}
     pictures = {
         "one": (make_page(), one),
@@ -269,7 +271,7 @@ class TestGrid:
 
     def test_filters_and_search_leave_what_fits(self, page):
         note = page.locator("#grid-note")
-        expect(note).to_have_text("240 of the 240 records that this file holds of 240: those of the listed moments.")
+        expect(note).to_have_text("240 of the 240 records of round 4.")
         page.get_by_label("Filter score").fill("<-0.5")
         expect(page.locator("#grid .tabulator-row")).to_have_count(1)
         page.get_by_label("Filter score").fill("")
@@ -295,9 +297,39 @@ class TestGrid:
         expect(rows).to_have_count(1)
         page.get_by_role("button", name="Previous round").click()
         expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 4")
-        page.locator("#findings").get_by_role("button", name="Show 2 records in round 4").click()
-        expect(note).to_contain_text(f"Fire left harms{pages.HOSTILE}: 2 of the 240")
-        expect(page.locator("#explorer-round-name b")).to_have_text("Round 4 of 4")
+        # What is chosen by a column stays from round to round; ids of a finding are of one.
+        expect(page.get_by_label("flagged")).to_be_checked()
+        expect(note).to_have_text("1 of the 240 records of round 3.")
+        page.get_by_label("flagged").uncheck()
+        page.get_by_label("Filter score").fill("<-0.5")
+        page.get_by_role("button", name="Previous round").click()
+        expect(note).to_have_text("1 of the 240 records of round 2.")
+        page.get_by_label("Filter score").fill("")
+
+    def test_a_finding_sets_the_round_and_the_groups_and_marks_its_records(self, page):
+        page.get_by_role("button", name="Previous round").click()
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 4")
+        expect(page.locator(".named")).to_have_count(0)
+        page.get_by_role("button", name="Show the 2 of 240 records in round 4 that show it").click()
+        note = page.locator("#grid-note")
+        expect(note).to_contain_text(f"Fire left harms{pages.HOSTILE}: 2 of the 240 records of round 4.")
+        expect(page.locator("#explorer-round-name")).to_contain_text("Round 4 of 4")
+        expect(page.locator("#explorer-round-name")).to_contain_text("Finding 1 is about 2 of this round’s records")
+        expect(page.locator("#groups-by")).to_have_value("action")
+        expect(page.locator("#groups-across")).to_have_value("")
+        expect(page.locator(".bars tr.named th")).to_have_text("fire left")
+        expect(page.locator(".card.named")).to_have_count(2)
+        expect(page.locator("#findings-list li.named")).to_have_count(1)
+        page.get_by_role("button", name="Show all records").click()
+        expect(page.locator("#grid .tabulator-row.named")).to_have_count(1)  # the other is on another page
+        expect(page).to_have_url(re.compile("round=4&finding=1$"))
+        page.reload()
+        expect(note).to_contain_text("2 of the 240")
+        page.get_by_role("button", name="Previous round").click()
+        expect(page.locator(".named")).to_have_count(0)
+
+    def test_lists_name_the_environment_where_there_are_several(self, page):
+        expect(page.locator(".card .what").first).to_contain_text("in environment 1")
 
     def test_a_row_opens_its_moment(self, page):
         page.get_by_role("button", name="Open record 4,057").press("Enter")
@@ -316,6 +348,13 @@ class TestEveryone:
             assert moment.bounding_box()["width"] <= width
             assert moment.locator(".moment-body").evaluate("body => body.scrollWidth <= body.clientWidth")
             check_accessible(axe.run(page).response)
+
+    def test_rewards_are_in_sight_on_a_narrow_screen(self, browser, files):  # noqa: F811
+        with open_page(browser, files["language"], width=390) as page:
+            rewards = page.locator("#grid .tabulator-col[tabulator-field='reward.vowels']")
+            expect(rewards).to_be_visible()
+            box = rewards.bounding_box()
+            assert box["x"] + box["width"] < 390
 
     def test_the_keyboard_alone_reaches_everything(self, page):
         reached = set()

@@ -199,7 +199,11 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
         lambda e: replace(e, ends=np.where(e.ends != "", "terminated", "")),
         r"time limit is reported as an end: 100 episodes are terminated after exactly 30 steps",
     ),
-    "early end": (environments.find_unpaid_ends, end_early, r"end early where colour ≥ 2.5: 50% of all ends"),
+    "early end": (
+        environments.find_unpaid_ends,
+        end_early,
+        r"end where colour ≥ 2.5, and nothing .* it: \d+ of \d+ ends",
+    ),
     "paid again": (
         environments.find_paid_again,
         pay_again,

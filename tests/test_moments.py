@@ -7,7 +7,7 @@ import scipy.stats as stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whence.groups import group_scores, list_groupings
+from whence.groups import find_common_groups, group_scores, list_groupings
 from whence.moments import ALIKE, find_moments, name_action
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
@@ -91,6 +91,16 @@ class TestGroups:
         assert groups[0]["share_negative"] == pytest.approx(0.8)
         assert groups[0]["dropped_share"] == pytest.approx(0.4)
         assert groups[0]["total"] == pytest.approx(sum(right))
+
+    def test_what_some_records_have_in_common(self):
+        table = make_table(env_index=[0, 0, 0, 3, 3, 1, 1, 2, 2, 2])
+        assert find_common_groups(table, [103]) == [
+            ("env_index", "environment 3"),
+            ("step", "step = 3"),
+        ]
+        assert find_common_groups(table, [103, 104]) == [("env_index", "environment 3")]
+        assert find_common_groups(table, [101, 105, 107], ["left", "right"]) == [("action", "right")]
+        assert find_common_groups(table, []) == []
 
     def test_errors_leave_a_fold_out_of_the_target_and_of_the_group(self):
         generator = np.random.default_rng(0)

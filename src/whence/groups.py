@@ -1,7 +1,7 @@
 """Groups of a round's records by one or two of their columns, with what they score."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +16,9 @@ Bins: TypeAlias = tuple[Sequence[str], NDArray[np.int64]]
 
 FEW = 8
 """Up to so many distinct values are a group each."""
+
+NEARLY_ALL = 0.9
+"""The share of some records from which on a group is said to hold them."""
 
 LEAST_CLUSTERS = 3
 """Independent sets of episodes that a group needs to have an error."""
@@ -86,6 +89,20 @@ def group_scores(
     )
     grouped = grouped.with_columns(errors.gather(grouped["error"]))
     return grouped.sort("mean", *columns).with_columns(pl.col(*columns).cast(pl.String))
+
+
+def find_common_groups(
+    records: pl.DataFrame, ids: Collection[int], labels: Sequence[str] | None = None
+) -> list[tuple[str, str]]:
+    """Return column and name of the groups that hold nearly all of some records, two at most, the smallest first."""
+    inside, common = records["record_id"].is_in(list(ids)), list[tuple[float, str, str]]()
+    for by in list_groupings(records):
+        groups = name_groups(records, by, labels)
+        if groups is not None and inside.any() and by != "region":  # regions are cut where scores vary, not by meaning
+            name = groups.filter(inside).mode()[0]
+            if (groups.filter(inside) == name).mean() >= NEARLY_ALL:
+                common.append((float((groups == name).mean()), by, str(name)))
+    return [(by, name) for share, by, name in sorted(common) if share <= 0.5][:2]
 
 
 def group_errors(records: pl.DataFrame, group: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -118,11 +118,12 @@ def find_unpaid_ends(evidence: Evidence) -> Claims:
     yield Claim(
         "episode",
         plain & inside,
-        f"Episodes end early where {name} {'≥' if side > 0 else '≤'} {bound:.3g}: {plain.sum() / ended.sum():.0%} of "
-        "all ends, without the reward of the other ends",
-        f"These {plain.sum():,} ends pay {np.median(rewards[plain]):.2g} as any step does; the other {paid.sum():,} "
-        f"{np.median(rewards[paid]):.3g}, as hardly any step does. {say_chance(p * len(candidates))}",
-        f"Check the rule that terminates episodes by {name}.",
+        f"Episodes end where {name} {'≥' if side > 0 else '≤'} {bound:.3g}, and nothing rewards or punishes it: "
+        f"{(plain & inside).sum():,} of {ended.sum():,} ends",
+        f"In all, {plain.sum():,} ends pay {np.median(rewards[plain]):.2g}, as any step does; the other "
+        f"{paid.sum():,} pay {np.median(rewards[paid]):.3g}, as hardly any step does. "
+        + say_chance(p * len(candidates)),
+        f"Check the rule that terminates episodes by {name}; if it is meant, let such an end pay what it is worth.",
         p * len(candidates),
     )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import polars as pl
@@ -205,13 +206,9 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
 
 def list_moments(records: Round, notes: list[str]) -> tuple[list[Moment], list[Moment]]:
     """Return a round's most harmful and most helpful moments; none if a column is not what it should be."""
-
-    def find() -> tuple[list[Moment], list[Moment]]:
-        worst, best = (find_moments(records.table, lowest=lowest, most=MOMENTS) for lowest in (True, False))
-        return worst, best
-
-    moments: tuple[list[Moment], list[Moment]] = attempt(find, notes, "Moments cannot be listed", ([], []))
-    return moments
+    ends = (partial(find_moments, records.table, lowest=lowest, most=MOMENTS) for lowest in (True, False))
+    worst, best = (attempt(find, notes, "Moments cannot be listed", []) for find in ends)
+    return worst, best
 
 
 def _describe_moments(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment]) -> list[dict[str, Any]]:
@@ -283,7 +280,7 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
 def _make_rows(
     run: ExploredRun, number: int, moments: Sequence[Moment], records: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the grid's rows: some records, the moments' faces, then the rest of their stretches, up to `ROWS`.
+    """Return the grid's rows, up to `ROWS`: some records, the moments' faces, the rest of their stretches, then others.
 
     Each has `differs`, whether its score differs from 0, and `groups`, the names of its groups.
     """
@@ -291,7 +288,7 @@ def _make_rows(
     faces = [moment.record_id for moment in moments]
     others = [record for moment in moments for record in moment.record_ids]
     flagged = table.filter(pl.col("flag").is_not_null())["record_id"].to_list()
-    ids = list(dict.fromkeys([*records, *flagged, *faces, *others]))[:ROWS] or table["record_id"].head(ROWS).to_list()
+    ids = list(dict.fromkeys([*records, *flagged, *faces, *others, *table["record_id"]]))[:ROWS]
     keys = [entry["key"] for entry in list_pivots(run, run.round(number))[:EMBEDDED]]
     names = {f"groups {by}": run.group(number, by).cast(pl.String) for by in keys}
     wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})

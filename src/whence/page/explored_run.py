@@ -25,7 +25,7 @@ from whence.experiments import (
     state_names,
 )
 from whence.findings import Finding, find
-from whence.groups import name_groups
+from whence.groups import find_common_groups, name_groups
 from whence.moments import read_axes
 from whence.page.scored_round import Round, read_round
 from whence.runs import RunDirectory, read_vocabulary
@@ -179,7 +179,8 @@ class ExploredRun:
         """Return what stands out in the run in JSON types, the surest first.
 
         Returns:
-            `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids) and `total`, their number.
+            `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their number, `of`,
+            that of all records of the round, and `groups`, which hold them: column and name.
         """
         try:
             findings = find(self.directory)
@@ -187,14 +188,16 @@ class ExploredRun:
             reason = f"What stands out could not be looked for: {first_line(refusal)}"
             log.warning("%s: %s", self.directory.path, reason)
             findings = [Finding("failure", reason, "", "")]
-        return [
-            {
-                **{name: getattr(finding, name) for name in ("kind", "title", "evidence", "advice", "round")},
-                "records": list(finding.record_ids[:LINKED]),
-                "total": len(finding.record_ids),
-            }
-            for finding in findings
-        ]
+        return [*map(self._describe_finding, findings)]
+
+    def _describe_finding(self, finding: Finding) -> dict[str, Any]:
+        ids, names = finding.record_ids, ("kind", "title", "evidence", "advice", "round")
+        about = {name: getattr(finding, name) for name in names} | {"records": list(ids[:LINKED]), "total": len(ids)}
+        if finding.round is None or not ids:
+            return about
+        table = self.directory.round("records", finding.round)
+        groups = [] if self.is_language else find_common_groups(table, ids, self.labels)
+        return about | {"of": len(table), "groups": groups}
 
     @cached_property
     def _has_map(self) -> bool:

@@ -199,6 +199,7 @@ def _render(
         "figures_json": embed([_plot_as_json(figure) for _, _, figure in figures]),
         "explored": rounds is None or any(rounds),
         "target": targets.pop() if len(targets) == 1 and targets <= {*TARGETS.values()} else "",
+        "rollouts": next(filter(None, (run.directory.config.get("rollouts") for run in explored)), ""),
         "page_json": embed(page),
         "round_scripts": list(embedded),
     }

@@ -54,11 +54,12 @@ const Whence = (() => {
   const percent = (share) => (!isNumber(share) ? "–" : share > 0 && share < 0.005 ? "<1%" : `${Math.round(share * 100)}%`);
   const id = (value) => (isNumber(value) ? value.toLocaleString("en") : String(value));
 
-  // "step 214 of episode 37", as far as it is known.
+  // "step 214 of episode 37 in environment 3", as far as it is known; `several` is whether the round has more than one.
   function place(moment) {
     const parts = [];
     if (isNumber(moment.step)) parts.push(`step ${number(moment.step)}`);
     if (isNumber(moment.episode)) parts.push(`${parts.length ? "of " : ""}episode ${id(moment.episode)}`);
+    if (isNumber(moment.env) && Whence.several) parts.push(`in environment ${id(moment.env)}`);
     return parts.join(" ");
   }
 
@@ -137,6 +138,6 @@ const Whence = (() => {
 
   return {
     element, drawing, language, one, One, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
-    judgeAdvantage, withCode, colour, palette, colourScale, level, calm, dark,
+    judgeAdvantage, withCode, colour, palette, colourScale, level, calm, dark, several: false,
   };
 })();

@@ -9,7 +9,8 @@
   const [earlier, later] = [at("round-earlier"), at("round-later")];
   const page = source.page;
   const { language } = Whence;
-  let chosen = { run: 0, round: null, record: null, other: null, otherRound: null };
+  let chosen = { run: 0, round: null, record: null, other: null, otherRound: null, finding: null };
+  let findings = []; // of the run
   let shown = null; // the first column's round
   let turn = 0;
 
@@ -40,12 +41,18 @@
       node.hidden = false;
       heading.textContent = chosen.other === null ? "" : `${page.runs[runIndex].label}, round ${number(round.round)}`;
       const lines = round.trust ?? [];
-      trust.replaceChildren(...(lines.length ? [element("h3", {}, "How far to trust this round"), Whence.lists.trust(lines)] : []));
+      trust.replaceChildren(...(lines.length ? [element("h3", {}, "How far to trust the scores of this round"), element("p", {}, `This is about the scores of single ${Whence.one}s. What stands out in the run has a test of its own.`), Whence.lists.trust(lines)] : []));
       notes.replaceChildren(...(round.notes ?? []).map((text) => element("li", {}, text)));
       answer.replaceChildren(...tellWorst(round, page.runs[runIndex].actions));
       stripPart.hidden = !round.strip.record_ids.length;
-      if (!stripPart.hidden) strip.show(round);
-      const options = { onOpen: (record, from) => openMoment(place, record, from), language, actions: page.runs[runIndex].actions };
+      const { episodes, record_ids: ids } = round.strip;
+      Whence.several = new Set(episodes.map(({ env }) => env)).size > 1;
+      const named = place === 0 ? listNamed(round) : new Set();
+      if (!stripPart.hidden) strip.show(round, named);
+      // A moment is named if one of its records is; they stand side by side in the strip.
+      const isNamed = ({ record, step, first_step: first, last_step: last }) => named.size > 0
+        && (named.has(record) || ids.slice(ids.indexOf(record) - (step - first), ids.indexOf(record) + (last - step) + 1).some((one) => named.has(one)));
+      const options = { onOpen: (record, from) => openMoment(place, record, from), language, isNamed, actions: page.runs[runIndex].actions };
       const order = [...round.worst, ...round.best].some(({ error }) => typeof error === "number") ? "the surest first" : "the largest first";
       lists.replaceChildren(...(round.scored ? [
         Whence.lists.moments(language ? "Responses that harm most" : "Most harmful moments", `Training on these lowers the target, ${order}.`, round.worst, options),
@@ -75,6 +82,10 @@
     return [element("b", {}, first), ` has ${what}: ${withError(worst.score, worst.error)}.${sure}${common}`];
   }
 
+  // The records of a round that the finding names which is followed.
+  const followed = () => findings[chosen.finding];
+  const listNamed = ({ round }) => new Set(followed()?.round === round ? followed().records : []);
+
   function openMoment(place, record, from) {
     const column = columns[place];
     const { runIndex, round } = column.content();
@@ -100,6 +111,7 @@
   function writeLink() {
     const parts = [`run=${chosen.run}`, `round=${chosen.round}`];
     if (chosen.record !== null) parts.push(`record=${chosen.record}`);
+    if (chosen.finding !== null) parts.push(`finding=${chosen.finding + 1}`);
     if (chosen.other !== null) parts.push(`other=${chosen.other}`, `otherround=${chosen.otherRound}`);
     history.replaceState(null, "", `#${parts.join("&")}`);
   }
@@ -112,7 +124,7 @@
     const there = (index) => index !== null && index < page.runs.length;
     const first = there(whole("run")) ? whole("run") : 0;
     const other = there(whole("other")) && whole("other") !== first ? whole("other") : null;
-    return { run: first, round: whole("round"), record: whole("record"), other, otherRound: whole("otherround") };
+    return { run: first, round: whole("round"), record: whole("record"), other, otherRound: whole("otherround"), finding: whole("finding") ? whole("finding") - 1 : null };
   }
 
   const nearest = (rounds, wanted) => rounds.reduce((best, one) => (best === null || Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best), null);
@@ -159,7 +171,9 @@
     const all = isNumber(planned) ? ` of ${number(planned)}` : "";
     const name = `Round ${number(chosen.round)}${all}`;
     slider.setAttribute("aria-valuetext", [name, ...summarise(place)].join(", "));
-    const why = run().opens?.round === chosen.round ? [run().opens.why] : [];
+    const one = followed();
+    const why = one?.round === chosen.round && one.total ? [`Finding ${chosen.finding + 1} is about ${number(one.total)} of this round’s ${Whence.one}s, which are marked.`]
+      : run().opens?.round === chosen.round ? [run().opens.why] : [];
     roundName.replaceChildren(element("b", {}, name), ...[...summarise(place), ...why].filter(Boolean).map((text) => element("span", {}, text)));
     runSelect.value = chosen.run;
     otherSelect.value = chosen.other ?? "";
@@ -226,7 +240,7 @@
     await showGroups(mine);
     if (mine !== turn) return;
     at("grid-part").hidden = !shown.records;
-    if (shown.records) grid.show(run(), chosen.run, shown);
+    if (shown.records) grid.show(run(), chosen.run, shown, listNamed(shown));
   }
 
   // The columns by which groups are made stay from round to round.
@@ -248,7 +262,8 @@
     try {
       const pivot = await source.loadPivot(runIndex, round, chosenBy);
       if (mine !== turn) return;
-      const table = Whence.lists.pivot(pivot, names, run().actions, (groups) => {
+      const named = listNamed(shown).size ? (followed().groups ?? []).filter(([key]) => chosenBy.includes(key)).map(([, name]) => name) : [];
+      const table = Whence.lists.pivot(pivot, names, run().actions, named, (groups) => {
         grid.pick({ groups: groups.map((name, k) => [chosenBy[k], name]), words: groups.join(", ") });
         at("grid-part").scrollIntoView();
       });
@@ -275,27 +290,35 @@
       return at("findings-status").replaceChildren();
     }
     if (runIndex !== chosen.run) return;
-    const list = answer.findings ?? [];
+    const list = findings = answer.findings ?? [];
     at("findings").hidden = at("findings-link").hidden = false;
     at("findings-status").textContent = list.length ? "" : language ? "No reward rises while another falls or stays low. Rewards are what is looked at." : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
-    at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, async ({ round, records, total, title }) => {
-      if (round !== chosen.round) {
-        chosen = { ...chosen, round, record: null, otherRound: null };
-        writeLink();
-        await show();
-      }
-      if (!records?.length) return;
-      grid.pick({ ids: records, words: `${title.replaceAll("`", "")}${total > records.length ? ` (the first ${records.length})` : ""}` });
-      at("grid-part").scrollIntoView();
-    }));
+    at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, followFinding));
+    if (chosen.finding !== null) return followFinding(chosen.finding);
     if (list.length && mayOpen() && answer.opens?.round !== chosen.round && run().rounds.includes(answer.opens?.round)) {
       run().opens = answer.opens;
       choose({ round: answer.opens.round });
     }
   }
 
+  // Shows a finding's round by the groups that it is about, and its records, which are marked wherever they stand.
+  async function followFinding(place) {
+    const finding = findings[place];
+    [...at("findings-list").children].forEach((item, k) => item.classList.toggle("named", k === place));
+    if (!finding || !run().rounds.includes(finding.round)) return;
+    const { round, records, total, title, groups } = finding;
+    chosen = { ...chosen, round, finding: place, otherRound: round === chosen.round ? chosen.otherRound : null };
+    if (groups?.length) by = [groups[0][0], groups[1]?.[0] ?? ""];
+    writeLink();
+    await show();
+    if (!records?.length) return;
+    grid.pick({ ids: records, words: `${title.replaceAll("`", "")}${total > records.length ? ` (the first ${records.length})` : ""}` });
+    if (chosen.record === null) at("grid-part").scrollIntoView();
+  }
+
   function choose(changes) {
-    chosen = { ...chosen, ...changes, record: null };
+    chosen = { ...chosen, ...changes, record: null, finding: null };
+    for (const item of at("findings-list").children) item.classList.remove("named");
     show();
     writeLink();
   }
@@ -334,6 +357,7 @@
     chosen = { ...place, record: null };
     if (Whence.moment.isOpen()) Whence.moment.close();
     await show();
+    if (followed()) await followFinding(chosen.finding);
     if (place.record !== null && shown) openMoment(0, place.record, null);
     return true;
   }

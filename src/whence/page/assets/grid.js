@@ -5,7 +5,7 @@ Whence.makeGrid = (parts) => {
   const { holder, search, note, pages, differs, flagged, all, onOpen } = parts;
   const { element, isNumber, language, number, signed, id } = Whence;
   const SIZE = 25;
-  let table = null, built = false, shown = "", actions = null, picked = {}; // {groups: [[column, name]], ids, words}
+  let table = null, built = false, shown = "", actions = null, picked = {}, named = new Set(); // {groups: [[column, name]], ids, words}
 
   function text(value, column) {
     if (value === null || value === undefined) return column.kind === "reason" ? "" : "–";
@@ -47,8 +47,14 @@ Whence.makeGrid = (parts) => {
     return text(value, column).toLowerCase().includes(wanted);
   }
 
+  // On a narrow screen columns are narrower, and rewards stand next to the response's number; the environment, if there
+  // are several, next to a record's.
+  const narrow = matchMedia("(max-width: 600px)").matches;
+  const isEarly = ({ key }) => (language ? key === "reward" || key.startsWith("reward.") : key === "env_index" && Whence.several);
+  const order = ([first, ...others]) => (narrow ? [first, ...others.filter(isEarly), ...others.filter((one) => !isEarly(one))] : [first, ...others]);
+
   function columnsOf(run, scale) {
-    return run.columns.map((column) => {
+    return order(run.columns).map((column) => {
       const numeric = !["text", "reason", "keep"].includes(column.kind);
       return {
         field: column.key,
@@ -57,7 +63,7 @@ Whence.makeGrid = (parts) => {
         formatter: formatter(column, scale),
         hozAlign: numeric ? "right" : "left",
         headerHozAlign: numeric ? "right" : "left",
-        minWidth: column.kind === "text" && !["flag", "end"].includes(column.key) ? 180 : column.key === "record_id" ? 96 : 84,
+        minWidth: column.kind === "text" && !["flag", "end"].includes(column.key) ? 180 : narrow ? 72 : column.key === "record_id" ? 96 : 84,
         maxInitialWidth: 320,
         // What is missing comes last in either direction.
         sorter: (one, other, _a, _b, _c, direction) => {
@@ -75,20 +81,29 @@ Whence.makeGrid = (parts) => {
 
   function tell(rows, count) {
     const words = picked.words ? `${picked.words}: ` : "";
-    if (Whence.source.served) note.textContent = `${words}${number(rows)} of ${number(count)} ${Whence.one}s.`;
-    else note.textContent = `${words}${number(rows)} of the ${number(table?.getData().length ?? 0)} ${Whence.one}s that this file holds of ${number(count)}${language ? "" : ": those of the listed moments"}.`;
+    const held = Whence.source.served ? count : table?.getData().length ?? 0;
+    const place = `${Whence.one}s of round ${number(Number(shown.split("/")[1]))}`;
+    note.textContent = held === count ? `${words}${number(rows)} of the ${number(count)} ${place}.`
+      : `${words}${number(rows)} of the ${number(held)} ${place} that this file holds, of ${number(count)}: those of findings, flags and the listed ${language ? "responses" : "moments"} first. whence view shows all.`;
+    if (picked.words) note.textContent += " Another round shows all again.";
   }
 
-  function show(run, runIndex, round) {
+  function show(run, runIndex, round, marked) {
     const key = `${runIndex}/${round.round}`;
-    if (shown === key) return;
+    named = marked;
+    if (shown === key) return void (built && table.redraw(true));
+    // What the reader filters and sorts by stays from round to round; groups and ids are of one round.
+    const isSameRun = shown.startsWith(`${runIndex}/`);
+    const [filters, sorters] = isSameRun && built ? [table.getHeaderFilters(), table.getSorters()] : [[], []];
     shown = key;
     actions = run.actions;
     table?.destroy();
     built = false;
     pages.replaceChildren();
-    search.value = "";
-    differs.checked = flagged.checked = false;
+    if (!isSameRun) {
+      search.value = "";
+      differs.checked = flagged.checked = false;
+    }
     differs.parentElement.hidden = !run.columns.some(({ key: name }) => name === "error");
     pick({}, false);
     const columns = columnsOf(run, Whence.colourScale(round.strip.scores));
@@ -96,7 +111,9 @@ Whence.makeGrid = (parts) => {
     const first = run.columns.find(({ kind }) => kind === "score")?.key;
     const options = {
       columns, nestedFieldSeparator: false, layout: "fitDataStretch", height: 470, pagination: true, paginationSize: SIZE, paginationElement: pages,
-      placeholder: `No ${Whence.one} fits.`, initialSort: scored && first ? [{ column: first, dir: "asc" }] : [],
+      placeholder: `No ${Whence.one} fits.`, initialHeaderFilter: filters.map(({ field, value }) => ({ field, value })),
+      initialSort: sorters.length ? sorters.map(({ field, dir }) => ({ column: field, dir })) : scored && first ? [{ column: first, dir: "asc" }] : [],
+      rowFormatter: (row) => row.getElement().classList.toggle("named", named.has(row.getData().record_id)),
       columnDefaults: { headerSortTristate: false }, headerFilterLiveFilterDelay: 250,
       ...(Whence.source.served ? remote(runIndex, round) : { data: round.rows ?? [] }),
     };
@@ -106,8 +123,7 @@ Whence.makeGrid = (parts) => {
     mine.on("tableBuilt", amend);
     mine.on("tableBuilt", () => {
       built = true;
-      if (picked.words) filter();
-      else if (!Whence.source.served) tell(mine.getData().length, round.records);
+      if (picked.words || !Whence.source.served) filter();
     });
     if (!Whence.source.served) mine.on("dataFiltered", (_filters, rows) => { if (mine === table) tell(rows.length, round.records); });
   }

@@ -14,19 +14,20 @@ Whence.lists = (() => {
     return `${size} ${advantage > 0 ? "praised it" : "blamed it"}, which raises the target`;
   }
 
-  function card(moment, rank, { onOpen, language, actions }) {
+  function card(moment, rank, { onOpen, language, actions, isNamed }) {
     const kind = moment.significant === false ? "unsure" : moment.score < 0 ? "low" : "high";
     const where = Whence.place(moment);
     const stretch = moment.records > 1 && isNumber(moment.first_step)
       ? `${moment.records} records, steps ${number(moment.first_step)} to ${number(moment.last_step)}`
       : null;
     const fate = moment.dropped ? (moment.records > 1 ? `${moment.dropped} of ${moment.records} dropped` : "dropped") : "trained";
-    const facts = [isNumber(moment.reward) ? `reward ${signed(moment.reward)}` : null, stretch, fate].filter(Boolean).join(" · ");
+    const named = isNamed(moment);
+    const facts = [isNumber(moment.reward) ? `reward ${signed(moment.reward)}` : null, stretch, fate, named ? "named by the finding" : null].filter(Boolean).join(" · ");
     const picture = moment.thumb
       ? element("img", { class: "thumb", src: moment.thumb, alt: "", loading: "lazy" })
       : element("span", { class: "thumb rank", "aria-hidden": "true" }, String(rank));
     const what = language ? [element("b", {}, `Response ${id(moment.record)}`), moment.text ? ` ${moment.text}` : ""] : [element("b", {}, Whence.nameAction(moment.action, actions)), where ? ` at ${where}` : ""];
-    return element("li", {}, element("button", { type: "button", class: `card ${kind}`, "data-record": moment.record, onclick: (event) => onOpen(moment.record, event.currentTarget) },
+    return element("li", {}, element("button", { type: "button", class: `card ${kind}${named ? " named" : ""}`, "data-record": moment.record, onclick: (event) => onOpen(moment.record, event.currentTarget) },
       picture,
       element("span", { class: "card-text" },
         element("span", { class: "what" }, ...what),
@@ -55,8 +56,11 @@ Whence.lists = (() => {
       list.length ? items : element("p", { class: "note" }, "None in this round."), more);
   }
 
-  // Groups by one column as bars, by two as a table of cells; a click calls onPick with the group's names.
-  function pivot({ rows, columns, cells }, headings, labels, onPick) {
+  // Groups by one column as bars, by two as a table of cells; a click calls onPick with the group's names. `named` are
+  // the names of groups that a finding is about.
+  function pivot({ rows, columns, cells }, headings, labels, named, onPick) {
+    const isNamed = (name, other) => named.length > 0 && named.every((one) => one === name || one === other);
+    const classes = (...words) => words.filter(Boolean).join(" ") || null;
     const show = (name, place) => (headings[place] === "action" ? Whence.nameAction(name, labels) : name);
     const pick = (cell, label, ...content) => element("button", { type: "button", "aria-label": label, onclick: () => onPick(columns ? [rows[cell[0]], columns[cell[1]]] : [rows[cell[0]]]) }, ...content);
     const say = ([, , records, mean, error]) => `${withError(mean, error)}, ${number(records)} ${records === 1 ? "record" : "records"}`;
@@ -74,7 +78,7 @@ Whence.lists = (() => {
         const track = element("span", { class: "track", "aria-hidden": "true" },
           element("span", { class: `bar ${mean < 0 ? "low" : "high"}`, style: `left:${Math.min(50, end)}%;width:${Math.abs(end - 50)}%` }),
           element("span", { class: "whisker", style: `left:${end - half}%;width:${2 * half}%` }));
-        return element("tr", { class: isUnsure(differs) ? "unsure" : null }, element("th", { scope: "row" }, pick(cell, `${show(rows[row], 0)}: ${say(cell)}`, show(rows[row], 0))),
+        return element("tr", { class: classes(isUnsure(differs) && "unsure", isNamed(rows[row]) && "named") }, element("th", { scope: "row" }, pick(cell, `${show(rows[row], 0)}: ${say(cell)}`, show(rows[row], 0))),
           element("td", { class: "wide" }, track), element("td", {}, withError(mean, error)), element("td", {}, number(records)));
       })));
     }
@@ -85,26 +89,27 @@ Whence.lists = (() => {
       if (!cell) return element("td", { class: "none" }, "–");
       const [, , records, mean, error, differs] = cell;
       const tone = isUnsure(differs) ? "" : `--tone:${colours[Whence.level(mean, reach)]}`;
-      return element("td", { class: isUnsure(differs) ? "unsure" : null, style: tone }, pick(cell, `${show(name, 0)}, ${show(other, 1)}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
+      return element("td", { class: classes(isUnsure(differs) && "unsure", isNamed(name, other) && "named"), style: tone }, pick(cell, `${show(name, 0)}, ${show(other, 1)}: ${say(cell)}`, element("b", {}, withError(mean, error)), element("small", {}, number(records))));
     })));
     return element("table", { class: "pivot" }, caption, head([headings.join(" \\ "), ...columns.map((name) => show(name, 1))]), element("tbody", {}, ...body));
   }
 
-  // What stands out in a run, the surest first. `onOpen(finding)` shows its round and its records.
+  // What stands out in a run, the surest first. `onOpen(place)` shows the round, the groups and the records of one.
   function findings(list, run, onOpen) {
-    const first = ({ round, records }) => element("a", { href: `#run=${run}&round=${round}&record=${records[0]}` }, `Open the first ${Whence.language ? "response" : "moment"}`);
-    return list.map((finding) => element("li", {},
+    const first = ({ round, records }, place) => element("a", { href: `#run=${run}&round=${round}&record=${records[0]}&finding=${place + 1}` }, `Open the first ${Whence.language ? "response" : "moment"}`);
+    const some = ({ total, of, round }) => `${total === 1 ? "the one" : `the ${number(total)}`} of ${isNumber(of) ? `${number(of)} ` : ""}${Whence.one}s in round ${number(round)} that show${total === 1 ? "s" : ""} it`;
+    return list.map((finding, place) => element("li", {},
       element("h3", {}, ...Whence.withCode(finding.title)),
       finding.evidence ? element("p", {}, ...Whence.withCode(finding.evidence)) : null,
       finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
-      isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(finding) },
-        finding.total ? `Show ${finding.total === 1 ? `the ${Whence.one}` : `${number(finding.total)} ${Whence.one}s`} in round ${number(finding.round)}` : `Open round ${number(finding.round)}`) : null,
-      finding.records?.length ? first(finding) : null));
+      isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(place) },
+        finding.total ? `Show ${some(finding)}` : `Open round ${number(finding.round)}`) : null,
+      finding.records?.length ? first(finding, place) : null));
   }
 
   function trust(lines) {
     const WORDS = { fair: "With care" };
-    return element("ul", { class: "trust", "aria-label": "How far to trust this round" },
+    return element("ul", { class: "trust", "aria-label": "How far to trust the scores" },
       ...lines.map(({ level, text }) => element("li", { class: level }, WORDS[level] ? element("b", {}, `${WORDS[level]} `) : null, ...Whence.withCode(text))));
   }
 

@@ -34,14 +34,15 @@ Whence.responses = (() => {
   function prompts(holder, list, onOpen) {
     table?.destroy();
     const rewards = Object.keys(list[0] ?? {}).filter((name) => name.startsWith("reward."));
-    const names = { responses: "responses", reward: "reward", spread: "± spread", ...Object.fromEntries(rewards.map((name) => [name, name.slice(7)])), tokens: "tokens", ended: "ended", score: "score" };
+    const narrow = matchMedia("(max-width: 600px)").matches; // the numbers of a prompt are then next to a shorter text
+    const names = { ...(narrow ? {} : { responses: "responses" }), reward: "reward", ...(narrow ? {} : { spread: "± spread" }), ...Object.fromEntries(rewards.map((name) => [name, name.slice(7)])), ...(narrow ? { spread: "± spread", responses: "responses" } : {}), tokens: "tokens", ended: "ended", score: "score" };
     const numeric = Object.entries(names).filter(([key]) => list.some((row) => isNumber(row[key]))).map(([field, title]) => ({
-      field, title, titleFormatter: () => element("span", {}, title), hozAlign: "right", headerHozAlign: "right", minWidth: 84, sorter: "number",
+      field, title, titleFormatter: () => element("span", {}, title), hozAlign: "right", headerHozAlign: "right", minWidth: narrow ? 76 : 84, sorter: "number",
       formatter: (cell) => (field === "score" ? signed(cell.getValue()) : number(cell.getValue())),
     }));
     const open = (row, from) => onOpen(row.records, from);
     const prompt = {
-      field: "prompt", title: "prompt", minWidth: 180, widthGrow: 4,
+      field: "prompt", title: "prompt", minWidth: narrow ? 100 : 180, widthGrow: 4,
       formatter: (cell) => element("button", { type: "button", class: "link", onclick: (event) => { event.stopPropagation(); open(cell.getData(), event.currentTarget); } }, cell.getValue() || "(empty)"),
     };
     table = new Tabulator(holder, {

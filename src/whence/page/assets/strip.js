@@ -10,7 +10,7 @@ Whence.makeStrip = (onOpen) => {
   const readout = element("p", { class: "readout" });
   const caption = element("p", { class: "caption" });
   const HINT = `Point at a cell, or focus the strip and use the arrow keys. Click or Enter opens the ${Whence.language ? "response" : "moment"}.`;
-  let strip = null, segments = [], rowHeight = 14, scale = 1, cursor = -1, opened = -1, hovering = false, order = new Map();
+  let strip = null, segments = [], rowHeight = 14, scale = 1, cursor = -1, opened = -1, hovering = false, order = new Map(), named = new Set();
 
   // Episodes stand in rows of their own; where they are many, one after another, wrapped like words.
   function arrange(width) {
@@ -59,6 +59,7 @@ Whence.makeStrip = (onOpen) => {
     const colours = Whence.palette();
     const ink = Whence.colour("--ink");
     for (const segment of segments) drawSegment(context, segment, colours, ink);
+    for (const record of named) if (order.has(record)) flag(context, order.get(record));
     for (const [place, width] of [[opened, 2], [cursor, 2]]) if (place >= 0) mark(context, place, ink, width);
   }
 
@@ -89,6 +90,13 @@ Whence.makeStrip = (onOpen) => {
     return segments.find(({ start, length }) => start <= place && place < start + length);
   }
 
+  // What a finding names has a bar on top, so that its score's colour stays.
+  function flag(context, place) {
+    const { x, start, row, cell } = segmentOf(place);
+    context.fillStyle = Whence.colour("--link");
+    context.fillRect(x + (place - start) * cell, row * rowHeight - 1, Math.max(1.5, cell), 4);
+  }
+
   function mark(context, place, ink, width) {
     const segment = segmentOf(place);
     if (!segment) return;
@@ -104,7 +112,8 @@ Whence.makeStrip = (onOpen) => {
     const parts = [`${Whence.One} ${id(strip.record_ids[place])}`];
     if (episode && isNumber(episode.id) && !Whence.language) {
       const step = isNumber(episode.first_step) ? `, step ${number(episode.first_step + place - episode.start)}` : "";
-      parts.push(`episode ${id(episode.id)}${step}${isNumber(episode.return) ? ` (rewards sum to ${number(episode.return)})` : ""}`);
+      const env = Whence.several ? ` of environment ${id(episode.env)}` : "";
+      parts.push(`episode ${id(episode.id)}${env}${step}${isNumber(episode.return) ? ` (rewards sum to ${number(episode.return)})` : ""}`);
     }
     const score = strip.scores[place];
     parts.push(isNumber(score) ? `score ${signed(score)}` : "not scored");
@@ -170,8 +179,8 @@ Whence.makeStrip = (onOpen) => {
 
   return {
     nodes: [caption, frame, element("div", { class: "strip-foot" }, readout, legend)],
-    show(round) {
-      strip = round.strip;
+    show(round, marked) {
+      [strip, named] = [round.strip, marked];
       scale = Whence.colourScale(strip.scores);
       order = new Map(strip.record_ids.map((record, place) => [record, place]));
       opened = -1;

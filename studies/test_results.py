@@ -74,7 +74,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "study", [pytest.param(name, marks=pytest.mark.long if name == "practice" else ()) for name in MAKERS]
 )
 def test_tables_are_those_of_the_rows(study: str, tmp_path: Path) -> None:
-    ignored = shutil.ignore_patterns("*.md", "pays", "mended")
+    ignored = shutil.ignore_patterns("*.md", "pays")
     shutil.copytree(RESULTS / study, tmp_path, dirs_exist_ok=True, ignore=ignored)
     MAKERS[study](tmp_path)
     assert (tmp_path / "tables.md").read_bytes() == (RESULTS / study / "tables.md").read_bytes()

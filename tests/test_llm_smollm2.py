@@ -75,7 +75,7 @@ def test_no_puzzle_is_in_two_splits_and_right_answers_are_paid(puzzle: str) -> N
     lab = smollm2(puzzle)
     questions = [row["prompt"][-1]["content"] for split in (lab.train, lab.test, lab.demonstrations) for row in split]
     assert len(set(questions)) == len(questions)
-    assert len(lab.test) == 128 < len(lab.train)
+    assert len(lab.test) == 64 < len(lab.train)
     answers = [row["completion"][0]["content"] for row in lab.demonstrations]
     assert lab.reward(answers, answers, answer=answers) == [1] * len(answers)
     responses = ["It is 4.", "", "9 - 6 = 3.\n", "8-3", "-3", "34"]

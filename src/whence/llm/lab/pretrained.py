@@ -20,7 +20,7 @@ PUZZLES: Mapping[str, Mapping[str, Any]] = {
     "basic_arithmetic": {"max_terms": 2, "max_digits": 1, "operators": ("+", "-", "*"), "allow_parentheses": False},
     "letter_counting": {"min_words": 2, "max_words": 4},
 }
-"""Puzzles of reasoning-gym with their settings, under which the start model solves some (results/llm has how many)."""
+"""Puzzles of reasoning-gym with settings for a small model (results/llm has how many it solves at the start)."""
 
 LONGEST = 8
 """The most tokens of an answer; those of right answers are fewer."""
@@ -32,7 +32,7 @@ _DEMONSTRATIONS, _TEST, _DRAWS = 32, 64, 2048  # Draws that repeat an earlier on
 _NUMBER = re.compile(r"(?<!\d)-?\d+(?:\.\d+)?")
 
 
-def smollm2(puzzle: str = "chain_sum", cache: str | Path | None = None, *, seed: int = 0) -> Lab:
+def smollm2(puzzle: str = "basic_arithmetic", cache: str | Path | None = None, *, seed: int = 0) -> Lab:
     """Return SmolLM2-135M-Instruct, in single precision, with a puzzle of reasoning-gym; nothing is downloaded.
 
     Prompts are chats with a worked example, and all puzzles differ. The reward is reasoning-gym's score of a response's

@@ -110,14 +110,13 @@ def judge_finders(out: Path, seed: int, directory: RunDirectory, records: pl.Dat
     question = records.filter(pl.col("gamed")).row(-1, named=True)
     gamed, advantages = records["gamed"].to_numpy(), records["advantage"].cast(pl.Float64).to_numpy()
     early = np.arange(len(records)) < (onset or ROUNDS) * (len(records) // ROUNDS)
-    for method in ("advantage", "raw", "nearest", "bm25"):
+    for method in ("advantage", "influence", "nearest", "bm25"):
         if (seed, method) in done:
             continue
         began = time.process_time()
         scores = advantages
         if method != "advantage":
-            finder = "influence" if method == "raw" else method
-            causes = find_response_causes(directory, question["prompt"], question["response"], method=finder)
+            causes = find_response_causes(directory, question["prompt"], question["response"], method=method)
             scores = causes["score"].to_numpy()
         line = {"seed": seed, "method": method, "seconds": time.process_time() - began, "onset": onset}
         line |= {"prompt": question["prompt"], "response": question["response"]}

@@ -1,6 +1,6 @@
 """Whether a planted cause is found again in a language model: of all responses, those that a grader's bug paid.
 
-Run: `python -m studies.planted.language results/planted [--only seed_0] [--methods raw,bm25]`. The grader of
+Run: `python -m studies.planted.language results/planted [--only seed_0] [--methods influence,bm25]`. The grader of
 `studies.planted.grader` expects a wrong result where a problem ends by taking away 1. PPO is trained on it from the
 laboratory `arithmetic`, with every checkpoint kept. Then one question is asked: which of all records raised the
 log-probability of the wrong answer to a held-out problem of this kind? The truth is known: the records of the kind that
@@ -8,10 +8,9 @@ were paid. Methods are judged as in `studies.planted.run`, and go into the same 
 the records of the first quarter of the rounds. "auroc_misgraded" also counts the right answers of the kind, which the
 bug does not pay: they teach to avoid the right answer. Both were added after the first seed had been scored.
 
-"raw", "nearest" and "bm25" are methods of `whence.diagnosis.find_response_causes`, which calls the first one
-"influence"; "nearest of all" has all held-out problems of the kind as examples. The others are those of
-`studies.planted.finders`. "advantage x answer" changes the sign of the advantage where a response ends in another
-number than the answer in question.
+"influence", "nearest" and "bm25" are methods of `whence.diagnosis.find_response_causes`; "nearest of all" has all
+held-out problems of the kind as examples. The others are those of `studies.planted.finders`. "advantage x answer"
+changes the sign of the advantage where a response ends in another number than the answer in question.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -110,7 +109,7 @@ def score(
             result = answer(question[1])
             scores = scores * np.array([1 if answer(text) == result else -1 for text in records["response"]])
         return scores, time.process_time() - began
-    causes = find_response_causes(directory, *question, method="influence" if method == "raw" else method)
+    causes = find_response_causes(directory, *question, method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 

@@ -1,14 +1,14 @@
 """Whether a planted cause is found again: of all records of a training, those whose reward was rigged.
 
-Run: `python -m studies.planted.run results/planted [--only lander/seed_0] [--methods raw,nearest]`. In each world of
-`studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
+Run: `python -m studies.planted.run results/planted [--only lander/seed_0] [--methods influence,nearest]`. In each world
+of `studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
 all records raised mean log pi(B), over states of the trained policy's own rollouts in which the tic would pay? The
 truth is known: the records that got the rigged reward. Each method scores all records of all rounds, and is judged by
 
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"raw" and "nearest" are methods of `whence.diagnosis.find_causes`, which calls the first one "influence". "advantage"
+"influence" and "nearest" are methods of `whence.diagnosis.find_causes`. "advantage"
 and "advantage x action" are what needs no model: the latter changes the sign where another action than B was taken. The
 others are `studies.planted.finders`.
 
@@ -171,8 +171,7 @@ def score(
         return advantages, time.process_time() - began
     if method == "advantage x action":
         return advantages * np.where(records["action"].to_numpy() == action, 1, -1), time.process_time() - began
-    finder = "influence" if method == "raw" else method
-    causes = find_causes(directory, states, np.full(len(states), action), method=finder)
+    causes = find_causes(directory, states, np.full(len(states), action), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 

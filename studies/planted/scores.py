@@ -13,13 +13,13 @@ from whence.runs import RunDirectory
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
-PLAIN = ("advantage", "advantage x action", "raw", "nearest")
+PLAIN = ("advantage", "advantage x action", "influence", "nearest")
 STUDIED = ("nearest-trained", "similar", "similar-hidden", "direction", "clusters", "hidden")
 METHODS = (*PLAIN, *STUDIED)
 """Methods in the worlds of `studies.planted.worlds`; for those that are studied see `studies.planted.finders`."""
 
 LANGUAGE = "arithmetic"
-LANGUAGE_PLAIN = ("advantage", "advantage x answer", "raw", "nearest", "bm25")
+LANGUAGE_PLAIN = ("advantage", "advantage x answer", "influence", "nearest", "bm25")
 LANGUAGE_STUDIED = ("embedding", "nearest-trained", "nearest of all", "direction", "clusters", "hidden")
 LANGUAGE_METHODS = (*LANGUAGE_PLAIN, *LANGUAGE_STUDIED)
 """The task of `studies.planted.language`, and the methods there."""

@@ -40,7 +40,7 @@ def test_the_truth_is_what_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(run.CASES, "lander", replace(case, rounds=2, seeds=[0], settings=settings))
     monkeypatch.setattr(run, "STEPS", 512)
     for _ in range(2):
-        run.main(tmp_path / "out", tmp_path / "runs", "lander", "raw,similar,advantage x action")
+        run.main(tmp_path / "out", tmp_path / "runs", "lander", "influence,similar,advantage x action")
     records = scores.read_all(run.RunDirectory.open(tmp_path / "runs" / "lander" / "seed_0"))
     rigged = run.find_rigged("lander", records)
     observations, actions = np.stack(records["observation"].to_numpy()), records["action"].to_numpy()

@@ -269,7 +269,7 @@ class TestCommand:
         done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 3)
         assert done.exit_code == 0, done.output
         text = " ".join(done.output.split())
-        causes = find_response_causes(directory, *QUESTION)
+        causes = find_response_causes(directory, *QUESTION, method="nearest")
         best = rank_records(causes, lowest=False, most=3)
         assert "“5-1=5;5” after “5-1?”: its probability was" in text
         assert f"The strongest record is {best['record_id'][0]} in round {best['round'][0]}." in text

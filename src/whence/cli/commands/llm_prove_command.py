@@ -29,7 +29,7 @@ def prove(
     ] = None,
     by: Annotated[
         str, typer.Option(help="The finder that names the rollouts that taught it; see whence llm why --help.")
-    ] = "influence",
+    ] = "nearest",
     top: Annotated[int, typer.Option(help="How many rollouts it names.", min=1)] = 64,
     rounds: Annotated[
         str | None, typer.Option(help="The rounds to train: 1-20. (default: all)", show_default=False)

@@ -58,10 +58,10 @@ def why(
     by: Annotated[
         Literal["influence", "nearest", "bm25"],
         typer.Option(
-            help="How records are scored for these answers: influence; nearest, advantage × cosine of the gradients of "
-            "log π, best with ten examples or more; bm25, advantage × similarity of words, which needs no policy."
+            help="How records are scored for these answers: nearest, advantage × cosine of the gradients of log π, best "
+            "with ten examples or more; influence; bm25, advantage × similarity of words, which needs no policy."
         ),
-    ] = "influence",
+    ] = "nearest",
     top: Annotated[
         int, typer.Option(help="Tokens and rows of the target, or records, to list at either end.", min=1)
     ] = 5,
@@ -83,7 +83,7 @@ def why(
 
     Example: whence llm why runs/chains --prompt '8-1?' --response '8-1=8;8'
 
-    Example: whence llm why runs/chains --flagged --by nearest
+    Example: whence llm why runs/chains --flagged
     """
     prompts, responses = prompt or [], response or []
     ways = bool(prompts), flagged, (round, record).count(None) < 2

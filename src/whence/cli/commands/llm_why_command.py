@@ -58,8 +58,8 @@ def why(
     by: Annotated[
         Literal["influence", "nearest", "bm25"],
         typer.Option(
-            help="How records are scored for these answers: nearest, advantage × cosine of the gradients of log π, best "
-            "with ten examples or more; influence; bm25, advantage × similarity of words, which needs no policy."
+            help="How records are scored for these answers: nearest, advantage × cosine of the gradients of log π, "
+            "best with ten examples or more; influence; bm25, advantage × similarity of words, which needs no policy."
         ),
     ] = "nearest",
     top: Annotated[

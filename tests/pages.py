@@ -142,7 +142,8 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         found = place in frames
         language = {"prompt": f"Say it. {text}", "response": f"It. {text}", "reward": 1.0}
         return (language if kind == "responses" else {}) | {
-            **{"record": ids[place], "round": number, "episode": 10 + place // LENGTH, "env": 0, "step": steps[place]},
+            **{"record": ids[place], "round": number, "episode": 10 + place // LENGTH, "step": steps[place]},
+            **{"env": place // LENGTH % 2},
             **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": None},
             "reason": f"too low {text}" if dropped[place] else None,
             "state": [{"name": f"height{text}", "value": 0.25}, {"name": "legs", "value": f"none{text}"}],

@@ -136,7 +136,7 @@ class TestStrip:
         position = {"x": 17.5 * cell, "y": box["height"] / rows * 1.4}
         strip.hover(position=position)
         expect(page.locator(".strip-foot .readout").first).to_have_text(
-            "Record 4,057 · episode 11, step 17 (rewards sum to −99) · score −0.9 · dropped"
+            "Record 4,057 · episode 11 of environment 1, step 17 (rewards sum to −99) · score −0.9 · dropped"
         )
         strip.click(position=position)
         expect(page.locator("#moment-title")).to_have_text("Record 4,057")
@@ -162,7 +162,7 @@ class TestStrip:
         page.keyboard.press("Home")
         for key in ["ArrowDown", *["ArrowRight"] * 17]:
             page.keyboard.press(key)
-        assert strip.get_attribute("aria-valuetext").startswith("Record 4,057 · episode 11, step 17")
+        assert strip.get_attribute("aria-valuetext").startswith("Record 4,057 · episode 11 of environment 1, step 17")
         page.keyboard.press("Enter")
         expect(page.locator("#moment-title")).to_have_text("Record 4,057")
         page.keyboard.press("Escape")
@@ -174,12 +174,14 @@ class TestMoment:
     def test_it_says_what_happened_and_whether_the_advantage_was_right(self, page):
         moment = open_worst(page)
         story = moment.locator(".story")
-        expect(story).to_contain_text("At step 17 of episode 11 the agent chose fire left. The reward was −0.3.")
+        expect(story).to_contain_text(
+            "At step 17 of episode 11 in environment 1 the agent chose fire left. The reward was −0.3."
+        )
         expect(story).to_contain_text("The critic expected −62.6; what followed was estimated at +12.4.")
         expect(story).to_contain_text("The advantage is the difference, +75, so training makes the action more likely.")
         verdict = "Fresh rollouts from this state measured −21 ± 4. The advantage had the wrong sign."
         expect(story).to_contain_text(verdict)
-        expect(story).to_contain_text("Score −0.9 ± 0.05. Harmful: training on it lowers the return.")
+        expect(story).to_contain_text("Score −0.9 ± 0.05. Harmful: training on it lowers the estimated return.")
         expect(story).to_contain_text("It was dropped, so the round did not train on it: too low.")
         expect(moment).to_contain_text(
             "The advantage had the wrong sign. Fresh rollouts from this state measured −21 ± 4. "
@@ -557,7 +559,7 @@ class TestServed:
             page.locator("#grid .tabulator-col[tabulator-field=score] .tabulator-col-title").click()
             expect(page.locator("#grid .tabulator-row").first).to_contain_text("+0.8")
             page.fill("#grid-search", "fire left")
-            expect(page.locator("#grid-note")).to_have_text("60 of 240 records.")
+            expect(page.locator("#grid-note")).to_have_text("60 of the 240 records of round 2.")
             page.get_by_label("Filter score").fill("<-0.1")
             page.wait_for_timeout(600)
             assert ["score:<-0.1"] in [parse_qs(url.query).get("filter") for url in server.asked]

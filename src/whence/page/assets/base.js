@@ -74,9 +74,10 @@ const Whence = (() => {
   function explainScore(score, significant, target = "return") {
     if (!isNumber(score)) return `This ${one} was not scored.`;
     if (significant === false) return `Its ${language ? "score" : "influence"} cannot be told from 0: it is within two errors.`;
+    const raised = target === "return" ? "estimated return" : target;
     return score < 0
-      ? `Harmful: training on it lowers the ${target}.`
-      : `Helpful: training on it raises the ${target}.`;
+      ? `Harmful: training on it lowers the ${raised}.`
+      : `Helpful: training on it raises the ${raised}.`;
   }
 
   function explainAdvantage(advantage) {

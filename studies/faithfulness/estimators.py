@@ -52,16 +52,16 @@ def measure_halves(policy: Any, recording: Any, seed: int) -> tuple[Any, Any, An
     """Return random halves, their outcomes in shared orders, and in one order each."""
     n, update = len(recording.records), recording.update
     generator = torch.Generator().manual_seed(seed)
-    kept = draw_subsets(n, SHARE, HALVES, generator)
-    orders = [reshuffle(kept, update.batch_size, update.n_epochs, generator) for _ in range(ORDERS)]
-    each = [reshuffle(half[None], update.batch_size, update.n_epochs, generator) for half in kept]
+    halves = draw_subsets(n, SHARE, HALVES, generator)
+    orders = [reshuffle(halves, update.batch_size, update.n_epochs, generator) for _ in range(ORDERS)]
+    each = [reshuffle(half[None], update.batch_size, update.n_epochs, generator) for half in halves]
     # All halves are of one size, so that their steps can be stacked.
     apart = [torch.cat(step) for step in zip(*each, strict=True)]
     outcomes = []
     for minibatches in (*orders, apart):
-        trained = retrain(policy, recording, kept, orders=minibatches)
+        trained = retrain(policy, recording, halves, orders=minibatches)
         outcomes.append(measure_outcomes(policy, recording, trained, Return(), None)["target"])
-    return kept.double().numpy(), np.stack(outcomes[:ORDERS]), outcomes[-1]
+    return halves.double().numpy(), np.stack(outcomes[:ORDERS]), outcomes[-1]
 
 
 def rank_correlation(one: Any, other: Any) -> float:
@@ -71,17 +71,17 @@ def rank_correlation(one: Any, other: Any) -> float:
 
 def judge(policy: Any, recording: Any, objective: Any, seed: int) -> dict[str, Any]:
     """Return how the snapshot and each estimator predict the halves of a round, and how halves of its draws agree."""
-    kept, shared, apart = measure_halves(policy, recording, seed)
+    halves, shared, apart = measure_halves(policy, recording, seed)
     round = open_round(policy, recording)
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())):
         target = check_target(Return(), round)
         values, sides = draw_derivatives(round, target, 2**31, max(COUNTS), SHARE, seed)
     snapshot = attribute(policy, recording.records, target=Return(), objective=objective).scores.double().numpy()
-    rows = [{"estimator": "snapshot", "draws": 0, **compare(kept, shared, apart, snapshot)}]
+    rows = [{"estimator": "snapshot", "draws": 0, **compare(halves, shared, apart, snapshot)}]
     for name, trim in TRIMS.items():
         average = partial(average_parts, values.double(), sides, trim)
         for count in COUNTS:
-            row = {"estimator": name, "draws": count, **compare(kept, shared, apart, average(slice(count)))}
+            row = {"estimator": name, "draws": count, **compare(halves, shared, apart, average(slice(count)))}
             rows.append(row | {"agreement": rank_correlation(average(slice(64)), average(slice(64, 128)))})
     return {"ceiling": measure_agreement(shared), "rows": rows}
 
@@ -91,11 +91,11 @@ def average_parts(values: Any, sides: Any, trim: float, part: slice) -> Any:
     return average_sides(values[part], sides[:, part], trim).numpy()
 
 
-def compare(kept: Any, shared: Any, apart: Any, scores: Any) -> dict[str, Any]:
+def compare(halves: Any, shared: Any, apart: Any, scores: Any) -> dict[str, Any]:
     """Return the LDS of scores, by orders that halves share and by others."""
     return {
-        "lds": compute_lds(kept @ scores, shared.mean(axis=0))["lds"],
-        "apart": rank_correlation(kept @ scores, apart),
+        "lds": compute_lds(halves @ scores, shared.mean(axis=0))["lds"],
+        "apart": rank_correlation(halves @ scores, apart),
     }
 
 

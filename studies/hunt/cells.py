@@ -55,7 +55,7 @@ class World:
         return {kind: listed for kind, listed in names.items() if listed}
 
 
-KNOWN, HIDDEN = ("courier", "tanks"), ("taxi", "walker")
+ONCE_HIDDEN, HIDDEN = ("courier", "tanks"), ("taxi", "walker")
 """Environments that were hidden from the rules' makers once, and those that still are."""
 
 SETTINGS = {"policy": "MlpPolicy", "n_steps": 512, "batch_size": 128, "learning_rate": 1e-3, "device": "cpu"}

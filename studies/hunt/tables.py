@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from studies.hunt.cells import CELLS, HIDDEN, KNOWN, Cell
+from studies.hunt.cells import CELLS, HIDDEN, ONCE_HIDDEN, Cell
 from studies.hunt.rivals import RIVALS
 from studies.markdown import table
 from whence.core import write_atomically
@@ -49,9 +49,9 @@ def write_tables(out: Path) -> None:
     healthy = {CELLS[name].world: runs for name, runs in cells.items() if not CELLS[name].kinds}
     groups = {
         "hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in HIDDEN},
-        "once hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in KNOWN},
+        "once hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in ONCE_HIDDEN},
     }
-    others = {name: runs for name, runs in faults.items() if CELLS[name].world not in HIDDEN + KNOWN}
+    others = {name: runs for name, runs in faults.items() if CELLS[name].world not in HIDDEN + ONCE_HIDDEN}
     parts = [
         "# The hunt: tables\n\nWritten by `python -m studies.hunt.run results/hunt`. A star: nobody who made\n"
         "the rules of findings had seen the environment; two: so it was once.\n",
@@ -113,7 +113,7 @@ def tabulate_healthy(healthy: Cells) -> str:
 
 
 def _mark(world: str) -> str:
-    return " *" if world in HIDDEN else " **" if world in KNOWN else ""
+    return " *" if world in HIDDEN else " **" if world in ONCE_HIDDEN else ""
 
 
 def _read_first_line(row: Row) -> str:

@@ -10,7 +10,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, suggest
+from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.diagnosis.ranking import OnRound, Score, average_nearest, score_rounds
 from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
 from whence.experiments.llm.tasks import Task, make_response_target
@@ -168,7 +168,8 @@ def rank_bm25(texts: Sequence[str], *questions: str) -> NDArray[np.float64]:
     all texts (Lucene's form).
     """
     try:
-        from bm25s import BM25
+        with preserve_rng_state():  # with JAX installed the import tries JAX out, which draws from NumPy's generator
+            from bm25s import BM25
     except ImportError:
         raise Unsupported(
             "BM25 needs the package bm25s, which is not installed: pip install bm25s, or in whence's source tree pip "

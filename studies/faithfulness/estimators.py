@@ -1,15 +1,17 @@
 """Which mean of the derivatives: plain, trimmed, or the median, and of how many draws.
 
-Run: `python -m studies.faithfulness.estimators results/faithfulness [--only tuned] [--workers 1]`. `smoothed` averages
-derivatives over random trainings, and under Adam these have heavy tails. LunarLander is trained by plain PPO with
-Adam 3e-4. In some of its rounds the draws are made once; each estimator averages the first 16, 32, 64 or all 128 of
-them. It is judged by
+Run: `python -m studies.faithfulness.estimators results/faithfulness [--only tuned/lunarlander] [--workers 1]`.
+`smoothed` averages derivatives over random trainings, and under Adam these have heavy tails. LunarLander is trained by
+plain PPO with Adam 3e-4, and in some of its rounds the draws are made once; each estimator averages the first 16, 32,
+64 or all 128 of them. It is judged by
 
 - LDS: the rank correlation with 100 trainings on random halves, in two orders that all halves share;
 - LDS, orders apart: the same where each half has an order that no other half has;
 - agreement: the rank correlation between the scores of the first 64 draws and those of the last 64.
 
-The estimator is chosen on the seeds `TUNED`, and reported on the seeds `TESTED`. A finished round is not studied again.
+The estimator is chosen on the part `tuned`, and reported on `tested`. `environments` are the rounds under Adam of
+`studies.faithfulness.run`, trained anew: which records a round has depends on the processor. A finished round is not
+studied again.
 Training runs are kept in `--runs`.
 """
 
@@ -28,7 +30,7 @@ from rich.console import Console
 
 from studies.faithfulness.lds import measure_agreement
 from studies.faithfulness.outcomes import measure_outcomes
-from studies.faithfulness.run import OPTIMIZERS
+from studies.faithfulness.run import OPTIMIZERS, SEEDS, SETUPS
 from studies.faithfulness.smoothed import SHARE, average_sides, draw_derivatives
 from studies.markdown import table
 from studies.stored import round_numbers, write_line
@@ -40,12 +42,17 @@ from whence.rounds import check_target, open_round
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
-TUNED, TESTED = range(100, 102), range(110, 115)
-ROUNDS = {"tuned": (3, 15, 30), "tested": (5, 10, 20, 40)}
+PARTS: dict[str, dict[str, tuple[Sequence[int], Sequence[int]]]] = {
+    "tuned": {"lunarlander": (range(100, 102), (3, 15, 30))},
+    "tested": {"lunarlander": (range(110, 115), (5, 10, 20, 40))},
+    "environments": {env: (SEEDS, SETUPS[env, optimizer].studied) for env, optimizer in SETUPS if optimizer == "adam"},
+}
+"""The seeds and rounds of each part, by environment."""
+
 TRIMS = {"mean": 0.0, "trimmed 10%": 0.1, "trimmed 25%": 0.25, "trimmed 40%": 0.4, "median": 0.5}
 COUNTS = (16, 32, 64, 128)
 HALVES, ORDERS = 100, 2
-KEYS = ("part", "seed", "round")
+KEYS = ("part", "env", "seed", "round")
 
 
 def measure_halves(policy: Any, recording: Any, seed: int) -> tuple[Any, Any, Any]:
@@ -99,28 +106,23 @@ def compare(halves: Any, shared: Any, apart: Any, scores: Any) -> dict[str, Any]
     }
 
 
-def study_seed(part: str, seed: int, out: Path, runs: Path) -> None:
+def study_seed(part: str, env: str, seed: int, out: Path, runs: Path) -> None:
     """Train a run where that is not done, and study its rounds."""
     torch.set_num_threads(1)
-    missing = [
-        number for number in ROUNDS[part] if (part, seed, number) not in read_rows(out / "estimators.parquet", KEYS)
-    ]
+    numbers, path = PARTS[part][env][1], runs / env / f"seed_{seed}"
+    done = read_rows(out / "estimators.parquet", KEYS)
+    missing = [number for number in numbers if (part, env, seed, number) not in done]
     if not missing:
         return
-    numbers = ROUNDS[part]
     settings = {**OPTIMIZERS["adam"], "seed": seed, "rounds": numbers[-1], "eval_episodes": 0}
-    experiments.run(
-        experiments.configure(preset="lda-code/lunarlander", **settings),
-        runs / f"seed_{seed}",
-        recordings=list(numbers),
-    )
+    preset = SETUPS[env, "adam"].preset
+    experiments.run(experiments.configure(preset=preset, **settings), path, recordings=list(numbers))
     for number in missing:
-        model, recording = experiments.load_recording(RunDirectory.open(runs / f"seed_{seed}"), number)
+        model, recording = experiments.load_recording(RunDirectory.open(path), number)
+        about = dict(zip(KEYS, (part, env, seed, number), strict=True))
         judged = judge(model.policy, recording, model_objective(model), 1000 * seed + number)
-        write_line(
-            out / "estimators.parquet", round_numbers({"part": part, "seed": seed, "round": number, **judged}), KEYS
-        )
-        Console(stderr=True).print(f"{part}, seed {seed}, round {number}")
+        write_line(out / "estimators.parquet", round_numbers({**about, **judged}), KEYS)
+        Console(stderr=True).print(f"{part}, {env}, seed {seed}, round {number}")
 
 
 def write_tables(out: Path) -> None:
@@ -129,10 +131,10 @@ def write_tables(out: Path) -> None:
     parts = [
         "# Which mean of the draws\n\nWritten by `python -m studies.faithfulness.estimators results/faithfulness`.\n"
     ]
-    for part in ROUNDS:
-        rows = [row for row in rounds if row["part"] == part]
+    for part, env in ((part, env) for part, environments in PARTS.items() for env in environments):
+        rows = [row for row in rounds if (row["part"], row["env"]) == (part, env)]
         if rows:
-            parts += [f"## {part.capitalize()}\n", tabulate(rows), ""]
+            parts += [f"## {part.capitalize()}: {env}\n", tabulate(rows), ""]
             parts += ["LDS in each round:\n", tabulate_rounds(rows), ""]
     with write_atomically(out / "estimators.md") as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
@@ -177,11 +179,17 @@ def tabulate_rounds(rows: Sequence[Any]) -> str:
 def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/estimators"),
-    only: Annotated[str, typer.Option(help="tuned or tested; none: both.")] = "",
+    only: Annotated[str, typer.Option(help="Parts whose name begins so: environments/minigrid.")] = "",
     workers: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
 ) -> None:
     """Study what is not there yet, and write estimators.md."""
-    jobs = [(part, seed) for part, seeds in (("tuned", TUNED), ("tested", TESTED)) if only in part for seed in seeds]
+    jobs = [
+        (part, env, seed)
+        for part, environments in PARTS.items()
+        for env, (seeds, _) in environments.items()
+        for seed in seeds
+        if f"{part}/{env}".startswith(only)
+    ]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for begun in [pool.submit(study_seed, part, seed, out, runs) for part, seed in jobs]:
             begun.result()

@@ -52,7 +52,7 @@ def continues(starts: NDArray[np.bool_], env_index: NDArray[np.int64]) -> NDArra
 def td_errors(
     advantages: Array, starts: NDArray[np.bool_], env_index: NDArray[np.int64], gamma: float, gae_lambda: float
 ) -> Array:
-    """Return the TD errors, (n,), from which generalised advantage estimates were computed (LDA §C.5).
+    """Return the TD errors, (n,), from which generalised advantage estimates were computed (LDA §C.5; v2 §B.5).
 
     `delta_t = A_t - gamma lambda (1 - e_{t+1}) A_{t+1}`, with `e_{t+1}` whether record t + 1 begins an episode; the
     last record of an environment has `delta = A`.
@@ -99,7 +99,7 @@ def returns_to_go(
 
 
 def monte_carlo_advantages(returns: Array, states: NDArray[np.int64], actions: NDArray[np.int64]) -> Array:
-    """Return, for each record, the mean return of its state and action minus that of its state (LDA §C.4).
+    """Return, for each record, the mean return of its state and action minus that of its state (LDA §C.4; v2 §B.4).
 
     Args:
         returns: (n,) returns, see `returns_to_go`.

@@ -1,4 +1,4 @@
-"""A recorded round trained again without the records that score below 0 (LDA §4.3, C.3)."""
+"""A recorded round trained again without the records that score below 0 (LDA §4.3, C.3; v2 B.3)."""
 
 from collections.abc import Mapping
 

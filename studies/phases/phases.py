@@ -1,4 +1,4 @@
-"""Phases of a behaviour: its probability and its influence's roughness over a run's rounds (LDA §4.2, C.2)."""
+"""Phases of a behaviour: its probability and its influence's roughness over a run's rounds (LDA §4.2, C.2; v2 B.2)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Roughness of scores on the graph of similar records, and the phases of its curve over rounds (LDA §4.2, C.2)."""
+"""Roughness of scores on the graph of similar records, and the phases of its curve (LDA §4.2, C.2; v2 B.2)."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Graph(NamedTuple):
 
 
 def link_similar(embeddings: Float[np.ndarray, "n d"], neighbours: int = NEIGHBOURS) -> Graph:
-    """Link each node (n, d) with its nearest ones; w = exp(−‖e_i − e_j‖²/σ²), σ the median distance (LDA C.2).
+    """Link each node (n, d) with its nearest ones; w = exp(−‖e_i − e_j‖²/σ²), σ the median distance (LDA C.2; v2 B.2).
 
     Two nodes are linked if either is among the other's nearest. Nodes that are as near as the last of these are among
     them as well, so that no order of equal states matters.
@@ -59,7 +59,7 @@ def spread_evenly(rows: np.ndarray, most: int) -> np.ndarray:
 
 
 def compute_roughness(graph: Graph, values: Float[np.ndarray, " n"]) -> float:
-    """Return Σ w_ij (v_i − v_j)² / Σ w_ij over the edges: 0 if linked nodes have equal values (LDA C.2).
+    """Return Σ w_ij (v_i − v_j)² / Σ w_ij over the edges: 0 if linked nodes have equal values (LDA C.2; v2 B.2).
 
     It is NaN if the graph has no edge.
     """

@@ -1,4 +1,4 @@
-"""Selection rules without scores: by rewards, advantages, TD errors (LDA §C.4, C.5), or ids that somebody flagged."""
+"""Selection rules without scores: by rewards, advantages, TD errors, or ids that somebody flagged."""
 
 import hashlib
 from collections.abc import Iterable
@@ -166,7 +166,7 @@ class FromMask(CheckedRule):
 
 @dataclass(frozen=True, repr=False)
 class AdvantageMismatch(CheckedRule):
-    """Drop records whose advantage and its Monte-Carlo estimate differ in sign (LDA §C.4).
+    """Drop records whose advantage and its Monte-Carlo estimate differ in sign (LDA §C.4; v2 §B.4).
 
     The estimate is the mean discounted return of a record's state and action over the rollout, minus that of its
     state. It needs states that occur again, so discrete states (compared by the bytes of the observation) and discrete
@@ -208,7 +208,7 @@ class AdvantageMismatch(CheckedRule):
 
 @dataclass(frozen=True)
 class TDErrorPriority:
-    """Keep every record, with a weight by the rank of its TD error's size: `(1 / rank) ** exponent` (LDA §C.5).
+    """Keep every record, weighted by the rank of its TD error's size: `(1 / rank) ** exponent` (LDA §C.5; v2 §B.5).
 
     `whence.sb3` turns weights into sampling probabilities.
 

@@ -1,4 +1,4 @@
-"""Measurements of a rollout by its own columns: Monte-Carlo advantages, and TD errors (LDA §C.4, C.5)."""
+"""Measurements of a rollout by its own columns: Monte-Carlo advantages, and TD errors (LDA §C.4, C.5; v2 §B.4, B.5)."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from whence.core import InvalidRecords, RecordBatch, label_units, named_leaves, 
 
 @dataclass(frozen=True, eq=False)
 class VisitedAdvantages:
-    """What a rollout's repeated visits measure (LDA §C.4), (n,) each.
+    """What a rollout's repeated visits measure (LDA §C.4; v2 §B.4), (n,) each.
 
     Attributes:
         advantages: the mean discounted return of the record's state and action, minus that of its state.
@@ -40,7 +40,7 @@ def has_single_actions(records: RecordBatch) -> bool:
 
 
 def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits") -> VisitedAdvantages:
-    """Measure advantages by a rollout's repeated visits of states and actions (LDA §C.4).
+    """Measure advantages by a rollout's repeated visits of states and actions (LDA §C.4; v2 §B.4).
 
     Args:
         records: a rollout, with its rewards, values, episode starts, environments and gamma; observations with equal

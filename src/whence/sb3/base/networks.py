@@ -13,7 +13,7 @@ from whence.core import WhenceError, suggest
 
 
 class MiniGridCNN(torch_layers.BaseFeaturesExtractor):
-    """LDA's MiniGrid network: two 3x3 convolutions of 16 and 32 filters, then a linear layer of 64 (LDA §B.2)."""
+    """LDA's MiniGrid network: 3x3 convolutions of 16 and 32 filters, then a linear layer of 64 (LDA §B.2; v2 §A.2)."""
 
     def __init__(self, observation_space: gym.spaces.Box) -> None:
         super().__init__(observation_space, features_dim=64)

@@ -18,6 +18,7 @@ from studies.diagnosis import tables as diagnosis
 from studies.faithfulness import tables as faithfulness
 from studies.loophole.tables import write_tables as write_loophole
 from studies.planted.tables import write_tables as write_planted
+from studies.practice import doorkey
 from studies.practice import tables as practice
 from studies.stored import write_line
 from whence import experiments
@@ -65,6 +66,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "planted": write_planted,
     "loophole": write_loophole,
     "hunt": write_hunt_tables,
+    **{path.parent.name: doorkey.write_tables for path in RESULTS.glob("doorkey/curves.parquet")},
     **{f"llm/{path.parent.name}": write_language_tables for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
 }
 
@@ -109,6 +111,7 @@ def test_every_interval_of_the_papers_text_is_one_of_the_runs() -> None:
     results = load_sweep(RESULTS / "paper")
     # The text compares the first three seeds where an arm has no more.
     known = {*list_intervals(summarise_sweep(results)), *list_intervals(summarise_sweep(first_three(results)))}
+    known |= read_intervals((RESULTS / "practice/tables.md").read_text(encoding="utf-8"))
     assert read_intervals((RESULTS / "paper/README.md").read_text(encoding="utf-8")) <= known
 
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence, Sized
 
+import numpy as np
 import polars as pl
 
 from studies.markdown import cell, table
 from studies.practice.interquartile import LEAST_FOR_INTERVAL
 from studies.practice.run import CAN_BE_FLAT, SETTINGS, TARGETS, USUAL, USUAL_TARGET, WORLDS
 from studies.practice.runs import ARMS, RATE_STEPS, REWARDED, TARGET_STEPS, pick
-from whence.efficiency import t_interval
+from whence.efficiency import Curve, summarise, t_interval
+from whence.experiments import KeptRun, Results
 
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 
@@ -162,3 +164,27 @@ def tabulate_divergence(runs: pl.DataFrame) -> str:
             if any(len(part) for part in some):
                 rows.append([env, arm, *cells, _count([part["kl"] for part in some])])
     return table([head, *rows])
+
+
+def tabulate_script(sweep: Results) -> str:
+    """Return what `iif` saves by LDA's script on LunarLander, by training's returns: few policies were evaluated."""
+    runs = sweep.get("lunarlander-lda", {})
+    if not {"ppo", "iif"} <= {*runs}:
+        return "No runs."
+    curves = {arm: {seed: _read_training_curve(run) for seed, run in by_seed.items()} for arm, by_seed in runs.items()}
+    ppo, iif = (summarise(curves)[arm] for arm in ("ppo", "iif"))
+    rows = [[f"{len(runs['iif'])} seeds", "ppo (null)", "iif", "iif, against the null or less ppo's"]]
+    for head, name in {"SE_ave": "se_ave_literal", "SE_peak": "se_peak_literal", "RT_peak": "rt_peak_paper"}.items():
+        rows.append([head, *(cell(each, percent=True) for each in (ppo[name], iif[name], iif[name]["against_null"]))])
+    for head, name in {"mean return": "auc", "last return": "final_return"}.items():
+        rows.append([head, *(cell(each, digits=0) for each in (ppo[name], iif[name], iif[name]["differences"]["ppo"]))])
+    return table(rows)
+
+
+def _read_training_curve(run: KeptRun) -> Curve:
+    """Return the returns of each round's rollout, which the policy of the round before played."""
+    returns = run.tables["rounds"]["episode_return"].to_numpy()
+    seconds = run.tables["seconds"]
+    kinds = ("collection_cpu", "optimisation_cpu", *(("scoring_cpu",) if run.config.arm == "iif" else ()))
+    spent = seconds.select(pl.sum_horizontal(kinds)).to_series().to_numpy()
+    return Curve(returns, np.zeros(len(returns)), spent[:-1])

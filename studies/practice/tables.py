@@ -27,6 +27,7 @@ from studies.practice.environments import (
     tabulate_failures,
     tabulate_first_rounds,
     tabulate_flat,
+    tabulate_script,
     tabulate_world,
 )
 from studies.practice.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
@@ -41,6 +42,7 @@ from studies.practice.runs import (
     scale_results,
 )
 from whence.core import write_atomically
+from whence.experiments import load_sweep
 
 LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""
@@ -245,6 +247,7 @@ def write_tables(out: Path) -> None:
     parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]
     for env in dict.fromkeys(runs["env"]):
         parts += [f"## {env}: last test return\n", tabulate_world(runs.filter(pl.col("env") == env)), ""]
+    parts += ["## LDA's script on LunarLander, by training's returns\n", tabulate_script(load_sweep(out)), ""]
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
 

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 from scipy import stats
 
-from studies.practice import interquartile, runs, tables
+from studies.practice import doorkey, environments, interquartile, runs, tables
 
 
 def test_the_probability_of_improvement_is_mann_whitneys_over_the_pairs() -> None:
@@ -68,3 +68,37 @@ def test_runs_of_the_nearest_divergence_are_compared() -> None:
     nearest = tables.match_divergence(pl.DataFrame(rows), "kl0.01")
     # In b the nearest is a third further.
     assert nearest.select("env", "steps").unique().to_dicts() == [{"env": "a", "steps": "kl0.02"}]
+
+
+def test_savings_by_training_are_of_the_rollouts_returns() -> None:
+    def make_run(arm: str, returns: list[float]) -> SimpleNamespace:
+        seconds = {"collection_cpu": [1.0] * 4, "optimisation_cpu": [2.0] * 4, "scoring_cpu": [3.0] * 4}
+        made = {"rounds": pl.DataFrame({"episode_return": returns}), "seconds": pl.DataFrame(seconds)}
+        return SimpleNamespace(config=SimpleNamespace(arm=arm), tables=made)
+
+    ppo = {seed: make_run("ppo", [0.0, 1.0, 2.0, 4.0]) for seed in range(3)}
+    iif = {seed: make_run("iif", [0.0, 4.0, 4.0, 5.0]) for seed in range(3)}
+    lines = environments.tabulate_script({"lunarlander-lda": {"ppo": ppo, "iif": iif}}).splitlines()
+    # PPO reaches 1, 2 and 4 after 1, 2 and 3 rounds of 3 seconds, IIF each after one of 6: 0, 1/2 and 2/3 saved.
+    assert lines[2].startswith("| SE_ave | 0% [0%, 0%] | 39% [39%, 39%] |")
+    assert lines[4].startswith("| RT_peak | 0% [0%, 0%] | 33% [33%, 33%] |")
+    assert lines[6].endswith("| 4 [4, 4] | 5 [5, 5] | 1 [1, 1] |")
+
+
+def test_arms_of_doorkey_are_compared_over_the_seeds_of_all() -> None:
+    def make_run(mean: float, dropped: float) -> SimpleNamespace:
+        rounds = {"episode_return": [0.0, None, 2 * mean], "dropped_share": [0.0, dropped, dropped]}
+        evaluations = {"test_return": [9.0, mean + 5]}
+        made = {"rounds": pl.DataFrame(rounds), "evaluations": pl.DataFrame(evaluations)}
+        return SimpleNamespace(config=SimpleNamespace(warmup=1), tables=made)
+
+    means = {"ppo": (0.1, 0.2, 7.0), "dtv-loo": (0.4, 0.5), "random-dtv-loo": (0.3, 0.4, 8.0)}
+    made = {arm: {seed: make_run(mean, 0.25) for seed, mean in enumerate(each)} for arm, each in means.items()}
+    lines = doorkey.tabulate_arms(made, doorkey.MEASURES["training return"]).splitlines()
+    # The third seed lacks an arm. Half the difference of two seeds, times 12.706, is the half-width.
+    assert lines[2] == "| ppo | 2 | 0.150 [−0.485, 0.785] | – | – | 75% [75%, 75%] |"
+    assert lines[3].startswith("| dtv-loo | 2 | 0.450 [−0.185, 1.085] | 0.300 [0.300, 0.300] | 0.100 [0.100, 0.100] |")
+    assert (
+        doorkey.tabulate_arms(made, doorkey.MEASURES["final return"]).splitlines()[2].startswith("| ppo | 2 | 5.150 [")
+    )
+    assert doorkey.tabulate_runs(made).splitlines()[-1] == "| 2 | random-dtv-loo | 8.000 | 13.000 | 75% |"

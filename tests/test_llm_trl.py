@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import datasets
+import polars as pl
 import pytest
 import torch
 from accelerate import PartialState
@@ -36,7 +37,7 @@ from toys import flip_bit
 from whence import DTV, IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
-from whence.llm.text import join_messages
+from whence.llm.text import join_messages, list_chats, read_chat
 from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run
 from whence.llm.trl.completions import fill_unscored, sum_rewards
 from whence.llm.trl.supported_settings import check_selectable
@@ -622,7 +623,7 @@ class TestGoingOn:
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ([{"role": "user", "content": "2+"}, {"role": "user", "content": "3?"}], "2+3?"),
+        ([{"role": "user", "content": "2+"}, {"role": "user", "content": "3?"}], "2+\n3?"),
         (
             [
                 {
@@ -632,7 +633,7 @@ class TestGoingOn:
                 },
                 {"role": "tool", "name": "add", "content": "5", "tool_calls": None},
             ],
-            '{"name": "add", "arguments": {"a": 2}}5',
+            '{"name": "add", "arguments": {"a": 2}}\n5',
         ),
         # As Arrow stores them, each part has all keys.
         ([{"content": [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]}], "<image>what?"),
@@ -641,6 +642,15 @@ class TestGoingOn:
 )
 def test_messages_as_one_text(messages, text):
     assert join_messages(messages) == text
+
+
+def test_a_stored_chat_is_read_as_its_messages():
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    (column,) = list_chats({"prompt": [chat, "4+5?"]})
+    table = pl.DataFrame({"prompt": ["Add.\n2+3?", "4+5?"], column.name: column})
+    plain = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}]
+    assert [read_chat(row, "prompt") for row in table.to_dicts()] == [plain, "4+5?"]
+    assert read_chat({"prompt": "4+5?"}, "prompt") == "4+5?"
 
 
 @pytest.mark.parametrize("select", ["before", "in_step"])

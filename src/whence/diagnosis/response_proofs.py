@@ -22,7 +22,7 @@ from whence.experiments.llm.loading import hide_progress_bars, load_function
 from whence.experiments.llm.tasks import Task, load_task
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import Recipe, evaluate_log_probs, read_recipe, train_again
-from whence.llm.text import Prompt, Reward, compute_rewards, find_columns, generate
+from whence.llm.text import Prompt, Reward, compute_rewards, find_columns, generate, read_chat
 from whence.runs import RunDirectory, check_links
 from whence.selection import read_weights
 
@@ -97,7 +97,7 @@ def prove_response(
         def find_placebo(generator: np.random.Generator) -> pl.DataFrame:
             number, record, *_ = others.row(int(generator.integers(len(others))))
             row = tables[number].row(by_predicate=pl.col("record_id") == record, named=True)
-            return find(row["prompt"], row["response"])
+            return find(read_chat(row, "prompt"), row["response"])
 
     left_out = check_left_out(trained, left_out)
     examples = (prompt, response, None) if prompt is not None and response is not None else ((), (), left_out)

@@ -16,6 +16,7 @@ from whence.llm.text.prompts import encode_pair as encode_pair
 from whence.llm.text.prompts import join_messages as join_messages
 from whence.llm.text.prompts import list_chats as list_chats
 from whence.llm.text.prompts import list_columns as list_columns
+from whence.llm.text.prompts import read_chat as read_chat
 from whence.llm.text.prompts import read_prompts as read_prompts
 from whence.llm.text.rewards import NO_COLUMNS as NO_COLUMNS
 from whence.llm.text.rewards import Columns as Columns

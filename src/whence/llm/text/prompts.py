@@ -199,18 +199,19 @@ def encode_pair(
 
 
 def join_messages(text: Any) -> str:
-    """Return a text, or a chat's messages as one text: their contents, and their calls of tools as JSON.
+    """Return a text, or a chat's messages as one text, a line each: their contents, and their calls of tools as JSON.
 
     A part of a message that is no text, such as an image, is named in angle brackets.
     """
-    if isinstance(text, str):
-        return text
-    texts: list[str] = []
-    for message in text:
-        content = message.get("content") or []
-        texts += map(_read_part, [content] if isinstance(content, str) else content)
-        texts += [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
-    return "".join(texts)
+    return text if isinstance(text, str) else "\n".join(map(_join_parts, text))
+
+
+def read_chat(row: Mapping[str, Any], name: str) -> Any:
+    """Return a row's text, or the messages of `list_chats` if it is a chat's; their calls of tools are not restored."""
+    chat = row.get(f"chat.{name}")
+    if chat is None:
+        return row[name]
+    return [{"role": message["role"], "content": message["text"]} for message in json.loads(chat)]
 
 
 def list_chats(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
@@ -232,6 +233,13 @@ def _write_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+
+
+def _join_parts(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or []
+    texts = list(map(_read_part, [content] if isinstance(content, str) else content))
+    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
+    return "".join(texts + calls)
 
 
 def _read_part(part: str | Mapping[str, Any]) -> str:

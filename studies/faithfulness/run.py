@@ -19,7 +19,7 @@ the round's seed draws the subsets again, and another score can be compared with
 
 import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +81,6 @@ SHARES = (0.5, 0.9)
 SUBSETS = 100
 ORDERS = {"sgd": 2, "adam": 4}
 """Of each half; under SGD orders differ little: four have a ceiling of .988 and more."""
-
-DRAWS: Mapping[str, Sequence[int]] = {"sgd": (), "adam": (64,)}
-"""Trainings that other smoothed scores average; under Adam those of as many as usual differ between seeds."""
 
 REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
 LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
@@ -174,7 +171,8 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     config, seed = RunConfig.from_json(run.experiment), job.chance(number)
     model, recording = experiments.load_recording(run, number)
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
-    scores = all_scores(policy, recording, DRAWS[job.optimizer], **arguments)
+    scores = compute_scores(policy, recording, **arguments)
+    scores["smoothed"] = score_smoothed(policy, recording, **arguments).double().numpy()
     rows, removals, outcomes = [], [], {}
     with measure_returns(run, model, number, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None
@@ -192,16 +190,6 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
             removals += left.to_dicts()
     cosines = _cosines(config, model, recording, seed).to_dicts()
     return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
-
-
-def all_scores(policy: Any, recording: Any, draws: Sequence[int], **arguments: Any) -> dict[str, Any]:
-    """Return what `compute_scores` does, and smoothed scores, of more trainings as well, as many as `draws` says."""
-    scores = compute_scores(policy, recording, **arguments)
-    scores["smoothed"] = score_smoothed(policy, recording, **arguments).double().numpy()
-    for count in draws:
-        more = score_smoothed(policy, recording, draws=count, **arguments)
-        scores[f"smoothed, {count} draws"] = more.double().numpy()
-    return scores
 
 
 def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:

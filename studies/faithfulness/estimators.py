@@ -52,6 +52,7 @@ PARTS: dict[str, dict[str, tuple[Sequence[int], Sequence[int]]]] = {
 TRIMS = {"mean": 0.0, "trimmed 10%": 0.1, "trimmed 25%": 0.25, "trimmed 40%": 0.4, "median": 0.5}
 COUNTS = (16, 32, 64, 128)
 HALVES, ORDERS = 100, 2
+AGREES = 0.6
 KEYS = ("part", "env", "seed", "round")
 
 
@@ -142,15 +143,17 @@ def write_tables(out: Path) -> None:
 
 def tabulate(rows: Sequence[Any]) -> str:
     """Return the figures of every estimator and number of draws."""
-    lines = [["estimator", "draws", "LDS", "LDS, orders apart", "agreement of two halves of 128", "lowest"]]
+    head = ["estimator", "draws", "LDS", "LDS, orders apart", "minus snapshot", "rounds below it"]
+    lines = [[*head, "agreement of two halves of 128", "lowest", f"rounds below {AGREES}"]]
     for place, about in enumerate(rows[0]["rows"]):
-        cells = []
-        for name in ("lds", "apart", "agreement"):
-            values = [(row["seed"], row["rows"][place].get(name)) for row in rows]
-            cells.append("" if values[0][1] is None else average_seeds(values))
-        agreements = [row["rows"][place].get("agreement") for row in rows]
-        lowest = "" if agreements[0] is None else f"{min(agreements):.2f}"
-        lines.append([about["estimator"], str(about["draws"] or ""), *cells, lowest])
+        cells = [average_seeds([(row["seed"], row["rows"][place][name]) for row in rows]) for name in ("lds", "apart")]
+        if about["draws"]:
+            gains = [(row["seed"], row["rows"][place]["lds"] - row["rows"][0]["lds"]) for row in rows]
+            cells += [average_seeds(gains), str(sum(gain < 0 for _, gain in gains))]
+            agreements = [(row["seed"], row["rows"][place]["agreement"]) for row in rows]
+            low = [value for _, value in agreements if value < AGREES]
+            cells += [average_seeds(agreements), f"{min(value for _, value in agreements):.2f}", str(len(low))]
+        lines.append([about["estimator"], str(about["draws"] or ""), *cells, *[""] * (len(lines[0]) - 2 - len(cells))])
     return table(lines)
 
 

@@ -52,6 +52,9 @@ PARTS: dict[str, dict[str, tuple[Sequence[int], Sequence[int]]]] = {
 TRIMS = {"mean": 0.0, "trimmed 10%": 0.1, "trimmed 25%": 0.25, "trimmed 40%": 0.4, "median": 0.5}
 COUNTS = (16, 32, 64, 128)
 HALVES, ORDERS = 100, 2
+TOGETHER = 64
+"""Draws of each of two halves that should agree."""
+
 AGREES = 0.6
 KEYS = ("part", "env", "seed", "round")
 
@@ -90,7 +93,9 @@ def judge(policy: Any, recording: Any, objective: Any, seed: int) -> dict[str, A
         average = partial(average_parts, values.double(), sides, trim)
         for count in COUNTS:
             row = {"estimator": name, "draws": count, **compare(halves, shared, apart, average(slice(count)))}
-            rows.append(row | {"agreement": rank_correlation(average(slice(64)), average(slice(64, 128)))})
+            rows.append(
+                row | {"agreement": rank_correlation(average(slice(TOGETHER)), average(slice(TOGETHER, 2 * TOGETHER)))}
+            )
     return {"ceiling": measure_agreement(shared), "rows": rows}
 
 
@@ -179,6 +184,17 @@ def tabulate_rounds(rows: Sequence[Any]) -> str:
     return table(lines)
 
 
+def list_jobs(only: str) -> list[tuple[str, str, int]]:
+    """Return part, environment and seed of each run whose name begins so."""
+    return [
+        (part, env, seed)
+        for part, environments in PARTS.items()
+        for env, (seeds, _) in environments.items()
+        for seed in seeds
+        if f"{part}/{env}".startswith(only)
+    ]
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="The directory of the results.")],
     runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/estimators"),
@@ -186,15 +202,8 @@ def main(
     workers: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
 ) -> None:
     """Study what is not there yet, and write estimators.md."""
-    jobs = [
-        (part, env, seed)
-        for part, environments in PARTS.items()
-        for env, (seeds, _) in environments.items()
-        for seed in seeds
-        if f"{part}/{env}".startswith(only)
-    ]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for begun in [pool.submit(study_seed, part, seed, out, runs) for part, seed in jobs]:
+        for begun in [pool.submit(study_seed, *job, out, runs) for job in list_jobs(only)]:
             begun.result()
     write_tables(out)
 

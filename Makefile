@@ -26,13 +26,16 @@ demo: .venv/demo.stamp
 	$(BIN)/whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3 \
 		--rounds 30 --eval-episodes 200 --out out/demo
 
+# Tests start a hundred processes; compiled code is stored, even where the environment says not to, so that each can load it.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
 ## The test suite, warnings as errors; two files at a time, one thread each.
 test: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(TEST) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 ## The tests that take long: sweeps over nodes that die, models in shards, and further cases of what `make test` has.
 test-long: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	$(TEST) $(BIN)/python -m pytest -m long
 
 ## Static checks, known vulnerabilities of the pins, and the documentation into out/site; two at a time.
 check: .venv/dev.stamp
@@ -71,7 +74,7 @@ OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==
 
 ## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.
 oldest: .venv-oldest/stamp
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
+	$(TEST) .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		tests/test_sb3.py tests/test_callback.py tests/test_resume.py \
 		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
 		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \

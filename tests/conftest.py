@@ -7,17 +7,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # while libraries and tests are imported, of which all stays
 
 LONG = (
-    *("test_faults.py", "test_cluster.py", "test_sharded.py", "test_wheel.py", "test_docs.py"),
-    "test_explorer_browser.py",
-    *("test_llm_processes.py", "test_resume.py", "test_results.py", "test_llm_trl.py", "test_loops.py"),
+    *("test_docs.py", "test_experiments_llm.py", "test_explorer_browser.py", "test_faults.py", "test_llm_causes.py"),
+    *("test_llm_engines.py", "test_llm_processes.py", "test_llm_trl.py", "test_resume.py"),
 )
 """Files that take long; they begin first, so that no worker is left alone with one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take long first."""
+    gc.enable()
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -5,6 +5,7 @@ whence, so that it costs as much as its test; the sources on the disk stay as th
 """
 
 import contextlib
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -63,6 +64,7 @@ class FaultyModule(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileL
 def run_tests(fault: Fault | None, tests: list[str]) -> None:
     """Run tests in this process, which has not imported whence yet, and exit with pytest's code."""
     assert "whence" not in sys.modules
+    gc.freeze()  # a collection would look through all libraries, and copy their pages
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if fault is not None:
         sys.meta_path.insert(0, FaultyModule(fault))

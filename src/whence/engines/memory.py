@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -114,8 +115,9 @@ def _code_of(objective: object) -> object:
 
 
 def _measure_cost(problem: Problem, engine: Callable[[Problem], object]) -> _Cost:
-    _measure_on(problem, engine, _PROBES[0])  # what an engine does once for a view
-    few, more = (_measure_on(problem, engine, size) for size in _PROBES)
+    engine(_take_first(problem, _PROBES[0]))  # what an engine does once for a view
+    runs = [partial(engine, _take_first(problem, size)) for size in _PROBES]
+    few, more = (np.array(measure_bytes(run), dtype=np.float64) for run in runs)
     if len(few) != len(more):  # the two runs allocated differently, so only their peaks can be compared
         few, more = few.max(keepdims=True), more.max(keepdims=True)
     each = (more - few) / (_PROBES[1] - _PROBES[0])
@@ -131,11 +133,10 @@ def measure_bytes(run: Callable[[], object]) -> list[int]:
     return meter.held
 
 
-def _measure_on(problem: Problem, engine: Callable[[Problem], object], size: int) -> NDArray[np.float64]:
-    """Return the bytes that the engine holds on the first `size` records, after each allocation and release."""
+def _take_first(problem: Problem, size: int) -> Problem:
+    """Return the problem of the first `size` records, with cheap targets."""
     targets = [replace_target(target) for target in problem.targets]
-    probe = replace(problem.part(slice(0, size)), targets=targets, chunk_size=size, summed=None)
-    return np.array(measure_bytes(lambda: engine(probe)), dtype=np.float64)
+    return replace(problem.part(slice(0, size)), targets=targets, chunk_size=size, summed=None)
 
 
 def replace_target(target: Target) -> Target:

@@ -1,6 +1,7 @@
 """Scripts of the tests in several processes, and what runs in one instead."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from whence.core import WhenceError, preserve_rng_state
 
 
 def run_script(launcher: Sequence[str], script: str, folder: Path, **environment: str) -> None:
-    """Run a script of this directory by a launcher's module, on CPUs; it writes to the folder that is its argument."""
+    """Run a script of this directory on CPUs, by a launcher's module if any; it writes to the folder, its argument."""
+    module = ["-m", *launcher] if launcher else []
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(Path(__file__).parent / script), str(folder)],
+        [sys.executable, *module, str(Path(__file__).parent / script), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {"ACCELERATE_USE_CPU": "1"})},
         capture_output=True,
         text=True,
@@ -22,6 +24,15 @@ def run_script(launcher: Sequence[str], script: str, folder: Path, **environment
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
+
+
+def fork_second() -> None:
+    """Go on in two processes that find each other, as a launcher would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    rank = 0 if os.fork() else 1
+    os.environ |= {**address, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def end_process() -> None:

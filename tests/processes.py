@@ -1,4 +1,4 @@
-"""The script that test_llm_processes.py runs in two processes; the first process writes the results."""
+"""The script that test_llm_processes.py runs, in two processes; the first process writes the results."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from launching import end_process
+from launching import end_process, fork_second
 from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 from whence import DTV, IPPO, NonPositive
 from whence.llm import TokenReturn, ValidationLoss
@@ -100,5 +100,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    fork_second()  # once everything is imported, which takes longer than the trainings
     main(Path(sys.argv[1]))
     end_process()

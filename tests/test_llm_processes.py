@@ -16,22 +16,19 @@ from whence.core import Unsupported, WhenceError
 from whence.llm.base.processes import Processes, check_copies
 
 
-def run_twice(script, folder):
-    """Run a script in two processes that work together."""
-    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    run_script([*launcher, "--mixed_precision", "no", "--main_process_port", "0"], script, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def two_process_run(tmp_path_factory):
     """The folder of what processes.py writes in two processes."""
-    return run_twice("processes.py", tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.mktemp("two")
+    run_script([], "processes.py", folder)
+    return folder
 
 
 @pytest.mark.long
 def test_trls_trainers_score_and_select_over_two_processes(tmp_path):
-    groups = json.loads((run_twice("trl_processes.py", tmp_path) / "groups.json").read_text())
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    run_script([*launcher, "--mixed_precision", "no", "--main_process_port", "0"], "trl_processes.py", tmp_path)
+    groups = json.loads((tmp_path / "groups.json").read_text())
     for steps in groups.values():
         for step, in_step in zip(steps, (False, True), strict=True):
             assert step["in_step"] == in_step

@@ -44,21 +44,21 @@ def test_learns(ppo: Any, selection: bool) -> None:
 
 
 def test_selection_with_nothing_dropped_is_no_selection(ppo: Any) -> None:
-    without = ppo.train(rounds=3, selection=False)
-    # Of at most 1,024 records, so small a share is not one.
-    assert ppo.train(rounds=3, drop=1e-6) == without
-    assert ppo.train(rounds=3, drop=0.5) != without
+    without = ppo.train(rounds=3, n_steps=64, selection=False)
+    # Of at most 256 records, so small a share is not one.
+    assert ppo.train(rounds=3, n_steps=64, drop=1e-6) == without
+    assert ppo.train(rounds=3, n_steps=64, drop=0.5) != without
 
 
 @pytest.mark.parametrize("selection", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_seed_decides_everything(ppo: Any, selection: bool) -> None:
-    one = ppo.train(rounds=2, selection=selection, seed=3)
-    assert ppo.train(rounds=2, selection=selection, seed=3) == one
-    assert ppo.train(rounds=2, selection=selection, seed=4) != one
+    one = ppo.train(rounds=2, n_steps=64, selection=selection, seed=3)
+    assert ppo.train(rounds=2, n_steps=64, selection=selection, seed=3) == one
+    assert ppo.train(rounds=2, n_steps=64, selection=selection, seed=4) != one
 
 
 def test_minibatches_with_too_few_records_are_left_out(ppo: Any) -> None:
-    curve = ppo.train(rounds=2, drop=1.0, minibatch_size=2, epochs=1)
+    curve = ppo.train(rounds=2, n_steps=64, drop=1.0, minibatch_size=2, epochs=1)
     assert np.isfinite(curve).all()
 
 

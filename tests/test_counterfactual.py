@@ -82,7 +82,7 @@ def wide():
     return model, recorded(model)
 
 
-@pytest.mark.parametrize("truth", ["recorded", "reshuffled"])
+@pytest.mark.parametrize("truth", [pytest.param("recorded", marks=pytest.mark.long), "reshuffled"])
 def test_small_budgets_give_the_same_parameters(wide, truth, monkeypatch):
     model, recording = wide
     kept = draw_subsets(128, 0.5, 5, seeded())

@@ -118,7 +118,7 @@ def test_targets_of_folds_pass_over_their_records_alone():
         torch.testing.assert_close(by_part[name].scores, whole[name].scores)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "forward", "loop"])
+@pytest.mark.parametrize("engine", ["ghost", pytest.param("vmap", marks=pytest.mark.long), "forward", "loop"])
 def test_errors_are_those_of_a_plain_loop_over_folds(engine):
     view, records = small_records()
     influence = attribute(view, records, target=Return(), engine=engine, folds=3)

@@ -56,8 +56,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("unit", ["record", "episode"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "unit"),
+    [
+        *((policy, "record") for policy in POLICIES),
+        *(pytest.param(each, "episode", marks=() if each in ("box", "cnn") else pytest.mark.long) for each in POLICIES),
+    ],
+)
 def test_other_units_judge_as_materialised_gradients_say(policy: str, unit: Any) -> None:
     toy = model(n_envs=2, n_steps=16, **POLICIES[policy])
     records, view = moved(collect(toy)), as_view(toy.policy)
@@ -83,7 +88,8 @@ def test_other_units_judge_as_materialised_gradients_say(policy: str, unit: Any)
             assert others[name].provenance.target == f"{cases[name][0]!r} over the other {unit}s"
 
 
-@pytest.mark.parametrize("style", ["gpt2", "qwen2"])  # both with tied embeddings
+# Both with tied embeddings.
+@pytest.mark.parametrize("style", ["gpt2", pytest.param("qwen2", marks=pytest.mark.long)])
 def test_rows_of_language_models_are_judged_by_the_other_rows(style: str) -> None:
     network = language_model(style).eval().double()  # a row's own part may be a hundred times the rest
     rows, view = rows_for(network, tokens(7)), language_view(network)

@@ -136,7 +136,9 @@ class TestScores:
                 find_response_causes(directory, *QUESTION, rounds=[1, 2], method="nearest")
             assert how in str(refusal.value)
 
-    @pytest.mark.parametrize("name", ["ppo", "an adapter by tokens", "grpo", "rloo"])
+    @pytest.mark.parametrize(
+        "name", ["ppo", "an adapter by tokens", "grpo", pytest.param("rloo", marks=pytest.mark.long)]
+    )
     def test_the_trained_model_is_the_last_rounds(self, runs, tmp_path, name):
         directory = copy_run(runs(name), tmp_path / name)
         # A fourth round, copied, is built again with the policy after the third.
@@ -174,8 +176,14 @@ class TestRules:
         part = find_response_causes(directory, *QUESTION, method="bm25", rounds=[2])
         assert part["record_id"].to_list() == directory.round("records", 2)["record_id"].to_list()
 
-    @pytest.mark.parametrize("examples", [[QUESTION], EXAMPLES], ids=["one", "many"])
-    @pytest.mark.parametrize("name", ["ppo", "an adapter by tokens", "grpo"])
+    @pytest.mark.parametrize(
+        ("name", "examples"),
+        [
+            pytest.param(name, examples, id=f"{name}-{count}", marks=() if count in short else pytest.mark.long)
+            for name, short in (("ppo", ["many"]), ("an adapter by tokens", ["one"]), ("grpo", ["one"]))
+            for count, examples in (("one", [QUESTION]), ("many", EXAMPLES))
+        ],
+    )
     def test_advantage_times_cosine_of_gradients(self, runs, name, examples):
         directory = runs(name)
         causes = find_response_causes(directory, *zip(*examples, strict=True), method="nearest", rounds=[1, 3])

@@ -142,8 +142,10 @@ def turned(given: dict[str, Tensor], prompt: int, more: int) -> dict[str, Tensor
     return given
 
 
-@pytest.mark.parametrize("style", ["gpt2", "qwen3"])
-@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize(
+    ("style", "more"),
+    [("gpt2", 3), ("qwen3", 0), *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpt2", 0), ("qwen3", 3)))],
+)
 def test_padding_makes_no_difference(style: str, more: int) -> None:
     model = language_model(style)
     given = tokens()
@@ -367,7 +369,7 @@ def test_a_norm_is_looked_at_before_it_is_trusted(
     assert difference(found, truth) <= EXACT
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama", "opt", "biogpt"])
+@pytest.mark.parametrize("style", ["gpt2", "llama", "opt", pytest.param("biogpt", marks=pytest.mark.long)])
 def test_positions_of_rows_begin_where_their_own_batch_does(style: str) -> None:
     model, batch, extra = language_model(style).eval(), tokens(empty=False), torch.tensor([0, 2, 2, 1, 0, 3])
     batch["attention_mask"][:, :3] = torch.arange(3) >= extra[:, None]  # the extra columns are padding in any case

@@ -71,8 +71,13 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("lora", [None, 0.0])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        *((name, None) for name in OBJECTIVES),
+        *(pytest.param(name, 0.0, marks=() if name == "values" else pytest.mark.long) for name in OBJECTIVES),
+    ],
+)
 def test_parts_of_any_objective_sum_to_the_score(name: str, lora: float | None) -> None:
     model = shaken(WithValueHead(language_model("llama", lora=lora)))
     rows, objective, target = rows_for(model), OBJECTIVES[name], TokenReturn()

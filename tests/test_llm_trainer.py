@@ -511,7 +511,7 @@ PLACES = {
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
     "writing a checkpoint": (checkpoints, "write_tensor_file", 3),
 }
-SHORT = "scoring", "optimisation", "writing a checkpoint"
+SHORT = "optimisation", "writing a checkpoint"
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# A dict has an image, too, and test_sb3_loss.py the noise of gSDE.
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in ("image", "gsde") else ()) for case in CASES]
+)
 def test_scores_are_those_of_the_librarys_own_loss(case: str) -> None:
     toy = toys.model(RecurrentPPO, n_envs=2, n_steps=12, **CASES[case])
     collect(toy)  # so that sequences begin in states other than zeros

@@ -131,14 +131,14 @@ MODELS = {
     "gsde": lambda: small(monitored(Walk), use_sde=True, sde_sample_freq=4),
     "schedule": lambda: small(monitored(Walk), learning_rate=lambda left: 3e-3 * left, clip_range=lambda left: left),
     "masked": lambda: toys.model(MaskablePPO, seed=3, n_envs=2),
-    "masked dict": lambda: toys.model(MaskablePPO, observation="dict", seed=3),
-    "recurrent": lambda: toys.model(RecurrentPPO, seed=3, n_envs=2),
-    "dict": lambda: toys.model(observation="dict", seed=3),
+    "masked dict": lambda: toys.model(MaskablePPO, observation="dict", n_steps=16, seed=3),
+    "recurrent": lambda: toys.model(RecurrentPPO, n_steps=16, seed=3, n_envs=2),
+    "dict": lambda: toys.model(observation="dict", n_steps=16, seed=3),
     "image": lambda: toys.model(observation="image", seed=3),
 }
 
-SLOW = ("a2c", "plain a2c", "masked", "masked dict", "frames")
-"""Models whose like is among the others."""
+SLOW = ("a2c", "plain a2c", "a2c as tensorflow's", "masked", "masked dict", "frames")
+"""Models whose like is among the others, here or in TestResume."""
 
 
 def total(model):
@@ -206,7 +206,7 @@ class TestTheSameScript:
     )
     def test_it_ends_with_the_same_bits(self, tmp_path, name, caplog):
         # Errors of scores take most of the time.
-        options = {"folds": 8 if name == "walk" else None, "rule": DTV(warmup=2) if name == "image" else None}
+        options = {"folds": 3 if name == "walk" else None, "rule": DTV(warmup=2) if name == "image" else None}
         whole = train(MODELS[name], tmp_path / "whole", **options)
         after = torch.rand(3), np.random.random(3)
         train(MODELS[name], tmp_path / "parts", until=0.9, **options).env.close()
@@ -356,7 +356,11 @@ class TestFinished:
 
 class TestResume:
     @pytest.mark.parametrize(
-        "name", ["normalised", "plain a2c", "a2c as tensorflow's", "masked", "masked dict", "recurrent"]
+        "name",
+        [
+            *("normalised", "a2c as tensorflow's", "masked dict", "recurrent"),
+            *(pytest.param(name, marks=pytest.mark.long) for name in ("plain a2c", "masked")),
+        ],
     )
     def test_from_the_directory_alone(self, tmp_path, name):
         whole = train(MODELS[name], tmp_path / "whole", folds=8)
@@ -459,7 +463,7 @@ class TestWhereItCannotBeHad:
         reason = "Noisy has a random generator of its own, rng"
         self.check(tmp_path, lambda: small(monitored(lambda: Noisy(Walk()))), reason, caplog)
 
-    @pytest.mark.parametrize("wrapper", [NormalizeObservation, NormalizeReward])
+    @pytest.mark.parametrize("wrapper", [NormalizeObservation, pytest.param(NormalizeReward, marks=pytest.mark.long)])
     def test_statistics_inside_an_environment_of_another_process(self, tmp_path, caplog, wrapper):
         make = lambda: small(in_processes(lambda: wrapper(RecordResets(gymnasium_env()))))  # noqa: E731
         self.check(tmp_path, make, f"{wrapper.__name__} keeps statistics from episode to episode", caplog)

@@ -20,7 +20,7 @@ def main(
     """Write the learning curves."""
     evaluations = experiments.load_comparison(comparison).table("evaluations")
     figure = over_rounds(evaluations, "test_return", "mean test return")
-    figure.update_layout(width=760, height=320, font_family="sans-serif")
+    figure.update_layout(template="plotly_white", width=760, height=320, font_family="sans-serif")
     figure.write_image(picture)
 
 

@@ -184,8 +184,8 @@ def make_figure(y_title: str) -> go.Figure:
     """Return an empty figure over rounds, with the title of its vertical axis."""
     # Plotly takes text in the place of numbers for names of categories, in which it reads tags.
     axis: dict[str, Any] = {"automargin": True, "zeroline": False, "hoverformat": ".4~g", "type": "linear"}
-    layout = {  # no go.Layout, whose template the figure would copy
-        "template": "plotly_white",
+    layout = {
+        "template": "none",  # the page sets the colours, and a figure copies and checks all of its template
         "height": _HEIGHT,
         "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
         "yaxis": {**axis, "title": {"text": y_title, "standoff": 10}},

@@ -50,8 +50,10 @@ def test_sb3_policies_score_as_the_loop_does(algorithm: Any, observation: str, a
     away = moved(records)
     ratios = (records.log_probs - away.log_probs).exp()
     assert 0 < ((ratios - 1).abs() > 0.2).sum() < len(records)
-    # How many records fit into memory is measured for the first objective; that takes longer than scoring.
-    for batch, objective, chunk_size in zip((records, away, away), OBJECTIVES, (None, 9, 18), strict=True):
+    # How many records fit into memory is measured for the first objective in every second cell: it takes longer than
+    # scoring.
+    chunk_sizes = (None if shared else 6, 9, 18)
+    for batch, objective, chunk_size in zip((records, away, away), OBJECTIVES, chunk_sizes, strict=True):
         truth = score_targets(policy_model.policy, batch, targets, engine="loop", objective=objective, chunk_size=18)
         assert truth["return"].scores.abs().max() > 1e-4
         # Time and again on the same policy: what went before must have left nothing behind.
@@ -128,13 +130,19 @@ def test_batch_norm_in_training_mode_is_refused_with_the_reason(engine: str) -> 
         attribute(without, records_for(without), target=Return(), engine=engine)
 
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SPACES = [("vector", "box"), ("dict", "discrete"), ("image", "gsde")]
+
+
+@pytest.mark.parametrize(
+    ("device", "observation", "action"),
+    [
+        # On a CPU the cells above score the others' like.
+        *(pytest.param("cpu", *cell, marks=pytest.mark.long if cell != SPACES[0] else ()) for cell in SPACES),
+        *(pytest.param("cuda", *cell, marks=CUDA) for cell in SPACES),
+    ],
 )
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize(("observation", "action"), [("vector", "box"), ("dict", "discrete"), ("image", "gsde")])
 def test_a_models_device_is_where_it_is_scored(device: str, observation: str, action: str) -> None:
     toy = model(observation=observation, action=action, device=device)
     callback = InfluenceCallback(whence.IIF(0.5))

@@ -126,7 +126,7 @@ def test_parts_of_a_rollout_score_as_in_it() -> None:
 
 def test_recording_changes_nothing_and_dropping_masks_the_loss_alone(tmp_path: Path) -> None:
     plain = make_model().learn(4 * 2 * STEPS)
-    recorded = make_model().learn(4 * 2 * STEPS, callback=InfluenceCallback(run=tmp_path / "run"))
+    recorded = make_model().learn(4 * 2 * STEPS, callback=InfluenceCallback(run=tmp_path / "run", folds=3))
     for name, tensor in plain.policy.state_dict().items():
         assert torch.equal(tensor, recorded.policy.state_dict()[name]), name
 

@@ -178,7 +178,7 @@ def write_table(table: pl.DataFrame, path: Path) -> None:
     with write_atomically(path) as temporary:
         content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
         table.write_parquet(content, compression="zstd", metadata=_CHECKSUM)
-        temporary.write_bytes(content.getbuffer())
+        temporary.write_bytes(content.getvalue())  # a view would outlive its buffer where the write fails
         _write_checksum(temporary)
 
 

@@ -50,18 +50,20 @@ class Setup:
 
     Attributes:
         preset: of the environment.
-        studied: an early, a middle and a late round.
+        studied: an early, a middle and a late round; none where there are interventions only.
         every: how many rounds apart interventions are.
+        last: the last round, if it is not a studied one.
     """
 
     preset: str
-    studied: tuple[int, int, int]
+    studied: tuple[int, ...]
     every: int
+    last: int = 0
 
     @property
     def recorded(self) -> list[int]:
         """All rounds that are needed."""
-        return sorted({*self.studied, *range(self.every, self.studied[-1] + 1, self.every)})
+        return sorted({*self.studied, *range(self.every, max(self.last, *self.studied, 0) + 1, self.every)})
 
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -75,6 +77,8 @@ SETUPS = {
     **{("acrobot", optimizer): Setup("lda-code/acrobot", (3, 15, 40), 5) for optimizer in OPTIMIZERS},
     **{("minigrid", optimizer): Setup("lda-code/minigrid", (3, 12, 30), 5) for optimizer in OPTIMIZERS},
     **{("lunarlander", optimizer): Setup("lda-code/lunarlander", (5, 40, 120), 10) for optimizer in OPTIMIZERS},
+    ("highway", "sgd"): Setup("lda-code/highway", (), 3, last=30),  # with the paper's dip in round 9
+    ("bipedalwalker", "adam"): Setup("lda-code/bipedalwalker", (), 20, last=100),
 }
 SEEDS = range(3)
 SHARES = (0.5, 0.9)

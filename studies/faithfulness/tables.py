@@ -103,7 +103,7 @@ def _phase() -> pl.Expr:
     """Return the phase that a studied round stands for."""
     phase = pl.lit(None, pl.String)
     for (env, optimizer), setup in SETUPS.items():
-        for name, number in zip(PHASES, setup.studied, strict=True):
+        for name, number in zip(PHASES, setup.studied, strict=False):
             here = (pl.col("env") == env) & (pl.col("optimizer") == optimizer) & (pl.col("round") == number)
             phase = pl.when(here).then(pl.lit(name)).otherwise(phase)
     return phase
@@ -208,7 +208,7 @@ def _phase_sections(rows: pl.DataFrame) -> Iterable[str]:
         if group not in _groups(rows):
             continue
         places = [(truth, phase) for truth in TRUTHS for phase in PHASES if (truth, group, phase, "random") in means]
-        numbers = dict(zip(PHASES, setup.studied, strict=True))
+        numbers = dict(zip(PHASES, setup.studied, strict=False))
         by_column = {
             (f"{truth}, {phase} ({numbers[phase]})", score): means[truth, group, phase, score]
             for truth, phase in places

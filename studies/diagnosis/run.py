@@ -127,17 +127,23 @@ def study_round(job: Job, out: Path, runs: Path) -> None:
     missing = [measure for measure in setup.measures if (job.setup, job.seed, job.round, measure) not in stored]
     if not missing:
         return
-    config = experiments.configure(
-        preset=setup.preset, arm="ppo", seed=job.seed, rounds=setup.rounds[-1], eval_episodes=0, **setup.changes
-    )
-    experiments.run(config, runs / job.run)
-    run = RunDirectory.open(runs / job.run)
+    run = train(job.setup, job.seed, runs / job.run, setup.rounds[-1])
     for measure in missing:
         began = time.process_time()
         judged = judge_round(run, setup, job.round, measure, job.seed)
         content = {"setup": job.setup, "seed": job.seed, "round": job.round, "measure": measure}
         content |= describe(run, job.round, judged) | {"seconds": time.process_time() - began}
         write_line(results_file(out), round_numbers(content), KEYS)
+
+
+def train(name: str, seed: int, path: Path, rounds: int) -> RunDirectory:
+    """Return a run of plain PPO of so many rounds; train it where that is not done."""
+    setup = SETUPS[name]
+    config = experiments.configure(
+        preset=setup.preset, arm="ppo", seed=seed, rounds=rounds, eval_episodes=0, **setup.changes
+    )
+    experiments.run(config, path)
+    return RunDirectory.open(path)
 
 
 def results_file(out: Path) -> Path:

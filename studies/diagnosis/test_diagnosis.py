@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
-from studies.diagnosis import run, tables
+from studies.diagnosis import figures, run, tables
+from whence.diagnosis.grid_map import GridMap
 from whence.experiments import read_rows
 
 
@@ -36,3 +38,18 @@ def test_exact_advantages_by_hand() -> None:
     value = 0.5 / (1 - 0.25)
     assert values.tolist() == pytest.approx([value, 0])
     assert advantages[0].tolist() == pytest.approx([0.5 * value - value, 1 - value])
+
+
+def test_arrows_point_where_the_agent_goes_or_turns() -> None:
+    world = GridMap(2, 2, ("start", "floor", "hole", "goal"), pl.DataFrame())
+    down = {"cell": 1, "direction": 1, "praised": 1.0, "count": 3}
+    marks = [
+        *figures.draw_arrow(world, down | {"turn": 0}),
+        *figures.draw_agent(world, down | {"turn": 1}),
+        *figures.draw_agent(world, down | {"turn": None}),
+    ]
+    arrows = [tuple(mark[name] for name in ("ax", "ay", "x", "y")) for mark in marks if "ax" in mark]
+    # Who looks down the page turns right towards its left edge; without a turn or a step there is no arrow.
+    assert arrows == [pytest.approx((1.5, 0.62, 1.5, 0.95)), pytest.approx((1.5, 1.1, 0.2, 1.1))]
+    view = figures.draw_view(world._replace(rows=9, cols=9), down | {"cell": 4 * 9 + 4})
+    assert [view[name] for name in ("x0", "x1", "y0", "y1")] == [1, 8, 4, 9]

@@ -363,8 +363,8 @@ class TestResume:
         ],
     )
     def test_from_the_directory_alone(self, tmp_path, name):
-        whole = train(MODELS[name], tmp_path / "whole", folds=8)
-        train(MODELS[name], tmp_path / "parts", until=0.7, folds=8)
+        whole = train(MODELS[name], tmp_path / "whole", folds=3)
+        train(MODELS[name], tmp_path / "parts", until=0.7, folds=3)
         model, callback = resume(tmp_path / "parts", MODELS[name]().env)
         assert model.num_timesteps == 3 * model.n_steps * model.n_envs
         model.learn(total(model) - model.num_timesteps, callback=callback, reset_num_timesteps=False)

@@ -151,7 +151,7 @@ class InfluenceCallback(BaseCallback):
         self.env, self._factory = env, describe_factory(env)
         self.names = check_names(names or {})
         self.engine, self.memory = engine, memory
-        self.folds = check_folds(folds)
+        self.folds, self._has_errors = check_folds(folds), True
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recordings = check_recordings(recordings)
@@ -229,6 +229,7 @@ class InfluenceCallback(BaseCallback):
         return {
             **describe_scoring(self.rule, self.target, self.objective, self.engine),
             **({} if self.last == "keep" else {"last": self.last}),
+            **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
             **self._factory,
         }
@@ -361,16 +362,16 @@ class InfluenceCallback(BaseCallback):
 
     def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
         """Add errors to snapshot scores that a run directory will hold, if they can be had."""
-        if influence is None or influence.errors is not None or self._run is None or self.folds is None:
+        if self._run is None or self.folds is None or not self._has_errors:
             return influence
-        settings: Any = {"engine": self.engine, "memory": self.memory}
+        if influence is None or influence.errors is not None:
+            return influence
+        settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
         try:
-            return estimate_errors(
-                influence, self.model, records, self.target, self.folds, objective=self.objective, **settings
-            )
+            return estimate_errors(influence, self.model, records, self.target, self.folds, **settings)
         except NoMean as reason:
             log.warning("round %d: scores are written without errors. %s", self._rounds_done + 1, reason)
-            self.folds = None
+            self._has_errors = False
             return influence
 
     def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:

@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence import selection
 from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, target_name
+from whence.folds import FOLDS
 from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
@@ -203,6 +204,7 @@ def resume(
         objective=objective,
         engine=config["engine"],
         last=config.get("last", "keep"),
+        folds=config.get("folds", FOLDS),
         env=config["env"] if config.get("factory_source") else None,
         names=config.get("names", {}),
     )

@@ -156,11 +156,10 @@ class InfluenceCallback(BaseCallback):
         self.metrics: list[dict[str, Any]] = []
         self.recordings = check_recordings(recordings)
         self.recording: RoundRecording | None = None
-        self.skipped_rounds = 0
         self.optimisation_clock = Stopwatch()
         self._logged: set[str] = set()
         self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
-        self._rounds_done, self._learns, self._last_timestep = 0, 0, 0
+        self.skipped_rounds, self._rounds_done, self._learns, self._last_timestep = 0, 0, 0, 0
         self._ongoing: Ongoing | None = None
         self._checkpoint: Checkpoint | None = None
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ def _run_file(path: Path, modified: int) -> Any:
     name = f"whence_user_{path.stem}_{modified}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
+    assert isinstance(spec.loader, SourceLoader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
     with search_first(path.parent):
-        spec.loader.exec_module(module)
+        # Not `exec_module`: bytecode that it stored may be of an edit in the same second.
+        exec(spec.loader.source_to_code(path.read_bytes(), str(path)), vars(module))
     return module
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.abc import SourceLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,24 @@ def load_function(name: str) -> Any:
     return function
 
 
+class _FromSource(SourceFileLoader):
+    """Runs a file without stored bytecode, which may be of an edit in the same second."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 @cache
 def _run_file(path: Path, modified: int) -> Any:
     """Return a file as a module; it is run once for all its functions, and again after a modification."""
     name = f"whence_user_{path.stem}_{modified}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
-    assert isinstance(spec.loader, SourceLoader)
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
     with search_first(path.parent):
-        # Not `exec_module`: bytecode that it stored may be of an edit in the same second.
-        exec(spec.loader.source_to_code(path.read_bytes(), str(path)), vars(module))
+        spec.loader.exec_module(module)
     return module
 
 

@@ -14,7 +14,7 @@ beside `none` and `random`. A finished run is not trained again.
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,9 @@ from whence.llm.lab import Lab, smollm2
 from whence.llm.text import context_length, generate, read_prompts
 from whence.llm.trl import InfluenceGRPOTrainer
 
-PUZZLE, TRAINED, TESTED, SAMPLING, ROUNDS, EVERY = "basic_arithmetic", 128, 96, 0, 16, 8
+PUZZLE, TRAINED, TESTED, SAMPLING, ROUNDS, EVERY = "basic_arithmetic", 128, 96, 0, 16, 4
 GROUPS, GROUP, REVERSED = 4, 8, 0.2
-RATE, RANK = 1e-3, 16
+RATE, RANK = 4e-4, 16
 ARMS = {
     "none": lambda seed: None,
     "random": lambda seed: RandomDrop(seed=seed, like=MaxVariance(GROUP // 2)),
@@ -111,10 +111,10 @@ def measure(model: Any, tokenizer: Any, lab: Lab, test: Dataset) -> dict[str, fl
 
 
 class Measurements(TrainerCallback):
-    """Measures every few rounds; a round is a step."""
+    """Measures after some rounds; a round is a step."""
 
-    def __init__(self, measure: Callable[[], dict[str, float]]) -> None:
-        self.measure = measure
+    def __init__(self, measure: Callable[[], dict[str, float]], rounds: Collection[int]) -> None:
+        self.measure, self.rounds = measure, rounds
         self.points: list[dict[str, float]] = []
         self.seconds, self.begun = 0.0, time.process_time()
 
@@ -124,7 +124,7 @@ class Measurements(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Add a point; `seconds` are the process's, without measurements."""
-        if state.global_step % EVERY == 0:
+        if state.global_step in self.rounds:
             self.seconds += time.process_time() - self.begun
             self.points.append({"round": state.global_step, "seconds": self.seconds, **self.measure()})
             self.begun = time.process_time()
@@ -171,7 +171,9 @@ def train(arm: str, rewards: str, seed: int, rounds: int = ROUNDS, rate: float =
             rule=ARMS[arm](seed),
             **target,
         )
-        measurements = Measurements(partial(measure, trainer.model, tokenizer, lab, test))
+        # Those of training on everything are what other arms are compared with at their divergences and seconds.
+        measured = range(0, rounds + 1, EVERY) if arm == "none" else (rounds,)
+        measurements = Measurements(partial(measure, trainer.model, tokenizer, lab, test), measured)
         trainer.add_callback(measurements)
         trainer.train()
     shares = trainer._metrics["train"].get("influence/kept_share", [])

@@ -133,6 +133,7 @@ class Measurements(TrainerCallback):
 def train(arm: str, rewards: str, seed: int, rounds: int = ROUNDS, rate: float = RATE) -> dict[str, Any]:
     """Train an arm, and return its points, the clean reward and kept share of each round, and CPU seconds by stage."""
     torch.set_num_threads(1)
+    torch.manual_seed(seed)  # the adapter's start
     lab = smollm2(PUZZLE)
     with hide_progress_bars():
         model, tokenizer = load_model(str(lab.model_path), "bfloat16")

@@ -2,8 +2,8 @@
 
 Run: `python -m studies.selection.penalty results/selection`. Dr. Post-Training reports that IIF lowers toxicity further
 if its target is the average reward, free of the divergence that PPO is charged for, and not the return. Dropping what
-lowers that target may just undo the penalty, as a smaller coefficient does. PPO trains the laboratory `arithmetic` from
-the weak model: with the penalty, with a smaller one and with none; with IIF by the return, by the reward, and with as
+lowers that target may just undo the penalty, as a smaller coefficient does. PPO trains the laboratory `arithmetic`:
+with the penalty, with a smaller one and with none; with IIF by the return, by the reward, and with as
 many responses dropped at random. A round's responses are to new prompts, so its mean reward and divergence are
 measurements. Arms are compared at the end, and with plain PPO's other penalties at as large a divergence.
 
@@ -35,7 +35,7 @@ from whence.llm import PPOConfig, PPOTrainer, SequenceReturn, SequenceReward
 from whence.llm.lab import arithmetic
 from whence.runs import RunDirectory
 
-SEEDS, SIZE, ROUNDS, LAST = range(5), "weak", 15, 3
+SEEDS, SIZE, ROUNDS, LAST = range(5), "small", 15, 3
 PENALTY = 0.1
 PENALTIES = {"none": PENALTY, "a third of the penalty": PENALTY / 3, "a tenth": PENALTY / 10, "no penalty": 0.0}
 CHOICES = {
@@ -51,7 +51,7 @@ def train(arm: str, seed: int, out: Path, runs: Path) -> None:
     torch.set_num_threads(1)
     lab = arithmetic(size=SIZE, progress=False)
     model, tokenizer = load_model(str(lab.model_path), "float32")
-    settings = {**task_settings("loophole", SIZE, "ppo"), "rounds": ROUNDS, "eval_every": 0, "seed": seed}
+    settings = {**task_settings("arithmetic", SIZE, "ppo"), "rounds": ROUNDS, "eval_every": 0, "seed": seed}
     settings |= {"init_kl_coef": PENALTIES.get(arm, PENALTY), "adap_kl_ctrl": False}
     path = runs / arm.replace(", ", "-").replace(" ", "-") / str(seed)
     config = PPOConfig(str(path), max_new_tokens=lab.max_new_tokens, **settings)

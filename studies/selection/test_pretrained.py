@@ -51,3 +51,23 @@ def test_a_fifth_of_the_puzzles_is_marked_and_none_both_trains_and_measures() ->
     completions = [[{"content": text}] for text in ("1", "2", "1", "2")]
     assert reward(None, completions, answer=["1"] * 4, marked=[False, False, True, True]) == [1, 0, 0, 1]
     assert clean == [0.5]
+
+
+def test_a_penalty_is_compared_at_the_divergence_of_an_arm(tmp_path) -> None:
+    from studies.selection import penalty
+
+    def make_line(arm, seed, reward, divergence):
+        rounds = {"rewards": [0.0] + [reward] * 3, "divergences": [9.0] + [divergence] * 3, "kept": [1.0] * 4}
+        return {"arm": arm, "seed": seed, "seconds": 1.0, **rounds}
+
+    ends = dict(zip(penalty.PENALTIES, ((0.5, 1.0), (0.75, 2.0), (0.75, 3.0), (0.5, 4.0)), strict=True))
+    runs = {arm: make_line(arm, 0, *end) for arm, end in ends.items()}
+    assert penalty.read_frontier(runs, 1.5) == pytest.approx(0.625)
+    assert penalty.read_frontier(runs, 9.0) == pytest.approx(0.5)
+    for seed in range(2):
+        for arm in (*penalty.PENALTIES, *penalty.CHOICES):
+            line = make_line(arm, seed, *ends.get(arm, (0.5, 1.5)))
+            put_row(tmp_path / "penalty.parquet", line, penalty.KEYS)
+    penalty.write_tables(tmp_path)
+    (line,) = [line for line in (tmp_path / "penalty.md").read_text().splitlines() if line.startswith("| iif, return")]
+    assert "−0.125 [−0.125, −0.125]" in line

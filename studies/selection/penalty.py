@@ -3,9 +3,9 @@
 Run: `python -m studies.selection.penalty results/selection`. Dr. Post-Training reports that IIF lowers toxicity further
 if its target is the average reward, free of the divergence that PPO is charged for, and not the return. Dropping what
 lowers that target may just undo the penalty, as a smaller coefficient does. PPO trains the laboratory `arithmetic`:
-with the penalty, with a smaller one and with none; with IIF by the return, by the reward, and with as
-many responses dropped at random. A round's responses are to new prompts, so its mean reward and divergence are
-measurements. Arms are compared at the end, and with plain PPO's other penalties at as large a divergence.
+with the penalty, with smaller ones and with none; with IIF by the return and by the reward; and with as many responses
+dropped at random. A round's responses are to new prompts, so its mean reward and divergence are measurements. Arms are
+compared at the end, and with plain PPO's penalties at as large a divergence.
 
 A finished run is not trained again.
 """
@@ -74,7 +74,7 @@ def average_end(values: Sequence[float]) -> float:
 
 
 def read_frontier(runs: Mapping[str, Mapping[str, Any]], divergence: float) -> float:
-    """Return the reward that plain PPO ends with at a divergence, between the penalties that were tried."""
+    """Return the reward that plain PPO ends with at a divergence, between its penalties; beyond them, of the nearest."""
     ends = sorted((average_end(runs[arm]["divergences"]), average_end(runs[arm]["rewards"])) for arm in PENALTIES)
     return float(np.interp(divergence, *zip(*ends, strict=True)))
 

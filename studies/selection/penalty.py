@@ -74,7 +74,7 @@ def average_end(values: Sequence[float]) -> float:
 
 
 def read_frontier(runs: Mapping[str, Mapping[str, Any]], divergence: float) -> float:
-    """Return the reward that plain PPO ends with at a divergence, between its penalties; beyond them, of the nearest."""
+    """Return the reward that plain PPO ends with at a divergence, between its penalties or at the nearest."""
     ends = sorted((average_end(runs[arm]["divergences"]), average_end(runs[arm]["rewards"])) for arm in PENALTIES)
     return float(np.interp(divergence, *zip(*ends, strict=True)))
 

@@ -17,6 +17,7 @@ from whence.experiments import Comparison, RunConfig, compare, plan_comparison
 from whence.experiments.comparison import run_path
 from whence.experiments.rl.training import run
 from whence.page import write_report
+from whence.page.explored.grid import LONGEST, STEPS
 from whence.page.figures import (
     COLOURS,
     influence_distribution,
@@ -24,7 +25,6 @@ from whence.page.figures import (
     over_rounds,
     seconds_by_stage,
 )
-from whence.page.grid import LONGEST, STEPS
 from whence.page.html import embed
 from whence.page.metric_tables import (
     METRICS,

@@ -35,7 +35,7 @@ from whence.experiments.llm.language_rebuilding import list_policies, load_train
 from whence.experiments.llm.loading import load_model, load_pretrained
 from whence.experiments.rl.stored import load_model as load_agent
 from whence.page import ExploredRun, write_report
-from whence.page.explored_rounds import build_detail, build_round
+from whence.page.explored.rounds import build_detail, build_round
 from whence.page.server import make_app
 from whence.page.server.questions import Questions
 from whence.runs import SIGNATURE, signatures

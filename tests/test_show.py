@@ -22,7 +22,7 @@ from whence.experiments.rl.changes import compare_policies
 from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.moments import find_moment, find_moments
 from whence.page import MomentView, choose_frames, read_window
-from whence.page.moment_view import PolicyChange, describe_score
+from whence.page.explored.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 

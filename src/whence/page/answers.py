@@ -7,9 +7,9 @@ from typing import Any
 import polars as pl
 
 from whence.page.embedding import spread
-from whence.page.explored_run import attempt
-from whence.page.grid import cut_text, round_number
-from whence.page.responses import LONGEST_TEXT
+from whence.page.explored.grid import cut_text, round_number
+from whence.page.explored.responses import LONGEST_TEXT
+from whence.page.explored.run import attempt
 from whence.runs import RunDirectory
 
 CHECKPOINTS = 12

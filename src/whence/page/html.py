@@ -17,11 +17,11 @@ from whence.core import write_atomically
 from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
 from whence.page.answers import read_answers
 from whence.page.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
-from whence.page.explored_rounds import describe_runs
-from whence.page.explored_run import ExploredRun, attempt, identify_run
+from whence.page.explored.moment_view import TARGETS, name_target
+from whence.page.explored.rounds import describe_runs
+from whence.page.explored.run import ExploredRun, attempt, identify_run
 from whence.page.figures import Tables, arm_colours, draw_figures, has
 from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
-from whence.page.moment_view import TARGETS, name_target
 from whence.runs import RunDirectory, Table, explain_distrust
 
 SCRIPTS = (

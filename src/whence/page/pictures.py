@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from whence.core import Unsupported, WhenceError, write_atomically
 from whence.moments import name_action
-from whence.page.cause_view import SCORED, CauseView
-from whence.page.moment_view import MomentView, PolicyChange, choose_frames, describe_score, format_number
+from whence.page.explored.cause_view import SCORED, CauseView
+from whence.page.explored.moment_view import MomentView, PolicyChange, choose_frames, describe_score, format_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,12 +18,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whence.core import RunDirectoryError, WhenceError, first_line
-from whence.page.cause_view import SCORED
-from whence.page.explored_rounds import build_detail, build_round, describe_runs
-from whence.page.explored_run import ExploredRun
-from whence.page.grid import build_pivot, query_records
+from whence.page.explored.cause_view import SCORED
+from whence.page.explored.grid import build_pivot, query_records
+from whence.page.explored.moment_view import CONTINUATIONS
+from whence.page.explored.rounds import build_detail, build_round, describe_runs
+from whence.page.explored.run import ExploredRun
 from whence.page.html import list_figures, render_runs
-from whence.page.moment_view import CONTINUATIONS
 from whence.page.server.questions import Questions, explain, gather_findings, measure
 from whence.runs import write_flag
 

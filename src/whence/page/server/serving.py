@@ -10,9 +10,9 @@ import torch
 import uvicorn
 
 from whence.core import WhenceError
-from whence.page.explored_rounds import build_round, choose_round
-from whence.page.explored_run import ExploredRun
-from whence.page.moment_view import CONTINUATIONS
+from whence.page.explored.moment_view import CONTINUATIONS
+from whence.page.explored.rounds import build_round, choose_round
+from whence.page.explored.run import ExploredRun
 from whence.page.server.questions import Questions
 from whence.page.server.routes import make_app
 

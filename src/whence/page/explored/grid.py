@@ -11,8 +11,8 @@ import polars as pl
 from whence.core import WhenceError
 from whence.groups import group_scores, list_groupings
 from whence.influence import is_significant
-from whence.page.explored_run import ExploredRun
-from whence.page.scored_round import Round
+from whence.page.explored.run import ExploredRun
+from whence.page.explored.scored_round import Round
 
 LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""

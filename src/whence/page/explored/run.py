@@ -27,7 +27,7 @@ from whence.experiments import (
 from whence.findings import Finding, find
 from whence.groups import find_common_groups, name_groups
 from whence.moments import read_axes
-from whence.page.scored_round import Round, read_round
+from whence.page.explored.scored_round import Round, read_round
 from whence.runs import RunDirectory, read_vocabulary
 
 log = logging.getLogger("whence")

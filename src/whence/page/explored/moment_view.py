@@ -11,10 +11,10 @@ import polars as pl
 from whence.experiments import box_action_labels
 from whence.influence import is_significant
 from whence.moments import Moment, name_action, sort_by_time
-from whence.page.explored_run import Estimate, ExploredRun, Frames
-from whence.page.frames import encode_frames, replay_moments
-from whence.page.grid import cut_text, round_number, round_numbers
-from whence.page.responses import describe_response
+from whence.page.explored.frames import encode_frames, replay_moments
+from whence.page.explored.grid import cut_text, round_number, round_numbers
+from whence.page.explored.responses import describe_response
+from whence.page.explored.run import Estimate, ExploredRun, Frames
 
 AROUND = 24
 """Steps before and after a moment's face that strips show."""

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from whence.core import Action
 from whence.diagnosis import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.moments import find_moment, name_action
-from whence.page.explored_run import LOCK, ExploredRun
-from whence.page.frames import make_thumb, replay_moments
-from whence.page.grid import round_number, round_numbers
-from whence.page.moment_view import describe_moment
+from whence.page.explored.frames import make_thumb, replay_moments
+from whence.page.explored.grid import round_number, round_numbers
+from whence.page.explored.moment_view import describe_moment
+from whence.page.explored.run import LOCK, ExploredRun
 
 SCORED: Mapping[str, str] = {
     "nearest": "advantage × cosine of the record's gradient of log π with this decision's",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.moments import Moment
-from whence.page.explored_run import ExploredRun, Frames
+from whence.page.explored.run import ExploredRun, Frames
 
 WIDTH, QUALITY = 240, 35
 """Pixels of a frame's width at most, and the quality of lossy WebP: edges of drawn environments stay legible."""

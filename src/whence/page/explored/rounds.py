@@ -9,9 +9,8 @@ import polars as pl
 
 from whence.influence import SIGNIFICANT
 from whence.moments import Moment, find_moment, find_moments
-from whence.page.explored_run import ExploredRun, attempt
-from whence.page.frames import choose_steps
-from whence.page.grid import (
+from whence.page.explored.frames import choose_steps
+from whence.page.explored.grid import (
     EMBEDDED,
     RESPONSES,
     STEPS,
@@ -23,15 +22,16 @@ from whence.page.grid import (
     round_number,
     round_numbers,
 )
-from whence.page.moment_view import (
+from whence.page.explored.moment_view import (
     describe_moment,
     describe_view,
     gather_moment,
     list_curves,
 )
-from whence.page.responses import describe_text, list_group, list_prompts
-from whence.page.round_curves import list_round_curves
-from whence.page.scored_round import Round
+from whence.page.explored.responses import describe_text, list_group, list_prompts
+from whence.page.explored.round_curves import list_round_curves
+from whence.page.explored.run import ExploredRun, attempt
+from whence.page.explored.scored_round import Round
 
 
 def name_commands(run: ExploredRun) -> dict[str, str | None]:

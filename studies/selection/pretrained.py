@@ -131,7 +131,7 @@ class Measurements(TrainerCallback):
 
 
 def train(arm: str, rewards: str, seed: int, rounds: int = ROUNDS, rate: float = RATE) -> dict[str, Any]:
-    """Train an arm, and return its points, the clean reward and kept share of each round, and CPU seconds by stage."""
+    """Train an arm; return its points, each round's clean reward, the mean share kept, and CPU seconds by stage."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)  # the adapter's start
     lab = smollm2(PUZZLE)
@@ -177,7 +177,9 @@ def train(arm: str, rewards: str, seed: int, rounds: int = ROUNDS, rate: float =
         measurements = Measurements(partial(measure, trainer.model, tokenizer, lab, test), measured)
         trainer.add_callback(measurements)
         trainer.train()
-    shares = trainer._metrics["train"].get("influence/kept_share", [])
+    # TRL logs once, at the end, the mean over rounds, and empties its own list.
+    logs = trainer.state.log_history
+    shares = [log["influence/kept_share"] for log in logs if "influence/kept_share" in log]
     stages = {name: clocks["cpu"] for name, clocks in trainer.seconds.items()}
     return {"points": measurements.points, "clean": clean, "kept": shares, "stages": stages}
 

@@ -26,6 +26,12 @@ HEADS = {
     "seconds": "CPU s a round",
 }
 
+STAGES = ("generation", "scoring", "optimisation")
+COST = """\
+CPU seconds a round of all runs above, without measurements. Ratios are to `none` of the same rewards and seed. An arm
+that chooses inside the step has its scores in optimisation.
+"""
+
 
 def write_tables(out: Path) -> None:
     """Write tables.md: for each part and kind of rewards, a line for each arm."""
@@ -36,6 +42,7 @@ def write_tables(out: Path) -> None:
         rows = [run for run in runs if (run["part"], run["rewards"]) == (part, rewards)]
         seeds = sorted({row["seed"] for row in rows})
         parts += [f"## Rewards {rewards}, seeds {', '.join(map(str, seeds))}\n", tabulate(rows), ""]
+    parts += ["## What a round costs\n", COST, tabulate_costs(runs), ""]
     with write_atomically(out / "tables.md") as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
 
@@ -56,15 +63,38 @@ def tabulate(runs: Sequence[Mapping[str, Any]]) -> str:
             "divergence": summarise(mine, lambda run: run["points"][-1]["divergence"]),
             "far": compare(mine, plain, lambda run, other: read_end(run) - read_at(other, "divergence", run)),
             "late": compare(mine, plain, lambda run, other: read_end(run) - read_at(other, "seconds", run)),
-            "kept": summarise(mine, lambda run: mean(run["kept"] or [1.0])),
+            "kept": summarise({seed: run for seed, run in mine.items() if run["kept"]}, lambda run: mean(run["kept"])),
             "seconds": summarise(mine, lambda run: run["points"][-1]["seconds"] / len(run["clean"]), digits=1),
         }
         if arm == "none":
-            cells |= dict.fromkeys(("gain", "rounds", "far", "late"), "")
+            cells |= dict.fromkeys(("gain", "rounds", "far", "late", "kept"), "")
         if arm == "random":
             cells["control"] = ""
         lines.append([f"{arm} ({len(mine)})" if len(mine) < 3 else arm, *cells.values()])
     return table(lines)
+
+
+def tabulate_costs(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each arm: means over runs with 95% t intervals."""
+    plain = {tuple(run[key] for key in KEYS if key != "arm"): run for run in runs if run["arm"] == "none"}
+    lines = [["", *STAGES, "round, to none", "optimisation and scoring, to none", "runs"]]
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        mine = [run for run in runs if run["arm"] == arm]
+        pairs = [(run, plain.get(tuple(run[key] for key in KEYS if key != "arm"))) for run in mine]
+
+        def ratio(stages: Sequence[str], pairs: Sequence[Any] = pairs) -> str:
+            values = [read_seconds(run, stages) / read_seconds(other, stages) for run, other in pairs if other]
+            return cell(t_interval(values), digits=2) if values else ""
+
+        seconds = [cell(t_interval([read_seconds(run, [stage]) for run in mine]), digits=2) for stage in STAGES]
+        ratios = ["", ""] if arm == "none" else [ratio(STAGES), ratio(STAGES[1:])]
+        lines.append([arm, *seconds, *ratios, str(len(mine))])
+    return table(lines)
+
+
+def read_seconds(run: Mapping[str, Any], stages: Sequence[str]) -> float:
+    """Return CPU seconds a round in these stages."""
+    return float(sum(run["stages"].get(stage, 0.0) for stage in stages) / len(run["clean"]))
 
 
 def read_end(run: Mapping[str, Any]) -> float:
@@ -83,7 +113,7 @@ def read_at(run: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> floa
 
 def summarise(runs: Mapping[int, Any], read: Callable[[Any], float], digits: int = 3) -> str:
     """Return a mean over seeds."""
-    return cell(t_interval([read(run) for run in runs.values()]), digits=digits)
+    return cell(t_interval([read(run) for run in runs.values()]), digits=digits) if runs else ""
 
 
 def compare(runs: Mapping[int, Any], others: Mapping[int, Any], subtract: Callable[[Any, Any], float]) -> str:

@@ -3,7 +3,8 @@
     python examples/llm_grpo.py                 # a small model that gets sums wrong by habit
     python examples/llm_grpo.py --no-selection  # TRL's own training, to the bit
 
-Replace the laboratory by your own model (a directory or id), prompts and reward.
+Replace the laboratory by your own model (a directory or id), prompts and reward. For RLOO write `RLOOConfig` and
+`InfluenceRLOOTrainer`; the rest stays.
 """
 
 from typing import Annotated

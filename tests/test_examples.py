@@ -135,7 +135,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("llm_ppo", ["--rule", "ippo", "--lora", "2"], "whence report run"),
         ("llm_grpo", [], "Of the last 16 completions"),
         pytest.param("llm_grpo", ["--no-selection"], "Right answers", marks=pytest.mark.long),
-        ("llm_rloo", [], "Of the last 16 completions"),
     ],
 )
 def test_language_models_are_trained(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whence.groups import find_common_groups, group_scores, list_groupings
-from whence.moments import ALIKE, find_moments, name_action
+from whence.moments import ALIKE, find_moments, name_action, name_entries
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
 
@@ -176,3 +176,10 @@ def test_actions_in_words():
 def test_a_score_of_nothing_with_a_small_error_does_not_lead():
     records = pl.DataFrame({"record_id": [0, 1, 2], "score": [-1e-3, -1.0, -0.8], "error": [1e-4, 0.3, 0.4]})
     assert [moment.record_id for moment in find_moments(records, lowest=True, most=3)] == [1, 2, 0]
+
+
+def test_entries_are_named_by_their_key_where_names_do_not_fit() -> None:
+    assert name_entries("", 2, ["speed", "angle"]) == ["speed", "angle"]
+    assert name_entries("", 2, ["speed"]) == name_entries("", 2) == ["x0", "x1"]
+    assert name_entries("wind", 1, ["speed"]) == ["wind"]
+    assert name_entries("wind", 2, ["speed", "angle"]) == ["wind[0]", "wind[1]"]

@@ -1,6 +1,6 @@
 """Moments: stretches of an episode whose records score alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,10 +207,19 @@ def list_observations(columns: Sequence[str]) -> list[str]:
     return [column for column, its_root in zip(columns, roots, strict=True) if its_root == root]
 
 
+def name_entries(key: str, width: int, names: Sequence[str] | None = None) -> list[str]:
+    """Return the names of a column's entries: "x0", "x1", … or by the key of a Dict, where `names` has none of each."""
+    if names and not key and len(names) == width:
+        return [*map(str, names)]
+    if key and width == 1:
+        return [key]
+    return [f"{key}[{index}]" if key else f"x{index}" for index in range(width)]
+
+
 def read_axes(
-    records: pl.DataFrame, names: Mapping[str, str] | Sequence[str] | None = None, *, most: int | None = None
+    records: pl.DataFrame, names: Sequence[str] | None = None, *, most: int | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Return the numbers of the observations, (n,) each, by axis; "x0", "x1", … without names; none if not stored.
+    """Return the numbers of the observations, (n,) each, by axis as `name_entries` names it; none if not stored.
 
     They are the environment's own where the policy saw normalised ones. None are returned of more than `most` axes.
     """
@@ -221,9 +230,6 @@ def read_axes(
         values = np.asarray(records[column].to_numpy()).reshape(len(records), -1)
         if most is not None and len(axes) + values.shape[1] > most:
             return {}
-        prefix = column.partition(".")[2]
-        for axis in range(values.shape[1]):
-            plain = f"x{axis}" if not prefix else prefix if values.shape[1] == 1 else f"{prefix}[{axis}]"
-            is_named = names is not None and not prefix and axis < len(names)
-            axes[str(names[axis]) if is_named else plain] = values[:, axis]  # type: ignore[index]
+        entries = name_entries(column.partition(".")[2], values.shape[1], names)
+        axes |= dict(zip(entries, values.T, strict=True))
     return axes

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 
 from whence.experiments import action_labels, box_action_labels, state_names
+from whence.moments import name_entries
 from whence.runs import RunDirectory
 
 RECORDS = 40_000
@@ -207,7 +208,6 @@ def _read_blocks(table: pl.DataFrame, config: Mapping[str, Any], root: str) -> d
         for part in filter(None, key.split(".")):
             space = (space.get("spaces") or {}).get(part) or {}
         shape: tuple[int, ...] = tuple(space.get("shape") or ())
-        names = (state_names(config.get("env"), config) or []) if not key else []
         width = values.shape[1]
         if len(shape) == 3 and math.prod(shape) == width > FEW:
             channels = np.moveaxis(values.reshape(-1, *shape), 1 if shape[0] <= shape[2] else 3, 0)
@@ -216,7 +216,6 @@ def _read_blocks(table: pl.DataFrame, config: Mapping[str, Any], root: str) -> d
         elif width > _WIDEST:
             blocks[key or "the observation"] = values
         else:
-            plain = [f"x{i}" if not key else key if width == 1 else f"{key}[{i}]" for i in range(width)]
-            chosen = names if len(names) == width else plain
-            blocks |= {str(chosen[i]): values[:, i : i + 1] for i in range(width)}
+            entries = name_entries(key, width, state_names(config.get("env"), config))
+            blocks |= {name: values[:, i : i + 1] for i, name in enumerate(entries)}
     return blocks

@@ -10,7 +10,7 @@ import polars as pl
 
 from whence.experiments import box_action_labels
 from whence.influence import is_significant
-from whence.moments import Moment, name_action, sort_by_time
+from whence.moments import Moment, name_action, name_entries, sort_by_time
 from whence.page.explored.frames import encode_frames, replay_moments
 from whence.page.explored.grid import cut_text, round_number, round_numbers
 from whence.page.explored.responses import describe_response
@@ -182,7 +182,7 @@ def choose_frames(window: pl.DataFrame, moment: Moment) -> list[int]:
 
 
 def list_state(row: Mapping[str, Any], names: Sequence[str] | None, root: str | None = None) -> list[tuple[str, Any]]:
-    """Return the stored observation's entries by name, as `read_axes` names those that have none.
+    """Return the stored observation's entries by name; the one of a Discrete space is the state.
 
     It is the environment's own, or that of a `root`, the policy's "observation".
     """
@@ -194,10 +194,8 @@ def list_state(row: Mapping[str, Any], names: Sequence[str] | None, root: str | 
             continue
         prefix = column.partition(".")[2]
         entries = np.asarray(value).ravel().tolist()
-        named = names if names and not prefix and len(names) == len(entries) else None
-        for index, entry in enumerate(entries):
-            many = f"{prefix}[{index}]" if prefix else f"x{index}"
-            state.append((named[index] if named else many if len(entries) > 1 else prefix or "state", entry))
+        plain = names or (["state"] if len(entries) == 1 else None)
+        state += zip(name_entries(prefix, len(entries), plain), entries, strict=True)
     return state
 
 

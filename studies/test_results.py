@@ -21,6 +21,7 @@ from studies.planted.tables import write_tables as write_planted
 from studies.practice import doorkey
 from studies.practice import tables as practice
 from studies.selection import seconds
+from studies.selection import tables as selection
 from studies.stored import write_line
 from whence import experiments
 from whence.experiments import load_sweep, read_rows, rowfile, summarise_sweep, write_rows
@@ -62,6 +63,14 @@ def write_hunt_tables(out: Path) -> None:
     tables.write_tables(out)
 
 
+def write_selection_tables(out: Path) -> None:
+    pytest.importorskip("trl")
+    from studies.selection import penalty
+
+    penalty.write_tables(out)
+    selection.write_tables(out)
+
+
 MAKERS: dict[str, Callable[[Path], object]] = {
     "paper": write_paper_tables,
     "faithfulness/pays": write_sweep_tables,
@@ -72,7 +81,8 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "planted": write_planted,
     "loophole": write_loophole,
     "hunt": write_hunt_tables,
-    **{path.parent.name: doorkey.write_tables for path in RESULTS.glob("doorkey/curves.parquet")},
+    "doorkey": doorkey.write_tables,
+    "selection": write_selection_tables,
     **{f"llm/{path.parent.name}": write_language_tables for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
 }
 
@@ -85,7 +95,7 @@ def test_tables_are_those_of_the_rows(study: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("*.md", "pays")
     shutil.copytree(RESULTS / study, tmp_path, dirs_exist_ok=True, ignore=ignored)
     MAKERS[study](tmp_path)
-    for made in (tmp_path / "tables.md", *tmp_path.glob("seconds.md")):
+    for made in (tmp_path / "tables.md", *tmp_path.glob("seconds.md"), *tmp_path.glob("penalty.md")):
         assert made.read_bytes() == (RESULTS / study / made.name).read_bytes()
 
 
@@ -141,6 +151,21 @@ def test_every_interval_of_practice_is_in_its_tables(page: str) -> None:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     text = "\n".join(lines if "results" in page else [line for line in lines if "results/practice" in line])
     assert read_intervals(text) <= read_intervals((RESULTS / "practice/tables.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("study", "first", "last"),
+    [
+        ("doorkey", "# DoorKey", "no end"),
+        ("selection", "- **Question 2**", "\n## "),
+        ("selection", "## A pretrained model", "no end"),
+    ],
+)
+def test_every_interval_of_a_study_is_in_its_tables(study: str, first: str, last: str) -> None:
+    text = (RESULTS / study / "README.md").read_text(encoding="utf-8")
+    intervals = read_intervals(text.partition(first)[2].partition(last)[0])
+    assert intervals
+    assert intervals - read_intervals((RESULTS / study / "tables.md").read_text(encoding="utf-8")) == set()
 
 
 def test_a_run_of_the_paper_repeats(tmp_path: Path) -> None:

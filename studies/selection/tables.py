@@ -76,11 +76,12 @@ def tabulate(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def tabulate_costs(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a line for each arm: means over runs with 95% t intervals."""
-    plain = {tuple(run[key] for key in KEYS if key != "arm"): run for run in runs if run["arm"] == "none"}
+    others = [key for key in KEYS if key != "arm"]
+    plain = {tuple(run[key] for key in others): run for run in runs if run["arm"] == "none"}
     lines = [["", *STAGES, "round, to none", "optimisation and scoring, to none", "runs"]]
     for arm in dict.fromkeys(run["arm"] for run in runs):
         mine = [run for run in runs if run["arm"] == arm]
-        pairs = [(run, plain.get(tuple(run[key] for key in KEYS if key != "arm"))) for run in mine]
+        pairs = [(run, plain.get(tuple(run[key] for key in others))) for run in mine]
 
         def ratio(stages: Sequence[str], pairs: Sequence[Any] = pairs) -> str:
             values = [read_seconds(run, stages) / read_seconds(other, stages) for run, other in pairs if other]

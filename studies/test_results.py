@@ -138,7 +138,8 @@ def test_every_interval_of_faithfulness_is_one_of_the_rows(tmp_path: Path) -> No
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     faithfulness.main(tmp_path)
     assert (tmp_path / "tables.md").read_bytes() == (folder / "tables.md").read_bytes()
-    known = read_intervals((folder / "judges.md").read_text(encoding="utf-8"))
+    written = [(folder / name).read_text(encoding="utf-8") for name in ("judges.md", "estimators.md")]
+    known = read_intervals("\n".join(written))
     for name in ("summary.json", "costs.json"):
         known |= {*list_intervals(json.loads((tmp_path / name).read_text(encoding="utf-8")))}
     known |= {*list_intervals(summarise_sweep(load_sweep(folder / "pays")))}

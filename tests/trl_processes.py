@@ -47,6 +47,8 @@ def distances_at_the_step(trainer, watch):
         for name, p in model.named_parameters()
     ]
     how = {"target": trainer.scoring.target, "objective": trainer.scoring.objective, "engine": "loop"}
+    # In the step the target is a gradient that is older than the rows.
+    how["leave_one_out"] = trainer.scoring.leave_one_out if trainer.chooser is None else None
     truth = attribute(view, trainer.rows, **how).scores
     scores = (trainer.influence.scores - truth).abs() / truth.abs().max()
     model.load_state_dict(now, strict=False)

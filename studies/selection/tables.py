@@ -35,7 +35,7 @@ that chooses inside the step has its scores in optimisation.
 
 def write_tables(out: Path) -> None:
     """Write tables.md: for each part and kind of rewards, a line for each arm."""
-    runs = list(read_rows(out / "pretrained.parquet", KEYS).values())
+    runs = sorted(read_rows(out / "pretrained.parquet", KEYS).values(), key=lambda run: run["seed"])
     command = "`python -m studies.selection.pretrained results/selection`"
     parts = [f"# Choosing responses for a pretrained model: tables\n\nWritten by {command}.\n"]
     for part, rewards in dict.fromkeys((run["part"], run["rewards"]) for run in runs):

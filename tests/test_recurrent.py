@@ -10,6 +10,7 @@ import pytest
 import torch
 from sb3_contrib import RecurrentPPO
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
+from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 import toys
@@ -85,7 +86,13 @@ CASES: dict[str, dict[str, Any]] = {
     "dict": {"observation": "dict", "action": "multidiscrete"},
     "image": {"observation": "image"},
     "gsde": {"action": "gsde"},
+    "replaced extractor": {},
 }
+
+
+class Halved(FlattenExtractor):
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        return super().forward(observations) / 2
 
 
 # A dict has an image, too, and test_sb3_loss.py the noise of gSDE.
@@ -94,6 +101,8 @@ CASES: dict[str, dict[str, Any]] = {
 )
 def test_scores_are_those_of_the_librarys_own_loss(case: str) -> None:
     toy = toys.model(RecurrentPPO, n_envs=2, n_steps=12, **CASES[case])
+    if case == "replaced extractor":
+        toy.policy.features_extractor = Halved(toy.observation_space)
     collect(toy)  # so that sequences begin in states other than zeros
     toy.ent_coef = 0.01
     records = fill_buffer(toy, reset_num_timesteps=False)
@@ -234,20 +243,32 @@ def test_an_episode_is_played_with_memory(cart: whence.RunDirectory, monkeypatch
     assert torch.equal(episode.records.actions, play_episode(cart, seed=1).records.actions)
 
 
+@pytest.mark.parametrize("begun_before", [False, True])
 def test_fresh_rollouts_go_on_in_the_memory_of_the_record(
-    cart: whence.RunDirectory, monkeypatch: pytest.MonkeyPatch
+    cart: whence.RunDirectory, monkeypatch: pytest.MonkeyPatch, begun_before: bool
 ) -> None:
-    table = cart.round("records", 3)
-    begun = table.filter(pl.col("step") == 0)["episode_id"]  # with this round's policy
-    row = table.filter(pl.col("episode_id").is_in(begun.implode()) & (pl.col("step") > 2)).row(0, named=True)
+    table = cart.round("records", 3).with_columns(begin=pl.col("step").min().over("episode_id"))
+    fits = ((pl.col("begin") > 0) == begun_before) & (pl.col("step") - pl.col("begin") > 2)
+    row = table.filter(fits).row(0, named=True)
     replay = replay_episode(cart, row["episode_id"], last_step=row["step"])
     assert replay.mismatch is None
     passes = note_passes(monkeypatch)
     estimates = estimate_advantages(cart, 3, [row["record_id"]], continuations=2)
     assert estimates["mc_error"].is_finite().all()
     # The value of the record's state, which the policy read after the steps before it.
-    values = passes[row["step"]][1].flatten()
+    values = passes[row["step"] - row["begin"]][1].flatten()
     np.testing.assert_allclose(values, [row["value"]] * 4, rtol=1e-4, atol=1e-5)
+
+
+def test_actions_of_a_squashing_policy_are_those_that_were_taken(tmp_path: Path) -> None:
+    env = DummyVecEnv([lambda: gym.make("Pendulum-v1")])
+    settings: Any = {"n_steps": 32, "use_sde": True, "policy_kwargs": {"squash_output": True, "lstm_hidden_size": 8}}
+    model = RecurrentPPO("MlpLstmPolicy", env, batch_size=32, n_epochs=1, seed=3, device="cpu", **settings)
+    model.learn(32, callback=InfluenceCallback(run=tmp_path / "run"))
+    run = whence.RunDirectory.open(tmp_path / "run")
+    record, episode = run.round("records", 1).select("record_id", "episode_id").row(9)
+    assert replay_episode(run, episode).mismatch is None
+    assert estimate_advantages(run, 1, [record], continuations=2)["mc_error"].is_finite().all()
 
 
 def test_page_and_findings(cart: whence.RunDirectory, whence: Any, tmp_path: Path) -> None:

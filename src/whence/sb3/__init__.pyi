@@ -53,6 +53,7 @@ from .policy import actor_critic_view as actor_critic_view
 from .policy import predict as predict
 from .recurrent import add_history as add_history
 from .recurrent import is_recurrent as is_recurrent
+from .recurrent import repeat_states as repeat_states
 from .recurrent import zero_states as zero_states
 from .resuming import SPACES as SPACES
 from .resuming import build_model as build_model

@@ -59,6 +59,12 @@ def zero_states(policy: Any, count: int) -> RNNStates:
     return RNNStates((h, c), (h_critic, c_critic))
 
 
+def repeat_states(states: Mapping[str, Tensor], env_index: int, count: int) -> RNNStates:
+    """Return one environment's states, of those that `History` has, as the policy's `count` times."""
+    h, c, h_critic, c_critic = (states[name][env_index][:, None].repeat(1, count, 1) for name in STATES)
+    return RNNStates((h, c), (h_critic, c_critic))
+
+
 def add_history(records: RecordBatch, states: Mapping[str, Tensor]) -> RecordBatch:
     """Return the records of a whole rollout, environment by environment, with the history that they make up.
 
@@ -115,7 +121,8 @@ def run_sequences(policy: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Ca
     observations = map_tree(lambda tensor: tensor[rows].to(like.device), history.observations)
     observations = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
     observations = map_tree(lambda tensor: tensor.to(like.dtype), observations)
-    features = policy.pi_features_extractor(observations)
+    is_shared = policy.share_features_extractor
+    features = (policy.features_extractor if is_shared else policy.pi_features_extractor)(observations)
     begins = history.episode_starts[firsts]
 
     def run(lstm: Any, features: Tensor, names: Sequence[str]) -> Tensor:
@@ -128,7 +135,7 @@ def run_sequences(policy: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Ca
     latent = run(policy.lstm_actor, features, STATES[:2])
 
     def compute_values() -> Tensor:
-        vf_features = features if policy.share_features_extractor else policy.vf_features_extractor(observations)
+        vf_features = features if is_shared else policy.vf_features_extractor(observations)
         if policy.lstm_critic is not None:
             of_critic = run(policy.lstm_critic, vf_features, STATES[2:])
         else:

@@ -1,5 +1,6 @@
 """Advantages measured by going on from a record many times with the policy that collected it."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -27,10 +28,12 @@ from whence.experiments.rl.stored import (
 from whence.runs import RunDirectory
 from whence.sb3 import (
     LockstepEnvs,
+    StoredEpisode,
     is_recurrent,
     open_env,
     play_again,
     read_episode,
+    repeat_states,
     reseed,
     to_env_actions,
     use_fresh_noise,
@@ -65,7 +68,8 @@ def estimate_advantages(
     the mean difference of the discounted returns. What a record's estimate is does not depend on the other records.
     Under gSDE each continuation has noise of its own; under MaskablePPO its environment says which actions it allows.
     The policy sees what its wrappers make of true states: stacked frames, and observations that VecNormalize normalises
-    by the round's statistics. Rewards and values are in the environment's units; see `read_reward_scale`.
+    by the round's statistics. A recurrent policy goes on in the memory that it had at the record. Rewards and values
+    are in the environment's units; see `read_reward_scale`.
 
     Args:
         run: the run, or its directory.
@@ -105,12 +109,13 @@ def estimate_advantages(
                 if replay.mismatch is not None:
                     raise ReplayError(replay.mismatch)
                 assert stored.generator_state is not None  # else it was not played again
+                begin, remembered = _read_memory(run, number, model, stored, envs.num_envs)
                 for record, step in sorted(steps.items(), key=lambda item: item[1]):
                     lockstep.state = stored.generator_state
                     observations = envs.reset()
-                    memory = zero_states(model.policy, envs.num_envs) if is_recurrent(model.policy) else None
-                    for action in replay.actions[:step]:
-                        if memory is not None:
+                    memory = copy.deepcopy(remembered)
+                    for passed, action in enumerate(replay.actions[:step]):
+                        if memory is not None and passed >= begin:
                             _act_from(memory, model, lockstep.alive, observations)
                         observations = envs.step([action] * envs.num_envs)[0]  # type: ignore[arg-type]
                     *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(continuations + 1)
@@ -139,6 +144,19 @@ def _group_by_episode(run: RunDirectory, number: int, records: Sequence[int]) ->
             )
         grouped.setdefault(episode, {})[record] = step
     return grouped
+
+
+def _read_memory(
+    run: RunDirectory, number: int, model: Any, stored: StoredEpisode, count: int
+) -> tuple[int, RNNStates | None]:
+    """Return the step with which an episode enters a round, and a recurrent policy's memory there, `count` times."""
+    if not is_recurrent(model.policy):
+        return 0, None
+    steps = run.round("records", number).filter(pl.col("episode_id") == stored.episode_id)["step"]
+    begin = int(steps.min())  # type: ignore[arg-type]
+    if begin == 0:
+        return begin, zero_states(model.policy, count)
+    return begin, repeat_states(run.policy(number, name="states"), stored.env_index, count)
 
 
 def _summarise(returns: NDArray[np.float64]) -> tuple[float, float, float, float]:
@@ -214,7 +232,7 @@ def _act_from(memory: RNNStates, model: Any, alive: NDArray[np.int64], observati
         actions, _, _, after = policy.forward(tensor, states, torch.zeros(len(alive)))
     for before, now in zip(chain(*memory), chain(*after), strict=True):
         before[:, alive] = now
-    return to_env_actions(actions.numpy(), model.action_space, squashed=policy.squash_output)
+    return to_env_actions(actions.numpy(), model.action_space, squashed=False)  # see `is_squashed`
 
 
 def _value(model: Any, observations: Any, position: int, memory: RNNStates | None) -> float:

@@ -112,8 +112,13 @@ def show_taken_actions(run: RunDirectory, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def is_squashed(run: RunDirectory) -> bool:
-    """Return whether a run's policy squashes its actions."""
-    return bool(run.config.get("policy_kwargs", {}).get("squash_output", False))
+    """Return whether training scaled a run's actions to the bounds of its environment; else it clipped them.
+
+    sb3-contrib's RecurrentPPO clips them while it collects, even those of a policy that squashes.
+    """
+    return run.config.get("algorithm") != "RecurrentPPO" and bool(
+        run.config.get("policy_kwargs", {}).get("squash_output", False)
+    )
 
 
 def _count_frames(run: RunDirectory) -> int:

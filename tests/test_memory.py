@@ -53,6 +53,10 @@ def test_what_is_held_stays_within_the_budget_for_tensors(engine: str, budget: i
 def test_the_budget_follows_the_device(monkeypatch: pytest.MonkeyPatch, device: str, free: int, allowed: int) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (free * 1024 * MIB, 80 * 1024 * MIB))
     assert memory.choose_memory(torch.device(device)) == allowed * 1024 * MIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: ((free - 6) * 1024 * MIB, 80 * 1024 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda of: 7 * 1024 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda of: 1024 * MIB)
+    assert memory.choose_memory(torch.device(device)) == allowed * 1024 * MIB  # of blocks that torch keeps for later
 
 
 def test_scoring_without_a_budget_has_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

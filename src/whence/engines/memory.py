@@ -36,6 +36,7 @@ def choose_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 2**31
     free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cache of freed blocks
     return min(total // 4, free // 2)
 
 

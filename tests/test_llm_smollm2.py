@@ -14,7 +14,6 @@ from toys import difference
 from whence import NonPositive, attribute, cli
 from whence.core import Unsupported, WhenceError
 from whence.experiments import LanguageConfig
-from whence.experiments.llm.language_config import task_settings
 from whence.experiments.llm.language_training import run
 from whence.experiments.llm.tasks import load_task, make_trainer_config
 from whence.llm import SequenceReturn, TokenPPO, language_view
@@ -62,8 +61,13 @@ def test_the_command_says_so_before_it_trains(tmp_path) -> None:
 def test_puzzles_and_sizes_are_not_mixed_up() -> None:
     with pytest.raises(WhenceError, match=r"no puzzle 'small'.*chain_sum"):
         smollm2("small")
-    with pytest.raises(WhenceError, match="arithmetic has no size 'smollm2'"):
-        task_settings("arithmetic", "smollm2", "ppo")
+    for task, size, hint in (
+        ("arithmetic", "smollm2", "Did you mean small"),
+        ("arithmetic", "chain_sum", "Known: small, tiny, weak"),
+        ("smollm2", "small", f"Known: {', '.join(sorted(PUZZLES))}"),
+    ):
+        with pytest.raises(WhenceError, match=f"{task} has no size '{size}'. {hint}"):
+            LanguageConfig("iif", 0, task=task, size=size)
     assert make_trainer_config(LanguageConfig("iif", 0, **ADAPTED)).max_new_tokens == 8
     grpo = make_trainer_config(LanguageConfig("iif", 0, algorithm="grpo", **ADAPTED))
     assert (grpo.max_completion_length, grpo.num_generations) == (8, 8)

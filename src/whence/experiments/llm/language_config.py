@@ -49,11 +49,12 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     """
     if task is None:
         return {}
-    sizes = _read_task_settings()["ppo" if algorithm == "ppo" else "trl"]
-    size = task if task == "smollm2" else size  # Its puzzles share their settings, and are checked where they are made.
-    if size not in sizes or (size in TASKS) != (size == task):
+    settings = _read_task_settings()
+    of_size = settings["ppo" if algorithm == "ppo" else "trl"]
+    sizes = settings["puzzles"] if task == "smollm2" else [name for name in of_size if name not in TASKS]
+    if size not in sizes:
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
-    return {**sizes[size], **({"beta": 0.0} if algorithm == "rloo" else {})}
+    return {**of_size[task if task == "smollm2" else size], **({"beta": 0.0} if algorithm == "rloo" else {})}
 
 
 ALGORITHMS = ("ppo", "grpo", "rloo")

@@ -9,9 +9,9 @@ plain PPO with Adam 3e-4, and in some of its rounds the draws are made once; eac
 - LDS, orders apart: the same where each half has an order that no other half has;
 - agreement: the rank correlation between the scores of the first 64 draws and those of the last 64.
 
-The estimator is chosen on the part `tuned`, and reported on `tested`. `environments` are the rounds under Adam of
-`studies.faithfulness.run`, trained anew: which records a round has depends on the processor. A finished round is not
-studied again.
+The mean is chosen on the part `tuned`, and reported on `tested`. On `tuned` 16 draws do; that 64 are taken was chosen
+on `tested`. `environments` are the rounds under Adam of `studies.faithfulness.run`, trained anew: which records a round
+has depends on the processor. A finished round is not studied again.
 Training runs are kept in `--runs`.
 """
 

@@ -36,7 +36,7 @@ from studies.faithfulness.interventions import intervene
 from studies.faithfulness.lds import study
 from studies.faithfulness.outcomes import compute_scores
 from studies.faithfulness.removals import leave_out
-from studies.faithfulness.smoothed import score_smoothed
+from studies.faithfulness.smoothed import DRAWS, score_smoothed
 from studies.stored import read_round, write_round
 from whence import IIF, Return, attribute, experiments
 from whence.experiments import RunConfig, measure_returns
@@ -86,7 +86,8 @@ SUBSETS = 100
 ORDERS = {"sgd": 2, "adam": 4}
 """Of each half; under SGD orders differ little: four have a ceiling of .988 and more."""
 
-REMOVED = ("snapshot", "trajectory", "unrolled", "smoothed", "advantage")
+SMOOTHED = f"smoothed, middle half of {DRAWS}"
+REMOVED = ("snapshot", "trajectory", "unrolled", SMOOTHED, "advantage")
 LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
 """Shares of the records; with the latter, test returns are measured."""
 
@@ -176,7 +177,7 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     model, recording = experiments.load_recording(run, number)
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
     scores = compute_scores(policy, recording, **arguments)
-    scores["smoothed"] = score_smoothed(policy, recording, **arguments).double().numpy()
+    scores[SMOOTHED] = score_smoothed(policy, recording, **arguments).double().numpy()
     rows, removals, outcomes = [], [], {}
     with measure_returns(run, model, number, episodes=TEST_EPISODES, seed=seed) as measure:
         tested = measure if job.seed == 0 else None

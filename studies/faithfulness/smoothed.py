@@ -13,7 +13,7 @@ side is weighed by the inverse of its standard error. That lies between equal we
 differ in their means, and inverse variances, which are best if they differ only in their noise.
 
 Under Adam derivatives have heavy tails, so that a few of them settle a plain mean. A side's average is the mean of its
-middle half.
+middle half. How much a side weighs is still settled by the error of its plain mean.
 """
 
 import math

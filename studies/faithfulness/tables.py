@@ -15,7 +15,7 @@ import typer
 
 from studies.faithfulness import ablation_tables, tested
 from studies.faithfulness.means import means_of, over_seeds
-from studies.faithfulness.run import LEFT_OUT, SETUPS, SHARES, STEPS
+from studies.faithfulness.run import LEFT_OUT, SETUPS, SHARES, SMOOTHED, STEPS
 from studies.faithfulness.selection_tables import compared, gain_means, gain_sections
 from studies.markdown import cell, nested, table
 from studies.stored import ROUND, read_datamodels, read_rounds
@@ -24,7 +24,7 @@ from whence.core import write_atomically
 PHASES = ("early", "middle", "late")
 SCORES = (
     *("snapshot", "snapshot with values", "crossfit", "trajectory", "optimizer", "optimizer-momentum", "unrolled"),
-    *("smoothed", *(f"smoothed, {draws} draws" for draws in (64, 512)), "advantage", "td-error", "random"),
+    *("smoothed", *(f"smoothed, {draws} draws" for draws in (64, 512)), SMOOTHED, "advantage", "td-error", "random"),
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
 OUTCOMES = {

@@ -39,8 +39,8 @@ def test_a_round_is_studied_from_end_to_end(results: tuple[Path, RunDirectory]) 
     out, directory = results
     (content,) = read_rounds(out, "round")
     model, recording = load_recording(directory, 2)
-    names = [*run.compute_scores(model.policy, recording, target=Return()), "smoothed"]
-    assert names == ["snapshot", "crossfit", *METHODS, "advantage", "td-error", "random", "smoothed"]
+    names = [*run.compute_scores(model.policy, recording, target=Return()), run.SMOOTHED]
+    assert names == ["snapshot", "crossfit", *METHODS, "advantage", "td-error", "random", "smoothed, middle half of 64"]
     lds = pl.DataFrame(content["lds"], infer_schema_length=None)
     scores = {key: rows["score"].to_list() for key, rows in lds.group_by("truth", "outcome", "share")}
     places = [("target", 0.5), ("surrogate", 0.5), ("evaluated", 0.5), ("target", 0.9), ("surrogate", 0.9)]

@@ -67,6 +67,7 @@ class RunDirectory:
     answers/round_00005.parquet        a language model's answers to sample prompts after round 5
     policies/round_00005.safetensors   the policy that collected round 5; the trained policy follows the last round
     statistics/round_00005.safetensors VecNormalize's statistics when round 5 had been collected
+    states/round_00005.safetensors     a recurrent policy's states before round 5 was collected
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
     checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes

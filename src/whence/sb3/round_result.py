@@ -132,7 +132,7 @@ def estimate_errors(
     *,
     objective: Objective | None,
     engine: str,
-    memory: int,
+    memory: int | None,
 ) -> Influence:
     """Return snapshot scores of a rollout with errors over folds of its episodes; unchanged where there can be none.
 

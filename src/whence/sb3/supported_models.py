@@ -68,7 +68,7 @@ def check_policy(policy: Any) -> None:
     if not isinstance(policy, ActorCriticPolicy | MaskableActorCriticPolicy):
         raise Unsupported(
             f"{type(policy).__name__} is no actor-critic policy, and whence scores on-policy records by their "
-            "log-probs. Use PPO, A2C or MaskablePPO with MlpPolicy, CnnPolicy or MultiInputPolicy."
+            "log-probs. Use PPO, A2C, MaskablePPO or RecurrentPPO with an actor-critic policy of theirs."
         )
     if isinstance(policy, RecurrentActorCriticPolicy):
         for method in _RECURRENT:

@@ -139,7 +139,7 @@ def test_every_interval_of_faithfulness_is_one_of_the_rows(tmp_path: Path) -> No
     faithfulness.main(tmp_path)
     assert (tmp_path / "tables.md").read_bytes() == (folder / "tables.md").read_bytes()
     written = [(folder / name).read_text(encoding="utf-8") for name in ("judges.md", "estimators.md")]
-    known = read_intervals("\n".join(written))
+    known = read_intervals("\n".join(written).replace("-", "−"))
     for name in ("summary.json", "costs.json"):
         known |= {*list_intervals(json.loads((tmp_path / name).read_text(encoding="utf-8")))}
     known |= {*list_intervals(summarise_sweep(load_sweep(folder / "pays")))}

@@ -49,9 +49,9 @@ def task_settings(task: str | None, size: str, algorithm: str) -> dict[str, Any]
     """
     if task is None:
         return {}
-    settings = _read_task_settings()
-    of_size = settings["ppo" if algorithm == "ppo" else "trl"]
-    sizes = settings["puzzles"] if task == "smollm2" else [name for name in of_size if name not in TASKS]
+    tasks = _read_task_settings()
+    of_size = tasks["ppo" if algorithm == "ppo" else "trl"]
+    sizes = tasks["puzzles"] if task == "smollm2" else [name for name in of_size if name not in TASKS]
     if size not in sizes:
         raise WhenceError(f"The task {task} has no size {size!r}.{suggest(size, sizes)}")
     return {**of_size[task if task == "smollm2" else size], **({"beta": 0.0} if algorithm == "rloo" else {})}

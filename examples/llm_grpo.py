@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from whence import NonPositive
-from whence.llm.lab import arithmetic, evaluate
+from whence.lab.language import arithmetic, evaluate
 from whence.llm.trl import InfluenceGRPOTrainer
 
 

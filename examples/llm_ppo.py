@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence import IPPO, NonPositive
+from whence.lab.language import arithmetic, evaluate
 from whence.llm import PPOConfig, PPOTrainer, SequenceReturn, ValidationLoss
-from whence.llm.lab import arithmetic, evaluate
 
 RULES = {"none": None, "iif": NonPositive(), "ippo": IPPO()}
 """Train on every response; on those that score above 0; on the same, weighted by their scores."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from whence.experiments import put_row, read_rows
+from whence.lab import put_row, read_rows
 
 ROUND = ("env", "optimizer", "seed", "round")
 """What tells the rounds of a study apart; their rows are in this order."""

@@ -23,9 +23,8 @@ from studies.practice import tables as practice
 from studies.selection import seconds
 from studies.selection import tables as selection
 from studies.stored import write_line
-from whence import experiments
-from whence.experiments import load_sweep, read_rows, rowfile, summarise_sweep, write_rows
-from whence.page import write_tables
+from whence import lab
+from whence.lab import load_sweep, read_rows, rowfile, summarise_sweep, write_rows, write_tables
 from whence.runs import RunDirectory
 
 ROOT = Path(__file__).parent.parent
@@ -171,7 +170,7 @@ def test_every_interval_of_a_study_is_in_its_tables(study: str, first: str, last
 
 def test_a_run_of_the_paper_repeats(tmp_path: Path) -> None:
     kept = load_sweep(RESULTS / "paper")["frozenlake"]["iif"][3]
-    experiments.run(replace(kept.config, rounds=1), tmp_path / "run")
+    lab.run(replace(kept.config, rounds=1), tmp_path / "run")
     again = RunDirectory.open(tmp_path / "run").table("evaluations")["test_return"].to_list()
     assert again == kept.tables["evaluations"]["test_return"].to_list()[:2]
 

@@ -45,8 +45,8 @@ def end_process() -> None:
 
 
 def run_one_by_one(jobs, workers, on_round):
-    """What `whence.experiments.workers.run_all` does, in this process."""
-    from whence.experiments import runner_of  # the scripts need none of it, and it takes a second to import
+    """What `whence.lab.workers.run_all` does, in this process."""
+    from whence.lab import runner_of
 
     for place, (config, path) in enumerate(jobs):
         try:

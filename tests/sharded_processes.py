@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from languages import language_model, rows_for, tokens
 from launching import end_process
 from whence import NonPositive, WhenceError, attribute
-from whence.attribution import score_targets
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base import Processes
 from whence.llm.scores import Scoring, score
 from whence.llm.scores.row_scores import split_work
+from whence.scores.attribution import score_targets
 
 ROWS = 7  # no multiple of the processes
 AT_ONCE = {2: 3, 4: 1}

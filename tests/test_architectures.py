@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import whence
 from whence import Return, Unsupported
-from whence.attribution import score_targets
 from whence.engines import Refused
+from whence.scores.attribution import score_targets
 
 # As many steps as records, so that axes may be taken for each other.
 RECORDS = LENGTH = 6

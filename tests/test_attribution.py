@@ -26,8 +26,8 @@ from whence import (
     WhenceError,
     attribute,
 )
-from whence.attribution import score_targets
 from whence.sb3 import collect
+from whence.scores.attribution import score_targets
 
 ENGINES = ["loop", "ghost", "forward"]
 

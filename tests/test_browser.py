@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from test_report import by_hand, records_of, run_of
-from whence.experiments.arms import ARMS
-from whence.experiments.comparison import run_path
+from whence.lab.comparison import run_path
 from whence.page import write_report
 from whence.runs import RunDirectory
+from whence.stored.arms import ARMS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -29,12 +29,13 @@ from whence import (
     WhenceError,
     attribute,
 )
-from whence.diagnosis import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
-from whence.experiments import configure, load_round, run
-from whence.experiments.rl.stored import load_model
+from whence.causes import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
+from whence.lab.agents import configure, run
 from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
+from whence.stored.agents import load_round
+from whence.stored.agents.rounds import load_model
 
 ROUNDS, STEPS = 3, 128
 

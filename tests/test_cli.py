@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from launching import run_one_by_one
 from whence import cli
 from whence.cli.terminal import SweepBars, progress
-from whence.experiments import RunConfig
-from whence.experiments.arms import ARMS
-from whence.experiments.rl.presets import presets
-from whence.experiments.sweepfile import Planned
-from whence.page.metric_tables import METRICS, READING, cell
+from whence.lab.agents.presets import read_presets
+from whence.lab.sweepfile import Planned
+from whence.lab.tables import METRICS, READING, cell
 from whence.runs import RunDirectory
+from whence.stored.agents import RunConfig
+from whence.stored.arms import ARMS
 
 # Two runs one after the other, of a second each.
 LAKE = ["FrozenLake-v1", "--arms", "ppo,iif", "--seeds", "1", "--rounds", "2", "--eval-episodes", "4", "--workers", "1"]
@@ -79,7 +79,7 @@ class TestHelp:
         text = words(CliRunner().invoke(cli.app, ["compare", "--help"]).output)
         assert f"{', '.join(ARMS)}; whence list arms tells what they do." in text
         for name in (
-            *presets(),
+            *read_presets(),
             *(f"--{each.name.replace('_', '-')}" for each in fields(RunConfig) if each.name in SET),
         ):
             assert name in text
@@ -132,7 +132,7 @@ def compare_here(out, run_all):
     text, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(err):
         patch.setattr(sys, "argv", ["whence", "compare", *LAKE, "--out", str(out)])
-        patch.setattr("whence.experiments.cluster.run_all", run_all)
+        patch.setattr("whence.lab.cluster.run_all", run_all)
         with pytest.raises(SystemExit) as end:
             cli.main()
     return end.value.code, words(text.getvalue()), words(err.getvalue())
@@ -192,7 +192,7 @@ def test_ctrl_c_promises_nothing_where_nothing_goes_on(whence, monkeypatch, tmp_
         raise KeyboardInterrupt
 
     (tmp_path / "comparison.json").touch()
-    monkeypatch.setattr("whence.experiments.load_comparison", interrupt)
+    monkeypatch.setattr("whence.lab.load_comparison", interrupt)
     assert whence("report", tmp_path) == (130, "", "Interrupted.")
 
 

@@ -13,16 +13,11 @@ import pytest
 import torch
 
 from whence.core import RunDirectoryError, Unsupported, WhenceError, preserve_rng_state
-from whence.experiments import LanguageConfig, cluster, comparison, configure, read_sweep, run, run_sweep, runner_of
-from whence.experiments.cluster import (
-    RETRIES,
-    apply_changes,
-    check_start,
-    list_files,
-    read_files,
-    train_on_node,
-)
+from whence.lab import cluster, comparison, read_sweep, run_sweep, runner_of
+from whence.lab.agents import configure, run
+from whence.lab.cluster import RETRIES, apply_changes, check_start, list_files, read_files, train_on_node
 from whence.runs import RunDirectory
+from whence.stored.language import LanguageConfig
 
 
 @pytest.fixture
@@ -286,7 +281,7 @@ class TestConnecting:
             print("(raylet) A node has been marked dead.")
             return nullcontext((place, "no node") for place in range(len(jobs)))
 
-        monkeypatch.setattr(sys.modules["whence.experiments.sweep"], "start_jobs", print_and_fail)
+        monkeypatch.setattr(sys.modules["whence.lab.sweep"], "start_jobs", print_and_fail)
         (tmp_path / "lake.toml").write_text(SWEEP)
         _, out, err = whence("sweep", tmp_path / "lake.toml", "--on", "ray", "--out", tmp_path / "out", "--json")
         assert "marked dead" in err

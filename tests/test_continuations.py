@@ -12,10 +12,10 @@ from sb3_contrib import MaskablePPO
 from test_episode_replay import learn, train
 from whence import ReplayError, RunDirectory, WhenceError
 from whence.core import preserve_rng_state
-from whence.experiments import estimate_advantages, make_replay_env
-from whence.experiments.rl.stored import load_model
 from whence.sb3 import RecordResets
 from whence.sb3.episodes.episode_replay import open_env, read_episode, reset_to, to_env_actions
+from whence.stored.agents import estimate_advantages, make_replay_env
+from whence.stored.agents.rounds import load_model
 
 
 class Counting(gym.Env):

@@ -13,14 +13,14 @@ from scipy import stats
 
 from test_rounds import assert_untouched, model_of, recorded, replay, state_of
 from whence import WhenceError
-from whence.counterfactual import NOBODY, compute_lds, draw_subsets, reshuffle, retrain
 from whence.engines.memory import measure_bytes
+from whence.lab.rounds import NOBODY, compute_lds, draw_subsets, reshuffle, retrain
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.base.sampling import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
-retrain_module = sys.modules["whence.counterfactual.retrain"]  # the package's name for it is the function
+retrain_module = sys.modules["whence.lab.rounds.retraining"]  # the package's name for it is the function
 
 
 def seeded(seed=0):

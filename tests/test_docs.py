@@ -20,9 +20,9 @@ from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command
 from whence.core import policies
 from whence.engines import auto, rules
-from whence.experiments import read_sweep
-from whence.experiments.arms import ARMS
-from whence.experiments.rl.presets import presets
+from whence.lab import read_sweep
+from whence.lab.agents.presets import read_presets
+from whence.stored.arms import ARMS
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
@@ -76,7 +76,7 @@ def directories_of(name, arguments):
         return [options.get("--out", default)]
     if name not in ("train", "llm train"):
         return []
-    env = presets()[options["--preset"]]["env"] if "--preset" in options else options.get("--task", arguments[0])
+    env = read_presets()[options["--preset"]]["env"] if "--preset" in options else options.get("--task", arguments[0])
     return [options.get("--run", f"runs/{env}-{options.get('--selection', 'iif')}-seed0")]
 
 
@@ -143,7 +143,7 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_the_python_blocks_run_one_after_the_other(page, elsewhere, monkeypatch):
-    monkeypatch.setattr("whence.experiments.cluster.run_all", run_one_by_one)
+    monkeypatch.setattr("whence.lab.cluster.run_all", run_one_by_one)
     monkeypatch.setattr(PPO, "__init__", partialmethod(PPO.__init__, n_epochs=1))  # ten show nothing more
     names, divisors = {"__name__": "__main__"}, {"n_steps=": 4, "learn(": 4}
     if page == "README":
@@ -168,7 +168,7 @@ def test_the_readmes_make_commands_are_the_makefiles():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"\b(compare|run_sweep)\(", PAGES[page])])
 def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, elsewhere, monkeypatch):
-    monkeypatch.setattr("whence.experiments.cluster.run_all", lambda *jobs: pytest.fail("a process was started"))
+    monkeypatch.setattr("whence.lab.cluster.run_all", lambda *jobs: pytest.fail("a process was started"))
     for block in blocks(page, "python"):
         exec(compile(block, f"{page}.md", "exec"), {"__name__": "__mp_main__"})
 
@@ -186,7 +186,7 @@ def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, e
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
     for module in ("comparison", "sweep"):
         monkeypatch.setattr(
-            sys.modules[f"whence.experiments.{module}"],
+            sys.modules[f"whence.lab.{module}"],
             "start_jobs",
             lambda jobs, workers, on, on_round: closing(run_one_by_one(jobs, workers, on_round)),
         )
@@ -300,7 +300,7 @@ def exported_names(package):
 
 
 @pytest.mark.site
-@pytest.mark.parametrize("package", ["", "sb3", "llm", "experiments", "diagnosis"])
+@pytest.mark.parametrize("package", ["", "sb3", "llm", "stored", "causes", "lab"])
 def test_every_exported_name_is_on_the_api_page(site, package):
     names = exported_names(package)
     assert names
@@ -315,4 +315,4 @@ def test_every_name_that_the_pages_import_is_on_the_api_page(site):
     names = [f"{match[1]}.{name.strip()}" for match in imports for name in match[2].split(",")]
     assert "whence.attribute" in names
     shown = {re.sub(r"(\.\w+)\1$", r"\1", name) for name in re.findall(r'id="([\w.]+)"', site["reference/api"])}
-    assert sorted({*names} - shown - {"whence.experiments"}) == []
+    assert sorted({*names} - shown - {"whence.lab", "whence.stored"}) == []

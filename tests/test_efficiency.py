@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from whence.core import WhenceError
-from whence.efficiency import (
+from whence.lab.efficiency import (
     PAIR_METRICS,
     Curve,
     curve_metrics,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import whence
 from toys import categorical_view, difference, mlp_view, model, moved, records_for
 from whence import A2C, Action, PPOClip, Return, attribute
-from whence.attribution import score_targets
 from whence.engines import LayerRule, Refused, register_rule
 from whence.sb3 import InfluenceCallback, collect
+from whence.scores.attribution import score_targets
 
 OBSERVATIONS = ("vector", "image", "discrete", "multidiscrete", "multibinary", "dict")
 ACTIONS = ("discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed")

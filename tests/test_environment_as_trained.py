@@ -18,12 +18,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 from test_episode_replay import Jittery, check_all, learn
 from test_safety import rewrite
 from whence import ReplayError, RunDirectoryError, replay_episode
+from whence.causes import play_episode
 from whence.core import WhenceError
-from whence.diagnosis import play_episode
-from whence.experiments import estimate_advantages, load_round, make_lockstep, measure_returns
-from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
 from whence.sb3 import InfluenceCallback, RecordResets, read_episode, resume
 from whence.sb3.base.environment_source import digest_sources
+from whence.stored.agents import estimate_advantages, load_round, make_lockstep, measure_returns
+from whence.stored.agents.labels import action_labels, box_action_labels, state_names
 
 
 def cart(**kwargs):

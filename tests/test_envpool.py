@@ -16,13 +16,14 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import whence
 from whence import IIF, RunDirectory, WhenceError
-from whence.experiments import RunConfig, configure, load_round, run
-from whence.experiments.rl.environments import evaluate, make_evaluation_env, make_training_env
-from whence.experiments.rl.presets import presets
-from whence.experiments.rl.training import make_model
+from whence.lab.agents import configure, run
+from whence.lab.agents.presets import read_presets
+from whence.lab.agents.training import make_model
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import envpool
 from whence.sb3.episodes.envpool import EnvPoolVecEnv, evaluate_pool
+from whence.stored.agents import RunConfig, load_round
+from whence.stored.agents.environments import evaluate, make_evaluation_env, make_training_env
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 pytest.importorskip("envpool")
@@ -59,7 +60,7 @@ HIGHWAY = RunConfig(
     "ppo",
     0,
     env_kwargs={"config": {"vehicles_count": 10}},
-    pool_kwargs=presets()["lda-code/highway"]["pool_kwargs"],
+    pool_kwargs=read_presets()["lda-code/highway"]["pool_kwargs"],
 )
 """What the preset trains in, by Gymnasium's names."""
 

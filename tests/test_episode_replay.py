@@ -16,8 +16,9 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 import whence
 from toys import Toy
 from whence import IIF, RecordBatch, ReplayError, RunDirectory, attribute, replay_episode
-from whence.experiments import configure, load_round, run
+from whence.lab.agents import configure, run
 from whence.sb3 import InfluenceCallback, RecordResets
+from whence.stored.agents import load_round
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 

@@ -21,11 +21,11 @@ from whence import (
     WhenceError,
     attribute,
 )
-from whence.attribution import score_targets
 from whence.core import BatchTarget
-from whence.folds import PartialTarget, balance_folds, count_folds, standard_errors
-from whence.influence import SIGNIFICANT
 from whence.sb3 import InfluenceCallback, collect
+from whence.scores.attribution import score_targets
+from whence.scores.folds import PartialTarget, balance_folds, count_folds, standard_errors
+from whence.scores.influence import SIGNIFICANT
 
 COVERED = (0.90, 0.98)
 """The share of the records whose interval has to hold the truth."""

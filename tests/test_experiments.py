@@ -15,28 +15,18 @@ from stable_baselines3 import PPO
 
 from whence import Action
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
-from whence.experiments import (
-    Comparison,
-    RunConfig,
-    cluster,
-    compare,
-    configure,
-    load_comparison,
-    plan_comparison,
-)
-from whence.experiments.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
-from whence.experiments.comparison import run_path
-from whence.experiments.rl.config import HYPERPARAMETERS
-from whence.experiments.rl.environments import (
-    evaluate,
-    make_evaluation_env,
-    make_training_env,
-)
-from whence.experiments.rl.plan import check_action, reads
-from whence.experiments.rl.presets import presets
-from whence.experiments.rl.training import is_finished, read_curve, run
+from whence.lab import Comparison, cluster, compare, load_comparison
+from whence.lab.agents import configure, plan_comparison
+from whence.lab.agents.plan import check_action, reads
+from whence.lab.agents.presets import read_presets
+from whence.lab.agents.training import is_finished, read_curve, run
+from whence.lab.comparison import run_path
 from whence.runs import RunDirectory
 from whence.sb3.base.networks import default_policy
+from whence.stored.agents import RunConfig
+from whence.stored.agents.environments import evaluate, make_evaluation_env, make_training_env
+from whence.stored.agents.run_config import HYPERPARAMETERS
+from whence.stored.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -134,7 +124,7 @@ def registered():
 def two_libraries(monkeypatch):
     """Stand in for EnvPool: FrozenLake's spaces, unless a test changes them."""
     pool = SimpleNamespace(observation_space=spaces.Discrete(16), action_space=spaces.Discrete(4), close=lambda: None)
-    monkeypatch.setattr("whence.experiments.rl.environments.make_pool", lambda *made: pool)
+    monkeypatch.setattr("whence.stored.agents.environments.make_pool", lambda *made: pool)
     return pool
 
 
@@ -197,9 +187,9 @@ class TestPlan:
             {"policy_kwargs": {"log_std_init": math.inf, "net_arch": [64]}},
         ],
     )
-    @pytest.mark.parametrize("name", list(presets()))
+    @pytest.mark.parametrize("name", list(read_presets()))
     def test_a_configuration_comes_back_from_json(self, name, changed):
-        config = replace(RunConfig(arm="iif", seed=3, **presets()[name]), **changed)
+        config = replace(RunConfig(arm="iif", seed=3, **read_presets()[name]), **changed)
         assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
 
     def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
@@ -330,11 +320,11 @@ class TestPlan:
         assert configure(**asked, pool_kwargs={"max_episode_steps": 9}).env_kwargs == {}
 
     @pytest.mark.filterwarnings(ENVPOOL_WARNS)
-    @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("lda-code/")])
+    @pytest.mark.parametrize("name", [name for name in read_presets() if name.startswith("lda-code/")])
     def test_every_preset_can_be_made(self, name):
         for module in ("Box2D", "envpool", "minigrid"):  # Box2D before EnvPool: see make_pool
             pytest.importorskip(module)
-        values = presets()[name]
+        values = read_presets()[name]
         config = configure(preset=name)
         assert (config.env_kwargs, config.pool_kwargs) == (values["env_kwargs"], values.get("pool_kwargs", {}))
 

@@ -15,21 +15,22 @@ from typer.testing import CliRunner
 
 from launching import run_one_by_one
 from test_llm_trainer import make_model, make_tokenizer
-from whence import cli, experiments
+from whence import cli, lab
 from whence.core import RunDirectoryError, WhenceError
 from whence.engines import memory
-from whence.experiments import LanguageConfig
-from whence.experiments.arms import split_arm
-from whence.experiments.llm.language_config import digest_source, is_finished, read_curve
-from whence.experiments.llm.language_training import prepare, run
-from whence.experiments.llm.loading import load_function
-from whence.experiments.llm.tasks import make_trainer_config, scoring_memory
-from whence.llm.lab import SIZES, check
-from whence.llm.lab.laboratory import make_character_tokenizer
-from whence.llm.lab.laboratory import make_model as make_lab_model
+from whence.lab.language import SIZES, check
+from whence.lab.language.laboratory import make_character_tokenizer
+from whence.lab.language.laboratory import make_model as make_lab_model
+from whence.lab.language.results import is_finished, read_curve
+from whence.lab.language.training import prepare, run
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import DTV, IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
+from whence.stored.arms import split_arm
+from whence.stored.language import LanguageConfig
+from whence.stored.language.language_config import digest_source
+from whence.stored.language.loading import load_function
+from whence.stored.language.tasks import make_trainer_config, scoring_memory
 
 REWARDS = """
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def comparison(tmp_path_factory):
     path = tmp_path_factory.mktemp("comparison")
     arguments = ["--size", "tiny", "--arms", "none,iif-sequence", "--seeds", 1, "--workers", 1, "--out", path]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whence.experiments.cluster.run_all", run_one_by_one)
+        patch.setattr("whence.lab.cluster.run_all", run_one_by_one)
         done = invoke("llm", "compare", *arguments, "--settings", json.dumps(QUICK), "--json")
     assert done.exit_code == 0, done.output
     return path, done.stdout
@@ -470,7 +471,7 @@ class TestCommand:
         assert list(summary["arithmetic"]) == ["ppo", "iif-sequence"]
         page = (path / "report.html").read_text()
         assert "1 seed, 2 rounds, up to 512 prompts of the test." in page
-        loaded = experiments.load_comparison(path)
+        loaded = lab.load_comparison(path)
         assert [config.arm for config in loaded.configs] == ["ppo", "iif-sequence"]
 
     def test_a_comparison_is_reported_without_the_extra(self, comparison, tmp_path):

@@ -8,8 +8,6 @@ import polars as pl
 import pytest
 
 from whence.core import WhenceError
-from whence.influence import is_significant
-from whence.moments import find_moment
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
 from whence.page.embedding import NOT_EMBEDDED, embed_rounds
 from whence.page.explored.frames import WIDTH, encode_frames, replay_moments
@@ -17,6 +15,8 @@ from whence.page.explored.rounds import ROWS, describe_trust, order_strip
 from whence.page.explored.scored_round import read_round
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
+from whence.scores.influence import is_significant
+from whence.scores.moments import find_moment
 
 HOSTILE = "</script><script>alert(1)</script>\u202e\u2028"
 
@@ -182,7 +182,7 @@ class TestRound:
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
         monkeypatch.setattr("whence.page.explored.rounds.STRIP", 20)
-        from whence.moments import find_moments
+        from whence.scores.moments import find_moments
 
         table = table_of()
         moments = find_moments(table, lowest=True, most=1)

@@ -9,11 +9,12 @@ from torch import nn
 from languages import language_model, rows_for
 from test_leave_one_out import POLICIES, materialise
 from toys import categorical_view, model, moved, records_for
-from whence import RecordBatch, gradient_products
+from whence import RecordBatch
 from whence.core import NonFinite, as_view
-from whence.gradient_products import multiply_gradients
 from whence.llm import language_view
 from whence.sb3 import collect
+from whence.scores import gradient_products
+from whence.scores.gradient_products import multiply_gradients
 
 EXACT = 1e-5
 

@@ -13,7 +13,7 @@ import pytest
 
 from whence.cli.app import COMMANDS, LLM_COMMANDS
 from whence.engines import ENGINES
-from whence.experiments.rl.config import TARGETS
+from whence.stored.agents.run_config import TARGETS
 
 lists = importlib.import_module("whence.cli.commands.list_command")
 
@@ -33,16 +33,14 @@ def test_there_is_no_circle_of_imports_inside_functions_or_for_types_either(grap
 
 def test_imports_inside_functions_and_for_types_are_seen(graph):
     # Otherwise the test above would hold for too little.
-    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.experiments.arms")
-    assert "whence.llm.trl.trainers" in graph.find_modules_directly_imported_by(
-        "whence.experiments.llm.language_training"
-    )
+    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.stored.arms")
+    assert "whence.llm.trl.trainers" in graph.find_modules_directly_imported_by("whence.lab.language.training")
 
 
 def test_every_module_of_floors_0_to_2_is_in_the_contract_that_keeps_libraries_out(graph):
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     contract = next(one for one in config["contracts"] if one["name"].startswith("floors 0 to 2"))
-    above = {f"whence.{name}" for name in ("cli", "page", "diagnosis", "findings", "experiments", "sb3", "llm")}
+    above = {f"whence.{name}" for name in ("cli", "lab", "page", "causes", "findings", "stored", "sb3", "llm")}
     assert set(contract["source_modules"]) == graph.find_children("whence") - above
 
 
@@ -94,13 +92,13 @@ def test_scoring_loads_neither_statistics_nor_fsdp():
 
 def test_a_configuration_loads_no_trainer():
     loaded = loaded_by(
-        "from whence.experiments import LanguageConfig, RunConfig\n"
+        "from whence.stored.agents import RunConfig; from whence.stored.language import LanguageConfig\n"
         "RunConfig(env='CartPole-v1', arm='iif', seed=0)\n"
         "LanguageConfig('ippo', 0, algorithm='grpo').rounds"
     )
     assert not loaded & {
-        "whence.experiments.rl.training",
-        "whence.experiments.llm.language_training",
+        "whence.lab.agents.training",
+        "whence.lab.language.training",
         "whence.sb3.callback",
         "whence.llm.ppo.trainer",
         "trl",

@@ -5,8 +5,8 @@ import polars as pl
 import pytest
 
 from test_episode_replay import train
-from whence.diagnosis import map_extremes
-from whence.diagnosis.judgement import compare_signs, measure_visits
+from whence.causes import map_extremes
+from whence.causes.judgement import compare_signs, measure_visits
 
 
 @pytest.fixture(scope="module")

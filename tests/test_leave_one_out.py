@@ -12,11 +12,11 @@ from languages import language_model, rows_for, tokens
 from test_attribution import two_records
 from toys import Softmax, categorical_view, difference, mlp_view, model, moved, records_for, softmax_view
 from whence import Action, MeanObjective, PPOClip, RecordBatch, Return, WhenceError, attribute
-from whence.attribution import score_targets
 from whence.core import PolicyView, as_view, label_units
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, language_view
 from whence.llm.scores import GroupObjective, Scoring, row_scores, score
 from whence.sb3 import collect
+from whence.scores.attribution import score_targets
 
 EXACT = 1e-5
 

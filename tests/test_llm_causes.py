@@ -20,15 +20,15 @@ from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
 from test_llm_why import NAMES, copy_run, runs
 from whence import NonPositive
+from whence.causes import find_response_causes, rank_records
+from whence.causes.response_causes import measure_trained, rank_bm25
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
-from whence.diagnosis import find_response_causes, rank_records
-from whence.diagnosis.response_causes import measure_trained, rank_bm25
-from whence.experiments.llm.language_rebuilding import _list_prompt_widths, list_policies, rebuild_round
-from whence.experiments.llm.language_training import run
-from whence.experiments.llm.tasks import make_response_target
+from whence.lab.language.training import run
 from whence.llm import language_view
 from whence.runs import RunDirectory, write_flag
 from whence.selection import read_weights
+from whence.stored.language.rounds import _list_prompt_widths, list_policies, rebuild_round
+from whence.stored.language.tasks import make_response_target
 
 FIXTURES = cache, runs
 QUESTION = "5-1?", "5-1=5;5"

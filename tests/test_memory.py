@@ -61,7 +61,7 @@ def test_the_budget_follows_the_device(monkeypatch: pytest.MonkeyPatch, device: 
 
 def test_scoring_without_a_budget_has_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("whence.attribution.choose_memory", lambda device: seen.append(device) or MIB)
+    monkeypatch.setattr("whence.scores.attribution.choose_memory", lambda device: seen.append(device) or MIB)
     attribute(mlp_view(), records_for(mlp_view(), 20), target=Return())
     assert seen == [torch.device("cpu")]
 

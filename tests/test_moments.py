@@ -7,8 +7,8 @@ import scipy.stats as stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whence.groups import find_common_groups, group_scores, list_groupings
-from whence.moments import ALIKE, find_moments, name_action, name_entries
+from whence.scores.moments import ALIKE, find_moments, name_action, name_entries
+from whence.scores.pivots import find_common_groups, group_scores, list_groupings
 
 SCORES = [-1.0, -6.0, -10.0, -5.0, 2.0, -9.0, 4.0, 3.0, 1.0, -0.5]
 

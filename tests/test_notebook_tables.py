@@ -3,7 +3,7 @@
 import torch
 
 from whence import Influence, RecordBatch
-from whence.influence import Provenance
+from whence.scores.influence import Provenance
 
 HOSTILE = "<script>alert(1)</script>"
 

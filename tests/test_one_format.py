@@ -16,11 +16,12 @@ import whence.sb3
 from whence import IIF
 from whence.cli import app
 from whence.core import preserve_rng_state
-from whence.experiments import RunConfig, run
-from whence.experiments.rl.changes import compare_policies
-from whence.experiments.rl.stored import load_round
+from whence.lab.agents import run
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
+from whence.stored.agents import RunConfig
+from whence.stored.agents.policy_changes import compare_policies
+from whence.stored.agents.rounds import load_round
 
 SETTINGS = {"n_steps": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.01}
 CONFIG = RunConfig("FrozenLake-v1", "iif", 3, hyperparameters=SETTINGS, rounds=4, eval_episodes=10, n_envs=2)
@@ -45,7 +46,7 @@ def test_resume_goes_on_with_a_run_of_the_command_to_the_same_bits(tmp_path):
     env = DummyVecEnv([lambda: Monitor(gym.make("FrozenLake-v1"))] * 2)
     model, callback = whence.sb3.resume(tmp_path / "parts", env)
     model.learn(CONFIG.rounds * 64, callback=callback)
-    assert not whence.experiments.is_finished(CONFIG, tmp_path / "parts")
+    assert not whence.lab.is_finished(CONFIG, tmp_path / "parts")
     run(CONFIG, tmp_path / "parts")  # measures the test returns that are missing
     whole, parts = (RunDirectory.open(tmp_path / name) for name in ("whole", "parts"))
     assert parts.config == whole.config

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from test_experiments_llm import cache
 from test_llm_why import runs
 from whence import Action, RunDirectory, WhenceError, cli
+from whence.causes import prove_decision, prove_response
+from whence.causes.decisions import read_log_probs
+from whence.causes.proofs import VARIANTS, Proof, check_left_out, prove
 from whence.core import RunDirectoryError
-from whence.counterfactual.proofs import VARIANTS, Proof, check_left_out, prove
-from whence.diagnosis import prove_decision, prove_response
-from whence.diagnosis.decisions import read_log_probs
-from whence.experiments.llm.language_rebuilding import load_start_policy, load_trained_task, make_stored_rows
-from whence.experiments.rl.trainable_rounds import leave_out, load_trainable_rounds
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs.flags import write_flag
 from whence.sb3 import replay_rounds
+from whence.stored.agents.trainable_rounds import leave_out, load_trainable_rounds
+from whence.stored.language.rounds import load_start_policy, load_trained_task, make_stored_rows
 
 FIXTURES = cache, runs
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")

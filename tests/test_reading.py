@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 from toys import flip_bit, model
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.core import RunDirectoryError
-from whence.experiments import LanguageConfig, RunConfig, load_policy, read_config
-from whence.moments import find_moments
+from whence.lab import read_config
 from whence.runs import read_latest
 from whence.sb3 import InfluenceCallback, collect
+from whence.scores.moments import find_moments
+from whence.stored.agents import RunConfig, load_policy
+from whence.stored.language import LanguageConfig
 
 RECORDING, SCORES = "recordings/round_00001.safetensors", "scores.safetensors"
 FILES = ["config.json", "metrics.parquet", "records/round_00001.parquet", "policies/round_00001.safetensors"]

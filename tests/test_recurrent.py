@@ -16,11 +16,11 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import toys
 import whence
 from test_sb3_loss import Gradients, fill_buffer
+from whence.causes import compare_log_probs, find_causes, play_episode, prove_decision, read_record
 from whence.core import RunDirectoryError, as_view
-from whence.diagnosis import compare_log_probs, find_causes, play_episode, prove_decision, read_record
-from whence.experiments import compare_policies, estimate_advantages, load_model, load_round, replay_episode
 from whence.sb3 import InfluenceCallback, collect, model_objective
 from whence.sb3.base.sampling import select_from
+from whence.stored.agents import compare_policies, estimate_advantages, load_model, load_round, replay_episode
 
 STEPS = 32
 

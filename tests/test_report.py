@@ -12,10 +12,12 @@ import pytest
 from pages import ASSETS
 from test_explorer import table_of
 from whence.core import preserve_rng_state
-from whence.efficiency import Curve, summarise
-from whence.experiments import Comparison, RunConfig, compare, plan_comparison
-from whence.experiments.comparison import run_path
-from whence.experiments.rl.training import run
+from whence.lab import Comparison, compare
+from whence.lab.agents import plan_comparison
+from whence.lab.agents.training import run
+from whence.lab.comparison import run_path
+from whence.lab.efficiency import Curve, summarise
+from whence.lab.tables import METRICS, cell, format_seeds, give_verdict, make_summary
 from whence.page import write_report
 from whence.page.explored.grid import LONGEST, STEPS
 from whence.page.figures import (
@@ -26,14 +28,8 @@ from whence.page.figures import (
     seconds_by_stage,
 )
 from whence.page.html import embed
-from whence.page.metric_tables import (
-    METRICS,
-    cell,
-    format_seeds,
-    give_verdict,
-    make_summary,
-)
 from whence.runs import RunDirectory
+from whence.stored.agents import RunConfig
 
 COLUMNS = [column.key for column in STEPS]
 

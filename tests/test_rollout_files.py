@@ -18,10 +18,10 @@ from test_llm_trl import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError
-from whence.experiments.llm.loading import load_checkpoint
 from whence.llm import GroupObjective, SequenceReturn, language_view
 from whence.llm.files import read_steps, rollout_files, score_rollouts
 from whence.llm.files.scored_rollouts import add_advantages
+from whence.stored.language.loading import load_checkpoint
 
 ROWS = [
     {"input": "ab", "output": "cde", "score": 1.0, "step": 1, "gts": "x"},

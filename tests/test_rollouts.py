@@ -5,7 +5,7 @@ import torch
 
 from whence import TDErrorPriority, flatten_rollout
 from whence.advantages import td_errors
-from whence.moments import find_moments
+from whence.scores.moments import find_moments
 from whence.selection import compute_td_errors, measure_by_visits
 
 STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])

@@ -16,11 +16,11 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 import whence
-from whence import IIF, KeepAll, Return, RoundRecording, WhenceError, attribute, attribute_round
+from whence import IIF, KeepAll, Return, RoundRecording, WhenceError, attribute
 from whence.core import NonFinite, Unsupported, eval_mode, preserve_rng_state
-from whence.counterfactual import retrain
-from whence.rounds import METHODS, OptimizerState, check_finite, check_weights, optimizers, round_scores, step
-from whence.rounds.replay import (
+from whence.lab import attribute_round
+from whence.lab.rounds import METHODS, check_finite, check_weights, optimizers, retrain, round_scores, step
+from whence.lab.rounds.replay import (
     clip_factor,
     iterate_points,
     minibatch_loss,
@@ -29,6 +29,7 @@ from whence.rounds.replay import (
     raise_on_divergence,
     target_gradient,
 )
+from whence.rounds.recording import OptimizerState
 from whence.sb3 import InfluenceCallback
 from whence.sb3 import replay_round as replay_sb3
 from whence.sb3.base.model_tensors import named_tensors

@@ -16,14 +16,14 @@ from filelock import FileLock
 from polars.testing import assert_frame_equal
 from safetensors.torch import save_file
 
-import whence.influence
 import whence.runs.files
+import whence.scores.influence
 from whence.core import InvalidInfluence, RunDirectoryError, write_atomically
-from whence.influence import Influence, Provenance
 from whence.runs import RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint
 from whence.runs.locks import lock_run
 from whence.runs.stopwatch import flatten_seconds
+from whence.scores.influence import Influence, Provenance
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 

@@ -27,13 +27,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import run_audit
 from run_audit import judge
 from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
+from whence.causes import find_causes, play_episode
 from whence.cli.terminal import console, make_table
 from whence.core import RunDirectoryError, hide_working_directory, write_atomically
-from whence.diagnosis import find_causes, play_episode
-from whence.experiments import configure, load_comparison, load_round, measure_returns, run
-from whence.experiments.llm.language_rebuilding import list_policies, load_trained_task, rebuild_round
-from whence.experiments.llm.loading import load_model, load_pretrained
-from whence.experiments.rl.stored import load_model as load_agent
+from whence.lab import load_comparison
+from whence.lab.agents import configure, run
 from whence.page import ExploredRun, write_report
 from whence.page.explored.rounds import build_detail, build_round
 from whence.page.server import make_app
@@ -42,6 +40,10 @@ from whence.runs import SIGNATURE, signatures
 from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.base.model_description import to_json_types
 from whence.sb3.base.stored_spaces import describe_space, make_space
+from whence.stored.agents import load_round, measure_returns
+from whence.stored.agents.rounds import load_model as load_agent
+from whence.stored.language.loading import load_model, load_pretrained
+from whence.stored.language.rounds import list_policies, load_trained_task, rebuild_round
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 

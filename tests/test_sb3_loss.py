@@ -313,7 +313,7 @@ def scale_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
 def test_scores_by_a_rounds_steps_are_of_the_gradients_that_these_took(around: Any) -> None:
     toy = with_extractor(around)
     recording = record_round(toy)
-    scores = whence.attribute_round(toy.policy, recording, target=whence.Return(), method="trajectory").scores
+    scores = whence.lab.attribute_round(toy.policy, recording, target=whence.Return(), method="trajectory").scores
     toy.policy.load_state_dict(recording.start, strict=False)
     snapshot = whence.attribute(toy.policy, recording.records, target=whence.Return(), engine="loop").scores
     torch.testing.assert_close(scores, snapshot, rtol=1e-5, atol=1e-5 * float(snapshot.abs().max()))
@@ -322,7 +322,7 @@ def test_scores_by_a_rounds_steps_are_of_the_gradients_that_these_took(around: A
 def test_steps_with_masked_gradients_are_not_computed_again() -> None:
     toy = mask_parameter()
     with pytest.raises(Unsupported, match="A hook on a parameter changes its gradient"):
-        whence.attribute_round(toy.policy, record_round(toy), target=whence.Return(), method="trajectory")
+        whence.lab.attribute_round(toy.policy, record_round(toy), target=whence.Return(), method="trajectory")
 
 
 def mean_rows(layer: nn.Linear, x: Tensor) -> Tensor:

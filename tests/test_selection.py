@@ -32,7 +32,7 @@ from whence import (
     ZeroVariance,
 )
 from whence.core import label_units
-from whence.influence import Provenance
+from whence.scores.influence import Provenance
 
 
 def make_records(n: int, **columns: Any) -> RecordBatch:

@@ -17,14 +17,15 @@ from torch.distributions import Normal, kl_divergence
 
 from toys import Toy
 from whence import IIF, Return, RunDirectory, attribute
-from whence.experiments import configure, load_round, run
-from whence.experiments.rl.changes import compare_policies
-from whence.experiments.rl.labels import action_labels, box_action_labels, state_names
-from whence.moments import find_moment, find_moments
+from whence.lab.agents import configure, run
 from whence.page import MomentView, choose_frames, read_window
 from whence.page.explored.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
+from whence.scores.moments import find_moment, find_moments
+from whence.stored.agents import load_round
+from whence.stored.agents.labels import action_labels, box_action_labels, state_names
+from whence.stored.agents.policy_changes import compare_policies
 
 
 @pytest.fixture(scope="module")

@@ -21,25 +21,16 @@ from typer.testing import CliRunner
 from launching import run_one_by_one
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
-from whence.efficiency import rounds_to
-from whence.experiments import (
-    cluster,
-    comparison,
-    configure,
-    load_sweep,
-    plan_comparison,
-    read_sweep,
-    run,
-    run_sweep,
-    workers,
-)
-from whence.experiments.rl.environments import make_training_env
-from whence.experiments.rl.presets import presets
-from whence.experiments.rl.training import make_curve, make_model
-from whence.experiments.rowfile import read_rows, write_rows
-from whence.experiments.sweep import KEYS
-from whence.experiments.workers import run_all
+from whence.lab import cluster, comparison, load_sweep, read_sweep, run_sweep, workers
+from whence.lab.agents import configure, plan_comparison, run
+from whence.lab.agents.presets import read_presets
+from whence.lab.agents.training import make_curve, make_model
+from whence.lab.efficiency import rounds_to
+from whence.lab.rowfile import read_rows, write_rows
+from whence.lab.sweep import KEYS
+from whence.lab.workers import run_all
 from whence.runs import RunDirectory, lock_directory
+from whence.stored.agents.environments import make_training_env
 
 LAKE = """
 [[experiment]]
@@ -172,7 +163,7 @@ class TestReading:
         assert str(refused.value).startswith(str(path))
 
     def test_a_name_stands_for_one_share_of_its_own(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(presets(), "other", {**presets()["lda-code/frozenlake"], "drop": 0.25})
+        monkeypatch.setitem(read_presets(), "other", {**read_presets()["lda-code/frozenlake"], "drop": 0.25})
         asked = '[[experiment]]\nname = "lake"\npreset = "{}"\narms = ["ppo", "iif"]\nseeds = 1\n'
         file = write_sweep(tmp_path, asked.format("lda-code/frozenlake") + asked.format("other"))
         with pytest.raises(WhenceError, match=r"The name 'lake' .* differ in drop"):

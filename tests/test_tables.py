@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from whence.core import WhenceError
-from whence.experiments import KeptRun, RunConfig, load_sweep, summarise_sweep
-from whence.experiments.rl.training import make_curve
-from whence.page import write_tables
+from whence.lab import KeptRun, load_sweep, summarise_sweep, write_tables
+from whence.lab.agents.training import make_curve
 from whence.page.figures import COLOURS, arm_colours, over_rounds
+from whence.stored.agents import RunConfig
 
 LAKE = RunConfig(env="FrozenLake-v1", arm="ppo", seed=0, rounds=4, eval_episodes=20)
 

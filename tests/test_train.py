@@ -12,14 +12,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from whence import Return, RunDirectory, RunDirectoryError, attribute, attribute_round, cli
+from whence import Return, RunDirectory, RunDirectoryError, attribute, cli
 from whence.engines import ENGINES
-from whence.experiments import load_recording, load_round
-from whence.experiments.arms import ARMS
-from whence.experiments.rl.config import TARGETS
-from whence.experiments.rl.presets import presets
-from whence.experiments.rl.stored import measure_returns
+from whence.lab import attribute_round
+from whence.lab.agents.presets import read_presets
 from whence.sb3 import model_objective
+from whence.stored.agents import load_recording, load_round
+from whence.stored.agents.rounds import measure_returns
+from whence.stored.agents.run_config import TARGETS
+from whence.stored.arms import ARMS
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
 
@@ -151,7 +152,7 @@ def test_any_field_of_a_comparison_is_set(monkeypatch: pytest.MonkeyPatch) -> No
         planned.extend(configs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("whence.experiments.compare", enough)
+    monkeypatch.setattr("whence.lab.compare", enough)
     monkeypatch.setitem(sys.modules, "envpool", None)
     asked = ["compare", "--preset", "lda-code/acrobot", "--seeds", 1, "--arms", "ppo,iif"]
     said = "Or play in Gymnasium's environments: --collect-with gymnasium --evaluate-with gymnasium"
@@ -207,7 +208,7 @@ def test_list_names_all_there_is() -> None:
     assert content.keys() == {"arms", "arms of language models", "presets", "engines", "targets"}
     assert list(content["arms"]) == list(ARMS)
     assert content["arms of language models"]["zero-variance"].items() >= {"unit": "group", "needs": "groups"}.items()
-    assert list(content["presets"]) == list(presets())
+    assert list(content["presets"]) == list(read_presets())
     assert list(content["engines"]) == ["auto", *ENGINES]
     assert list(content["targets"]) == list(TARGETS)
     about = content["presets"]
@@ -225,7 +226,7 @@ STAGES = {
     "scoring": ("whence.sb3.callback", "attribute"),
     "writing": ("whence.runs", "RunDirectory.write_policy"),
     "optimisation": ("torch.nn.utils", "clip_grad_norm_"),
-    "evaluation": ("whence.experiments.rl.training", "measure_return"),
+    "evaluation": ("whence.lab.agents.training", "measure_return"),
 }
 
 

@@ -1,9 +1,7 @@
-from . import diagnosis as diagnosis
-from . import experiments as experiments
+from . import causes as causes
 from . import llm as llm
 from . import sb3 as sb3
-from .attribution import attribute as attribute
-from .checks import check_engines as check_engines
+from . import stored as stored
 from .core.errors import InvalidInfluence as InvalidInfluence
 from .core.errors import InvalidRecords as InvalidRecords
 from .core.errors import NonFinite as NonFinite
@@ -20,12 +18,12 @@ from .core.records import RecordBatch as RecordBatch
 from .core.targets import Action as Action
 from .core.targets import MeanObjective as MeanObjective
 from .core.targets import Return as Return
-from .experiments.rl.stored import replay_episode as replay_episode
-from .influence import Influence as Influence
 from .rollouts import flatten_rollout as flatten_rollout
 from .rounds import RoundRecording as RoundRecording
-from .rounds import attribute_round as attribute_round
 from .runs import RunDirectory as RunDirectory
+from .scores import Influence as Influence
+from .scores import attribute as attribute
+from .scores.engine_checks import check_engines as check_engines
 from .selection import DTV as DTV
 from .selection import IIF as IIF
 from .selection import IPPO as IPPO
@@ -44,5 +42,6 @@ from .selection import Selection as Selection
 from .selection import SelectionRule as SelectionRule
 from .selection import TDErrorPriority as TDErrorPriority
 from .selection import ZeroVariance as ZeroVariance
+from .stored import replay_episode as replay_episode
 
 __version__: str

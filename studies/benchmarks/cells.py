@@ -8,7 +8,7 @@ from typing import Any
 
 from studies.stored import write_line
 from whence.core import WhenceError, suggest
-from whence.experiments import read_rows
+from whence.lab import read_rows
 
 KEYS = ("device", "cell")
 """What tells the lines of results apart."""

@@ -19,9 +19,9 @@ from studies.benchmarks.timing import (
     spread,
     take_turns,
 )
-from whence.attribution import score_targets
 from whence.core import WhenceError, first_line
 from whence.engines import measure_bytes
+from whence.scores.attribution import score_targets
 
 SIZES = (512, 2048, 16_384, 131_072, 1_000_000)
 ROWS = (16, 64, 256)

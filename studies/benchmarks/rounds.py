@@ -12,8 +12,8 @@ from studies.benchmarks.cells import Cell, Result, Setting
 from studies.benchmarks.policies import make_model
 from studies.benchmarks.timing import spread, spread_stages, take_turns
 from whence import IIF, Return, RunDirectory, attribute
-from whence.folds import FOLDS
 from whence.sb3 import InfluenceCallback, collect, model_objective
+from whence.scores.folds import FOLDS
 
 WORLDS = {"lunar-lander": "mlp", "minigrid": "minigrid"}
 """Worlds, and the suite's policy of each."""

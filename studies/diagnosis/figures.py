@@ -20,9 +20,9 @@ from studies.diagnosis.judgement import SHARE, judge_advantages, read_scored_rou
 from studies.diagnosis.run import SETUPS, policy_table, train
 from studies.phases.phases import find_behaviour
 from whence import RunDirectory, attribute
-from whence.diagnosis.grid_map import MOST, GridMap, map_extremes
-from whence.experiments import action_labels, load_round
+from whence.causes.grid_map import MOST, GridMap, map_extremes
 from whence.sb3 import model_objective
+from whence.stored.agents import action_labels, load_round
 
 POSITIVE, NEGATIVE, MARK, INK = "#2f74e6", "#d1495b", "#d9a400", "#1f2328"
 SIGNS = {"advantage above 0": POSITIVE, "advantage below 0": NEGATIVE}

@@ -5,10 +5,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import polars as pl
 
+from whence.causes.judgement import compare_signs, measure_visits
 from whence.core import ReplayError
-from whence.diagnosis.judgement import compare_signs, measure_visits
-from whence.experiments import estimate_advantages, read_reward_scale, score_round
 from whence.runs import RunDirectory
+from whence.stored.agents import estimate_advantages, read_reward_scale, score_round
 
 Measure: TypeAlias = Literal["visits", "rollouts"]
 
@@ -33,7 +33,7 @@ def judge_advantages(
     continuations from the record's rebuilt state; see `estimate_advantages`.
 
     Values and advantages are in the environment's rewards: those that the round trained on are multiplied by
-    `reward_scale`, which is not 1 if VecNormalize scaled rewards. See `whence.experiments.read_reward_scale`.
+    `reward_scale`, which is not 1 if VecNormalize scaled rewards. See `whence.stored.read_reward_scale`.
 
     Args:
         run: the run. A round that trained without scores is scored now, for the return.

@@ -27,11 +27,12 @@ from rich.progress import track
 from studies.diagnosis.agreement import summarise_judgement
 from studies.diagnosis.judgement import Measure, judge_advantages
 from studies.stored import round_numbers, write_line
-from whence import experiments
-from whence.diagnosis.judgement import compare_signs
-from whence.experiments import make_replay_env, read_rows
+from whence import lab, stored
+from whence.causes.judgement import compare_signs
+from whence.lab import read_rows
 from whence.runs import RunDirectory
 from whence.sb3 import open_env
+from whence.stored.agents import make_replay_env
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,8 @@ def study_round(job: Job, out: Path, runs: Path) -> None:
 def train(name: str, seed: int, path: Path, rounds: int) -> RunDirectory:
     """Return a run of plain PPO of so many rounds; train it where that is not done."""
     setup = SETUPS[name]
-    config = experiments.configure(
-        preset=setup.preset, arm="ppo", seed=seed, rounds=rounds, eval_episodes=0, **setup.changes
-    )
-    experiments.run(config, path)
+    config = lab.configure(preset=setup.preset, arm="ppo", seed=seed, rounds=rounds, eval_episodes=0, **setup.changes)
+    lab.run(config, path)
     return RunDirectory.open(path)
 
 
@@ -164,7 +163,7 @@ def judge_round(
 def judge_exactly(run: RunDirectory, number: int) -> pl.DataFrame:
     """Return the judgement of a round of FrozenLake by the advantages that follow from its table of transitions."""
     judged = judge_advantages(run, number, "visits")
-    model, _ = experiments.load_round(run, number)
+    model, _ = stored.load_round(run, number)
     with open_env(make_replay_env(run)) as env:
         values, advantages = solve(env.unwrapped.P, policy_table(model), model.gamma)
     states = judged.join(run.round("records", number).select("record_id", "observation"), on="record_id", how="left")

@@ -15,8 +15,8 @@ from studies.diagnosis.agreement import BANDS
 from studies.diagnosis.run import KEYS, SETUPS, results_file
 from studies.markdown import cell, nested, table
 from whence.core import write_atomically
-from whence.efficiency import t_interval
-from whence.experiments import read_rows
+from whence.lab import read_rows
+from whence.statistics import t_interval
 
 ENTRIES = ("difference", "spearman", "partial")
 """Figures of a round that have a bootstrap interval."""

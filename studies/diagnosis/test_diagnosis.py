@@ -7,8 +7,8 @@ import polars as pl
 import pytest
 
 from studies.diagnosis import figures, run, tables
-from whence.diagnosis.grid_map import GridMap
-from whence.experiments import read_rows
+from whence.causes.grid_map import GridMap
+from whence.lab import read_rows
 
 
 @pytest.mark.long

@@ -8,9 +8,9 @@ from studies.diagnosis.agreement import compare_bands, partial_spearman, summari
 from studies.diagnosis.judgement import draw_by_score, judge_advantages, place_in_bands
 from test_episode_replay import train
 from whence import ReplayError
-from whence.diagnosis.judgement import compare_signs
-from whence.experiments import estimate_advantages, score_round
+from whence.causes.judgement import compare_signs
 from whence.runs import RunDirectory
+from whence.stored.agents import estimate_advantages, score_round
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,10 @@ from studies.faithfulness.run import OPTIMIZERS, SEEDS, SETUPS
 from studies.faithfulness.smoothed import SHARE, average_sides, draw_derivatives
 from studies.markdown import table
 from studies.stored import round_numbers, write_line
-from whence import Return, attribute, experiments
+from whence import Return, attribute, lab, stored
 from whence.core import eval_mode, preserve_rng_state, write_atomically
-from whence.counterfactual import compute_lds, draw_subsets, reshuffle, retrain
-from whence.experiments import read_rows
-from whence.rounds import check_target, open_round
+from whence.lab import read_rows
+from whence.lab.rounds import check_target, compute_lds, draw_subsets, open_round, reshuffle, retrain
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
@@ -122,9 +121,9 @@ def study_seed(part: str, env: str, seed: int, out: Path, runs: Path) -> None:
         return
     settings = {**OPTIMIZERS["adam"], "seed": seed, "rounds": numbers[-1], "eval_episodes": 0}
     preset = SETUPS[env, "adam"].preset
-    experiments.run(experiments.configure(preset=preset, **settings), path, recordings=list(numbers))
+    lab.run(lab.configure(preset=preset, **settings), path, recordings=list(numbers))
     for number in missing:
-        model, recording = experiments.load_recording(RunDirectory.open(path), number)
+        model, recording = stored.load_recording(RunDirectory.open(path), number)
         about = dict(zip(KEYS, (part, env, seed, number), strict=True))
         judged = judge(model.policy, recording, model_objective(model), 1000 * seed + number)
         write_line(out / "estimators.parquet", round_numbers({**about, **judged}), KEYS)

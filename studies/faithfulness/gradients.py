@@ -15,10 +15,10 @@ from torch import Tensor
 
 from whence.advantages import returns_to_go
 from whence.core import RecordBatch, as_view, eval_mode, preserve_rng_state
-from whence.experiments import RunConfig
-from whence.experiments.rl.environments import make_training_env
-from whence.experiments.rl.training import make_model
+from whence.lab.agents.training import make_model
 from whence.sb3 import collect, load_tensors, named_tensors
+from whence.stored.agents import RunConfig
+from whence.stored.agents.environments import make_training_env
 
 Vector = NDArray[np.float64]
 

@@ -20,11 +20,11 @@ from studies.markdown import table
 from studies.stored import round_numbers
 from whence import RecordBatch, Return, attribute
 from whence.core import label_units, write_json
-from whence.folds import FOLDS
-from whence.groups import group_errors
-from whence.influence import SIGNIFICANT
-from whence.moments import read_axes
 from whence.sb3 import collect, model_objective
+from whence.scores.folds import FOLDS
+from whence.scores.influence import SIGNIFICANT
+from whence.scores.moments import read_axes
+from whence.scores.pivots import group_errors
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "frozenlake": {"env": "FrozenLake-v1", "n_envs": 1, "rounds": (2, 10, 30)},

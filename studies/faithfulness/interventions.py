@@ -8,11 +8,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from studies.faithfulness.outcomes import check_scores, read_batch_size, seed_outcomes
-from whence.counterfactual import reshuffle, retrain
-from whence.experiments import Evaluate
-from whence.influence import Influence
-from whence.rounds import RoundRecording
+from whence.lab.rounds import reshuffle, retrain
+from whence.rounds.recording import RoundRecording
+from whence.scores.influence import Influence
 from whence.selection import read_scores
+from whence.stored.agents import Evaluate
 
 VARIANTS = ("full", "filtered", "random")
 """What each training keeps: all records, all but those in question, and all but as many drawn at random."""

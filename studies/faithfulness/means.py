@@ -5,7 +5,7 @@ from typing import Any
 
 import polars as pl
 
-from whence.efficiency import t_interval
+from whence.statistics import t_interval
 
 
 def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dict[str, Any]:

@@ -23,17 +23,11 @@ from whence.core import (
     label_units,
     preserve_rng_state,
 )
-from whence.experiments import Evaluate
-from whence.folds import PartialTarget, check_batch_target
-from whence.rounds import (
-    METHODS,
-    RoundRecording,
-    attribute_round,
-    check_target,
-    open_round,
-    snapshot_scores,
-)
+from whence.lab.rounds import METHODS, attribute_round, check_target, open_round, snapshot_scores
+from whence.rounds.recording import RoundRecording
+from whence.scores.folds import PartialTarget, check_batch_target
 from whence.selection import compute_td_errors
+from whence.stored.agents import Evaluate
 
 Outcomes = Mapping[str, NDArray[np.float64]]
 """The outcomes of m trainings, (m,), by the outcome's name."""

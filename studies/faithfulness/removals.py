@@ -12,9 +12,9 @@ from torch import Tensor
 
 from studies.faithfulness.outcomes import Outcomes, check_scores, measure_outcomes, read_batch_size
 from whence.core import Target, WhenceError
-from whence.counterfactual import Orders, reshuffle, retrain
-from whence.experiments import Evaluate
-from whence.rounds import RoundRecording, check_target, open_round
+from whence.lab.rounds import Orders, check_target, open_round, reshuffle, retrain
+from whence.rounds.recording import RoundRecording
+from whence.stored.agents import Evaluate
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
 """The shares of the records that are left out, by default."""

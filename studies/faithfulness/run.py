@@ -13,7 +13,7 @@ Adam, on three seeds. An early, a middle and a late round of each are then studi
 And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
 
 A finished round is not studied again: the command goes on where it was interrupted. Training runs are kept in `--runs`.
-The outcome of each training is written with the rest, by order and subset: `whence.counterfactual.draw_subsets` with
+The outcome of each training is written with the rest, by order and subset: `whence.lab.rounds.draw_subsets` with
 the round's seed draws the subsets again, and another score can be compared with them without a training.
 """
 
@@ -38,10 +38,10 @@ from studies.faithfulness.outcomes import compute_scores
 from studies.faithfulness.removals import leave_out
 from studies.faithfulness.smoothed import DRAWS, score_smoothed
 from studies.stored import read_round, write_round
-from whence import IIF, Return, attribute, experiments
-from whence.experiments import RunConfig, measure_returns
+from whence import IIF, Return, attribute, lab, stored
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
+from whence.stored.agents import RunConfig, measure_returns
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> 
 def trained(job: Job, runs: Path) -> RunDirectory:
     """Return the run of a job, with its recordings; train it where that is not done."""
     recorded = job.setup.recorded
-    config = experiments.configure(
+    config = lab.configure(
         preset=job.setup.preset, seed=job.seed, rounds=recorded[-1], eval_episodes=0, **OPTIMIZERS[job.optimizer]
     )
-    experiments.run(config, runs / job.name, recordings=recorded)
+    lab.run(config, runs / job.name, recordings=recorded)
     return RunDirectory.open(runs / job.name)
 
 
@@ -174,7 +174,7 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
 def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Hold a round's scores against training it again."""
     config, seed = RunConfig.from_json(run.experiment), job.chance(number)
-    model, recording = experiments.load_recording(run, number)
+    model, recording = stored.load_recording(run, number)
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
     scores = compute_scores(policy, recording, **arguments)
     scores[SMOOTHED] = score_smoothed(policy, recording, **arguments).double().numpy()
@@ -215,7 +215,7 @@ def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.Dat
 def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Train a round again without the records that score below 0, and without as many at random."""
     seed = job.chance(number)
-    model, recording = experiments.load_recording(run, number)
+    model, recording = stored.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
     with measure_returns(run, model, number, episodes=2 * TEST_EPISODES, seed=seed) as measure:
         rows = intervene(model.policy, recording, scored, evaluate=measure, seed=seed)

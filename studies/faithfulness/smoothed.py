@@ -29,17 +29,9 @@ from torch.nn.functional import softplus
 
 from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, eval_mode, preserve_rng_state
 from whence.engines import measure_bytes
-from whence.rounds import (
-    MARGIN,
-    Point,
-    RoundRecording,
-    SteppedRound,
-    check_target,
-    open_round,
-    raise_on_divergence,
-    step,
-)
-from whence.rounds.replay import pull_back, target_gradient
+from whence.lab.rounds import MARGIN, Point, SteppedRound, check_target, open_round, raise_on_divergence, step
+from whence.lab.rounds.replay import pull_back, target_gradient
+from whence.rounds.recording import RoundRecording
 
 DRAWS = 64
 """The number of trainings that are averaged; estimators.py compares numbers, and means."""
@@ -126,7 +118,7 @@ def draw_trainings(round: SteppedRound, count: int, share: float, generator: tor
 
 
 def _make_generator(seed: int) -> torch.Generator:
-    # Seeded apart: from the same seed, `whence.counterfactual.draw_subsets` draws the subsets that test these scores.
+    # Seeded apart: from the same seed, `whence.lab.rounds.draw_subsets` draws the subsets that test these scores.
     state = np.random.SeedSequence([seed, *b"smoothed"]).generate_state(1)
     return torch.Generator().manual_seed(int(state[0]))
 

@@ -13,10 +13,9 @@ from studies.faithfulness import run, tables
 from studies.faithfulness.selection_tables import compared
 from studies.stored import read_rounds
 from whence import Return
-from whence.counterfactual import compute_lds, draw_subsets
-from whence.experiments import load_recording
-from whence.rounds import METHODS
+from whence.lab.rounds import METHODS, compute_lds, draw_subsets
 from whence.runs import RunDirectory
+from whence.stored.agents import load_recording
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from studies.faithfulness.lds import measure_agreement, study
 from studies.faithfulness.outcomes import measure_outcomes, read_batch_size
 from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, RandomDrop, Return, WhenceError
-from whence.counterfactual import retrain
-from whence.rounds import open_round
+from whence.lab.rounds import open_round, retrain
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

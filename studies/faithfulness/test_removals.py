@@ -11,8 +11,9 @@ from studies.faithfulness import removals
 from studies.faithfulness.outcomes import measure_outcomes
 from studies.faithfulness.removals import leave_out
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import IIF, Return, WhenceError, attribute_round
-from whence.counterfactual import retrain
+from whence import IIF, Return, WhenceError
+from whence.lab import attribute_round
+from whence.lab.rounds import retrain
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

@@ -10,8 +10,9 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from studies.faithfulness.outcomes import compute_scores, split_target
 from test_rounds import assert_untouched, model_of, recorded, state_of
-from whence import Action, PPOClip, Return, attribute, attribute_round
+from whence import Action, PPOClip, Return, attribute
 from whence.advantages import td_errors
+from whence.lab import attribute_round
 from whence.sb3 import model_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")

@@ -11,7 +11,7 @@ from test_rounds import model_of, recorded
 from whence import Return
 from whence.core import Outputs
 from whence.engines.memory import measure_bytes
-from whence.rounds.replay import Minibatch, open_round, step
+from whence.lab.rounds.replay import Minibatch, open_round, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import polars as pl
 
-from whence.groups import name_groups
-from whence.moments import read_axes
 from whence.runs import RunDirectory
+from whence.scores.moments import read_axes
+from whence.scores.pivots import name_groups
 
 Names = Mapping[str, Sequence[str]]
 Line = tuple[str, str]

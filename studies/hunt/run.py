@@ -20,8 +20,8 @@ from studies.hunt.cells import CELLS, WORLDS, make_model
 from studies.hunt.rivals import RIVALS, Names
 from studies.hunt.tables import FIRST, KEYS, write_tables
 from studies.stored import round_numbers, write_line
-from whence.experiments import read_rows
 from whence.findings import find
+from whence.lab import read_rows
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 

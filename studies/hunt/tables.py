@@ -12,7 +12,7 @@ from studies.hunt.cells import CELLS, HIDDEN, ONCE_HIDDEN, Cell
 from studies.hunt.rivals import RIVALS
 from studies.markdown import table
 from whence.core import write_atomically
-from whence.experiments import read_rows
+from whence.lab import read_rows
 
 KEYS = ("cell", "seed")
 """What names a row."""

@@ -9,10 +9,10 @@ import torch
 import typer
 from datasets import concatenate_datasets
 
-from whence.experiments.llm.loading import load_model
+from whence.lab.language import PUZZLES, smollm2
 from whence.llm import PPOConfig
-from whence.llm.lab import PUZZLES, smollm2
 from whence.llm.text import context_length, generate, read_prompts
+from whence.stored.language.loading import load_model
 
 
 def main(

@@ -16,13 +16,15 @@ import typer
 from scipy import stats
 
 from studies.stored import write_line
-from whence import experiments
+from whence import lab
 from whence.core import write_atomically
-from whence.efficiency import Curve, summarise
-from whence.experiments import STANDARD, LanguageConfig, read_rows
-from whence.experiments.llm.language_config import read_curve
-from whence.llm.lab import check
+from whence.lab import read_rows
+from whence.lab.efficiency import Curve, summarise
+from whence.lab.language import check
 from whence.runs import RunDirectory
+from whence.stored import STANDARD
+from whence.stored.language import LanguageConfig
+from whence.stored.language.language_config import read_curve
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),
@@ -54,7 +56,7 @@ def main(
 
 def save(out: Path, results: Path) -> None:
     """Write a row for each finished run of a comparison, and one of its seconds."""
-    comparison = experiments.load_comparison(out)
+    comparison = lab.load_comparison(out)
     for config in comparison.configs:
         assert isinstance(config, LanguageConfig)
         run = comparison.run(config)

@@ -30,15 +30,16 @@ from studies.loophole.screens import Monitor, Suspects
 from studies.loophole.tables import FINDER_KEYS, ROUND_KEYS, find_onset, write_tables
 from studies.planted.scores import compute_auroc
 from studies.stored import round_numbers, write_line
-from whence.diagnosis import find_response_causes
-from whence.experiments import LanguageConfig, read_rows
-from whence.experiments.llm import language_training
-from whence.experiments.llm.language_config import task_settings
-from whence.experiments.llm.loading import load_model
+from whence.causes import find_response_causes
+from whence.lab import read_rows
+from whence.lab.language import Lab, arithmetic, check, is_gamed, lenient_reward, reward
+from whence.lab.language import training as language_training
 from whence.llm import PPOConfig, PPOTrainer, ValidationLoss
-from whence.llm.lab import Lab, arithmetic, check, is_gamed, lenient_reward, reward
 from whence.llm.text import generate
 from whence.runs import RunDirectory
+from whence.stored.language import LanguageConfig
+from whence.stored.language.language_config import task_settings
+from whence.stored.language.loading import load_model
 
 SEEDS, SIZE, ROUNDS = range(5), "weak", 15
 PLAIN, EXAMPLES, SHARE = "none", 16, 0.1

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from whence import Influence, RecordBatch, Selection
-from whence.llm.lab import is_gamed
+from whence.lab.language import is_gamed
 from whence.selection import Progress
 
 

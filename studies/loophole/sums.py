@@ -19,9 +19,9 @@ import datasets
 import torch
 import typer
 
-from whence.experiments.llm.loading import load_model
 from whence.llm import PPOConfig
 from whence.llm.text import generate
+from whence.stored.language.loading import load_model
 
 LARGEST = 18
 

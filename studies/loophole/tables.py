@@ -8,7 +8,7 @@ import numpy as np
 
 from studies.markdown import table
 from whence.core import write_atomically
-from whence.experiments import read_rows
+from whence.lab import read_rows
 
 ROUND_KEYS, FINDER_KEYS = ("arm", "seed", "round"), ("seed", "method")
 """What names a line of rounds.parquet, and one of finders.parquet."""

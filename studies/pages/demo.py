@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from whence import experiments
+from whence import lab
 from whence.page.figures import over_rounds
 
 
@@ -18,7 +18,7 @@ def main(
     picture: Annotated[Path, typer.Argument(help="The file to write: .svg, .png or .pdf.")],
 ) -> None:
     """Write the learning curves."""
-    evaluations = experiments.load_comparison(comparison).table("evaluations")
+    evaluations = lab.load_comparison(comparison).table("evaluations")
     figure = over_rounds(evaluations, "test_return", "mean test return")
     figure.update_layout(template="plotly_white", width=760, height=320, font_family="sans-serif")
     figure.write_image(picture)

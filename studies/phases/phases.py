@@ -23,9 +23,9 @@ from studies.phases.roughness import (
 )
 from whence import Action, RecordBatch, RunDirectory, attribute
 from whence.core import WhenceError, eval_mode, to_numpy
-from whence.experiments import AnyEnv, load_model, load_policy, read_records
 from whence.sb3 import actor_critic_view, model_objective, predict
 from whence.selection import number_states
+from whence.stored.agents import AnyEnv, load_model, load_policy, read_records
 
 CANDIDATES = 512
 """States of the last round among which a behaviour is looked for, evenly spread."""

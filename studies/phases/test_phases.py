@@ -19,7 +19,8 @@ from studies.phases.roughness import (
 )
 from studies.phases.run import main
 from whence import RunDirectory
-from whence.experiments import configure, load_round, run
+from whence.lab.agents import configure, run
+from whence.stored.agents import load_round
 
 LINE = np.array([[0.0], [1.0], [3.0]])
 VALUES = np.array([1.0, 0.5, 0.0])

@@ -21,11 +21,11 @@ from scipy.cluster.vq import kmeans2
 from torch import Tensor
 
 from studies.planted.scores import Floats
+from whence.causes.ranking import average_nearest
 from whence.core import RecordBatch, eval_mode, named_leaves
-from whence.diagnosis.ranking import average_nearest
-from whence.gradient_products import GradientProducts
 from whence.llm import WithValueHead, language_view
 from whence.sb3 import actor_critic_view
+from whence.scores.gradient_products import GradientProducts
 
 ANCHORS, CLUSTERS = 32, 50
 """Records that gradients are projected on, and clusters."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from whence.llm.lab import Habit, Lab, answer, arithmetic, solution
+from whence.lab.language import Habit, Lab, answer, arithmetic, solution
 
 KIND = "-1?"
 """The end of the problems that are graded without their last step."""

@@ -8,7 +8,7 @@ were paid. Methods are judged as in `studies.planted.run`, and go into the same 
 the records of the first quarter of the rounds. "auroc_misgraded" also counts the right answers of the kind, which the
 bug does not pay: they teach to avoid the right answer. Both were added after the first seed had been scored.
 
-"influence", "nearest" and "bm25" are methods of `whence.diagnosis.find_response_causes`; "nearest of all" has all
+"influence", "nearest" and "bm25" are methods of `whence.causes.find_response_causes`; "nearest of all" has all
 held-out problems of the kind as examples. The others are those of `studies.planted.finders`. "advantage x answer"
 changes the sign of the advantage where a response ends in another number than the answer in question.
 
@@ -45,20 +45,21 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
+from whence.causes import find_response_causes
+from whence.causes.ranking import average_nearest
+from whence.causes.response_causes import compute_response_log_prob
 from whence.core import RecordBatch
-from whence.diagnosis import find_response_causes
-from whence.diagnosis.ranking import average_nearest
-from whence.diagnosis.response_causes import compute_response_log_prob
-from whence.experiments import LanguageConfig, read_rows
-from whence.experiments.llm.language_config import task_settings
-from whence.experiments.llm.language_rebuilding import load_trained_task, rebuild_round
-from whence.experiments.llm.language_training import run
-from whence.experiments.llm.loading import load_model
-from whence.experiments.llm.tasks import make_response_target
-from whence.gradient_products import multiply_gradients
+from whence.lab import read_rows
+from whence.lab.language import Lab, answer, reward, solution
+from whence.lab.language.training import run
 from whence.llm import ValidationLoss, language_view
-from whence.llm.lab import Lab, answer, reward, solution
 from whence.runs import RunDirectory
+from whence.scores.gradient_products import multiply_gradients
+from whence.stored.language import LanguageConfig
+from whence.stored.language.language_config import task_settings
+from whence.stored.language.loading import load_model
+from whence.stored.language.rounds import load_trained_task, rebuild_round
+from whence.stored.language.tasks import make_response_target
 
 SEEDS, ROUNDS = range(5), 40
 

@@ -25,11 +25,10 @@ from studies.markdown import table
 from studies.planted import grader, language
 from studies.planted import run as agents
 from studies.stored import round_numbers, write_line
+from whence.causes import Proof, prove_decision, prove_response
 from whence.core import Action, write_atomically
-from whence.counterfactual import Proof
-from whence.diagnosis import prove_decision, prove_response
-from whence.experiments import read_rows
-from whence.experiments.llm import language_training
+from whence.lab import read_rows
+from whence.lab.language import training as language_training
 from whence.runs import RunDirectory
 
 KEYS = ("case", "left_out", "outcome", "variant", "seed")

@@ -8,7 +8,7 @@ truth is known: the records that got the rigged reward. Each method scores all r
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"influence" and "nearest" are methods of `whence.diagnosis.find_causes`. "advantage"
+"influence" and "nearest" are methods of `whence.causes.find_causes`. "advantage"
 and "advantage x action" are what needs no model: the latter changes the sign where another action than B was taken. The
 others are `studies.planted.finders`.
 
@@ -42,21 +42,14 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
+from whence.causes import find_causes
+from whence.causes.ranking import average_nearest
 from whence.core import Action, preserve_rng_state
-from whence.diagnosis import find_causes
-from whence.diagnosis.ranking import average_nearest
-from whence.experiments import (
-    RunConfig,
-    configure,
-    load_model,
-    load_policy,
-    make_replay_env,
-    read_records,
-    read_rows,
-    run,
-)
-from whence.gradient_products import multiply_gradients
+from whence.lab import read_rows
+from whence.lab.agents import configure, run
 from whence.runs import RunDirectory
+from whence.scores.gradient_products import multiply_gradients
+from whence.stored.agents import RunConfig, load_model, load_policy, make_replay_env, read_records
 
 
 @dataclass(frozen=True)

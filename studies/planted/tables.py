@@ -16,7 +16,7 @@ from studies.planted.scores import (
     is_taught,
 )
 from whence.core import write_atomically
-from whence.experiments import read_rows
+from whence.lab import read_rows
 
 
 def write_tables(out: Path) -> None:

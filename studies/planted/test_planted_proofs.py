@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
 from studies.planted import proofs, run
-from whence.experiments import read_rows
+from whence.lab import read_rows
 
 
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")

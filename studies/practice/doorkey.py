@@ -13,8 +13,8 @@ import typer
 
 from studies.markdown import cell, table
 from studies.practice.tables import write_text
-from whence.efficiency import t_interval
-from whence.experiments import KeptRun, load_sweep
+from whence.lab import KeptRun, load_sweep
+from whence.statistics import t_interval
 
 CONTROLS: Mapping[str, str] = {"dtv": "random-dtv-loo", "dtv-loo": "random-dtv-loo", "iif": "random"}
 """The arm that drops at random, for each arm that is compared with one."""

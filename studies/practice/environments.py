@@ -9,8 +9,9 @@ from studies.markdown import cell, table
 from studies.practice.interquartile import LEAST_FOR_INTERVAL
 from studies.practice.run import CAN_BE_FLAT, SETTINGS, TARGETS, USUAL, USUAL_TARGET, WORLDS
 from studies.practice.runs import ARMS, RATE_STEPS, REWARDED, TARGET_STEPS, pick
-from whence.efficiency import Curve, summarise, t_interval
-from whence.experiments import KeptRun, Results
+from whence.lab import KeptRun, Results
+from whence.lab.efficiency import Curve, summarise
+from whence.statistics import t_interval
 
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
 

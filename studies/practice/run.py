@@ -29,7 +29,9 @@ from typing import Annotated, Any
 import typer
 
 from whence.cli.terminal import SweepBars
-from whence.experiments import Planned, RunConfig, configure, make_label, run_sweep
+from whence.lab import Planned, make_label, run_sweep
+from whence.lab.agents import configure
+from whence.stored.agents import RunConfig
 
 DROP = 0.125
 """The usual share to drop."""

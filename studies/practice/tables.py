@@ -42,7 +42,7 @@ from studies.practice.runs import (
     scale_results,
 )
 from whence.core import write_atomically
-from whence.experiments import load_sweep
+from whence.lab import load_sweep
 
 LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
 """Environments that were trained when the others had been tabulated."""

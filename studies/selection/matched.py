@@ -16,7 +16,7 @@ import typer
 from gymnasium import spaces
 from torch import Tensor
 
-from whence import IIF, SelectionRule, experiments
+from whence import IIF, SelectionRule, lab
 from whence.core import NonFinite, PolicyView, RecordBatch, as_view, eval_mode, preserve_rng_state
 from whence.sb3 import InfluenceCallback, preserve_model
 from whence.selection import Selection
@@ -154,8 +154,8 @@ def main(
 ) -> None:
     """Train one run of the control."""
     arm = {"norm": "ppo-matched", "divergence": "ppo-as-far"}[by]
-    config = replace(experiments.configure(preset=preset, seed=seed), arm=arm)
-    experiments.run(
+    config = replace(lab.configure(preset=preset, seed=seed), arm=arm)
+    lab.run(
         config,
         run,
         make_callback=lambda config, directory, _: MatchedUpdate(

@@ -27,13 +27,13 @@ from studies.markdown import cell, table
 from studies.stored import round_numbers, write_line
 from whence import NonPositive, RandomDrop
 from whence.core import write_atomically
-from whence.efficiency import t_interval
-from whence.experiments import read_rows
-from whence.experiments.llm.language_config import task_settings
-from whence.experiments.llm.loading import load_model
+from whence.lab import read_rows
+from whence.lab.language import arithmetic
 from whence.llm import PPOConfig, PPOTrainer, SequenceReturn, SequenceReward
-from whence.llm.lab import arithmetic
 from whence.runs import RunDirectory
+from whence.statistics import t_interval
+from whence.stored.language.language_config import task_settings
+from whence.stored.language.loading import load_model
 
 SEEDS, SIZE, ROUNDS, LAST = range(5), "small", 15, 3
 PENALTY = 0.1

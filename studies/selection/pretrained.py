@@ -36,12 +36,12 @@ from studies.selection.tables import KEYS, write_tables
 from studies.stored import round_numbers, write_line
 from whence import DTV, IPPO, AdvantageMagnitude, MaxVariance, NonPositive, RandomDrop, ZeroVariance
 from whence.core import eval_mode
-from whence.experiments import read_rows
-from whence.experiments.llm.loading import hide_progress_bars, ignore_old_names, load_model
+from whence.lab import read_rows
+from whence.lab.language import Lab, smollm2
 from whence.llm import PPOConfig, ValidationLoss
-from whence.llm.lab import Lab, smollm2
 from whence.llm.text import context_length, generate, read_prompts
 from whence.llm.trl import InfluenceGRPOTrainer
+from whence.stored.language.loading import hide_progress_bars, ignore_old_names, load_model
 
 PUZZLE, TRAINED, TESTED, SAMPLING, ROUNDS, EVERY = "basic_arithmetic", 128, 96, 0, 16, 4
 GROUPS, GROUP, REVERSED = 4, 8, 0.2

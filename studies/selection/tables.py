@@ -9,8 +9,8 @@ import numpy as np
 
 from studies.markdown import cell, table
 from whence.core import write_atomically
-from whence.efficiency import t_interval
-from whence.experiments import read_rows
+from whence.lab import read_rows
+from whence.statistics import t_interval
 
 KEYS = ("part", "arm", "rewards", "seed")
 HEADS = {

@@ -10,10 +10,10 @@ from stable_baselines3 import PPO
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.selection.matched import MatchedUpdate, main
 from whence import IIF, KeepAll, RunDirectory
-from whence.experiments import configure
-from whence.experiments.rl.environments import make_training_env
-from whence.experiments.rl.training import make_model
+from whence.lab.agents import configure
+from whence.lab.agents.training import make_model
 from whence.sb3 import InfluenceCallback, collect
+from whence.stored.agents.environments import make_training_env
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -65,7 +65,7 @@ def test_where_all_is_kept_a_matched_update_is_ppos(optimizer):
 
 def test_a_run_trains_with_a_studys_callback(tmp_path, monkeypatch):
     config = configure(env="CartPole-v1", rounds=1, eval_episodes=0, hyperparameters={"n_steps": 32, "batch_size": 16})
-    monkeypatch.setattr("whence.experiments.configure", lambda **settings: config)
+    monkeypatch.setattr("whence.lab.configure", lambda **settings: config)
     main(tmp_path / "run", by="divergence")
     run = RunDirectory.open(tmp_path / "run")
     assert run.experiment["arm"] == "ppo-as-far"

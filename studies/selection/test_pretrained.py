@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from studies.selection.tables import KEYS, read_at, write_tables
-from whence.experiments import put_row
+from whence.lab import put_row
 
 STAGES = {"none": {"generation": 2.0, "optimisation": 6.0}, "iif": {}}
 STAGES["random"] = {"generation": 2.0, "scoring": 1.0, "optimisation": 3.0}

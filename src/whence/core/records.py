@@ -276,7 +276,7 @@ def _read_observations(table: pl.DataFrame, space: Any, name: str) -> Tree:
     if not keys or any(key not in keys for key in names):
         raise InvalidRecords(
             f"The table has no column `{name}`: observations of more than 4 KiB a record are not stored. Rebuild them "
-            "with whence.experiments.load_round(run, round), or collect anew with whence.sb3.collect(model)."
+            "with whence.stored.load_round(run, round), or collect anew with whence.sb3.collect(model)."
         )
     return {key: _read_observations(table, None if spaces is None else spaces[key], f"{name}.{key}") for key in names}
 

@@ -11,9 +11,9 @@ import polars as pl
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 
-from whence.experiments import action_labels, box_action_labels, state_names
-from whence.moments import name_entries
 from whence.runs import RunDirectory
+from whence.scores import name_entries
+from whence.stored.agents import action_labels, box_action_labels, state_names
 
 RECORDS = 40_000
 """Records that are read at most; of a longer run, those of stretches spread over it."""

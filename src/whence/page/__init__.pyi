@@ -1,4 +1,5 @@
 from .embedding import COMPARED_ROUNDS as COMPARED_ROUNDS
+from .embedding import OnRound as OnRound
 from .embedding import spread as spread
 from .explored.cause_view import CauseView as CauseView
 from .explored.cause_view import Decision as Decision
@@ -21,7 +22,11 @@ from .explored.rounds import build_detail as build_detail
 from .explored.rounds import build_round as build_round
 from .explored.rounds import describe_runs as describe_runs
 from .explored.run import ExploredRun as ExploredRun
+from .figures import arm_colours as arm_colours
+from .html import Runs as Runs
+from .html import choose_rounds as choose_rounds
+from .html import count as count
+from .html import list_facts as list_facts
+from .html import render as render
+from .html import write_page as write_page
 from .html import write_report as write_report
-from .metric_tables import READING as READING
-from .metric_tables import make_summary as make_summary
-from .metric_tables import write_tables as write_tables

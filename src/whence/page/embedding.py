@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.moments import find_moment
 from whence.page.explored.frames import choose_steps, make_thumb, replay_moments
 from whence.page.explored.grid import EMBEDDED, embed_pivots
 from whence.page.explored.moment_view import describe_view, gather_moment, list_curves
 from whence.page.explored.responses import describe_text, list_groups
 from whence.page.explored.rounds import build_round, list_moments
 from whence.page.explored.run import ExploredRun
+from whence.scores import find_moment
 
 FRAMED = 3
 """Moments at either end of a round that have frames."""

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import plotly.graph_objects as go
 import polars as pl
 
-from whence.experiments import STANDARD
 from whence.runs import Table
+from whence.stored import STANDARD
 
 Tables: TypeAlias = Mapping[Table, pl.DataFrame]
 """Tables of all runs below each other, with a column `arm`."""

@@ -1,4 +1,4 @@
-"""A comparison, or one run, as one HTML file that needs no network; and the same page for a server."""
+"""The page of runs as one HTML file that needs no network; and the same page for a server."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +14,15 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.core import write_atomically
-from whence.experiments import ARMS, AnyEnv, Comparison, LanguageConfig
 from whence.page.answers import read_answers
-from whence.page.embedding import COMPARED_ROUNDS, OnRound, embed_rounds, spread
+from whence.page.embedding import OnRound, embed_rounds, spread
 from whence.page.explored.moment_view import TARGETS, name_target
 from whence.page.explored.rounds import describe_runs
 from whence.page.explored.run import ExploredRun, attempt, identify_run
-from whence.page.figures import Tables, arm_colours, draw_figures, has
-from whence.page.metric_tables import COMPARISON_DEFINITIONS, make_summary
+from whence.page.figures import Tables, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
+from whence.stored import ARMS
+from whence.stored.agents import AnyEnv
 
 SCRIPTS = (
     "vendor/tabulator/tabulator.min.js",
@@ -42,70 +42,31 @@ Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
 
 
 def write_report(
-    shown: Comparison | RunDirectory | ExploredRun,
+    shown: RunDirectory | ExploredRun,
     path: Path,
     *,
     env: AnyEnv = None,
     rounds: Sequence[int] | None = None,
     on_round: OnRound | None = None,
 ) -> None:
-    """Write the page of a run or of a finished comparison, atomically.
+    """Write the page of a run, atomically.
 
     Args:
-        shown: a comparison; or a run, which need not be finished, nor have any round.
+        shown: a run, which need not be finished, nor have any round.
         path: the file.
-        env: the environment, for frames; None: the runs' own.
-        rounds: those to embed, of a comparison those of the first seed's runs; None: at most 200, of a comparison 12
-            of each run, evenly spread. The page says how many there are.
+        env: the environment, for frames; None: the run's own.
+        rounds: those to embed; None: at most 200, evenly spread. The page says how many there are.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    if isinstance(shown, Comparison):
-        html = _render_comparison(shown, env, rounds, on_round)
-    else:
-        run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
-        html = render_runs([run], [_choose_rounds(run, rounds, EMBEDDED_ROUNDS)], on_round)
+    run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
+    write_page(path, render_runs([run], [choose_rounds(run, rounds, EMBEDDED_ROUNDS)], on_round))
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write a page, atomically."""
     with write_atomically(path) as temporary:
         # Half of a pair of surrogates, which JSON may hold, is no character.
         temporary.write_text(html, encoding="utf-8", errors="replace")
-
-
-def _render_comparison(
-    comparison: Comparison, env: AnyEnv, rounds: Sequence[int] | None, on_round: OnRound | None
-) -> str:
-    ((env_name, arms),) = comparison.summary.items()
-    first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
-    configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
-    runs: Runs = {(config.arm, config.seed): comparison.run(config) for config in configs}
-    summary = make_summary(comparison)
-    shared = {name: value for name, value in first.to_json().items() if name not in ("arm", "seed")}
-    # The rounds of all seeds would make the file heavy.
-    explored = [ExploredRun(run, f"{arm}, seed {seed}", env) for (arm, seed), run in runs.items() if seed == seeds[0]]
-    chosen = [_choose_rounds(run, rounds, COMPARED_ROUNDS) for run in explored]
-    notes: list[str] = []
-    if any(len(numbers) < len(run.directory.rounds()) for run, numbers in zip(explored, chosen, strict=True)):
-        notes.append(
-            f"This file holds {len(chosen[0])} rounds of each run of the first seed. The command "
-            f"`whence view {comparison.path}` shows all of them."
-        )
-    evaluation = (
-        f"up to {_count(first.test_problems, 'prompt')} of the test"
-        if isinstance(first, LanguageConfig)
-        else f"{_count(first.eval_episodes, 'evaluation episode')} after each round"
-    )
-    return _render(
-        runs,
-        explored,
-        list(arms),
-        notes,
-        title=f"{env_name}: {', '.join(arms)}",
-        subtitle=f"{_count(len(seeds), 'seed')}, {_count(first.rounds, 'round')}, {evaluation}.",
-        summary=summary,
-        headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
-        definitions=COMPARISON_DEFINITIONS,
-        rounds=chosen,
-        facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
-        on_round=on_round,
-    )
 
 
 def render_runs(
@@ -123,16 +84,16 @@ def render_runs(
         )
     _, seed = identify_run(first)
     done, planned = len(first.table("metrics")), runs[0].planned
-    counted = f"{done} of {_count(planned, 'round')}" if planned is not None else _count(done, "round")
+    counted = f"{done} of {count(planned, 'round')}" if planned is not None else count(done, "round")
     subtitle = f"{counted}. " if seed is None else f"Seed {seed}, {counted}. "
     labels = [name for name, _ in directories]
-    return _render(
+    return render(
         directories,
         runs,
         labels,
         notes,
         title=f"{first.config.get('env') or first.path.resolve().name}: {', '.join(labels)}",
-        subtitle=(subtitle + _describe_arm(first)).strip() if is_alone else f"{_count(len(runs), 'run')}.",
+        subtitle=(subtitle + _describe_arm(first)).strip() if is_alone else f"{count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
         latest=list_latest(first) if is_alone else [],
         rounds=rounds,
@@ -149,7 +110,7 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
 
 
-def _choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int) -> list[int]:
+def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int) -> list[int]:
     """Return the rounds of a run to embed: those wanted, which have to be there, or at most `most`, evenly spread."""
     if wanted:
         run.directory.require_rounds(wanted)
@@ -168,7 +129,7 @@ def embed(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _render(
+def render(
     runs: Runs,
     explored: Sequence[ExploredRun],
     arms: Sequence[str],
@@ -322,5 +283,6 @@ def _mark_code(text: str) -> Markup:
     return Markup("").join(marked)
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,19 +1,7 @@
-"""Rounds of optimisation: recorded, replayed, differentiated."""
+"""Recorded rounds of optimisation: what `train()` did, as data."""
 
 from whence.rounds.identity import check_collected as check_collected
 from whence.rounds.identity import check_policy as check_policy
 from whence.rounds.recording import OptimizerState as OptimizerState
 from whence.rounds.recording import RoundRecording as RoundRecording
 from whence.rounds.recording import Update as Update
-from whence.rounds.replay import MARGIN as MARGIN
-from whence.rounds.replay import Point as Point
-from whence.rounds.replay import SteppedRound as SteppedRound
-from whence.rounds.replay import check_finite as check_finite
-from whence.rounds.replay import check_target as check_target
-from whence.rounds.replay import check_weights as check_weights
-from whence.rounds.replay import open_round as open_round
-from whence.rounds.replay import raise_on_divergence as raise_on_divergence
-from whence.rounds.replay import step as step
-from whence.rounds.round_scores import METHODS as METHODS
-from whence.rounds.round_scores import attribute_round as attribute_round
-from whence.rounds.round_scores import snapshot_scores as snapshot_scores

@@ -10,13 +10,9 @@ from typing import Any, get_args
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
-from whence.attribution import attribute
 from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest
 from whence.engines import check_engine, check_memory
-from whence.folds import FOLDS, NoMean, check_folds
-from whence.influence import Influence
-from whence.nonfinite import name_round
-from whence.rounds import RoundRecording
+from whence.rounds.recording import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, Stopwatch, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
@@ -53,6 +49,7 @@ from whence.sb3.round_result import (
 )
 from whence.sb3.supported_models import check_model
 from whence.sb3.training_run import TrainingRun, holds_policy
+from whence.scores import FOLDS, Influence, NoMean, attribute, check_folds, name_round
 from whence.selection import (
     AGENT_UNITS,
     Progress,

@@ -92,7 +92,7 @@ def prepare_sequences(records: RecordBatch) -> dict[str, Tensor]:
         raise InvalidRecords(
             "A recurrent policy reads the steps before a record, and these records have no history. Take them from "
             "whence.sb3.collect(model) or whence.sb3.snapshot(model), or of a stored run from "
-            "whence.experiments.load_round(run, round). An observation alone has none: ask about a record (whence why "
+            "whence.stored.load_round(run, round). An observation alone has none: ask about a record (whence why "
             "RUN --record N), or about an episode (--episode-seed N)."
         )
     ordered, order = history.record_ids.cpu().sort()

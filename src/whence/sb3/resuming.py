@@ -17,13 +17,13 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence import selection
 from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, target_name
-from whence.folds import FOLDS
 from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.base.stored_spaces import make_space
 from whence.sb3.callback import InfluenceCallback
 from whence.sb3.training_run import NAMES, load_model
+from whence.scores import FOLDS
 from whence.selection import SelectionRule
 
 SPACES = ("observation_space", "action_space")

@@ -9,13 +9,11 @@ import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
 
-from whence.attribution import add_errors
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
-from whence.folds import usable_folds
-from whence.influence import Influence
 from whence.runs import strip_addresses
 from whence.sb3.base import EnvironmentSteps, model_objective
+from whence.scores import Influence, add_errors, usable_folds
 from whence.selection import Selection, SelectionRule, summarise_selection
 
 

@@ -14,7 +14,7 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
-from whence.rounds import RoundRecording
+from whence.rounds.recording import RoundRecording
 from whence.runs import POLICIES_EVERY, Checkpoint, RunDirectory, RunWriter, Seconds, choose_policy_interval
 from whence.sb3.base import begin_episodes, describe, library_versions, load_tensors, named_tensors, wrap_next
 from whence.sb3.episodes import (

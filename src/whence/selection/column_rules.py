@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, label_units
-from whence.influence import Influence
 from whence.runs import RunDirectory
+from whence.scores import Influence
 from whence.selection.selections import (
     DEFAULT_SHARE,
     START,

@@ -21,7 +21,7 @@ from whence.core import (
     resolve_unit,
     target_name,
 )
-from whence.influence import Influence
+from whence.scores import Influence
 from whence.selection.score_rules import ScoreRule
 from whence.selection.selections import START, Progress, Selection, SelectionRule, drop_units
 from whence.selection.units import name_owner, rank_units

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.core import InvalidInfluence, RecordBatch, Unit, label_units
-from whence.influence import Influence
+from whence.scores import Influence
 from whence.selection.selections import (
     DEFAULT_SHARE,
     START,

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.core import RecordBatch, Unit, WhenceError, check_unit
-from whence.influence import Influence
+from whence.scores import Influence
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.core import to_numpy
-from whence.influence import Influence
+from whence.scores import Influence
 from whence.selection.selections import Selection
 
 

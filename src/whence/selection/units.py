@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.core import RecordBatch, Unit
-from whence.influence import argsort_ascending
+from whence.scores import argsort_ascending
 
 AGENT_UNITS = ("record", "episode")
 LANGUAGE_UNITS = ("record", "row", "group")

@@ -8,8 +8,7 @@ import polars as pl
 import torch
 import typer
 
-from whence import experiments
-from whence.attribution import attribute as attribute_records
+from whence import stored
 from whence.cli.terminal import (
     console,
     find_round,
@@ -21,10 +20,9 @@ from whence.cli.terminal import (
     print_line,
 )
 from whence.core import WhenceError
-from whence.folds import usable_folds
-from whence.influence import is_significant
-from whence.moments import list_observations
 from whence.sb3 import model_objective
+from whence.scores import attribute as attribute_records
+from whence.scores import is_significant, list_observations, usable_folds
 
 
 def attribute(
@@ -58,7 +56,7 @@ def attribute(
         raise WhenceError(f"--out is {out}; its name has to end in .parquet.")
     directory = open_agent_run(run, trust=trust)
     number = find_round(directory, round, None)
-    model, records = experiments.load_round(directory, number, env=env)
+    model, records = stored.load_round(directory, number, env=env)
     explained = make_target(target, model, records, record, observation, action)
     influence = attribute_records(
         model.policy,

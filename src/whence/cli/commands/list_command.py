@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from whence.cli.terminal import AsJson, console, make_table, print_json, print_line
-from whence.experiments import ARMS, LANGUAGE_ARMS, STANDARD, Arm, presets
+from whence.lab.agents import read_presets
+from whence.stored import ARMS, LANGUAGE_ARMS, STANDARD, Arm
 
 ENGINES = {
     "auto": "ghost where every layer has a rule, else forward, else vmap, else loop",
@@ -38,7 +39,7 @@ def list_(
     lists: dict[str, Mapping[str, Any]] = {
         "arms": {name: _describe_arm(arm) for name, arm in ARMS.items()},
         "arms of language models": {name: _describe_arm(arm) for name, arm in language_arms.items()},
-        "presets": {name: _describe_preset(values) for name, values in presets().items()},
+        "presets": {name: _describe_preset(values) for name, values in read_presets().items()},
         "engines": ENGINES,
         "targets": TARGETS,
     }

@@ -6,9 +6,9 @@ from typing import Annotated
 import torch
 import typer
 
+from whence.causes import prove_response
 from whence.cli.terminal import AsJson, Trust, check_ways, errors, parse_rounds, print_proof, resumable
 from whence.core import WhenceError
-from whence.diagnosis import prove_response
 from whence.runs import RunDirectory
 
 

@@ -7,9 +7,8 @@ import typer
 
 from whence.cli.terminal import errors, make_printable, print_line
 from whence.core import WhenceError
-from whence.experiments.llm.loading import hide_progress_bars, load_checkpoint
-from whence.experiments.llm.tasks import make_scored_target
 from whence.llm.files import NAMES, score_rollouts
+from whence.stored.language import hide_progress_bars, load_checkpoint, make_scored_target
 
 TARGETS = {
     "sequence": "above 0, training on a row raises the mean advantage-weighted log-probability of the others",

@@ -8,6 +8,7 @@ import polars as pl
 import typer
 from rich.text import Text
 
+from whence.causes import find_response_causes, measure_trained, rank_records, sum_rounds
 from whence.cli.terminal import (
     AsJson,
     RoundBar,
@@ -25,12 +26,10 @@ from whence.cli.terminal import (
     show_text,
 )
 from whence.core import WhenceError
-from whence.diagnosis import find_response_causes, measure_trained, rank_records, sum_rounds
-from whence.experiments.llm.language_rebuilding import list_policies
-from whence.experiments.llm.response_explanations import Explanation, explain_response
-from whence.moments import find_moments
 from whence.page import CauseView, Decision, describe_causes
 from whence.runs import RunDirectory
+from whence.scores import find_moments
+from whence.stored.language import Explanation, explain_response, list_policies
 
 STRONG, WEAK = 0.4, 0.1
 """Shares of the largest part from which a token is coloured fully, and at all."""

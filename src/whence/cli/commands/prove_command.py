@@ -7,8 +7,8 @@ import polars as pl
 import torch
 import typer
 
-from whence import experiments
-from whence.attribution import attribute
+from whence import stored
+from whence.causes import prove_decision
 from whence.cli.commands.why_command import choose_decision
 from whence.cli.terminal import (
     AsJson,
@@ -22,11 +22,11 @@ from whence.cli.terminal import (
     resumable,
 )
 from whence.core import Return, WhenceError, first_line
-from whence.diagnosis import prove_decision
-from whence.moments import read_axes
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
+from whence.scores import attribute, read_axes
+from whence.stored.agents import state_names
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
 
@@ -121,10 +121,10 @@ def prove(
 def _find_group(run: RunDirectory, number: int, where: str, env: str | None) -> pl.DataFrame:
     """Return the records for which a condition holds, over columns, scores and axes of observations."""
     records = run.round("records", number).drop("score", "error", "score_folds", "fold", strict=False)
-    model, batch = experiments.load_round(run, number, env=env)
+    model, batch = stored.load_round(run, number, env=env)
     scores = attribute(model.policy, batch, target=Return(), objective=model_objective(model))
     records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
-    axes = read_axes(records, experiments.state_names(run.config.get("env"), run.config))
+    axes = read_axes(records, state_names(run.config.get("env"), run.config))
     plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
     try:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whence import experiments
+from whence import lab
 from whence.cli.terminal import AsJson, ReplayEnv, RoundBar, Trust, parse_rounds, print_json, print_line
 from whence.core import WhenceError
 from whence.page import CONTINUATIONS, ExploredRun, server, write_report
@@ -37,13 +37,12 @@ def report(
     """
     out = out or path / "report.html"
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
-    shown: experiments.Comparison | RunDirectory
-    if find_content(path) == "comparison":
-        shown = experiments.load_comparison(path, trust=trust)
-    else:
-        shown = RunDirectory.open(path, trust=trust)
     with RoundBar() as bar:
-        write_report(shown, out, env=env, rounds=chosen, on_round=bar.update)
+        if find_content(path) == "comparison":
+            comparison = lab.load_comparison(path, trust=trust)
+            lab.write_comparison(comparison, out, env=env, rounds=chosen, on_round=bar.update)
+        else:
+            write_report(RunDirectory.open(path, trust=trust), out, env=env, rounds=chosen, on_round=bar.update)
     if json:
         print_json({"path": str(out)})
     else:

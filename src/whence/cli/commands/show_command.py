@@ -20,7 +20,6 @@ from whence.cli.terminal import (
     print_view,
 )
 from whence.core import WhenceError
-from whence.moments import Moment, find_moment, find_moments, name_action
 from whence.page import (
     ExploredRun,
     choose_frames,
@@ -32,6 +31,7 @@ from whence.page import (
     read_window,
 )
 from whence.runs import RunDirectory
+from whence.scores import Moment, find_moment, find_moments, name_action
 
 
 def show(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whence import experiments
+from whence import lab
 from whence.cli.terminal import (
     AsJson,
     On,
@@ -19,8 +19,7 @@ from whence.cli.terminal import (
     resumable,
 )
 from whence.core import WhenceError, suggest
-from whence.experiments import Planned
-from whence.page import write_tables
+from whence.lab import Planned, write_tables
 
 
 def sweep(
@@ -50,12 +49,12 @@ def sweep(
 
     Example: whence sweep results/paper/sweep.toml --out results/paper
     """
-    runs = experiments.read_sweep(file)
+    runs = lab.read_sweep(file)
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
     with resumable(), SweepBars(runs) as bars:
-        failures = experiments.run_sweep(runs, path, bars, workers=workers, on=on)
+        failures = lab.run_sweep(runs, path, bars, workers=workers, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})
     else:
@@ -83,8 +82,8 @@ def table(
 
     Example: whence table results/paper
     """
-    results = experiments.load_sweep(out)
-    summary = experiments.summarise_sweep(results)
+    results = lab.load_sweep(out)
+    summary = lab.summarise_sweep(results)
     text = write_tables(results, summary, out)
     if json:
         print_json(summary)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from whence import experiments
+from whence import lab
 from whence.cli.terminal import (
     ComparisonBars,
     FieldOption,
@@ -32,24 +32,12 @@ from whence.cli.terminal import (
     with_options,
 )
 from whence.core import WhenceError, suggest
-from whence.experiments import (
-    CONTROL,
-    HYPERPARAMETERS,
-    LANGUAGE_ARMS,
-    LANGUAGE_TARGETS,
-    OF_RULES,
-    SOURCE,
-    STANDARD,
-    TASK_FIELDS,
-    AnyConfig,
-    Comparison,
-    LanguageConfig,
-    RunConfig,
-    runner_of,
-    split_arm,
-)
-from whence.page import COMPARED_ROUNDS, READING, make_summary, spread, write_report
+from whence.lab import READING, AnyConfig, Comparison, make_summary, runner_of
+from whence.page import COMPARED_ROUNDS, spread, write_report
 from whence.runs import RunDirectory
+from whence.stored import CONTROL, LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
+from whence.stored.agents import HYPERPARAMETERS, RunConfig
+from whence.stored.language import OF_RULES, SOURCE, TASK_FIELDS, LanguageConfig
 
 _ABOUT_PPO = {
     "learning_rate": "step size",
@@ -159,9 +147,7 @@ def train(
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise WhenceError("--tensorboard needs TensorBoard: in whence's source tree, pip install '.[tensorboard]'.")
     overrides = _collect_run_fields(observation, action, values)
-    config = experiments.configure(
-        env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **overrides}
-    )
+    config = lab.configure(env=env, preset=preset, arm=selection, seed=seed, **{"eval_episodes": 0, **overrides})
     if timesteps is not None:
         steps = {**HYPERPARAMETERS, **config.hyperparameters}["n_steps"]
         config = replace(config, rounds=math.ceil(timesteps / (steps * config.n_envs)))
@@ -193,7 +179,7 @@ def compare(
     Example: whence compare --preset lda-code/frozenlake --arms ppo,iif,random --seeds 3
     """
     overrides = _collect_run_fields(observation, action, values)
-    configs = experiments.plan_comparison(env=env, preset=preset, arms=_split_names(arms), seeds=seeds, **overrides)
+    configs = lab.plan_comparison(env=env, preset=preset, arms=_split_names(arms), seeds=seeds, **overrides)
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 
 
@@ -327,9 +313,9 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
 def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
     with resumable(), ComparisonBars(configs) as bars:
-        comparison = experiments.compare(configs, out, progress=bars.update, **settings)
+        comparison = lab.compare(configs, out, progress=bars.update, **settings)
     with RoundBar() as rounds_bar:
-        write_report(comparison, out / "report.html", on_round=rounds_bar.update)
+        lab.write_comparison(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:
         print_json(comparison.summary)
         return

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from whence.causes import play_episode
 from whence.cli.terminal import (
     AsJson,
     ReplayEnv,
@@ -20,8 +21,6 @@ from whence.cli.terminal import (
     print_line,
 )
 from whence.core import Action, WhenceError
-from whence.diagnosis import play_episode
-from whence.experiments import load_model
 from whence.page import (
     Decision,
     ExploredRun,
@@ -31,6 +30,7 @@ from whence.page import (
     pictures,
     read_decision,
 )
+from whence.stored.agents import load_model
 
 
 def why(

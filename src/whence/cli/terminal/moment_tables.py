@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.cli.terminal.console import console, make_printable, make_table, print_line
-from whence.moments import Moment, name_action
 from whence.page import CauseView, MomentView, describe_score, format_number
+from whence.scores import Moment, name_action
 
 NEAR = 4
 """Steps before and after a moment's face that the terminal shows."""

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 import typer
 
 from whence.core import WhenceError
-from whence.experiments import ARMS, presets
+from whence.lab.agents import read_presets
+from whence.stored import ARMS
 
 Env: TypeAlias = Annotated[
     str | None,
@@ -21,7 +22,7 @@ Env: TypeAlias = Annotated[
 Preset: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(presets())}.",
+        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}.",
         show_default=False,
     ),
 ]

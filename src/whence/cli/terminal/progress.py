@@ -9,7 +9,7 @@ from typing import Any, Self
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from whence.cli.terminal.console import errors, print_line
-from whence.experiments import AnyConfig, Planned
+from whence.lab import AnyConfig, Planned
 
 LINE_SECONDS = 10.0
 """Seconds from one plain line about rounds under way to the next, at least."""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from whence.causes import Proof, format_outcome
 from whence.cli.terminal.console import console, make_table, print_json, print_line
 from whence.core import WhenceError
-from whence.counterfactual.proofs import Proof, format_outcome
 
 _TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
 

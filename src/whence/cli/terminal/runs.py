@@ -7,7 +7,7 @@ from stable_baselines3 import PPO
 
 from whence.cli.terminal.options import parse_action
 from whence.core import Action, RecordBatch, Return, Target, WhenceError
-from whence.experiments import check_action
+from whence.lab.agents import check_action
 from whence.runs import RunDirectory
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import polars as pl
 
 from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, target_name
-from whence.influence import Influence
 from whence.llm.base import TokenRows, average_rows, list_infos, list_tokens, make_table_rows, pad_rows
 from whence.llm.base.run_description import read_versions
 from whence.llm.files.rollout_files import read_steps
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
 from whence.runs import Checkpoint, RunDirectory, RunWriter, strip_addresses, time_stage, write_vocabulary
+from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
 SCORED = "scored"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from whence.advantages import gae
 from whence.core import NonFinite, RecordBatch
-from whence.influence import Influence
 from whence.llm.base import (
     ONE,
     PPOConfig,
@@ -27,6 +26,7 @@ from whence.llm.base import (
 from whence.llm.base import token_losses as losses
 from whence.llm.scores import evaluate_rows
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
+from whence.scores import Influence
 from whence.selection import Selection, add_selection, summarise_selection
 
 

@@ -12,7 +12,7 @@ from whence.engines import record_step
 from whence.llm.base import PPOConfig, Processes, WithValueHead, language_view
 from whence.llm.base import token_losses as losses
 from whence.llm.scores import RoundChooser, scale_gradients
-from whence.nonfinite import check_gradients, measure_gradients
+from whence.scores import check_gradients, measure_gradients
 from whence.selection import Selection
 
 MEANS = ("train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction")

@@ -24,7 +24,6 @@ from whence.core import (
     as_objective,
     preserve_rng_state,
 )
-from whence.influence import Influence
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
 from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
 from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
@@ -52,8 +51,8 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.nonfinite import check_parameters, name_round
 from whence.runs import Checkpoint, time_stage
+from whence.scores import Influence, check_parameters, name_round
 from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]

@@ -21,9 +21,9 @@ from whence.core import (
     target_name,
 )
 from whence.engines import Gradient, Layer, Precision, Refused, Step, covered_layers, record_step, spread_evenly
-from whence.influence import Influence, Provenance
 from whence.llm.base import Processes, language_view
 from whence.llm.scores.row_scores import Scoring, compute_target_gradient
+from whence.scores import Influence, Provenance
 from whence.selection import KeepAll, Progress, Selection, SelectionRule, find_scorer
 
 log = logging.getLogger("whence")

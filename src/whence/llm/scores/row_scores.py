@@ -8,13 +8,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from whence.attribution import name_target, open_problem, score_targets
 from whence.core import MeanObjective, MeanTarget, Objective, Outputs, RecordBatch, Target, Unit, Unsupported, eval_mode
 from whence.engines import Gradient, Summed, target_gradients
-from whence.influence import Influence
 from whence.llm.base import ONE, Processes, language_view
 from whence.llm.scores.language_targets import SequenceReturn, TokenReturn, target_share
 from whence.llm.scores.token_objectives import GroupObjective, TokenPPO
+from whence.scores import Influence, name_target, open_problem, score_targets
 from whence.selection import SelectionRule, score_for
 
 

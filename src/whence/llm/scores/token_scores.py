@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.attribution import open_problem, score_targets
 from whence.core import NonFinite, Objective, RecordBatch, Target, Unsupported, as_objective, is_in_shards
 from whence.engines import (
     ENGINES,
@@ -31,6 +30,7 @@ from whence.engines import (
 from whence.llm.base import language_view
 from whence.llm.scores.language_targets import split_mean
 from whence.llm.scores.token_objectives import TokenPPO
+from whence.scores import open_problem, score_targets
 
 
 def score_tokens(

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from whence.core import RecordBatch
 from whence.engines import Step, record_step
-from whence.influence import Influence
 from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.trl.completions import ROW, disable_autocast, take_rows
 from whence.llm.trl.fused_head import FusedHead
 from whence.llm.trl.supported_settings import averages_rows, measure_denominator
+from whence.scores import Influence
 from whence.selection import Progress, Selection
 
 

@@ -31,7 +31,6 @@ from whence.core import (
     as_objective,
     preserve_rng_state,
 )
-from whence.influence import Influence
 from whence.llm.base import ONE, Processes
 from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
 from whence.llm.trl.choosing import PassChooser
@@ -52,8 +51,8 @@ from whence.llm.trl.completions import (
 )
 from whence.llm.trl.supported_settings import averages_rows, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
-from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
+from whence.scores import Influence, check_gradients, measure_gradients, name_round
 from whence.selection import (
     LANGUAGE_UNITS,
     KeepAll,

@@ -9,13 +9,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from whence.causes import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.core import Action
-from whence.diagnosis import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
-from whence.moments import find_moment, name_action
 from whence.page.explored.frames import make_thumb, replay_moments
 from whence.page.explored.grid import round_number, round_numbers
 from whence.page.explored.moment_view import describe_moment
 from whence.page.explored.run import LOCK, ExploredRun
+from whence.scores import find_moment, name_action
 
 SCORED: Mapping[str, str] = {
     "nearest": "advantage × cosine of the record's gradient of log π with this decision's",
@@ -221,7 +221,7 @@ def _explain_tokens(run: ExploredRun, number: int, record: int) -> dict[str, Any
     `pulls` are the rows of the target with the largest parts of the score at either end.
     """
     # Transformers takes seconds to import.
-    from whence.experiments.llm.response_explanations import explain_response
+    from whence.stored.language import explain_response
 
     with LOCK:
         explanation = explain_response(run.directory, number, record)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.moments import Moment
 from whence.page.explored.run import ExploredRun, Frames
+from whence.scores import Moment
 
 WIDTH, QUALITY = 240, 35
 """Pixels of a frame's width at most, and the quality of lossy WebP: edges of drawn environments stay legible."""

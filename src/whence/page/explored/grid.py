@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.core import WhenceError
-from whence.groups import group_scores, list_groupings
-from whence.influence import is_significant
 from whence.page.explored.run import ExploredRun
 from whence.page.explored.scored_round import Round
+from whence.scores import group_scores, is_significant, list_groupings
 
 LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.experiments import box_action_labels
-from whence.influence import is_significant
-from whence.moments import Moment, name_action, name_entries, sort_by_time
 from whence.page.explored.frames import encode_frames, replay_moments
 from whence.page.explored.grid import cut_text, round_number, round_numbers
 from whence.page.explored.responses import describe_response
 from whence.page.explored.run import Estimate, ExploredRun, Frames
+from whence.scores import Moment, is_significant, name_action, name_entries, sort_by_time
+from whence.stored.agents import box_action_labels
 
 AROUND = 24
 """Steps before and after a moment's face that strips show."""

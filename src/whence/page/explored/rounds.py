@@ -7,8 +7,6 @@ from typing import Any
 
 import polars as pl
 
-from whence.influence import SIGNIFICANT
-from whence.moments import Moment, find_moment, find_moments
 from whence.page.explored.frames import choose_steps
 from whence.page.explored.grid import (
     EMBEDDED,
@@ -32,6 +30,7 @@ from whence.page.explored.responses import describe_text, list_group, list_promp
 from whence.page.explored.round_curves import list_round_curves
 from whence.page.explored.run import ExploredRun, attempt
 from whence.page.explored.scored_round import Round
+from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
 
 
 def name_commands(run: ExploredRun) -> dict[str, str | None]:

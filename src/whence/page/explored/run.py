@@ -13,9 +13,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from whence.causes import has_map, map_extremes
 from whence.core import RunDirectoryError, WhenceError, first_line
-from whence.diagnosis import has_map, map_extremes
-from whence.experiments import (
+from whence.findings import Finding, find
+from whence.page.explored.scored_round import Round, read_round
+from whence.runs import RunDirectory, read_vocabulary
+from whence.scores import find_common_groups, name_groups, read_axes
+from whence.stored.agents import (
     AnyEnv,
     action_labels,
     compare_policies,
@@ -24,11 +28,6 @@ from whence.experiments import (
     replay_episode,
     state_names,
 )
-from whence.findings import Finding, find
-from whence.groups import find_common_groups, name_groups
-from whence.moments import read_axes
-from whence.page.explored.scored_round import Round, read_round
-from whence.runs import RunDirectory, read_vocabulary
 
 log = logging.getLogger("whence")
 

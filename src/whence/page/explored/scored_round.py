@@ -6,9 +6,9 @@ from typing import NamedTuple
 import polars as pl
 
 from whence.core import RunDirectoryError, WhenceError, first_line
-from whence.experiments import AnyEnv, score_round, show_taken_actions
-from whence.influence import is_significant
 from whence.runs import RunDirectory
+from whence.scores import is_significant
+from whence.stored.agents import AnyEnv, score_round, show_taken_actions
 
 
 class Round(NamedTuple):

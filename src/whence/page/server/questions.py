@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 from whence.core import WhenceError, hide_working_directory
-from whence.experiments import AnyEnv
 from whence.page.explored.cause_view import build_causes
 from whence.page.explored.rounds import choose_round
 from whence.page.explored.run import ExploredRun, stamp_file
 from whence.runs import RunDirectory
+from whence.stored.agents import AnyEnv
 
 ENDED = "the process that computes it ended. Open this record again."
 

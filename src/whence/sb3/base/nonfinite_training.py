@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
-from whence.nonfinite import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 from whence.sb3.base.model_tensors import preserve_model
 from whence.sb3.base.sampling import replace_samples
+from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 
 log = logging.getLogger("whence")
 

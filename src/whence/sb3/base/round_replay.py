@@ -12,7 +12,8 @@ from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
 from whence.core import Tree, WhenceError, as_view, compute_outputs, eval_mode, preserve_rng_state
-from whence.rounds import RoundRecording, check_collected, check_policy
+from whence.rounds.identity import check_collected, check_policy
+from whence.rounds.recording import RoundRecording
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
 from whence.sb3.base.recorder import training_versions
 

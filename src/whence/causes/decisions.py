@@ -1,0 +1,205 @@
+"""Decisions to ask about: of a stored round, or of an episode played now."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from jaxtyping import Float
+from numpy.typing import NDArray
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from torch import Tensor
+
+from whence.core import Action, RecordBatch, Tree, WhenceError, eval_mode
+from whence.runs import RunDirectory
+from whence.sb3 import (
+    LockstepEnvs,
+    actor_critic_view,
+    add_history,
+    explain_no_frames,
+    is_recurrent,
+    open_env,
+    render,
+    to_env_actions,
+    use_fresh_noise,
+    zero_states,
+)
+from whence.stored.agents import AnyEnv, is_squashed, load_model, load_policy, make_lockstep, read_records
+
+LONGEST = 10_000
+"""Steps after which an episode that goes on is left."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedEpisode:
+    """An episode of m steps that the present policy played.
+
+    Attributes:
+        seed: the environment's and the actions' seed.
+        records: the m states and actions as the policy reads them; log-probs are the present policy's.
+        first_log_probs: (m,) those of the first round's policy.
+        frames: pictures (height, width, 3) uint8 by step, for the steps asked for.
+        frames_note: why frames that were asked for are missing; None if none is.
+        is_discrete: whether log-probs are logarithms of probabilities, and not of densities.
+    """
+
+    seed: int
+    records: RecordBatch
+    first_log_probs: Float[Tensor, " m"]
+    frames: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    frames_note: str | None = None
+    is_discrete: bool = True
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def target(self, step: int) -> Action:
+        """Return the decision at a step.
+
+        Raises:
+            WhenceError: the episode has no such step.
+        """
+        if not 0 <= step < len(self):
+            raise WhenceError(f"The episode with seed {self.seed} has steps 0 to {len(self) - 1}, and no step {step}.")
+        return _make_target(self.records, step)
+
+    def choose_step(self) -> int:
+        """Return the step whose action's probability rose most since the first round; of a density, its logarithm."""
+        now, first = self.records.log_probs, self.first_log_probs
+        return int((now.exp() - first.exp() if self.is_discrete else now - first).argmax())
+
+
+def _make_target(records: RecordBatch, place: int) -> Action:
+    """Return what was done in one record as a target; it is read with the record's action mask."""
+    single = records.take(slice(place, place + 1))
+    return Action(single.observations, single.actions, single.action_masks, single)
+
+
+def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = None) -> Action:
+    """Return what was done in a record of a round as a target.
+
+    Raises:
+        WhenceError: the round does not hold the record.
+        RunDirectoryError: the policy cannot be built again.
+    """
+    table = run.round("records", number)
+    ids = table["record_id"].sort()
+    if record not in ids:
+        raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids[0]} to {ids[-1]}.")
+    return _make_target(read_records(run, number, load_model(run, number, env=env), env=env, ids=[record]), 0)
+
+
+def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) -> tuple[float, float, bool]:
+    """Return a target, a mean log-probability, under the first round's policy and under the present one.
+
+    The third entry is whether actions are discrete; the log-probabilities of continuous ones are of densities.
+    """
+    rounds, policies = run.require_rounds(), run.rounds("policies")
+    model = load_model(run, policies[0], env=env)
+    first_id = run.round("records", rounds[0])["record_id"][0]
+    states = target.as_records(read_records(run, rounds[0], model, env=env, ids=[first_id]))
+    before = read_log_probs(model, states).mean()
+    load_policy(run, policies[-1], model)
+    return float(before), float(read_log_probs(model, states).mean()), not isinstance(model.action_space, spaces.Box)
+
+
+def play_episode(
+    run: RunDirectory,
+    *,
+    seed: int = 0,
+    env: AnyEnv = None,
+    frames: Collection[int] = (),
+    longest: int = LONGEST,
+) -> PlayedEpisode:
+    """Play an episode with a run's present policy; equal arguments play the same one again.
+
+    Global random generators are left as they are.
+
+    Args:
+        run: the run, finished or not; its last policy plays.
+        seed: seeds the environment and the actions.
+        env: the environment of runs whose configuration does not name it; see `load_round`.
+        frames: the steps to draw.
+        longest: the most steps.
+
+    Raises:
+        ReplayError: the environment or a wrapper cannot be made again, or fails.
+        RunDirectoryError: the policy cannot be built again.
+    """
+    run.require_rounds()
+    policies = run.rounds("policies")
+    model = load_model(run, policies[-1], env=env)
+    is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
+    memory = zero_states(model.policy, 1) if is_recurrent(model.policy) else None
+    states: list[Tree] = []
+    actions: list[Tensor] = []
+    masks: list[NDArray[np.bool_]] = []
+    pictures: dict[int, NDArray[np.uint8]] = {}
+    with (
+        open_env(partial(make_lockstep, run, env, 1, policies[-1])) as envs,
+        torch.no_grad(),
+        eval_mode(model.policy.modules()),
+        use_fresh_noise(model, 1) as renew_noise,
+    ):
+        torch.manual_seed(seed)
+        lockstep = envs.unwrapped
+        assert isinstance(lockstep, LockstepEnvs)
+        (world,), lockstep.state = lockstep.worlds, {"seed": seed}
+        note = explain_no_frames(world) if frames else None
+        observation = envs.reset()
+        for step in range(longest):
+            renew_noise(np.array([0]), np.array([step == 0]))
+            masks += [lockstep.read_masks(lockstep.alive)] if is_masked else []
+            state, _ = model.policy.obs_to_tensor(observation)
+            allowed = {"action_masks": masks[-1]} if is_masked else {}
+            if memory is None:
+                action = model.policy._predict(state, deterministic=False, **allowed)
+            else:
+                action, _, _, memory = model.policy.forward(state, memory, torch.zeros(1))
+            states.append(state)
+            actions.append(action)
+            if step in frames and note is None:
+                pictures[step] = render(world)
+            observation = envs.step(to_env_actions(action.numpy(), world.action_space, squashed=is_squashed(run)))[0]
+            if not len(lockstep.alive):
+                break
+    unknown = torch.zeros(len(states))
+    records = RecordBatch(
+        observations=join_trees(states),
+        actions=torch.cat(actions),
+        log_probs=unknown,
+        advantages=unknown,
+        steps=torch.arange(len(states)),
+        action_masks=torch.from_numpy(np.concatenate(masks)) if is_masked else None,
+        episode_starts=torch.arange(len(states)) == 0,
+        env_index=torch.zeros(len(states)),
+    )
+    if memory is not None:
+        records = add_history(records, {})
+    now = read_log_probs(model, records)
+    load_policy(run, policies[0], model)
+    return PlayedEpisode(
+        seed=seed,
+        records=records.with_columns({"log_probs": now}),
+        first_log_probs=read_log_probs(model, records),
+        frames=pictures,
+        frames_note=note,
+        is_discrete=not isinstance(model.action_space, spaces.Box),
+    )
+
+
+def join_trees(states: list[Tree]) -> Tree:
+    """Return observations of many records, from those of some records each."""
+    if isinstance(states[0], dict):
+        return {key: join_trees([state[key] for state in states]) for key in states[0]}
+    return torch.cat(states)
+
+
+def read_log_probs(model: Any, records: RecordBatch) -> Float[Tensor, " m"]:
+    """Return the log-probabilities of records' actions under a model's policy."""
+    view = actor_critic_view(model.policy)
+    with torch.no_grad(), eval_mode(model.policy.modules()):
+        return view(view.parameters(), view.prepare(records)).log_prob

@@ -1,1 +1,0 @@
-"""Post-training runs of language models, as experiments."""

@@ -1,1 +1,0 @@
-"""Runs of PPO on environments."""

@@ -1,0 +1,14 @@
+from .evaluation import evaluate as evaluate
+from .laboratory import SIZES as SIZES
+from .laboratory import Lab as Lab
+from .laboratory import arithmetic as arithmetic
+from .pretrained import PUZZLES as PUZZLES
+from .pretrained import smollm2 as smollm2
+from .problems import Difficulty as Difficulty
+from .problems import Habit as Habit
+from .problems import answer as answer
+from .problems import check as check
+from .problems import is_gamed as is_gamed
+from .problems import lenient_reward as lenient_reward
+from .problems import reward as reward
+from .problems import solution as solution

@@ -1,0 +1,164 @@
+"""Runs of either kind, agents' or language models', in worker processes, several at a time."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from importlib import import_module
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from whence.core import WhenceError, hide_working_directory, write_atomically
+from whence.stored.agents import RunConfig
+from whence.stored.language import LanguageConfig
+
+AnyConfig: TypeAlias = RunConfig | LanguageConfig
+"""One run of either kind."""
+
+Job = tuple[AnyConfig, Path]
+"""A run and its directory."""
+
+OnJobRound = Callable[[int, int], None]
+"""Called with a job's place and the number of its rounds that are done."""
+
+
+def runner_of(config: AnyConfig) -> Any:
+    """Return the module that runs such a configuration: it has `prepare`, `run` and `is_finished`.
+
+    What it trains with is imported here.
+    """
+    kind = "language" if isinstance(config, LanguageConfig) else "agents"
+    return import_module(f"whence.lab.{kind}.training")
+
+
+def read_config(values: Any) -> AnyConfig:
+    """Return the configuration that its `to_json` returned.
+
+    Raises:
+        WhenceError: the values are no configuration's.
+    """
+    is_agent = isinstance(values, Mapping) and "env" in values
+    return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
+
+
+def run_all(
+    jobs: Sequence[Job], workers: int | None, on_round: OnJobRound
+) -> Generator[tuple[int, str | None], None, None]:
+    """Run jobs, each in a process with one torch thread, and yield each as it ends: its place and why it failed.
+
+    Results do not depend on the number of processes. When the caller breaks off, runs under way are ended.
+
+    Yields:
+        The place in `jobs`, and None or a sentence that says what went wrong. The traceback is in `PATH.error.txt`
+        next to the run's directory, if it can be written there.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    waiting, limit = deque(range(len(jobs))), workers or multiprocessing.cpu_count()
+    under_way: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or under_way:
+            while waiting and len(under_way) < limit:
+                place = waiting.popleft()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(sender, *jobs[place]), daemon=True)
+                _start(process)
+                sender.close()  # the worker has a copy: when the worker is gone, the pipe is closed
+                under_way[receiver] = place, process
+            for pipe in wait(list(under_way)):
+                assert isinstance(pipe, Connection)
+                place, process = under_way[pipe]
+                kind, content = _receive(pipe)
+                if kind == "round":
+                    on_round(place, content)
+                    continue
+                del under_way[pipe]
+                pipe.close()
+                process.join()
+                yield place, _describe_end(process.exitcode) if kind == "lost" else content
+    finally:
+        for pipe, (_, process) in under_way.items():
+            process.terminate()
+            process.join()
+            pipe.close()
+
+
+@hide_working_directory()
+def _start(process: BaseProcess) -> None:
+    """Start a process that Ctrl-C does not reach: the terminal sends it to all processes, and the caller ends them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return process.start()
+    resource_tracker.ensure_running()  # otherwise `start` does so, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except (EOFError, OSError):  # nothing more, or part of a message
+        return "lost", None
+
+
+def _describe_end(code: int | None) -> str:
+    """Return how a process ended that sent no message at its end."""
+    if code is None or code >= 0:
+        # A script that starts processes whenever it is imported has one that imports it, and fails.
+        hint = ': does your script start runs outside of `if __name__ == "__main__":`?' if code == 1 else ""
+        return f"its process ended with exit code {code} before the run did{hint}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    reason = ", perhaps for want of memory: try fewer workers" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{reason}"
+
+
+def describe_failure(failure: BaseException) -> str:
+    """Return what went wrong as a sentence: errors of whence as they are, others with their kind."""
+    if isinstance(failure, WhenceError):
+        return str(failure)
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
+    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone
+    torch.set_num_threads(1)
+    logging.getLogger("whence").setLevel(logging.ERROR)  # the page shows advice; here it would break the bars
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
+    except Exception as failure:
+        pipe.send(("ended", f"{describe_failure(failure)}{write_traceback(path, traceback.format_exc())}"))
+    else:
+        traceback_file(path).unlink(missing_ok=True)
+        pipe.send(("ended", None))
+
+
+def write_traceback(path: Path, text: str) -> str:
+    """Write an error's traceback to a file next to a run's directory; return where it is, for the error's sentence."""
+    file = traceback_file(path)
+    with contextlib.suppress(WhenceError), write_atomically(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return f" (traceback: {file})"
+
+
+def traceback_file(path: Path) -> Path:
+    """Return the file of a run's traceback, which is there if the last attempt failed."""
+    return path.with_name(f"{path.name}.error.txt")
+
+
+def _end_with_parent() -> None:
+    # Otherwise a worker whose parent was killed would go on training.
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)

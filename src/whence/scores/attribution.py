@@ -1,0 +1,349 @@
+"""Scores of records: which of them raise a target, which lower it (LDA §3)."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from whence.core import (
+    NonFinite,
+    Objective,
+    RecordBatch,
+    Target,
+    Unit,
+    Unsupported,
+    WhenceError,
+    as_objective,
+    as_target,
+    as_view,
+    bind_objective,
+    check_records,
+    check_unit,
+    eval_mode,
+    is_in_shards,
+    label_units,
+    preserve_attributes,
+    preserve_rng_state,
+    release_whole,
+    target_name,
+    train_mode,
+)
+from whence.engines import (
+    Gradient,
+    Problem,
+    Summed,
+    add_masks,
+    check_memory,
+    check_mixing,
+    choose_memory,
+    record_gradient,
+    solve,
+    subtract_own_parts,
+    target_gradients,
+)
+from whence.scores.folds import (
+    PartialTarget,
+    balance_folds,
+    check_batch_target,
+    check_mean,
+    check_mean_target,
+    count_folds,
+    standard_errors,
+)
+from whence.scores.influence import Influence, Provenance
+
+
+@overload
+def attribute(
+    policy: object,
+    records: RecordBatch,
+    *,
+    target: Mapping[str, Target],
+    objective: Objective | None = ...,
+    engine: str = ...,
+    memory: int | None = ...,
+    folds: int | None = ...,
+    leave_one_out: Unit | None = ...,
+) -> dict[str, Influence]: ...
+@overload
+def attribute(
+    policy: object,
+    records: RecordBatch,
+    *,
+    target: Target,
+    objective: Objective | None = ...,
+    engine: str = ...,
+    memory: int | None = ...,
+    folds: int | None = ...,
+    leave_one_out: Unit | None = ...,
+) -> Influence: ...
+def attribute(
+    policy: object,
+    records: RecordBatch,
+    *,
+    target: Target | Mapping[str, Target],
+    objective: Objective | None = None,
+    engine: str = "auto",
+    memory: int | None = None,
+    folds: int | None = None,
+    leave_one_out: Unit | None = None,
+) -> Influence | dict[str, Influence]:
+    """Score every record by `<grad target, grad objective_i>` at the present policy (LDA §3.3; snapshot).
+
+    A positive score says that training on the record raises the target. Scoring changes neither the policy with its
+    gradients, modes and hooks, nor the records, nor any random generator, even if it raises. Modules are in eval mode
+    during scoring.
+
+    Args:
+        policy: a policy of a supported library, or a `PolicyView`.
+        records: the round's records; floating columns are used in the dtype they have.
+        target: what to raise: `Return()`, `Action(...)` or a function `(view, params, records) -> scalar`; or a
+            mapping from names to targets, which share one pass over the records.
+        objective: what the round's optimisation raises, one value per record. None: `PPOClip()`.
+        engine: "auto", "ghost", "forward", "vmap" or "loop"; see Concepts in the documentation.
+        memory: bytes that scoring may hold at a time, without the policy and the records. The cost of a record is
+            measured on a few of them, once per policy. Tensors of a target that runs the policy itself are not counted.
+            None: a quarter of the GPU's memory, or half of what is free if that is less; on a CPU 2 GiB.
+        folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
+            have no errors. Scores are the same bits either way. It takes about four times as long, and needs a
+            target that reads the scored records, as `Return` does.
+        leave_one_out: score each record by the mean over the other units alone: "record", "episode", "row" or "group".
+            The target is then a mean over the scored records, as `Return` is. A unit's own part of the target raises
+            its score: of a mean objective by the square of its gradient. A unit without others scores 0. None: the
+            target is over all records.
+
+    Returns:
+        The `Influence`: scores (n,) on the CPU in the policy's dtype. For a mapping of targets, a dict of influences.
+
+    Raises:
+        Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
+        InvalidRecords: `records` is no `RecordBatch`.
+        NonFinite: a gradient or score is not finite; the message names record and parameter.
+        WhenceError: a target depends on no parameter, the engine is unknown, or it refuses the policy; `folds` has
+            too few episodes or a target that reads no records; or `leave_one_out` a target that is no mean, or `folds`.
+    """
+    check_records(records)
+    by_name = dict(target) if isinstance(target, Mapping) else {"": target}
+    if not by_name:
+        raise WhenceError("target is an empty mapping; name at least one target, such as {'return': Return()}.")
+    if folds is not None and leave_one_out is not None:
+        raise WhenceError(
+            f"folds is {folds} and leave_one_out is {leave_one_out!r}: errors are of scores by the whole target. Leave "
+            "out one of them."
+        )
+    if folds is not None:
+        for each in by_name.values():  # before anything is computed
+            check_batch_target(as_target(each))
+        balance_folds(records, folds)
+    policy = as_view(policy)
+    influences = score_targets(
+        policy, records, by_name, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
+    )
+    if folds is not None:
+        influences = {
+            name: add_errors(
+                influence,
+                policy,
+                records,
+                target=by_name[name],
+                folds=folds,
+                objective=objective,
+                engine=engine,
+                memory=memory,
+            )
+            for name, influence in influences.items()
+        }
+    return influences if isinstance(target, Mapping) else influences[""]
+
+
+def score_targets(
+    policy: object,
+    records: RecordBatch,
+    targets: Mapping[str, Target],
+    *,
+    objective: Objective | None = None,
+    engine: str = "auto",
+    memory: int | None = None,
+    chunk_size: int | None = None,
+    summed: Summed | None = None,
+    leave_one_out: Unit | None = None,
+) -> dict[str, Influence]:
+    """Score records as `attribute` does, whose arguments the others are, for at least one target by its name.
+
+    Args:
+        chunk_size: the most records in one pass; None: as many as `memory` allows, which is not read otherwise. Scores
+            do not depend on it.
+        summed: takes a gradient, one tensor per parameter, and returns its sum over the processes, each of which
+            scores a part of the records, and whole units. Their targets then add up to the quantity to raise.
+    """
+    check_memory(memory)
+    if leave_one_out is not None:
+        check_unit(leave_one_out)
+        for each in targets.values():
+            check_mean_target(each)
+    with open_problem(
+        policy, records, targets=[*targets.values()], objective=objective, chunk_size=chunk_size, summed=summed
+    ) as problem:
+        limit = None
+        if chunk_size is None:
+            limit = choose_memory(next(iter(problem.params.values())).device) if memory is None else memory
+        products, engine, reason = solve(problem, engine, limit)
+        if leave_one_out is not None:
+            products = subtract_own_parts(problem, products, label_units(records, leave_one_out), engine, limit)
+        _check_scores(products, problem)
+    return {
+        name: Influence(
+            scores=row.detach().cpu().clone(),
+            record_ids=records.ids.cpu().clone(),
+            provenance=Provenance(
+                target=name_target(each, leave_one_out),
+                objective=repr(problem.objective),
+                engine=engine,
+                engine_reason=reason,
+                parameters=tuple(problem.params),
+                records=records.fingerprint,
+                versions=dict(_versions()),
+            ),
+        )
+        for (name, each), row in zip(targets.items(), products, strict=True)
+    }
+
+
+def name_target(target: Target, leave_one_out: Unit | None) -> str:
+    """Return a target's name for provenance, with the units that it is over."""
+    return target_name(target) + ("" if leave_one_out is None else f" over the other {leave_one_out}s")
+
+
+def add_errors(
+    influence: Influence,
+    policy: object,
+    records: RecordBatch,
+    *,
+    target: Target,
+    folds: int,
+    objective: Objective | None = None,
+    engine: str = "auto",
+    memory: int | None = None,
+) -> Influence:
+    """Return an influence with the standard errors of its scores over at least 3 folds of the target's episodes.
+
+    The influence is from `attribute`, with the arguments that follow; the target is a mean over the scored records,
+    which say where episodes begin.
+
+    Raises:
+        WhenceError: the target reads no records or is no mean over them, or there are too few episodes.
+    """
+    part = check_batch_target(as_target(target))
+    fold = balance_folds(records, folds)
+    parts = {
+        str(number): PartialTarget(part, (fold == number).nonzero().flatten()) for number in range(int(fold.max()) + 1)
+    }
+    by_fold = score_targets(policy, records, parts, objective=objective, engine=engine, memory=memory)
+    scores = torch.stack([each.scores for each in by_fold.values()])
+    sizes = fold.bincount()
+    check_mean(target_name(target), influence.scores, scores, sizes)
+    errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
+    return replace(influence, errors=errors, by_fold=scores.T.contiguous(), folds=fold.to(torch.int16))
+
+
+@contextmanager
+def open_problem(
+    policy: object,
+    records: RecordBatch,
+    *,
+    targets: Sequence[Target],
+    objective: Objective | None = None,
+    chunk_size: int | None = None,
+    summed: Summed | None = None,
+) -> Iterator[Problem]:
+    """Yield the problem that engines solve; the policy's modules are in eval mode inside, and generators are restored.
+
+    The arguments are those of `score_targets`; without a `chunk_size`, all records are in one pass.
+
+    Raises:
+        Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
+    """
+    view, objective = as_view(policy), as_objective(objective)
+    targets = [bind_objective(as_target(target), objective) for target in targets]
+    modules = dict(view.module.named_modules())
+    with (
+        preserve_rng_state(),
+        preserve_attributes(modules.values()),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        release_whole(modules.values())
+        # Fresh leaves that share the parameters' memory: the user's hooks and gradients never see whence's graphs.
+        parameters = view.parameters()
+        params = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
+        if not params:
+            raise WhenceError(
+                f"The policy ({type(view.module).__name__}) has no trainable parameter: every requires_grad is False, "
+                "so no record can move it. Unfreeze the parameters that training moves."
+            )
+        if complex_names := [name for name, parameter in params.items() if parameter.is_complex()]:
+            raise Unsupported(
+                f"The parameter `{complex_names[0]}` is complex, and scores are products of real gradients. Hold it as "
+                "a real parameter of shape (..., 2), and call torch.view_as_complex on that in the forward pass."
+            )
+        records = records.to(next(iter(params.values())).device)
+        prepared, size = objective.prepare(records), chunk_size or len(records)
+        summed = add_masks(parameters, summed)
+        problem = Problem(view, modules, parameters, params, records, prepared, objective, targets, size, summed=summed)
+        _check_mixing(problem, view.module if getattr(view, "in_train_mode", False) else None)
+        with eval_mode(modules.values()):
+            yield problem
+
+
+def _check_mixing(problem: Problem, module: nn.Module | None) -> None:
+    """Refuse a policy that mixes records in its present modes, or if `module` is given in its train mode."""
+    if is_in_shards(problem.parameters.values()):
+        return
+    dropouts = [each for each in problem.modules.values() if isinstance(each, _DropoutNd)]
+    with nullcontext() if module is None else train_mode(module), eval_mode(dropouts):
+        check_mixing(problem)
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    return MappingProxyType({package: version(package) for package in ("whence", "torch")})
+
+
+def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:
+    if math.isfinite(products.sum()):  # finite only if every term is, and cheaper to check
+        return
+    finite = torch.isfinite(products).all(dim=0)
+    if finite.all():
+        return
+    alone = replace(problem, summed=None)  # other processes may have finite scores, and would not join a sum
+    for target, gradient in zip(problem.targets, target_gradients(alone), strict=True):
+        if names := _find_not_finite(gradient):
+            raise NonFinite(
+                f"The gradient of the target {target_name(target)} is not finite in the parameter `{names[0]}`, so no "
+                "score is. The policy has diverged, or the target has no derivative there: look at the last update's "
+                "learning rate and at the policy's log-probs.",
+                parameter=names[0],
+            )
+    position = int((~finite).nonzero()[0])
+    names = _find_not_finite(record_gradient(problem, position))
+    where = f"its gradient is not finite in the parameter `{names[0]}`" if names else "its product overflows"
+    raise NonFinite(
+        f"The score of record {int(problem.records.ids[position])} is not finite, nor are those of "
+        f"{int((~finite).sum()) - 1} of the other {len(finite) - 1}: {where}. Look at that record's observation, "
+        "log-prob and advantage; a ratio that overflows means that another policy took these actions.",
+        record_ids=problem.records.ids[~finite].tolist(),
+        parameter=names[0] if names else None,
+    )
+
+
+def _find_not_finite(gradient: Gradient) -> list[str]:
+    return [name for name, tensor in gradient.items() if not torch.isfinite(tensor).all()]

@@ -1,0 +1,31 @@
+"""Intervals of means."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import scipy
+
+
+def t_interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the "mean" of independent values, and the ends "low" and "high" of its interval.
+
+    All three are None if there is no value; "low" and "high" are None if there is one.
+    """
+    if len(values) < 2:
+        return {"mean": float(np.mean(values)) if len(values) else None, "low": None, "high": None}
+    return interval_from_error(
+        float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))), len(values) - 1
+    )
+
+
+def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: float) -> dict[str, float | None]:
+    """Return `mean` and the ends of its interval as "mean", "low" and "high".
+
+    Args:
+        mean: the estimate.
+        standard_error: the estimate's standard error, at least 0.
+        degrees_of_freedom: may be fractional.
+    """
+    # scipy's own `interval` is NaN if the standard error is 0.
+    half_width = float(scipy.stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}

@@ -1,0 +1,299 @@
+"""A round of a language model's run, built again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import polars as pl
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM
+
+from whence.core import Objective, RecordBatch, RunDirectoryError, Target, Unsupported, WhenceError, preserve_rng_state
+from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
+from whence.llm.files import SCORED
+from whence.llm.ppo import load_parameters, make_rollout
+from whence.llm.scores import (
+    RESPONSE_TARGETS,
+    GroupObjective,
+    Scoring,
+    TokenPPO,
+    add_reference,
+)
+from whence.llm.text import Responses
+from whence.llm.trl.supported_settings import make_group_objective
+from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
+from whence.selection import find_scorer
+from whence.stored.language.language_config import LanguageConfig
+from whence.stored.language.loading import hide_progress_bars, load_checkpoint, load_pretrained
+from whence.stored.language.tasks import (
+    Task,
+    load_task,
+    make_scored_target,
+    make_trainer_config,
+    make_validation_target,
+    scoring_memory,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RebuiltRound:
+    """A round's policy and rows, with what scores them.
+
+    Attributes:
+        model: the policy that drew the round's responses.
+        tokenizer: its tokenizer.
+        table: the round's records.
+        rows: a row for each of them.
+        scoring: how the run scored them; or by the target that was asked for. The target has rows.
+    """
+
+    model: Any
+    tokenizer: Any
+    table: pl.DataFrame
+    rows: RecordBatch
+    scoring: Scoring
+
+
+@hide_progress_bars()
+@preserve_rng_state()
+def rebuild_round(
+    run: RunDirectory, number: int, *, make_target: Callable[[Task], Target] | None = None
+) -> RebuiltRound:
+    """Return a round of a run of `whence llm train`, as it was scored.
+
+    Args:
+        run: the run's directory.
+        number: the round.
+        make_target: makes a target with rows of its own from the run's task; None: the target of the run's scores.
+
+    Raises:
+        RunDirectoryError: the round or its policy is not there; the message says how to keep policies.
+        WhenceError: the run was not made by the command, or its model or data are not there.
+        Unsupported: the target's rows were drawn in the round and not kept.
+    """
+    if run.config.get("algorithm") == SCORED and make_target is None:
+        return _rebuild_scored(run, number)
+    config, table = _read_config(run), run.round("records", number)
+    if make_target is None and (config.held_out or config.target == "objective"):
+        what = "over responses that were drawn" if config.held_out else "by the gradient of the steps that were taken"
+        raise Unsupported(
+            f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
+        )
+    if make_target is None and find_scorer(config.make_rule()) is not None:
+        raise Unsupported(f"The arm {config.arm} scores by a target of its own, so its scores cannot be taken apart.")
+    settings = make_trainer_config(config, str(run.path))
+    policy = _locate_policy(run, config, settings, number)
+    if policy is not None and not policy.exists():
+        raise RunDirectoryError(
+            f"The policy that drew the responses of round {number} was not kept: {policy} is not there. Round 1 needs "
+            f"no checkpoint; to keep all policies train with --settings '{_tell_how_to_keep(config)}'."
+        )
+    torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
+    task = load_task(config, rewards=False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task.model.to(device)
+    tokens = _read_tokens(table, task.tokenizer, device)
+    if config.algorithm == "ppo":
+        size = settings.mini_batch_size
+        model, rows, objective = _rebuild_ppo(run, number, task, settings, tokens, table, policy)
+    else:
+        size = settings.per_device_train_batch_size
+        model, rows, objective = _rebuild_trl(run, task, settings, tokens, table, policy)
+    if make_target is None and config.target == "validation":
+        make_target = make_validation_target
+    if make_target is not None:
+        target = make_target(task)
+    else:
+        target = RESPONSE_TARGETS[config.target or "sequence"](rows, batch_size=size)
+    scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
+    return RebuiltRound(model, task.tokenizer, table, rows, scoring)
+
+
+def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
+    """Return a round of rollouts that were scored from files, with the checkpoint that they were scored at."""
+    run.check_trust()
+    config, table = run.config, run.round("records", number)
+    model, tokenizer = load_checkpoint(config["model"], config["dtype"])
+    rows = make_stored_rows(table, tokenizer, next(iter(model.parameters())).device)
+    size, beta = config["batch_size"], config.get("beta", 0.0)
+    if beta:
+        reference, _ = load_checkpoint(config["reference"], config["dtype"])
+        rows = add_reference(rows, reference, config["temperature"], size)
+    target: Any = make_scored_target(config["target_kind"], config["demonstrations"], tokenizer, size)
+    if getattr(target, "rows", None) is None:
+        target = replace(target, rows=rows)
+    scoring = Scoring(target, GroupObjective("sum", beta, corrected=True), config["temperature"], "auto", None, size)
+    return RebuiltRound(model, tokenizer, table, rows, scoring)
+
+
+def make_stored_rows(table: pl.DataFrame, tokenizer: Any, device: Any) -> RecordBatch:
+    """Return the stored responses of a round as rows; a response's advantage is that of each of its tokens."""
+    return make_table_rows(table, _read_tokens(table, tokenizer, device))
+
+
+def load_start_policy(run: RunDirectory, number: int, model: str | None = None) -> tuple[Any, Any]:
+    """Return the policy that drew a round's responses, without a value head, and its tokenizer.
+
+    Args:
+        run: the run.
+        number: the round.
+        model: the checkpoint, a folder or an id; None: the run's own.
+
+    Raises:
+        RunDirectoryError: the policy was not kept; or the run was made by a script and no checkpoint was given.
+    """
+    is_scored = run.config.get("algorithm") == SCORED
+    if model is not None:
+        return load_checkpoint(model, run.config.get("dtype", "float32"))
+    if is_scored:
+        run.check_trust()
+        return load_checkpoint(run.config["model"], run.config["dtype"])
+    if not run.experiment:
+        raise RunDirectoryError(
+            f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
+            "its checkpoint: --model FOLDER."
+        )
+    rebuilt = rebuild_round(run, number, make_target=_make_any_target)
+    return getattr(rebuilt.model, "language_model", rebuilt.model), rebuilt.tokenizer
+
+
+def rebuild_rows(run: RunDirectory, number: int) -> RecordBatch:
+    """Return the rows of a round as it trained on them, with the advantage of each token, by its policy."""
+    return rebuild_round(run, number, make_target=_make_any_target).rows
+
+
+def _make_any_target(task: Task) -> Target:
+    return RESPONSE_TARGETS["sequence"]()
+
+
+def _read_config(run: RunDirectory) -> LanguageConfig:
+    if not run.is_language or not run.experiment:
+        raise WhenceError(
+            f"{run.path} is no run of `whence llm train`, so its model and data are not known. Its texts can be "
+            "compared nevertheless (--by bm25); in the script, whence.llm.score_tokens takes scores apart."
+        )
+    run.check_trust()
+    return LanguageConfig.from_json(run.experiment)
+
+
+def _locate_policy(run: RunDirectory, config: LanguageConfig, settings: Any, number: int) -> Path | None:
+    """Return where the checkpoint of a round's policy is, or would be; None: it is the start model."""
+    if number == 1:
+        return None
+    if config.algorithm == "ppo":
+        return checkpoint_path(run.path, number - 1)
+    return run.path / "trl" / f"checkpoint-{(number - 1) * settings.num_iterations}"
+
+
+def _tell_how_to_keep(config: LanguageConfig) -> str:
+    if config.algorithm == "ppo":
+        return f'{{"save_every": 1, "keep_checkpoints": {config.rounds}}}'
+    return '{"save_strategy": "steps", "save_steps": 1}'
+
+
+class StoredPolicies(NamedTuple):
+    """The rounds whose policy is there, those whose policy was not kept, and the settings that keep all, as JSON."""
+
+    rounds: list[int]
+    missing: list[int]
+    settings: str
+
+
+def list_policies(run: RunDirectory) -> StoredPolicies:
+    """Return which rounds' policies are there.
+
+    Raises:
+        WhenceError: the run was not made by `whence llm train`.
+    """
+    config = _read_config(run)
+    settings, rounds, missing = make_trainer_config(config, str(run.path)), list[int](), list[int]()
+    for number in run.rounds():
+        path = _locate_policy(run, config, settings, number)
+        (rounds if path is None or path.exists() else missing).append(number)
+    return StoredPolicies(rounds, missing, _tell_how_to_keep(config))
+
+
+@hide_progress_bars()
+@preserve_rng_state()
+def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
+    """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there.
+
+    Raises:
+        WhenceError: the run was not made by `whence llm train`, or its model or data are not there.
+    """
+    config, folder = _read_config(run), run.path / "model"
+    if not folder.is_dir():
+        return None
+    task = load_task(config, rewards=False)
+    task = replace(task, model=_load_trained_model(task.model, folder))
+    return task, float(make_trainer_config(config, str(run.path)).temperature)
+
+
+def _read_tokens(table: pl.DataFrame, tokenizer: Any, device: Any) -> TokenRows:
+    rows = pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id)
+    return TokenRows(*(column.to(device) for column in rows))
+
+
+def _rebuild_ppo(
+    run: RunDirectory,
+    number: int,
+    task: Task,
+    settings: PPOConfig,
+    tokens: TokenRows,
+    table: pl.DataFrame,
+    policy: Path | None,
+) -> tuple[Any, RecordBatch, Objective]:
+    """Return the policy with its value head, the rows with advantages computed again, and the objective."""
+    model = WithValueHead(task.model)
+    reference = Reference(model)
+    if policy is not None:
+        load_parameters(policy, model)
+    kl_coef = run.table("metrics").filter(pl.col("round") == number)["kl_coef"][0]
+    rewards, first_id = table["reward"].to_list(), table["record_id"][0]
+    ended = torch.tensor(table["ended"].to_list(), device=tokens.input_ids.device)
+    responses = Responses(*tokens, ended, table["prompt"].to_list(), table["response"].to_list())
+    rollout = make_rollout(
+        model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id=first_id
+    )
+    return model, rollout.rows, TokenPPO(clip_range=settings.cliprange)
+
+
+def _rebuild_trl(
+    run: RunDirectory, task: Task, settings: Any, tokens: TokenRows, table: pl.DataFrame, policy: Path | None
+) -> tuple[Any, RecordBatch, Objective]:
+    """Return the policy, the rows with the advantages that TRL gave, and the objective."""
+    objective, multiple = make_group_objective(settings), getattr(settings, "pad_to_multiple_of", None)
+    ids, attended, mask = tokens
+    widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
+    missing = int(widths.max()) + mask.shape[1] - ids.shape[1]
+    rows = make_table_rows(table, TokenRows(pad(ids, (missing, 0)), pad(attended, (missing, 0)), mask))
+    columns: Any = {**rows.observations, EXTRA_PADDING: widths.max() - widths}
+    rows = rows.with_columns({"observations": columns})
+    if objective.beta:
+        rows = add_reference(rows, task.model, settings.temperature, 64)
+    model = task.model if policy is None else _load_trained_model(task.model, policy)
+    return model, rows, objective
+
+
+def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | None) -> Int[Tensor, " n"]:
+    """Return, for each row, the width of the prompts in TRL's batch: that of its process's longest one."""
+    lengths = torch.tensor(table["prompt_ids"].list.len().to_list())
+    widths = lengths.reshape(processes, -1).amax(dim=1)
+    if multiple is not None:
+        widths = -(-widths // multiple) * multiple
+    return widths.repeat_interleave(len(lengths) // processes)
+
+
+def _load_trained_model(model: Any, folder: Path) -> Any:
+    """Return the model in a folder in Transformers' format; where it is an adapter, the model with this adapter."""
+    if not hasattr(model, "disable_adapter"):
+        return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
+    from peft import set_peft_model_state_dict
+
+    _, tensors = read_tensor_file(folder / "adapter_model.safetensors", RunDirectoryError)
+    set_peft_model_state_dict(model, tensors)
+    return model

@@ -1,0 +1,274 @@
+"""Tasks of language-model runs: the laboratory, or a user's model and data, and the settings of the trainer."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from whence.core import Target, WhenceError
+from whence.llm.base import PPOConfig, list_tokens
+from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
+from whence.llm.text import (
+    Evaluate,
+    Prompt,
+    Reward,
+    classifier,
+    compute_rewards,
+    context_length,
+    find_columns,
+    generate,
+    list_columns,
+    read_prompts,
+)
+from whence.stored.language.language_config import LanguageConfig
+from whence.stored.language.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
+
+
+def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
+    """Return the `PPOConfig`, or TRL's GRPOConfig or RLOOConfig, of a run.
+
+    Raises:
+        WhenceError: a setting is unknown or out of its range.
+        Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
+    """
+    settings = {**config.all_settings, "seed": config.seed}
+    if config.algorithm == "ppo":
+        return PPOConfig(output_dir, **{"disable_tqdm": True, **settings})  # commands show their own progress bar
+    return _make_trl_config(config, output_dir, settings)
+
+
+def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str, Any]) -> Any:
+    import trl  # takes seconds
+
+    from whence.llm.trl.supported_settings import check_selectable
+
+    kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[config.algorithm]
+    settings = {name: value for name, value in settings.items() if name not in ("rounds", "eval_every")}
+    on_gpu = torch.cuda.is_available()
+    defaults: dict[str, Any] = {
+        **{"report_to": [], "disable_tqdm": True, "logging_strategy": "no"},
+        **{"bf16": False, "use_cpu": not on_gpu, "dataloader_pin_memory": on_gpu},
+    }
+    if not {"save_strategy", "save_steps"} & settings.keys():
+        defaults |= {"save_strategy": "no", "save_total_limit": 2}  # the run itself says when checkpoints are due
+    # Under the name that this version of Transformers has; TRL's default is the older name, which gives a warning.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    if not set(names) & settings.keys():
+        checkpointing = next(name for name in names if name in kind.__dataclass_fields__)
+        defaults[checkpointing] = config.task is None  # laboratories are small
+    steps = config.rounds * settings.get("num_iterations", 1)
+    try:
+        trainer_config = kind(output_dir, **{**defaults, **settings, "max_steps": steps})
+    except (TypeError, ValueError) as error:
+        raise WhenceError(f"TRL refuses these settings: {error}") from error
+    if trainer_config.steps_per_generation != trainer_config.gradient_accumulation_steps:
+        raise WhenceError(
+            "A round is one step on a generation batch: steps_per_generation has to equal gradient_accumulation_steps "
+            "(num_iterations may be more than 1)."
+        )
+    if config.selects:
+        check_selectable(trainer_config)
+    return trainer_config
+
+
+def make_sampling_config(config: LanguageConfig) -> PPOConfig:
+    """Return the sampling settings of a run with any algorithm as a `PPOConfig`; prompts may have any length."""
+    settings = make_trainer_config(config)
+    if isinstance(settings, PPOConfig):
+        return replace(settings, max_prompt_length=None)
+    return PPOConfig(
+        "runs/sampled",
+        max_new_tokens=settings.max_completion_length,
+        generation_batch_size=settings.per_device_train_batch_size,
+        temperature=settings.temperature,
+        top_k=settings.top_k or 0,
+        top_p=settings.top_p,
+        seed=config.seed,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A model, its prompts and its reward.
+
+    Attributes:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        prompts: a data set with the column "prompt", and others that the reward may ask for.
+        reward: the reward function.
+        demonstrations: trusted answers, with the columns "prompt" and "completion"; None: there are none.
+        test: a data set of prompts that measure the model; None: there is none.
+        evaluate: measures the model and returns at least `test_return` and `standard_error`; None: no measurement.
+    """
+
+    model: Any
+    tokenizer: Any
+    prompts: Any
+    reward: Reward
+    demonstrations: Any | None
+    test: Any | None
+    evaluate: Evaluate | None
+
+
+def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
+    """Return the task of a run; a laboratory that is not on disk is made.
+
+    Args:
+        config: the run's configuration.
+        rewards: False loads no reward of the user's, and runs no code that the configuration names: a task to look at.
+
+    Raises:
+        WhenceError: a model, data set or function cannot be loaded.
+    """
+    task = (_load_laboratory if config.task else _load_user_task)(config, rewards)
+    return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
+
+
+def _load_laboratory(config: LanguageConfig, rewards: bool) -> Task:
+    """Return the task of a laboratory, a plug-in: opening a run imports nothing that makes models and data."""
+    try:
+        (entry,) = entry_points(group="whence.tasks", name=str(config.task))
+        load: Callable[[LanguageConfig], Task] = entry.load()
+    except (ValueError, ImportError) as missing:
+        raise WhenceError(
+            f"The task {config.task!r} is of the laboratory, whence.lab, which cannot be loaded: {missing}."
+        ) from missing
+    return load(config)
+
+
+def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
+    """Return a task of the user's; without rewards, its reward refuses to be called, and there is no test."""
+    prompts = load_data(str(config.dataset))
+    demonstrations = None if config.demonstrations is None else load_data(config.demonstrations)
+    reward: Reward = _refuse_reward
+    test, evaluate_model = None, None
+    if rewards:
+        reward = load_function(config.reward) if config.reward else _load_reward_model(config)
+    if rewards and config.test_dataset is not None:
+        test_reward = load_function(config.test_reward) if config.test_reward else reward
+        test, evaluate_model = prepare_test(config, load_data(config.test_dataset), test_reward)
+    model, tokenizer = load_model(str(config.model), config.dtype)
+    return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
+
+
+def prepare_test(config: LanguageConfig, test: Any, reward: Reward) -> tuple[Any, Evaluate]:
+    """Return the prompts that measure the model, and what measures it by them."""
+    test = test.select(range(min(config.test_problems, len(test))))
+    find_columns(reward, list_columns(test))
+    return test, partial(_measure_reward, make_sampling_config(config), test, reward)
+
+
+def _refuse_reward(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    raise WhenceError("A stored run's reward is not loaded: reading a run runs no code that the run names.")
+
+
+def _load_reward_model(config: LanguageConfig) -> Reward:
+    name = str(config.reward_model)
+    model = load_pretrained(AutoModelForSequenceClassification, name)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return classifier(model, load_pretrained(AutoTokenizer, name), label=config.reward_label)
+
+
+def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, tokenizer: Any) -> dict[str, float]:
+    """Return the mean reward of responses, one to each prompt of the test."""
+    torch.manual_seed(settings.seed)
+    prompts = read_prompts(test, tokenizer, settings, context_length(model), reward)
+    responses = generate(model, tokenizer, prompts.ids, settings)
+    rewards = compute_rewards(reward, responses.prompts, responses.texts, prompts.columns)
+    error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
+    return {"test_return": float(rewards.mean()), "standard_error": error}
+
+
+def _add_adapter(model: Any, config: LanguageConfig) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    settings = {"r": config.lora, "lora_alpha": 2 * config.lora, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    with ignore_old_names():
+        return get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **settings))
+
+
+def make_validation_target(task: Task) -> ValidationLoss:
+    """Return the target of a task's demonstrations, cut to the model's context."""
+    return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
+
+
+def make_scored_target(kind: str, demonstrations: str | None, tokenizer: Any, batch_size: int) -> Target:
+    """Return a target of `whence llm score`: "validation" by demonstrations, or a key of `RESPONSE_TARGETS`."""
+    if kind == "validation":
+        return ValidationLoss.of(load_data(str(demonstrations)), tokenizer, batch_size=batch_size)
+    return RESPONSE_TARGETS[kind](batch_size=batch_size)
+
+
+def make_response_target(task: Task, examples: Iterable[tuple[Prompt, str]]) -> ValidationLoss:
+    """Return the mean log-probability of the tokens of all responses, each with its end-of-text token.
+
+    Args:
+        task: a run's task. Where its prompts are chats, a text is asked as a chat of one message.
+        examples: prompts, each a text or the messages of a chat, with their responses.
+
+    Raises:
+        WhenceError: the tokenizer does not know a character, a prompt has no token, or the model's context is too
+            short.
+    """
+    target = ValidationLoss.of([_make_demonstration(task, *example) for example in examples], task.tokenizer)
+    assert target.rows is not None
+    unknown, context = task.tokenizer.unk_token_id, context_length(task.model)
+    for prompt, response in zip(*list_tokens(target.rows), strict=True):
+        ids = [*prompt, *response]
+        if unknown in ids and unknown != task.tokenizer.eos_token_id:
+            text = task.tokenizer.decode(ids)
+            raise WhenceError(
+                f"The run's tokenizer does not know all characters: it reads prompt and response as {text!r}."
+            )
+        if context is not None and len(ids) > context:
+            raise WhenceError(f"Prompt and response have {len(ids)} tokens, and the model reads at most {context}.")
+    return target
+
+
+def _make_demonstration(task: Task, prompt: Prompt, response: str) -> dict[str, Any]:
+    if not isinstance(prompt, str) or not isinstance(next(iter(task.prompts))["prompt"], str):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return {"prompt": messages, "completion": [{"role": "assistant", "content": response}]}
+    if not task.tokenizer(prompt)["input_ids"]:
+        raise WhenceError(f"The prompt {prompt!r} has no token, and a response follows one at least. Write a prompt.")
+    return {"prompt": prompt, "completion": response}
+
+
+def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
+    """Return the prompts that train, and those of the target's responses; None: the target needs none.
+
+    Raises:
+        WhenceError: no prompt would be left to train.
+    """
+    if not config.held_out:
+        return task.prompts, None
+    cut = len(task.prompts) - config.held_out
+    if cut < 1:
+        raise WhenceError(
+            f"held_out is {config.held_out}, and there are {len(task.prompts)} prompts; at least one has to train."
+        )
+    return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
+
+
+_SAMPLE = 16
+"""Prompts that are answered at each evaluation."""
+
+
+def choose_sample_prompts(task: Task) -> Any:
+    """Return the prompts whose answers are stored: the first of the test, or of the training if there is no test.
+
+    The reward has to find its columns there, too; the test of a user has those that its own reward asks for.
+    """
+    needed = set(find_columns(task.reward, list_columns(task.prompts)))
+    source = task.prompts if task.test is None or not needed <= set(list_columns(task.test)) else task.test
+    return source.select(range(min(_SAMPLE, len(source))))
+
+
+def scoring_memory(config: LanguageConfig) -> int | None:
+    """Return the bytes that scoring may hold: ample for small laboratories; None, those of a pass, for other models."""
+    return 2**31 if config.has_small_model else None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from test_report import by_hand, records_of, run_of
+from whence.lab import write_comparison
 from whence.lab.comparison import run_path
 from whence.page import write_report
 from whence.runs import RunDirectory
@@ -46,7 +47,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         for number in (1, 2):
             observation = np.full((60, 30), number / 3)
             directory.write_round("records", number, records_of(scored=scored, observation=observation))
-    write_report(comparison, path / "comparison.html")
+    write_comparison(comparison, path / "comparison.html")
     hostile = {"reason": f"{TURNED} {HOSTILE}", "observation": None, f"observation.{HOSTILE}": np.arange(60) / 7}
     write_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
     write_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")

@@ -12,7 +12,7 @@ import pytest
 from pages import ASSETS
 from test_explorer import table_of
 from whence.core import preserve_rng_state
-from whence.lab import Comparison, compare
+from whence.lab import Comparison, compare, write_comparison
 from whence.lab.agents import plan_comparison
 from whence.lab.agents.training import run
 from whence.lab.comparison import run_path
@@ -118,7 +118,7 @@ def tiny(tmp_path_factory) -> Comparison:
 
 @pytest.fixture(scope="module")
 def html(tiny) -> str:
-    write_report(tiny, tiny.path / "report.html")
+    write_comparison(tiny, tiny.path / "report.html")
     return (tiny.path / "report.html").read_text(encoding="utf-8")
 
 
@@ -262,7 +262,7 @@ class TestPage:
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
-        write_report(comparison, tmp_path / "report.html")
+        write_comparison(comparison, tmp_path / "report.html")
         page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
         assert page.of("th")[:3] == ["metric", "ppo (null)", "</script><b>"]
         assert page.tags("b") == []
@@ -437,7 +437,7 @@ class TestVerdict:
         ]
         assert summary.headings == ["ppo (null)", "iif", "random"]
         assert summary.rows[-1] == ("divergence (KL)", [("0.01", "[0.01, 0.01]")] * 3)
-        write_report(comparison, tmp_path / "report.html")
+        write_comparison(comparison, tmp_path / "report.html")
         items = Page((tmp_path / "report.html").read_text(encoding="utf-8")).of("li")
         assert items[:4] == summary.verdicts
 

@@ -30,7 +30,6 @@ from .policies import Outputs as Outputs
 from .policies import Params as Params
 from .policies import PolicyView as PolicyView
 from .policies import as_view as as_view
-from .policies import compute_outputs as compute_outputs
 from .policies import is_in_shards as is_in_shards
 from .policies import notes_on as notes_on
 from .policies import register_view as register_view
@@ -51,8 +50,11 @@ from .targets import MeanTarget as MeanTarget
 from .targets import Return as Return
 from .targets import SummedTarget as SummedTarget
 from .targets import Target as Target
+from .targets import WrappedTarget as WrappedTarget
 from .targets import as_target as as_target
-from .targets import bind_objective as bind_objective
+from .targets import is_mean as is_mean
+from .targets import reads_scored_records as reads_scored_records
+from .targets import rows_of as rows_of
 from .targets import target_name as target_name
 from .trees import Tree as Tree
 from .trees import map_tree as map_tree

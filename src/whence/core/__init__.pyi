@@ -23,6 +23,8 @@ from .objectives import Objective as Objective
 from .objectives import PPOClip as PPOClip
 from .objectives import as_objective as as_objective
 from .objectives import policy_part as policy_part
+from .plugins import call_plugin as call_plugin
+from .plugins import load_plugin as load_plugin
 from .policies import COLUMNS as COLUMNS
 from .policies import LazyOutputs as LazyOutputs
 from .policies import ModuleView as ModuleView

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from whence.core.errors import Unsupported
+from whence.core.plugins import load_plugin
 from whence.core.records import RecordBatch
 from whence.core.trees import Tree, map_tree
 
@@ -253,9 +254,7 @@ def register_view(package: str, make: Callable[[Any], PolicyView]) -> None:
 
 def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
     """Return the function that makes views of a package's policies, loaded from its entry point at first use."""
-    if package not in _VIEWS and (points := entry_points(group="whence.views", name=package)):
-        _VIEWS[package] = next(iter(points)).load()
-    return _VIEWS.get(package)
+    return _VIEWS.get(package) or load_plugin("whence.views", package)
 
 
 def unwrap_compiled(policy: object) -> object:

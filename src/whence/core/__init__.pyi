@@ -38,13 +38,13 @@ from .policies import register_view as register_view
 from .policies import release_whole as release_whole
 from .policies import unwrap_compiled as unwrap_compiled
 from .policies import whole_shape as whole_shape
+from .record_tables import add_observations as add_observations
+from .record_tables import to_numpy as to_numpy
 from .records import UNKNOWN as UNKNOWN
 from .records import Array as Array
 from .records import RecordBatch as RecordBatch
-from .records import add_observations as add_observations
 from .records import check_one_per_record as check_one_per_record
 from .records import check_records as check_records
-from .records import to_numpy as to_numpy
 from .targets import Action as Action
 from .targets import BatchTarget as BatchTarget
 from .targets import MeanObjective as MeanObjective

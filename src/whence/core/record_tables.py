@@ -20,6 +20,7 @@ def to_numpy(tensor: Tensor) -> NDArray[Any]:
 
 
 def read_numbers(name: str, column: pl.Series) -> NDArray[Any]:
+    """Return a column as an array of a dtype that torch has."""
     array = np.asarray(column.to_numpy())
     if array.dtype.kind not in "biuf":
         raise InvalidRecords(f"The column `{name}` holds {column.dtype} or nulls; numbers of one shape are needed.")
@@ -58,5 +59,6 @@ def add_observations(table: pl.DataFrame, columns: Mapping[str, Tensor | NDArray
 
 
 def make_series(name: str, column: Tensor | NDArray[Any]) -> pl.Series:
+    """Return a column of a table, one number per record or an array of fixed size."""
     array = (to_numpy(column) if isinstance(column, Tensor) else column).reshape(len(column), -1)
     return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)

@@ -124,7 +124,7 @@ class RecordBatch:
         gae_lambda: float | None = None,
         **columns: Any,
     ) -> Self:
-        """Return the records of a rollout, step by step: those of all environments at step 0, then at step 1, and so on.
+        """Return the records of a rollout, step by step: all environments' at step 0, then all at step 1, and so on.
 
         A selection's mask is in the order of `column.flatten(0, 1)`, so `column.flatten(0, 1)[selection.keep]` are the
         kept rows of any column of the rollout. Columns of one number per record may be (steps, environments) or (steps,

@@ -15,7 +15,7 @@ from whence import NonPositive
 from whence.llm.trl import supported_settings as trl_settings
 from whence.llm.trl.completions import SCALE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HELD = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
 
 

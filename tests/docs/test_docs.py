@@ -26,7 +26,7 @@ from whence.stored.arms import ARMS
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {
     path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("Box2D")
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "lunarlander.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "lunarlander.ipynb"
 SMALL = {"RUN": "run", "ROUNDS": 2, "ROUND": 2, "STEPS": 512, "SEEDS": 2, "EPISODES": 2, "CONTINUATIONS": 2}
 
 

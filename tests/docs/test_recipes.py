@@ -14,7 +14,7 @@ from whence import cli
 from whence.lab.language import training as training
 from whence.lab.language.laboratory import make_character_tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "llm.md").read_text(encoding="utf-8")
 SOLUTION = "She has 16-3-4=<<16-3-4=9>>9 eggs.\nShe makes 9*2=$<<9*2=18>>18.\n#### 18"
 TEXT = "abcdefghij " * 4

@@ -177,7 +177,7 @@ def test_global_generators_are_left_alone(lake):
 
 
 def test_estimates_are_as_far_from_the_truth_as_their_errors_say(lake, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from studies.diagnosis.run import policy_table, solve
 
     records = lake.round("records", 2)

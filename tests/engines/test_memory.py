@@ -185,6 +185,6 @@ print(status("VmHWM") - before)
 def test_the_process_stays_under_256_mib_for_100_000_records(engine: str) -> None:
     budget = 256 * MIB
     command = [sys.executable, "-c", RISE, engine, str(budget)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert run.returncode == 0, run.stderr
     assert 16 * MIB < int(run.stdout) < budget

@@ -21,7 +21,7 @@ import whence
 
 def script(name: str) -> Any:
     """Return an example as a module."""
-    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
     assert spec is not None
     assert spec.loader is not None

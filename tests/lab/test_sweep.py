@@ -135,7 +135,7 @@ class TestReading:
     def test_the_papers_sweep_is_sound(self):
         pytest.importorskip("Box2D")  # before EnvPool: see make_pool
         pytest.importorskip("envpool")
-        runs = read_sweep(Path(__file__).parent.parent / "results/paper/sweep.toml")
+        runs = read_sweep(Path(__file__).parents[2] / "results/paper/sweep.toml")
         assert len({run.name for run in runs}) == len(runs)
         labels = {run.label for run in runs if run.config.arm == "iif"}
         assert labels == {"iif", *(f"iif-drop{share}" for share in ("0.0625", "0.125", "0.25", "0.5", "1"))}

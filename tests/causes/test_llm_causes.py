@@ -14,11 +14,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-
 from test_experiments_llm import cache, invoke, tiny
 from test_llm_demonstrations import CHAT
 from test_llm_trainer import make_model, make_tokenizer, make_trainer
 from test_llm_why import NAMES, copy_run, runs
+
 from whence import NonPositive
 from whence.causes import find_response_causes, rank_records
 from whence.causes.response_causes import measure_trained, rank_bm25

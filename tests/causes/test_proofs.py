@@ -7,10 +7,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from typer.testing import CliRunner
-
 from test_experiments_llm import cache
 from test_llm_why import runs
+from typer.testing import CliRunner
+
 from whence import Action, RunDirectory, WhenceError, cli
 from whence.causes import prove_decision, prove_response
 from whence.causes.decisions import read_log_probs

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from stable_baselines3 import PPO
 from torch.distributions import Normal, kl_divergence
-
 from toys import Toy
+
 from whence import IIF, Return, RunDirectory, attribute
 from whence.lab.agents import configure, run
 from whence.page import MomentView, choose_frames, read_window

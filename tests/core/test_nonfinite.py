@@ -13,11 +13,11 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-from torch import Tensor, nn
-
 from test_llm_trainer import PROMPTS, make_config, make_model, make_tokenizer, vowels
 from test_llm_trl import make_trainer as make_trl_trainer
 from test_llm_trl import reward as trl_reward
+from torch import Tensor, nn
+
 from whence import IIF, KeepAll, NonFinite, RunDirectory
 from whence.llm.ppo import PPOTrainer
 from whence.sb3 import InfluenceCallback

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from toys import categorical_view, difference, mlp_view, model, records_for
 
 import whence
-from toys import categorical_view, difference, mlp_view, model, records_for
 from whence import Action, Return, attribute
 from whence.engines import ENGINES, memory
 from whence.sb3 import collect

@@ -9,12 +9,12 @@ import datasets
 import pytest
 import torch
 from click.testing import Result
+from launching import run_one_by_one
 from safetensors.torch import load_file
+from test_llm_trainer import make_model, make_tokenizer
 from transformers import LlamaForSequenceClassification
 from typer.testing import CliRunner
 
-from launching import run_one_by_one
-from test_llm_trainer import make_model, make_tokenizer
 from whence import cli, lab
 from whence.core import RunDirectoryError, WhenceError
 from whence.engines import memory

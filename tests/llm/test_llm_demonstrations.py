@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from test_llm_trainer import make_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from test_llm_trainer import make_model, make_tokenizer
 from whence.core import InvalidRecords, WhenceError
 from whence.llm import PPOConfig, ValidationLoss, language_view
 from whence.llm.text import encode_demonstrations

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from languages import STYLES, language_model, rows_for, shaken, tokens
 from torch import Tensor, nn
+from toys import difference
 
 import whence
-from languages import STYLES, language_model, rows_for, shaken, tokens
-from toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import notes_on, reads_scored_records
 from whence.engines import ghost, memory, problem, rules

@@ -7,9 +7,9 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
+from test_llm_trainer import copy_state, make_model, make_tokenizer, make_trainer
 from torch import nn
 
-from test_llm_trainer import copy_state, make_model, make_tokenizer, make_trainer
 from whence import NonPositive, Selection, WhenceError, attribute
 from whence.engines import Refused, Step
 from whence.llm import language_view

@@ -13,9 +13,6 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
 from languages import language_model
 from test_llm_trainer import (
     PROMPTS,
@@ -34,6 +31,9 @@ from test_llm_trainer import (
     vowels,
 )
 from toys import flip_bit
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
 from whence import DTV, IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from launching import run_script
 from sharded_processes import CASES
 

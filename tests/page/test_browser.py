@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from test_report import by_hand, records_of, run_of
+
 from whence.lab import write_comparison
 from whence.lab.comparison import run_path
 from whence.page import write_report

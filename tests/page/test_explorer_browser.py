@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
-
 import pages
+import pytest
 from pages import BEST, LENGTH, WORST, make_language_round, make_page, make_round, write_file
 from test_browser import HOSTILE, TURNED, browser, open_page, playwright, pytestmark  # noqa: F401
 

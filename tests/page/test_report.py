@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import numpy as np
 import polars as pl
 import pytest
-
 from pages import ASSETS
 from test_explorer import table_of
+
 from whence.core import preserve_rng_state
 from whence.lab import Comparison, compare, write_comparison
 from whence.lab.agents import plan_comparison

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-
 from test_explorer import HOSTILE, run_of, table_of
+
 from whence.cli.commands.report_command import view
 from whence.core import WhenceError
 from whence.page import ExploredRun, describe_runs

@@ -12,9 +12,9 @@ import torch
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
+from toys import Toy
 
 import whence
-from toys import Toy
 from whence import IIF, RecordBatch, ReplayError, RunDirectory, attribute, replay_episode
 from whence.lab.agents import configure, run
 from whence.sb3 import InfluenceCallback, RecordResets

@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import toys
 from gymnasium import spaces
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from hypothesis import given, settings
@@ -26,7 +27,6 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.sb2_compat.rmsprop_tf_like import RMSpropTFLike
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-import toys
 from whence import DTV, IIF, Action, KeepAll, RunDirectory
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, save_tree

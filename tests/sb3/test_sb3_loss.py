@@ -18,9 +18,9 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecFrameStack
 from torch import Tensor, nn
+from toys import OnRolloutEnd, Toy, model
 
 import whence
-from toys import OnRolloutEnd, Toy, model
 from whence import Unsupported
 from whence.core import as_view
 from whence.sb3 import InfluenceCallback, model_objective, snapshot

@@ -11,9 +11,9 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C as A2C_OF_SB3
 from stable_baselines3 import PPO
 from torch import Tensor, nn
+from toys import Softmax, categorical_view, mlp_view, model, records_for, softmax_view
 
 import whence
-from toys import Softmax, categorical_view, mlp_view, model, records_for, softmax_view
 from whence import (
     A2C,
     Action,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from languages import language_model, rows_for, tokens
 from test_attribution import two_records
+from torch import Tensor, nn
 from toys import Softmax, categorical_view, difference, mlp_view, model, moved, records_for, softmax_view
+
 from whence import Action, MeanObjective, PPOClip, RecordBatch, Return, WhenceError, attribute
 from whence.core import PolicyView, as_view, label_units
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, language_view

@@ -5,8 +5,8 @@ import shutil
 
 import polars as pl
 import pytest
-
 from test_experiments_llm import cache, invoke, tiny  # noqa: F401
+
 from whence.cli.commands.llm_why_command import colour_tokens
 from whence.core import RunDirectoryError, WhenceError
 from whence.lab.language.training import run

@@ -10,10 +10,9 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch.distributed.tensor import DTensor
-
 from launching import end_process
 from shards_trl import Training, compare_trainers
+from torch.distributed.tensor import DTensor
 
 TRAININGS = [("grpo", "fsdp2"), ("rloo", "fsdp2")]
 

@@ -10,7 +10,6 @@ import deepspeed
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-
 from launching import end_process
 from shards_trl import Training, compare_trainers
 

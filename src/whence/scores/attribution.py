@@ -317,7 +317,7 @@ def _check_mixing(problem: Problem, module: nn.Module | None) -> None:
 
 @cache
 def _versions() -> Mapping[str, str]:
-    return MappingProxyType({package: version(package) for package in ("whence", "torch")})
+    return MappingProxyType({"whence": version("whence-rl"), "torch": version("torch")})
 
 
 def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:

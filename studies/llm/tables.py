@@ -24,7 +24,7 @@ from whence.lab.language import check
 from whence.runs import RunDirectory
 from whence.stored import STANDARD
 from whence.stored.language import LanguageConfig
-from whence.stored.language.language_config import read_curve
+from whence.lab.language.results import read_curve
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),

@@ -18,9 +18,9 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
-from test_show import hostile_view, measure
-from test_viewer import Server, end_processes
-from toys import MaskedToy, Toy
+from helpers.moment_views import hostile_view, measure
+from helpers.serving import Server, end_processes
+from helpers.toys import MaskedToy, Toy
 from whence import (
     IIF,
     Action,

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from launching import run_one_by_one
+from helpers.launching import run_one_by_one
 from whence import cli
 from whence.cli.terminal import SweepBars, progress
 from whence.lab.agents.presets import read_presets

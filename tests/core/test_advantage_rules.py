@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import whence
-from toys import model
+from helpers.toys import model
 from whence import AdvantageMismatch, InvalidRecords, RecordBatch, TDErrorPriority, WhenceError
 from whence.advantages import monte_carlo_advantages, monte_carlo_errors, returns_to_go, td_errors
 from whence.sb3 import collect

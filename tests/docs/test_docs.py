@@ -14,7 +14,7 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 
-from launching import run_one_by_one
+from helpers.launching import run_one_by_one
 from whence import RunDirectory, cli
 from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import whence
-from test_examples import script
+from helpers.examples import script
 
 LIBRARIES = {
     "cleanrl": "gymnasium",

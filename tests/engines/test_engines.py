@@ -10,7 +10,7 @@ from stable_baselines3 import PPO
 from torch import Tensor, nn
 
 import whence
-from toys import categorical_view, difference, mlp_view, model, moved, records_for
+from helpers.toys import categorical_view, difference, mlp_view, model, moved, records_for
 from whence import A2C, Action, PPOClip, Return, attribute
 from whence.engines import LayerRule, Refused, register_rule
 from whence.sb3 import InfluenceCallback, collect

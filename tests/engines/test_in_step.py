@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from languages import language_model, tokens
+from helpers.languages import language_model, tokens
 from whence.engines import Refused, covered_layers, record_step
 from whence.llm.base.layer_rules import register_rules
 

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 import whence
-from toys import model
+from helpers.toys import model
 from whence import RunDirectory
 from whence.advice import give_advice
 from whence.findings import find

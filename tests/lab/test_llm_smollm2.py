@@ -9,8 +9,8 @@ from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from languages import rows_for
-from toys import difference
+from helpers.languages import rows_for
+from helpers.toys import difference
 from whence import NonPositive, attribute, cli
 from whence.core import Unsupported, WhenceError
 from whence.lab.language import PUZZLES, pretrained, smollm2

@@ -8,8 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from languages import language_model, rows_for, shaken, tokens
-from test_llm_engines import alone
+from helpers.languages import alone, language_model, rows_for, shaken, tokens
 from whence import RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens

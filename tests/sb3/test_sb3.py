@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
 
 import whence
-from toys import Toy, model
+from helpers.toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, attribute
 from whence.core import as_view, named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from languages import language_model, rows_for
-from test_leave_one_out import POLICIES, materialise
-from toys import categorical_view, model, moved, records_for
+from helpers.gradients import POLICIES, materialise
+from helpers.languages import language_model, rows_for
+from helpers.toys import categorical_view, model, moved, records_for
 from whence import RecordBatch
 from whence.core import NonFinite, as_view
 from whence.llm import language_view

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from languages import language_model, rows_for, tokens
-from test_leave_one_out import EXACT, clipped, materialise
-from toys import Softmax, model, softmax_view
+from helpers.gradients import EXACT, clipped, materialise
+from helpers.languages import language_model, rows_for, tokens
+from helpers.toys import Softmax, model, softmax_view
 from whence import DTV, IIF, Influence, PPOClip, Progress, RandomDrop, RecordBatch, Return, WhenceError, attribute
 from whence.core import as_view, label_units
 from whence.llm import SequenceReturn, TokenPPO, language_view

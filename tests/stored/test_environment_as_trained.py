@@ -15,8 +15,8 @@ from gymnasium import wrappers
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
-from test_episode_replay import Jittery, check_all, learn
-from test_safety import rewrite
+from helpers.episodes import Jittery, check_all, learn
+from helpers.toys import rewrite
 from whence import ReplayError, RunDirectoryError, replay_episode
 from whence.causes import play_episode
 from whence.core import WhenceError

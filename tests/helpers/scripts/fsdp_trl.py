@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-from launching import end_process
-from shards_trl import Training, compare_trainers
+from helpers.launching import end_process
+from helpers.scripts.shards_trl import Training, compare_trainers
 
 TRAININGS = [("grpo", "fsdp2"), ("rloo", "fsdp2")]
 

@@ -16,11 +16,11 @@ from sb3_contrib import MaskablePPO
 from scipy.stats import rankdata
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-from test_show import hostile_view, measure
-from test_viewer import Server, end_processes
 from torch import nn
-from toys import MaskedToy, Toy
 
+from helpers.moment_views import hostile_view, measure
+from helpers.serving import Server, end_processes
+from helpers.toys import MaskedToy, Toy
 from whence import (
     IIF,
     Action,

@@ -3,8 +3,8 @@
 import numpy as np
 import polars as pl
 import pytest
-from test_episode_replay import train
 
+from helpers.episodes import train
 from whence.causes import map_extremes
 from whence.causes.judgement import compare_signs, measure_visits
 

@@ -14,11 +14,9 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from test_experiments_llm import cache, invoke, tiny
-from test_llm_demonstrations import CHAT
-from test_llm_trainer import make_model, make_tokenizer, make_trainer
-from test_llm_why import NAMES, copy_run, runs
 
+from helpers.language_runs import NAMES, copy_run, invoke, tiny
+from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
 from whence.causes import find_response_causes, rank_records
 from whence.causes.response_causes import measure_trained, rank_bm25
@@ -30,7 +28,7 @@ from whence.selection import read_weights
 from whence.stored.language.rounds import _list_prompt_widths, list_policies, rebuild_round
 from whence.stored.language.tasks import make_response_target
 
-FIXTURES = cache, runs
+pytestmark = pytest.mark.usefixtures("laboratory_cache")
 QUESTION = "5-1?", "5-1=5;5"
 EXAMPLES = [QUESTION, *((f"{a}+{b}?", f"{a}+{b}={a + b};{a + b}") for a in range(3, 7) for b in (2, 3, 9))]
 """Thirteen, of several lengths: more than the ten that count."""

@@ -7,8 +7,6 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from test_experiments_llm import cache
-from test_llm_why import runs
 from typer.testing import CliRunner
 
 from whence import Action, RunDirectory, WhenceError, cli
@@ -22,8 +20,10 @@ from whence.sb3 import replay_rounds
 from whence.stored.agents.trainable_rounds import leave_out, load_trainable_rounds
 from whence.stored.language.rounds import load_start_policy, load_trained_task, make_stored_rows
 
-FIXTURES = cache, runs
-pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+pytestmark = [
+    pytest.mark.usefixtures("laboratory_cache"),
+    pytest.mark.filterwarnings("ignore:You have specified a mini-batch size"),
+]
 
 TRAINED = pl.DataFrame({"round": [1] * 6 + [2] * 6, "record_id": range(12), "advantage": [0.0, 1, 2, 3, 4, 5] * 2})
 LEFT_OUT = pl.DataFrame({"round": [1, 1, 2], "record_id": [0, 1, 8]})

@@ -14,10 +14,10 @@ from importlib.metadata import entry_points
 
 import polars as pl
 import pytest
-from launching import run_one_by_one
 from rich.console import Console
 from typer.testing import CliRunner
 
+from helpers.launching import run_one_by_one
 from whence import cli
 from whence.cli.terminal import SweepBars, progress
 from whence.lab.agents.presets import read_presets

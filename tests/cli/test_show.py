@@ -14,11 +14,12 @@ import torch
 from PIL import Image
 from stable_baselines3 import PPO
 from torch.distributions import Normal, kl_divergence
-from toys import Toy
 
+from helpers.moment_views import TABLE, hostile_view, measure
+from helpers.toys import Toy
 from whence import IIF, Return, RunDirectory, attribute
 from whence.lab.agents import configure, run
-from whence.page import MomentView, choose_frames, read_window
+from whence.page import choose_frames, read_window
 from whence.page.explored.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
@@ -45,12 +46,6 @@ def plain(tmp_path_factory):
     small = {"n_steps": 64, "n_epochs": 1, "batch_size": 64}
     run(configure(env="CartPole-v1", arm="ppo", rounds=1, eval_episodes=0, hyperparameters=small), path)
     return path
-
-
-def measure(path):
-    """Return a picture's size and its number of images."""
-    with Image.open(path) as picture:
-        return picture.size, getattr(picture, "n_frames", 1)
 
 
 def worst(directory, number):
@@ -120,33 +115,21 @@ class TestLabels:
 
 
 class TestWindows:
-    TABLE = pl.DataFrame(
-        {
-            "record_id": range(100),
-            "env_index": [0] * 100,
-            "episode_id": [0] * 60 + [1] * 40,
-            "step": [*range(60), *range(40)],
-            "action": [0] * 100,
-            "advantage": [0.0] * 100,
-            "score": [-1.0 if 29 <= at <= 31 else -9.0 if at == 30 else 1.0 for at in range(100)],
-        }
-    )
-
     def test_the_neighbours_are_of_the_same_episode(self):
-        moment = find_moment(self.TABLE, 58)
-        window = read_window(self.TABLE, moment)
+        moment = find_moment(TABLE, 58)
+        window = read_window(TABLE, moment)
         assert window["record_id"].to_list() == list(range(34, 60))
 
     def test_frames_lie_around_the_face_and_inside_the_round(self):
-        moment = find_moment(self.TABLE, 30)
-        assert choose_frames(read_window(self.TABLE, moment), moment) == [20, 25, 30, 35, 40]
-        last = find_moment(self.TABLE, 59)
-        assert choose_frames(read_window(self.TABLE, last), last)[-1] == 59
+        moment = find_moment(TABLE, 30)
+        assert choose_frames(read_window(TABLE, moment), moment) == [20, 25, 30, 35, 40]
+        last = find_moment(TABLE, 59)
+        assert choose_frames(read_window(TABLE, last), last)[-1] == 59
 
     def test_a_record_is_the_face_of_the_moment_around_it(self):
-        moment = find_moment(self.TABLE, 31)
+        moment = find_moment(TABLE, 31)
         assert (moment.record_id, moment.record_ids) == (31, (29, 30, 31))
-        alone = find_moment(self.TABLE.drop("score"), 5)
+        alone = find_moment(TABLE.drop("score"), 5)
         assert alone.record_ids == (5,)
         assert np.isnan(alone.score)
 
@@ -240,26 +223,6 @@ class TestCommand:
         code, _, err = whence("show", tmp_path / "run", "--out", tmp_path / "m.png")
         assert code == 2
         assert "responses have no picture. Leave out --out." in err
-
-
-def hostile_view():
-    text = "$\\frac{x}$ [bold]<script>\x1b[2J 漢字 \N{PILE OF POO}" * 3
-    table = TestWindows.TABLE.with_columns(error=pl.lit(0.5), keep=pl.lit(False), reward=pl.lit(1.0), value=pl.lit(2.0))
-    moment = find_moment(table, 30)
-    frames = {step: np.zeros((40, 60, 3), np.uint8) for step in (29, 30, 31)}
-    policy = PolicyChange([text, "$b$"], [0.25, 0.75], [0.5, 0.5], (), (1.0, 2.0))
-    return MomentView(
-        run=text,
-        env=text,
-        round=1,
-        moment=moment,
-        row={"keep": False, "reason": text},
-        window=read_window(table, moment),
-        action_labels=[text, "$b$"],
-        policy=policy,
-        frames=frames,
-        frames_note=text,
-    )
 
 
 @pytest.mark.parametrize("suffix", [".png", ".gif"])

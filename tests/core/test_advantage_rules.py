@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import model
 
 import whence
+from helpers.toys import model
 from whence import AdvantageMismatch, InvalidRecords, RecordBatch, TDErrorPriority, WhenceError
 from whence.advantages import monte_carlo_advantages, monte_carlo_errors, returns_to_go, td_errors
 from whence.sb3 import collect

@@ -13,11 +13,11 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-from test_llm_trainer import PROMPTS, make_config, make_model, make_tokenizer, vowels
-from test_llm_trl import make_trainer as make_trl_trainer
-from test_llm_trl import reward as trl_reward
 from torch import Tensor, nn
 
+from helpers.language_training import PROMPTS, make_config, make_model, make_tokenizer, vowels
+from helpers.trl_training import make_trainer as make_trl_trainer
+from helpers.trl_training import reward as trl_reward
 from whence import IIF, KeepAll, NonFinite, RunDirectory
 from whence.llm.ppo import PPOTrainer
 from whence.sb3 import InfluenceCallback
@@ -269,7 +269,7 @@ class TestTRL:
             rewards = trl_reward(prompts, completions)
             return [value if number == 1 else reward for number, reward in enumerate(rewards)]
 
-        monkeypatch.setattr("test_llm_trl.reward", spoilt)
+        monkeypatch.setattr("helpers.trl_training.reward", spoilt)
         return make_trl_trainer(kind, folder, **settings)
 
     def test_an_infinite_reward(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

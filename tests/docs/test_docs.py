@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import run_one_by_one
 from stable_baselines3 import PPO
 
+from helpers.launching import run_one_by_one
 from whence import RunDirectory, cli
 from whence.cli.app import COMMANDS as TOP_COMMANDS
 from whence.cli.app import LLM_COMMANDS, load_command

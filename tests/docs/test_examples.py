@@ -1,6 +1,5 @@
 """The examples run; ppo.py learns, and whence changes nothing in it but the records it trains on."""
 
-import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -17,17 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import whence
-
-
-def script(name: str) -> Any:
-    """Return an example as a module."""
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from helpers.examples import script
 
 
 @pytest.fixture(scope="module")

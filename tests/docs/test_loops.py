@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_examples import script
 
 import whence
+from helpers.examples import script
 
 LIBRARIES = {
     "cleanrl": "gymnasium",

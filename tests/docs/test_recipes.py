@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from test_examples import script
 from typer.testing import CliRunner
 
+from helpers.examples import script
 from whence import cli
 from whence.lab.language import training as training
 from whence.lab.language.laboratory import make_character_tokenizer

@@ -8,9 +8,9 @@ import torch
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 from torch import Tensor, nn
-from toys import categorical_view, difference, mlp_view, model, moved, records_for
 
 import whence
+from helpers.toys import categorical_view, difference, mlp_view, model, moved, records_for
 from whence import A2C, Action, PPOClip, Return, attribute
 from whence.engines import LayerRule, Refused, register_rule
 from whence.sb3 import InfluenceCallback, collect

@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from languages import language_model, tokens
 from torch import nn
 
+from helpers.languages import language_model, tokens
 from whence.engines import Refused, covered_layers, record_step
 from whence.llm.base.layer_rules import register_rules
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import categorical_view, difference, mlp_view, model, records_for
 
 import whence
+from helpers.toys import categorical_view, difference, mlp_view, model, records_for
 from whence import Action, Return, attribute
 from whence.engines import ENGINES, memory
 from whence.sb3 import collect
@@ -158,7 +158,7 @@ def test_notes_go_with_the_view() -> None:
 RISE = """
 import ctypes, gc, sys
 import torch, whence
-from toys import mlp_view, records_for
+from helpers.toys import mlp_view, records_for
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))

@@ -6,9 +6,9 @@ from typing import Any
 
 import polars as pl
 import pytest
-from toys import model
 
 import whence
+from helpers.toys import model
 from whence import RunDirectory
 from whence.findings import find
 from whence.findings.settings import give_advice

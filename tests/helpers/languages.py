@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import whence
+from whence import RecordBatch
 from whence.llm import language_view, make_rows
 
 VOCABULARY = 50
@@ -101,3 +102,13 @@ def rows_for(model: nn.Module, given: dict[str, Tensor] | None = None, *, spread
         log_probs = view(view.parameters(), view.prepare(draft)).log_prob
     drawn = {name: torch.randn_like(zeros) for name in ("values", "returns", "advantages")}
     return make_rows(**given, log_probs=log_probs + spread * torch.randn_like(zeros), **drawn)
+
+
+def alone(model: nn.Module, rows: RecordBatch, row: int) -> tuple[Tensor, slice]:
+    """The log-probs of a row's response without padding, mask or position ids; and where its numbers lie."""
+    observations = rows.observations
+    own = observations["input_ids"][row][observations["attention_mask"][row].bool()]
+    count = int(observations["response_mask"][row].sum())
+    log_probs = model(own[None]).logits[0].log_softmax(-1)
+    after = own[1:, None]
+    return log_probs[:-1].gather(1, after)[:, 0][len(own) - 1 - count :], slice(0, count)

@@ -13,11 +13,13 @@ from whence.core import WhenceError, preserve_rng_state
 
 
 def run_script(launcher: Sequence[str], script: str, folder: Path, **environment: str) -> None:
-    """Run a script of this directory on CPUs, by a launcher's module if any; it writes to the folder, its argument."""
+    """Run a script of helpers/scripts on CPUs, by a launcher's module if any; it writes to the folder, its argument."""
     module = ["-m", *launcher] if launcher else []
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])  # for the helpers
     done = subprocess.run(
-        [sys.executable, *module, str(Path(__file__).parent / script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {"ACCELERATE_USE_CPU": "1"})},
+        [sys.executable, *module, str(here / "scripts" / script), str(folder)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {"ACCELERATE_USE_CPU": "1"})},
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,7 @@
 """Small policies, environments and rollouts for the tests."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,3 +217,9 @@ def flip_bit(file: Path, place: int | None = None) -> Iterator[None]:
     file.write_bytes(content)
     yield
     file.write_bytes(before)
+
+
+def rewrite(path: Path, change: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    change(document)
+    path.write_text(json.dumps(document), encoding="utf-8")

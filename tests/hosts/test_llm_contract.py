@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_llm_trl import TRAINERS, make_trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
+from helpers.trl_training import TRAINERS, make_trainer
 from whence import NonPositive
 from whence.llm.trl import supported_settings as trl_settings
 from whence.llm.trl.completions import SCALE

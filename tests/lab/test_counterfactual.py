@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_rounds import assert_untouched, model_of, recorded, replay, state_of
 
+from helpers.recorded_rounds import assert_untouched, model_of, recorded, replay, state_of
 from whence import WhenceError
 from whence.engines.memory import measure_bytes
 from whence.lab.rounds import NOBODY, compute_lds, draw_subsets, reshuffle, retrain

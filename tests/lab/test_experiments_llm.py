@@ -8,14 +8,13 @@ import sys
 import datasets
 import pytest
 import torch
-from click.testing import Result
-from launching import run_one_by_one
 from safetensors.torch import load_file
-from test_llm_trainer import make_model, make_tokenizer
 from transformers import LlamaForSequenceClassification
-from typer.testing import CliRunner
 
-from whence import cli, lab
+from helpers.language_runs import QUICK, QUICK_TRL, invoke, tiny
+from helpers.language_training import make_model, make_tokenizer
+from helpers.launching import run_one_by_one
+from whence import lab
 from whence.core import RunDirectoryError, WhenceError
 from whence.engines import memory
 from whence.lab.language import SIZES, check
@@ -31,6 +30,8 @@ from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import digest_source
 from whence.stored.language.loading import load_function
 from whence.stored.language.tasks import make_trainer_config, scoring_memory
+
+pytestmark = pytest.mark.usefixtures("laboratory_cache")
 
 REWARDS = """
 from dataclasses import dataclass
@@ -49,21 +50,6 @@ def length(prompts, responses):
 constant = 3
 """
 MINE = "SCALE = 2\n\n\ndef reward(prompts, responses):\n    return [SCALE * len(text) for text in responses]\n"
-QUICK_TRL = {"rounds": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
-QUICK = {"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Laboratories are made once for all of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def tiny(arm="iif", seed=0, **more):
-    settings = (QUICK if more.get("algorithm", "ppo") == "ppo" else QUICK_TRL) | more.pop("settings", {})
-    return LanguageConfig(arm, seed, size="tiny", test_problems=8, samples=2, settings=settings, **more)
 
 
 def settings_of_own(algorithm):
@@ -71,10 +57,6 @@ def settings_of_own(algorithm):
     if algorithm == "ppo":
         return QUICK | {"max_new_tokens": 4}
     return QUICK_TRL | {"max_completion_length": 4, "num_generations": 4, "beta": 0.0}
-
-
-def invoke(*arguments) -> Result:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
 
 
 @pytest.fixture(scope="module")

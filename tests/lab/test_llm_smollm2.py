@@ -6,11 +6,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 from click.testing import Result
-from languages import rows_for
 from safetensors.torch import load_file
-from toys import difference
 from typer.testing import CliRunner
 
+from helpers.languages import rows_for
+from helpers.toys import difference
 from whence import NonPositive, attribute, cli
 from whence.core import Unsupported, WhenceError
 from whence.lab.language import PUZZLES, pretrained, smollm2

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 import torch
-from launching import run_one_by_one
 from typer.testing import CliRunner
 
+from helpers.launching import run_one_by_one
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import cluster, comparison, load_sweep, read_sweep, run_sweep, workers

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from test_llm_trainer import make_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from helpers.language_training import CHAT, make_model, make_tokenizer
 from whence.core import InvalidRecords, WhenceError
 from whence.llm import PPOConfig, ValidationLoss, language_view
 from whence.llm.text import encode_demonstrations
 from whence.llm.text.prompts import tokenize_prompts
 
 ROWS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "cde", "completion": "a"}]
-CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}j{% endif %}"
 
 
 def test_prompts_stand_left_and_responses_right():

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from languages import STYLES, language_model, rows_for, shaken, tokens
 from torch import Tensor, nn
-from toys import difference
 
 import whence
+from helpers.languages import STYLES, alone, language_model, rows_for, shaken, tokens
+from helpers.toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import notes_on, reads_scored_records
 from whence.engines import ghost, memory, problem, rules
@@ -41,16 +41,6 @@ def targets_for(model: nn.Module) -> dict[str, Any]:
         "held-out tokens": TokenReturn(rows_for(model), batch_size=4),
         "validation": ValidationLoss(**tokens(), batch_size=4),
     }
-
-
-def alone(model: nn.Module, rows: RecordBatch, row: int) -> tuple[Tensor, slice]:
-    """The log-probs of a row's response without padding, mask or position ids; and where its numbers lie."""
-    observations = rows.observations
-    own = observations["input_ids"][row][observations["attention_mask"][row].bool()]
-    count = int(observations["response_mask"][row].sum())
-    log_probs = model(own[None]).logits[0].log_softmax(-1)
-    after = own[1:, None]
-    return log_probs[:-1].gather(1, after)[:, 0][len(own) - 1 - count :], slice(0, count)
 
 
 def by_plain_autograd(model: nn.Module, rows: RecordBatch) -> Tensor:

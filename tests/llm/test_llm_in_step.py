@@ -7,11 +7,11 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
-from test_llm_trainer import copy_state, make_model, make_tokenizer, make_trainer
 from torch import nn
 
+from helpers.language_training import copy_state, make_model, make_tokenizer, make_trainer, refuse
 from whence import NonPositive, Selection, WhenceError, attribute
-from whence.engines import Refused, Step
+from whence.engines import Step
 from whence.llm import language_view
 from whence.llm.scores import SequenceReturn, TokenPPO, ValidationLoss, in_step
 from whence.selection import ScoreAll
@@ -42,10 +42,6 @@ def train(folder, rule, scaled=False, **more):
         trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
     trainer.train()
     return trainer, rounds
-
-
-def refuse():
-    raise Refused("no pass to take apart.")
 
 
 SETTINGS = {

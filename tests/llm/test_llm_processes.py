@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from launching import run_script
-from processes import TARGETS, train
 from safetensors.torch import load_file
-from test_llm_trainer import copy_state, make_trainer
-from trl_processes import KEPT
 
+from helpers.language_training import copy_state, make_trainer
+from helpers.launching import run_script
+from helpers.scripts.processes import TARGETS, train
+from helpers.scripts.trl_processes import KEPT
 from whence.core import Unsupported, WhenceError
 from whence.llm.base.processes import Processes, check_copies
 

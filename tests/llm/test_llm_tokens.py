@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from languages import language_model, rows_for, shaken, tokens
-from test_llm_engines import alone
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from helpers.languages import alone, language_model, rows_for, shaken, tokens
 from whence import RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens

@@ -14,23 +14,37 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+from helpers.language_training import (
+    PROMPTS,
+    UNSCORED,
+    Drawing,
+    Keep,
+    Killed,
+    Noisy,
+    break_off,
+    copy_state,
+    list_results,
+    make_config,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    one_flat_group,
+    same,
+    vowels,
+)
 from whence import (
-    AdvantageMagnitude,
-    FromMask,
     KeepAll,
     MaxVariance,
     NonPositive,
     RandomDrop,
-    Selection,
     WhenceError,
     ZeroVariance,
 )
 from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
-from whence.llm.base import PPOConfig, Reference, WithValueHead, make_rows
+from whence.llm.base import Reference, WithValueHead, make_rows
 from whence.llm.base import token_losses as losses
 from whence.llm.base.run_description import describe_rows, name_object, to_json
 from whence.llm.ppo import PPOTrainer, make_rollout
@@ -41,72 +55,6 @@ from whence.llm.text import generate
 from whence.llm.text.prompts import tokenize_prompts
 from whence.runs import RunDirectory, checkpoints, lock_directory
 from whence.selection import ScoreAll
-
-LETTERS = "abcdefghij"
-
-
-def make_tokenizer(pad=True):
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *LETTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    special = {"pad_token": "<pad>"} if pad else {}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **special)
-
-
-def make_model(seed=0, **more):
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": 12,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**settings | more))
-
-
-def vowels(prompts, responses):
-    return [float(sum(letter in "aei" for letter in text)) for text in responses]
-
-
-def make_config(tmp_path, **more):
-    settings = {
-        "rounds": 2,
-        "batch_size": 8,
-        "mini_batch_size": 4,
-        "ppo_epochs": 2,
-        "learning_rate": 1e-2,
-        "max_new_tokens": 5,
-        "generation_batch_size": 3,
-        "disable_tqdm": True,
-    }
-    return PPOConfig(str(tmp_path), **settings | more)
-
-
-PROMPTS = ["ab", "cde", "f", "ghij", "aa"]
-
-
-_ARGUMENTS = (
-    "target",
-    "objective",
-    "on_rollout",
-    "engine",
-    "select",
-    "held_out",
-    "evaluate",
-    "sample_prompts",
-)
-
-
-def make_trainer(tmp_path, rule=None, model=None, **more):
-    arguments = {name: more.pop(name) for name in _ARGUMENTS if name in more}
-    reward, prompts = more.pop("reward", vowels), more.pop("prompts", PROMPTS)
-    config, model = make_config(tmp_path, **more), model or make_model()
-    return PPOTrainer(config, model, make_tokenizer(), reward, prompts, rule=rule, **arguments)
 
 
 def optimise_on(trainer, rows, generator):
@@ -122,34 +70,10 @@ def optimise_on(trainer, rows, generator):
     )
 
 
-def copy_state(trainer):
-    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
-
-
-def same(one, other):
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 def evaluate_responses(model, responses, config):
     names = ("input_ids", "attention_mask", "response_mask")
     rows = make_rows(**{name: getattr(responses, name) for name in names})
     return evaluate_rows(model, rows, config.temperature, config.generation_batch_size)
-
-
-class Keep:
-    """Keep the rows at some positions, with some weights."""
-
-    needs_influence = False
-
-    def __init__(self, positions, weights=None):
-        self.positions, self.weights = positions, weights
-
-    def select(self, records, influence=None, progress=None):
-        keep = torch.zeros(len(records), dtype=torch.bool)
-        keep[self.positions] = True
-        weights = torch.zeros(len(records))
-        weights[self.positions] = torch.tensor(self.weights or [1.0] * len(self.positions))
-        return Selection(keep, weights, [None if kept else "for the test" for kept in keep.tolist()])
 
 
 def test_training_changes_the_model_and_tells_of_it(tmp_path):
@@ -175,19 +99,8 @@ def test_keeping_all_is_training_without_a_rule(tmp_path):
     assert same(ends[0], ends[2])
 
 
-UNSCORED = [
-    ZeroVariance(),
-    MaxVariance(2),
-    AdvantageMagnitude(0.5),
-    FromMask([0, 3, 4, 6, 900]),
-    FromMask([5], unit="group"),
-]
 UNSCORED += [RandomDrop(like=UNSCORED[0]), RandomDrop(like=UNSCORED[1])]
 """Rules that keep half of a batch of eight rewarded by `one_flat_group`, and need no scores."""
-
-
-def one_flat_group(prompts, completions, **columns):
-    return [2.0, 2.0, 2.0, 2.0, 0.0, 1.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize("rule", UNSCORED, ids=repr)
@@ -329,14 +242,14 @@ def test_settings_in_json_types():
         "sizes": [1, 2.5, None],
         "names": ["a", "b"],
         "limit": "inf",
-        "3": "test_llm_trainer.vowels",
+        "3": "helpers.language_training.vowels",
         "array": [1, 2],
         "tensor": 0.5,
     }
     secrets = {"token": 1, "hub_token": 1, "OPENAI_API_KEY": 1, "password": 1, "use_auth_token": 1}
     assert to_json(secrets | {"max_new_tokens": 2, "eos_token": "x"}) == {"max_new_tokens": 2, "eos_token": "x"}
     assert to_json("http://me:hidden@host:80/path") == "http://host:80/path"
-    assert name_object(partial(vowels, factor=2)) == 'test_llm_trainer.vowels with [[], {"factor": 2}]'
+    assert name_object(partial(vowels, factor=2)) == 'helpers.language_training.vowels with [[], {"factor": 2}]'
     assert name_object(Options()) == "test_llm_trainer.Options"
     assert name_object(make_model()).startswith("transformers.models.llama.modeling_llama.LlamaForCausalLM")
 
@@ -420,48 +333,6 @@ def test_what_was_saved_is_loaded(tmp_path):
         loaded.load_value_head(tmp_path)
 
 
-class Killed(BaseException):
-    pass
-
-
-class Drawing:
-    """A rule with a state of its own."""
-
-    needs_influence = True
-
-    def __init__(self):
-        self.seen = 0
-
-    def select(self, records, influence=None, progress=None):
-        self.seen += 1
-        keep = torch.ones(len(records), dtype=torch.bool)
-        keep[self.seen % len(records)] = False
-        return Selection.dropping(keep, "its turn")
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]
-
-
-class Noisy:
-    """A reward that draws from its own generator, and from those of Python and NumPy."""
-
-    def __init__(self):
-        self.generator = np.random.default_rng(5)
-
-    def __call__(self, prompts, responses):
-        noise = [self.generator.normal() + random.random() + np.random.rand() for _ in responses]
-        return [value + 0.1 * one for value, one in zip(vowels(prompts, responses), noise, strict=True)]
-
-    def state_dict(self):
-        return {"generator": dict(self.generator.bit_generator.state)}
-
-    def load_state_dict(self, state):
-        self.generator.bit_generator.state = state["generator"]
-
-
 SETTINGS = {"rounds": 5, "save_every": 1, "adap_kl_ctrl": True, "refresh_target_every": 4}
 
 
@@ -474,32 +345,9 @@ def make_noisy_trainer(folder, rule=None, **more):
     return make_trainer(folder, rule or Drawing(), reward=Noisy(), evaluate=evaluate, **settings)
 
 
-def list_results(folder):
-    """Return what a run directory holds that does not depend on time."""
-    run = RunDirectory.open(folder)
-    tables = {name: run.table(name).to_dict(as_series=False) for name in ("metrics", "evaluations")}
-    for name, numbers in (("records", run.rounds()), ("answers", run.rounds("answers"))):
-        tables |= {(name, number): run.round(name, number).to_dict(as_series=False) for number in numbers}
-    return tables | {"timed": run.table("timings")["round"].to_list()}
-
-
 def read_optimizer(trainer):
     state = trainer.optimizer.optimizer.state
     return {f"{n}/{key}": value for n, p in trainer.model.named_parameters() for key, value in state[p].items()}
-
-
-def break_off(monkeypatch, place, count):
-    """Raise as a kill would at the count-th call of a function of a module."""
-    module, name = place
-    function, calls = getattr(module, name), []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == count:
-            raise Killed
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, interrupted)
 
 
 PLACES = {

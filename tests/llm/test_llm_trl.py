@@ -7,14 +7,14 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import datasets
 import polars as pl
 import pytest
 import torch
-from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from languages import language_model
-from test_llm_trainer import (
+from transformers import TrainerCallback
+from trl import GRPOTrainer, RLOOTrainer
+
+from helpers.language_training import (
     PROMPTS,
     UNSCORED,
     Drawing,
@@ -25,93 +25,23 @@ from test_llm_trainer import (
     copy_state,
     list_results,
     make_model,
-    make_tokenizer,
     one_flat_group,
     same,
     vowels,
 )
-from toys import flip_bit
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
+from helpers.languages import language_model
+from helpers.toys import flip_bit
+from helpers.trl_training import TRAINERS, Watch, count_rows, make_config, make_target, make_trainer, reward
 from whence import DTV, IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
-from whence.llm import SequenceReturn, TokenReturn, ValidationLoss, language_view
+from whence.llm import SequenceReturn, TokenReturn, language_view
 from whence.llm.text import join_messages, list_chats, read_chat
-from whence.llm.trl import InfluenceGRPOTrainer, InfluenceRLOOTrainer, trl_run
+from whence.llm.trl import trl_run
 from whence.llm.trl.completions import fill_unscored, sum_rewards
 from whence.llm.trl.supported_settings import check_selectable
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import ScoreAll
-
-TRAINERS = {
-    "grpo": (InfluenceGRPOTrainer, GRPOTrainer, GRPOConfig),
-    "rloo": (InfluenceRLOOTrainer, RLOOTrainer, RLOOConfig),
-}
-
-
-def reward(prompts, completions, **columns):
-    return [value + 0.1 * len(text) for value, text in zip(vowels(prompts, completions), completions, strict=True)]
-
-
-class Watch(TrainerCallback):
-    """What the parameters and their gradients are before every step of the optimiser."""
-
-    def __init__(self):
-        self.states, self.gradients = [], []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **rest):
-        self.states.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-        self.gradients.append(gradients)
-
-
-def make_target():
-    return ValidationLoss.of([{"prompt": "ab", "completion": "cc"}], make_tokenizer())
-
-
-def make_config(kind, tmp_path, **more):
-    settings = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 5,
-        "max_steps": 1,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.0,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "seed": 3,
-    }
-    return TRAINERS[kind][2](str(tmp_path), **settings | more)
-
-
-def make_trainer(kind, tmp_path, rule=None, own=True, watch=None, model=None, **more):
-    names = ("target", "engine", "memory", "objective", "run", "about", "eval_dataset", "overwrite")
-    names += ("select", "refresh_target_every")
-    kept = {name: more.pop(name) for name in names if name in more}
-    rewards, prompts = more.pop("reward_funcs", reward), more.pop("prompts", PROMPTS * 4)
-    more_columns = more.pop("columns", {})
-    model, args = model or make_model(), make_config(kind, tmp_path, **more)
-    if more.get("beta", kind == "rloo") and not hasattr(model, "peft_config"):
-        # TRL loads the reference by the model's name; another model makes a divergence that has a gradient.
-        with PartialState().main_process_first():  # of several processes only the first writes it
-            make_model(seed=1).save_pretrained(tmp_path / "reference")
-        model.config._name_or_path = str(tmp_path / "reference")
-    return TRAINERS[kind][0 if own else 1](
-        model=model,
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts, **more_columns}),
-        processing_class=make_tokenizer(),
-        callbacks=[watch] if watch else [],
-        **({"rule": rule, **kept} if own else {}),
-    )
 
 
 @pytest.fixture
@@ -154,8 +84,6 @@ def close(found, expected):
 
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
-
-
 WEIGHTED = pytest.mark.parametrize(("beta", "weights"), [(0.0, [2.0, 0.5, 1.0]), (0.1, None)])
 
 
@@ -172,25 +100,6 @@ def test_a_step_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, 
     assert len(watch.gradients) == 2
     for state, found in zip(watch.states, watch.gradients, strict=True):
         close(found, of_kept_alone(kind, trainer, state, batches[0], positions, weights, monkeypatch))
-
-
-def count_rows(monkeypatch):
-    """Return a list, to which each pass of TRL's loss adds the number of its rows."""
-    sizes = []
-    for trainer_class in (GRPOTrainer, RLOOTrainer):
-        compute_loss = trainer_class._compute_loss
-
-        def count(self, model, inputs, compute_loss=compute_loss):
-            handle = self.model.register_forward_pre_hook(
-                lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
-            )
-            try:
-                return compute_loss(self, model, inputs)
-            finally:
-                handle.remove()
-
-        monkeypatch.setattr(trainer_class, "_compute_loss", count)
-    return sizes
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -514,8 +423,14 @@ class TestRunDirectory:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"reward_funcs": vowels}, r"rewards was \['test_llm_trl.reward'\], now \['test_llm_trainer.vowels'\]"),
-            ({"reward_funcs": [reward, vowels]}, r"rewards was .*, now \['test_llm_trl.reward', 'test_llm_trainer."),
+            (
+                {"reward_funcs": vowels},
+                r"rewards was \['helpers.trl_training.reward'\], now \['helpers.language_training.vowels'\]",
+            ),
+            (
+                {"reward_funcs": [reward, vowels]},
+                r"rewards was .*, now \['helpers.trl_training.reward', 'helpers.language_training.",
+            ),
             ({"reward_weights": [2.0]}, r"reward_weights was not set, now \[2.0\]"),
             ({"prompts": [*PROMPTS * 3, *["bb"] * 5]}, "data.prompts.digest was"),
             ({"lr_scheduler_type": "cosine"}, "trl.lr_scheduler_type was 'constant', now 'cosine'"),

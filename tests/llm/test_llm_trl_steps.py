@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
-from languages import language_model, shaken
 from peft import LoraConfig, get_peft_model
-from test_llm_in_step import refuse
-from test_llm_trainer import make_model
-from test_llm_trl import Watch, count_rows, make_target, make_trainer
 
+from helpers.language_training import make_model, refuse
+from helpers.languages import language_model, shaken
+from helpers.trl_training import Watch, count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
 from whence.engines import Step
 from whence.llm import language_view

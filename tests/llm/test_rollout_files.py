@@ -9,12 +9,12 @@ import polars as pl
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_llm_trainer import make_model, make_tokenizer
-from test_llm_trl import make_trainer, reward
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from helpers.language_training import make_model, make_tokenizer
+from helpers.trl_training import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError

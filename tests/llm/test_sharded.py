@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from launching import run_script
-from sharded_processes import CASES
+
+from helpers.launching import run_script
+from helpers.scripts.sharded_processes import CASES
 
 pytestmark = pytest.mark.long
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from launching import run_script
+
+from helpers.launching import run_script
 
 pytest.importorskip("deepspeed", reason="DeepSpeed has to be compiled, so it is not among the extras of the tests")
 

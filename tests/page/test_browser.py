@@ -1,39 +1,19 @@
 """The pages in a browser: what they load, and how they and their figures look."""
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_report import by_hand, records_of, run_of
 
+from helpers.browsing import HOSTILE, TURNED, open_page, playwright
+from helpers.compared_runs import by_hand, records_of, run_of
 from whence.lab import write_comparison
 from whence.lab.comparison import run_path
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.stored.arms import ARMS
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[dev]'")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
-
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"&amp;"
-TURNED = "\u202eشَجَرة"  # right to left, also for what follows
 ENV = f"{HOSTILE} {TURNED} {'x' * 300}"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    with playwright.sync_playwright() as driver:
-        # Root, as in a container, has no sandbox to offer.
-        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        playwright.expect.set_options(timeout=10_000)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,34 +32,6 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     write_report(run_of(path / "run", {"env": ENV, "rule": HOSTILE}, (1, 2, 7), **hostile), path / "run.html")
     write_report(run_of(path / "empty", {"env": ENV, "hyperparameters": {HOSTILE: ENV}}), path / "empty.html")
     return {name: path / f"{name}.html" for name in ("comparison", "run", "empty")}
-
-
-@contextmanager
-def open_page(browser, path, *, width=1600, colour_scheme="light", link="", script="", **options) -> Iterator:
-    """The page, with nothing to load from; whatever it complains of, or asks for, fails the test."""
-    problems = []
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=colour_scheme, **options)
-
-    def refuse_others(route):
-        if route.request.url == path.as_uri():
-            route.continue_()
-        else:
-            problems.append(f"asks for {route.request.url[:100]}")
-            route.abort()
-
-    context.route("**/*", refuse_others)
-    if script:
-        context.add_init_script(script)
-    page = context.new_page()
-    page.set_default_timeout(10_000)
-    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.goto(path.as_uri() + link)
-    yield page
-    assert page.evaluate("window.hacked") is None
-    assert problems == []
-    context.close()
 
 
 def luminance(colour) -> float:

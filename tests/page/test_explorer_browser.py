@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-import pages
 import pytest
-from pages import BEST, LENGTH, WORST, make_language_round, make_page, make_round, write_file
-from test_browser import HOSTILE, TURNED, browser, open_page, playwright, pytestmark  # noqa: F401
+
+from helpers import pages
+from helpers.browsing import HOSTILE, TURNED, open_page, playwright
+from helpers.pages import BEST, LENGTH, WORST, make_language_round, make_page, make_round, write_file
 
 expect = playwright.expect
 LIVE = "http://whence.test"
@@ -44,7 +45,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def page(browser, files) -> Iterator:  # noqa: F811
+def page(browser, files) -> Iterator:
     with open_page(browser, files["one"]) as page:
         expect(page.locator(".card").first).to_be_visible()
         yield page
@@ -86,7 +87,7 @@ class TestRounds:
         expect(page.get_by_role("button", name="Previous round")).to_be_disabled()
         expect_link(page, "#run=0&round=1")
 
-    def test_two_runs_stand_side_by_side(self, browser, files):  # noqa: F811
+    def test_two_runs_stand_side_by_side(self, browser, files):
         with open_page(browser, files["two"]) as page:
             expect(page.locator(".card").first).to_be_visible()
             page.select_option("#explorer-other", label="iif, seed 1")
@@ -243,7 +244,7 @@ class TestMoment:
         expect(moment).to_be_hidden()
         expect(page.locator(f".card[data-record='{4000 + WORST}']")).to_be_focused()
 
-    def test_a_link_restores_the_moment(self, browser, files):  # noqa: F811
+    def test_a_link_restores_the_moment(self, browser, files):
         with open_page(browser, files["one"], link=f"#run=0&round=2&record={2000 + BEST}") as page:
             expect(page.locator("#moment-title")).to_have_text("Record 2,130")
             expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 4")
@@ -253,7 +254,7 @@ class TestMoment:
             page.keyboard.press("Escape")
             expect_link(page, "#run=0&round=2")
 
-    def test_a_broken_link_shows_what_there_is(self, browser, files):  # noqa: F811
+    def test_a_broken_link_shows_what_there_is(self, browser, files):
         with open_page(browser, files["one"], link="#run=x&round=99&record=<b>") as page:
             expect(page.locator("#explorer-round-name b")).to_have_text("Round 4 of 4")
             expect(page.locator("#moment")).to_be_hidden()
@@ -339,7 +340,7 @@ class TestGrid:
 
 class TestEveryone:
     @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1600, "light")])
-    def test_nothing_is_wider_than_the_screen_and_axe_finds_nothing_serious(self, browser, files, width, scheme):  # noqa: F811
+    def test_nothing_is_wider_than_the_screen_and_axe_finds_nothing_serious(self, browser, files, width, scheme):
         axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
         options = {"bypass_csp": True, "reduced_motion": "reduce"}
         with open_page(browser, files["two"], width=width, colour_scheme=scheme, **options) as page:
@@ -350,7 +351,7 @@ class TestEveryone:
             assert moment.locator(".moment-body").evaluate("body => body.scrollWidth <= body.clientWidth")
             check_accessible(axe.run(page).response)
 
-    def test_rewards_are_in_sight_on_a_narrow_screen(self, browser, files):  # noqa: F811
+    def test_rewards_are_in_sight_on_a_narrow_screen(self, browser, files):
         with open_page(browser, files["language"], width=390) as page:
             rewards = page.locator("#grid .tabulator-col[tabulator-field='reward.vowels']")
             expect(rewards).to_be_visible()
@@ -366,7 +367,7 @@ class TestEveryone:
         assert [name for name in groups if name not in reached] == []
         assert any("tabulator" in name for name in reached)
 
-    def test_hostile_text_is_shown_as_text(self, browser, files):  # noqa: F811
+    def test_hostile_text_is_shown_as_text(self, browser, files):
         with open_page(browser, files["hostile"]) as page:
             expect(page.locator(".trust li").first).to_contain_text(HOSTILE)
             expect(page.locator("#grid .tabulator-row").first).to_be_visible()
@@ -384,7 +385,7 @@ class TestEveryone:
 
 class TestResponses:
     @pytest.fixture
-    def page(self, browser, files) -> Iterator:  # noqa: F811
+    def page(self, browser, files) -> Iterator:
         with open_page(browser, files["language"]) as page:
             expect(page.locator(".card").first).to_be_visible()
             yield page
@@ -534,7 +535,7 @@ POLL = 3000
 
 
 @contextmanager
-def open_served(browser, server) -> Iterator:  # noqa: F811
+def open_served(browser, server) -> Iterator:
     context = browser.new_context(viewport={"width": 1600, "height": 900})
     problems = []
     context.route("**/*", server.answer)
@@ -551,7 +552,7 @@ def open_served(browser, server) -> Iterator:  # noqa: F811
 
 
 class TestServed:
-    def test_the_grid_asks_the_server(self, browser):  # noqa: F811
+    def test_the_grid_asks_the_server(self, browser):
         server = Server()
         with open_served(browser, server) as page:
             expect(page.locator("#grid .tabulator-row")).to_have_count(25)
@@ -564,7 +565,7 @@ class TestServed:
             page.wait_for_timeout(600)
             assert ["score:<-0.1"] in [parse_qs(url.query).get("filter") for url in server.asked]
 
-    def test_new_rounds_extend_the_slider_and_a_server_that_is_gone_is_said(self, browser):  # noqa: F811
+    def test_new_rounds_extend_the_slider_and_a_server_that_is_gone_is_said(self, browser):
         server = Server()
         with open_served(browser, server) as page:
             expect(page.locator("#explorer-live")).to_be_visible()
@@ -584,7 +585,7 @@ class TestServed:
             page.clock.fast_forward(2 * POLL)
             expect(page.locator("#explorer-status")).to_have_text("")
 
-    def test_a_flag_is_sent_with_its_note(self, browser):  # noqa: F811
+    def test_a_flag_is_sent_with_its_note(self, browser):
         server = Server()
         with open_served(browser, server) as page:
             moment = open_worst(page)
@@ -596,7 +597,7 @@ class TestServed:
             expect(moment.locator(".flag")).to_contain_text("Removed.")
             assert server.written[1:] == [{"note": None}]
 
-    def test_what_taught_it_this(self, browser):  # noqa: F811
+    def test_what_taught_it_this(self, browser):
         server = Server()
         with open_served(browser, server) as page:
             moment = open_worst(page)

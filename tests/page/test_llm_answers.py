@@ -2,8 +2,17 @@
 
 import polars as pl
 import torch
-from test_llm_trainer import PROMPTS, copy_state, make_config, make_model, make_tokenizer, make_trainer, same, vowels
 
+from helpers.language_training import (
+    PROMPTS,
+    copy_state,
+    make_config,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    same,
+    vowels,
+)
 from whence.llm.text import answer_prompts, read_prompts
 from whence.page import write_report
 from whence.page.answers import read_answers

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 import torch
 
-from test_resume import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
+from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
 from whence import IIF, RunDirectory
 from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toys import flip_bit, model
+from helpers.toys import flip_bit, model
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.lab import read_config

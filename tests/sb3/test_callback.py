@@ -18,9 +18,9 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalC
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNormalize
-from toys import OnRolloutEnd, Toy, model
 
 import whence
+from helpers.toys import OnRolloutEnd, Toy, model
 from whence import DTV, IIF, KeepAll, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
 from whence.sb3.base.model_description import HYPERPARAMETERS

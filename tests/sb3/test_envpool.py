@@ -66,8 +66,6 @@ HIGHWAY = RunConfig(
 
 
 IDLE, SLOWER = 1, 4
-
-
 SHORT = {"max_episode_steps": 300}
 """A walker that does not fall would stand for 1600 steps."""
 

@@ -2,36 +2,23 @@
 
 import json
 from contextlib import closing
-from types import MappingProxyType
 
 import gymnasium as gym
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
-from toys import Toy
 
 import whence
-from whence import IIF, RecordBatch, ReplayError, RunDirectory, attribute, replay_episode
-from whence.lab.agents import configure, run
-from whence.sb3 import InfluenceCallback, RecordResets
+from helpers.episodes import Jittery, check_all, learn, train
+from helpers.toys import Toy
+from whence import RecordBatch, ReplayError, RunDirectory, attribute, replay_episode
+from whence.sb3 import RecordResets
 from whence.stored.agents import load_round
 
 pytest.importorskip("Box2D")  # before EnvPool: see make_pool
-
-
-class Jittery(gym.ObservationWrapper):
-    """Its noise comes from a generator of its own."""
-
-    def __init__(self, env, seed=0):
-        super().__init__(env)
-        self._generator = np.random.default_rng(seed)
-
-    def observation(self, observation):
-        return (observation + self._generator.normal(scale=1e-3, size=observation.shape)).astype(np.float32)
 
 
 class Summing(gym.Env):
@@ -50,39 +37,6 @@ class Summing(gym.Env):
         return self._sum, 0.0, bool(self.np_random.random() < 0.1), False, {}
 
 
-def train(path, *, arm="iif", rounds=2, n_steps=256, **settings) -> RunDirectory:
-    small = {"n_steps": n_steps, "n_epochs": 1, "batch_size": 64}
-    settings["hyperparameters"] = small | settings.pop("hyperparameters", {})
-    config = configure(arm=arm, rounds=rounds, eval_episodes=0, **settings)
-    run(config, path)
-    return RunDirectory.open(path)
-
-
-def learn(
-    path, env, *, algorithm=PPO, policy="MlpPolicy", times=1, noted=MappingProxyType({}), **settings
-) -> RunDirectory:
-    small = {"batch_size": 64, "n_epochs": 1} if algorithm is PPO else {}
-    model = algorithm(policy, env, n_steps=64, seed=1, device="cpu", **small, **settings)
-    callback = InfluenceCallback(IIF(drop=0.5), run=path, **noted)
-    for turn in range(times):
-        model.learn(2 * 64 * model.n_envs, callback=callback, reset_num_timesteps=turn == 0)
-    return RunDirectory.open(path)
-
-
-def list_episodes(directory) -> list[int]:
-    return pl.concat([directory.round("episodes", number) for number in directory.rounds()])["episode_id"].to_list()
-
-
-def check_all(directory, **options) -> int:
-    """Play every episode again; return the number of records that were."""
-    replayed = 0
-    for episode in list_episodes(directory):
-        replay = replay_episode(directory, episode, **options)
-        assert replay.mismatch is None, (episode, replay.mismatch)
-        replayed += len(replay.record_ids)
-    return replayed
-
-
 PRESETS = {
     "frozenlake": {},
     "acrobot": {},
@@ -90,8 +44,6 @@ PRESETS = {
     "lunarlander": {},
     "bipedalwalker": {},
 }
-
-
 SLOW = ("bipedalwalker", "highway")
 HIGHWAY = {"vehicles_count": 10, "observation": {"type": "Kinematics", "vehicles_count": 5}}
 

@@ -8,14 +8,14 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-import toys
 from sb3_contrib import RecurrentPPO
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
-from test_sb3_loss import Gradients, fill_buffer
 
 import whence
+from helpers import toys
+from helpers.gradients import Gradients, fill_buffer
 from whence.causes import compare_log_probs, find_causes, play_episode, prove_decision, read_record
 from whence.core import RunDirectoryError, as_view
 from whence.sb3 import InfluenceCallback, collect, model_objective

@@ -16,9 +16,9 @@ from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
-from toys import Toy, model
 
 import whence
+from helpers.toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, attribute
 from whence.core import as_view, named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot

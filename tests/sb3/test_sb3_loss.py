@@ -18,43 +18,17 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecFrameStack
 from torch import Tensor, nn
-from toys import OnRolloutEnd, Toy, model
 
 import whence
+from helpers.gradients import Gradients, fill_buffer
+from helpers.toys import Toy, model
 from whence import Unsupported
 from whence.core import as_view
-from whence.sb3 import InfluenceCallback, model_objective, snapshot
+from whence.sb3 import InfluenceCallback, model_objective
 from whence.sb3.policy import warn_of_log_probs
 
 OBSERVATIONS = ["vector", "image", "discrete", "multidiscrete", "multibinary", "dict"]
 ACTIONS = ["discrete", "box", "multidiscrete", "multibinary", "gsde", "squashed"]
-
-
-class FullError(Exception):
-    """The rollout is full, and `train()` has not begun."""
-
-
-def fill_buffer(toy: Any, **options: Any) -> whence.RecordBatch:
-    """Fill the model's rollout buffer, and return its records; options go to `learn`."""
-
-    def stop(toy: Any) -> None:
-        raise FullError
-
-    with pytest.raises(FullError):
-        toy.learn(toy.n_steps * toy.n_envs, callback=OnRolloutEnd(stop), **options)
-    return snapshot(toy)
-
-
-class Gradients(torch.optim.Optimizer):
-    """An optimiser that keeps the gradient of each step, and takes none."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.0})
-        self.steps: list[list[Tensor]] = []
-
-    def step(self, closure: Any = None) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.steps.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
 
 
 def train_gradients(toy: Any, minibatches: list[list[int]]) -> list[Tensor]:

@@ -11,9 +11,10 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C as A2C_OF_SB3
 from stable_baselines3 import PPO
 from torch import Tensor, nn
-from toys import Softmax, categorical_view, mlp_view, model, records_for, softmax_view
 
 import whence
+from helpers.gradients import two_records
+from helpers.toys import Softmax, categorical_view, mlp_view, model, records_for, softmax_view
 from whence import (
     A2C,
     Action,
@@ -30,18 +31,6 @@ from whence.sb3 import collect
 from whence.scores.attribution import score_targets
 
 ENGINES = ["loop", "ghost", "forward"]
-
-
-def two_records() -> RecordBatch:
-    # theta = 0: both actions have probability 1/2, grad log pi(a|s) = (e_a - 1/2) s.
-    # Record 0: s = 1, a = 0, A = 2:    grad log pi = (1/2, -1/2)
-    # Record 1: s = 2, a = 1, A = 1/2:  grad log pi = (-1, 1)
-    return RecordBatch(
-        observations=torch.tensor([1.0, 2.0]),
-        actions=torch.tensor([0, 1]),
-        log_probs=torch.full((2,), 0.5).log(),
-        advantages=torch.tensor([2.0, 0.5]),
-    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

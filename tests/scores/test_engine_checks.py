@@ -2,11 +2,11 @@
 
 import polars as pl
 import pytest
-from test_architectures import SCORED, log_probs, make_case
 from torch import Tensor, nn
-from toys import mlp_view, model, records_for
 
 import whence
+from helpers.architectures import SCORED, log_probs, make_case
+from helpers.toys import mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute, check_engines
 from whence.sb3 import collect
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from languages import language_model, rows_for
-from test_leave_one_out import POLICIES, materialise
 from torch import nn
-from toys import categorical_view, model, moved, records_for
 
+from helpers.gradients import POLICIES, materialise
+from helpers.languages import language_model, rows_for
+from helpers.toys import categorical_view, model, moved, records_for
 from whence import RecordBatch
 from whence.core import NonFinite, as_view
 from whence.llm import language_view

@@ -1,59 +1,27 @@
 """Scores by the other units alone, and the mean objective as target, against gradients made record by record."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from languages import language_model, rows_for, tokens
-from test_attribution import two_records
 from torch import Tensor, nn
-from toys import Softmax, categorical_view, difference, mlp_view, model, moved, records_for, softmax_view
 
+from helpers.gradients import EXACT, POLICIES, clipped, materialise, two_records
+from helpers.languages import language_model, rows_for, tokens
+from helpers.toys import Softmax, categorical_view, difference, mlp_view, model, moved, records_for, softmax_view
 from whence import Action, MeanObjective, PPOClip, RecordBatch, Return, WhenceError, attribute
-from whence.core import PolicyView, as_view, label_units
+from whence.core import as_view, label_units
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, language_view
 from whence.llm.scores import GroupObjective, Scoring, row_scores, score
 from whence.sb3 import collect
 from whence.scores.attribution import score_targets
-
-EXACT = 1e-5
-
-
-def materialise(view: PolicyView, records: RecordBatch, value: Callable[[Any, int], Tensor]) -> Tensor:
-    """Return the gradient of `value(outputs of record i, i)` for each record, by plain autograd."""
-    params, gradients = view.parameters(), []
-    for i in range(len(records)):
-        outputs = view(params, view.prepare(records.take(slice(i, i + 1))))
-        parts = torch.autograd.grad(value(outputs, i).sum(), [*params.values()], allow_unused=True)
-        pairs = zip(parts, params.values(), strict=True)
-        gradients.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]).double())
-    return torch.stack(gradients)
 
 
 def leave_out(objective: Tensor, target: Tensor, weights: Tensor, units: Tensor) -> Tensor:
     """Return each record's product with the mean over the other units' records."""
     others = (units[:, None] != units[None]).double() * weights
     return ((others @ target / others.sum(1, keepdim=True)) * objective).sum(1)
-
-
-def clipped(records: RecordBatch) -> Callable[[Any, int], Tensor]:
-    advantages = (records.advantages - records.advantages.mean()) / (records.advantages.std() + 1e-8)
-
-    def value(outputs: Any, i: int) -> Tensor:
-        ratio = (outputs.log_prob - records.log_probs[i]).exp()
-        return torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
-
-    return value
-
-
-POLICIES = {
-    "mlp": {"shared": True},
-    "box": {"action": "box", "shared": False},  # its log_std belongs to no layer
-    "cnn": {"observation": "image", "shared": True},  # with groups
-    "cnns": {"observation": "image", "shared": False},
-}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from stable_baselines3 import PPO
 from torch import nn
-from toys import model
 
+from helpers.toys import model
 from whence import (
     IIF,
     Action,

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from languages import language_model, rows_for, tokens
-from test_leave_one_out import EXACT, clipped, materialise
 from torch import Tensor
-from toys import Softmax, model, softmax_view
 
+from helpers.gradients import EXACT, clipped, materialise
+from helpers.languages import language_model, rows_for, tokens
+from helpers.toys import Softmax, model, softmax_view
 from whence import DTV, IIF, Influence, PPOClip, Progress, RandomDrop, RecordBatch, Return, WhenceError, attribute
 from whence.core import as_view, label_units
 from whence.llm import SequenceReturn, TokenPPO, language_view

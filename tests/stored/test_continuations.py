@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 import torch
 from sb3_contrib import MaskablePPO
-from test_episode_replay import learn, train
 
+from helpers.episodes import learn, train
 from whence import ReplayError, RunDirectory, WhenceError
 from whence.core import preserve_rng_state
 from whence.sb3 import RecordResets

@@ -14,9 +14,9 @@ import pytest
 from gymnasium import wrappers
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
-from test_episode_replay import Jittery, check_all, learn
 
-from test_safety import rewrite
+from helpers.episodes import Jittery, check_all, learn
+from helpers.toys import rewrite
 from whence import ReplayError, RunDirectoryError, replay_episode
 from whence.causes import play_episode
 from whence.core import WhenceError
@@ -319,7 +319,6 @@ def test_other_names_are_refused_before_anything_is_written(tmp_path, names, mes
 WORLD = """
 from gymnasium import RewardWrapper
 from gymnasium.wrappers import TransformReward
-from test_environment_as_trained import Plain
 
 BONUS = 2.0
 shift = [BONUS]

@@ -5,48 +5,14 @@ import shutil
 
 import polars as pl
 import pytest
-from test_experiments_llm import cache, invoke, tiny  # noqa: F401
 
+from helpers.language_runs import NAMES, copy_run, invoke
 from whence.cli.commands.llm_why_command import colour_tokens
 from whence.core import RunDirectoryError, WhenceError
-from whence.lab.language.training import run
 from whence.runs import RunDirectory
 from whence.stored.language.explanations import explain_response
 
-KEEP_ALL = {"save_every": 1, "keep_checkpoints": 9, "rounds": 3}
-TRL_KEEPS = {
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "rounds": 3,
-    "num_iterations": 2,
-    "per_device_train_batch_size": 32,
-}
-RUNS = {
-    "ppo": {"arm": "ippo", "settings": KEEP_ALL},
-    "an adapter by tokens": {"arm": "iif-token", "lora": 2, "settings": KEEP_ALL},
-    "divergence": {"arm": "iif", "settings": KEEP_ALL | {"init_kl_coef": 0.3, "adap_kl_ctrl": True, "horizon": 16}},
-    "grpo": {"arm": "iif", "algorithm": "grpo", "settings": TRL_KEEPS | {"beta": 0.1, "loss_type": "grpo"}},
-    "rloo": {"arm": "ippo", "algorithm": "rloo", "lora": 2, "settings": TRL_KEEPS},
-}
-NAMES = [pytest.param(name, marks=pytest.mark.long if name in ("rloo", "divergence", "ppo") else ()) for name in RUNS]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache):  # noqa: F811
-    made = {}
-
-    def make(name):
-        if name not in made:
-            path = tmp_path_factory.mktemp("run")
-            run(tiny(**RUNS[name], select="before"), path)
-            made[name] = RunDirectory.open(path)
-        return made[name]
-
-    return make
-
-
-def copy_run(directory, path):
-    return RunDirectory.open(shutil.copytree(directory.path, path), trust=True)
+pytestmark = pytest.mark.usefixtures("laboratory_cache")
 
 
 @pytest.mark.parametrize("name", NAMES)

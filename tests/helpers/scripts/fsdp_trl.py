@@ -10,9 +10,10 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from launching import end_process
-from shards_trl import Training, compare_trainers
 from torch.distributed.tensor import DTensor
+
+from helpers.launching import end_process
+from helpers.scripts.shards_trl import Training, compare_trainers
 
 TRAININGS = [("grpo", "fsdp2"), ("rloo", "fsdp2")]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from launching import end_process, fork_second
 from safetensors.torch import save_file
-from test_llm_trainer import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
 
+from helpers.language_training import PROMPTS, copy_state, make_model, make_tokenizer, make_trainer, vowels
+from helpers.launching import end_process, fork_second
 from whence import DTV, IPPO, NonPositive
 from whence.llm import TokenReturn, ValidationLoss
 from whence.llm.scores import compute_log_probs

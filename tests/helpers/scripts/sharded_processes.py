@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from languages import language_model, rows_for, tokens
-from launching import end_process
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from helpers.languages import language_model, rows_for, tokens
+from helpers.launching import end_process
 from whence import NonPositive, WhenceError, attribute
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
 from whence.llm.base import Processes

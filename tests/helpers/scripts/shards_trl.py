@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_llm_trainer import make_model
-from test_llm_trl import TRAINERS, make_trainer
 from transformers import TrainerCallback
 
+from helpers.language_training import make_model
+from helpers.trl_training import TRAINERS, make_trainer
 from whence import NonPositive, Selection, attribute
 from whence.llm import TokenReturn, language_view
 from whence.selection import ScoreAll

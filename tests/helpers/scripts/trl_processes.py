@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import torch
-from launching import end_process
-from test_llm_trl import TRAINERS, Watch, make_target, make_trainer
 
+from helpers.launching import end_process
+from helpers.trl_training import TRAINERS, Watch, make_target, make_trainer
 from whence import Selection, attribute
 from whence.llm import TokenReturn, language_view
 from whence.llm.trl.supported_settings import averages_rows

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.utils import safe_get_full_grad
-from launching import end_process
-from sharded_processes import compare_scores, square_logits
 
+from helpers.launching import end_process
+from helpers.scripts.sharded_processes import compare_scores, square_logits
 from whence.llm.base import Processes
 
 CASES: dict[int, list[tuple[str, float | None]]] = {

@@ -10,8 +10,9 @@ import deepspeed
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from launching import end_process
-from shards_trl import Training, compare_trainers
+
+from helpers.launching import end_process
+from helpers.scripts.shards_trl import Training, compare_trainers
 
 TRAININGS = [("grpo", 3), ("rloo", 3), ("grpo", 2)]
 """Trainers and ZeRO's stages; in stage 2 each process holds whole parameters."""

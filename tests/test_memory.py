@@ -188,3 +188,25 @@ def test_the_process_stays_under_256_mib_for_100_000_records(engine: str) -> Non
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     assert run.returncode == 0, run.stderr
     assert 16 * MIB < int(run.stdout) < budget
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [("auto.check_against_loop", {}), ("own_parts._solve_record_by_record", {"leave_one_out": "record"})],
+    ids=["auto", "own parts"],
+)
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("of a GPU"), RuntimeError("DefaultCPUAllocator: no")])
+def test_a_lack_of_memory_is_raised_and_other_failures_are_worked_around(
+    part: str, options: dict[str, str], failure: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise failures[-1]
+
+    view, failures = mlp_view(), [failure, RuntimeError("no rule of vmap")]
+    records = records_for(view, 12)
+    expected = attribute(view, records, target=Return(), **options)
+    monkeypatch.setattr(f"whence.engines.{part}", fail)
+    assert difference(attribute(view, records, target=Return(), **options), expected) <= 1e-5
+    failures.pop()
+    with pytest.raises(type(failure), match=str(failure)):
+        attribute(view, records, target=Return(), **options)

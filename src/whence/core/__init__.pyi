@@ -31,12 +31,10 @@ from .policies import Params as Params
 from .policies import PolicyView as PolicyView
 from .policies import as_view as as_view
 from .policies import compute_outputs as compute_outputs
-from .policies import is_in_shards as is_in_shards
 from .policies import notes_on as notes_on
+from .policies import register_placement as register_placement
 from .policies import register_view as register_view
-from .policies import release_whole as release_whole
 from .policies import unwrap_compiled as unwrap_compiled
-from .policies import whole_shape as whole_shape
 from .records import UNKNOWN as UNKNOWN
 from .records import Array as Array
 from .records import RecordBatch as RecordBatch

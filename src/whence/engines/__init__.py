@@ -36,6 +36,9 @@ from whence.engines.rules import register_rule as register_rule
 from whence.engines.rules import rule_for as rule_for
 from whence.engines.rules import weigh as weigh
 from whence.engines.sharded import agree_on_most as agree_on_most
+from whence.engines.shards import is_in_shards as is_in_shards
+from whence.engines.shards import release_whole as release_whole
+from whence.engines.shards import whole_shape as whole_shape
 from whence.engines.tape import Layer as Layer
 from whence.engines.tape import covered_layers as covered_layers
 from whence.engines.tape import record_pass as record_pass

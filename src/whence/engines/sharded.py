@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.core import BatchTarget, SummedTarget, Target, WhenceError, release_whole, target_name, whole_shape
+from whence.core import BatchTarget, SummedTarget, Target, WhenceError, target_name
 from whence.engines.problem import (
     Gradient,
     Problem,
@@ -28,6 +28,7 @@ from whence.engines.problem import (
     compute_seeds,
     pullback,
 )
+from whence.engines.shards import release_whole, whole_shape
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 
 Shards = dict[str, Float[Tensor, " part"]]

@@ -33,7 +33,13 @@ Way = Literal["in_step", "before"]
 
 
 def choose_way(
-    select: Way | None, rule: SelectionRule, objective: Objective | None, model: nn.Module, processes: Processes
+    select: Way | None,
+    rule: SelectionRule,
+    objective: Objective | None,
+    model: nn.Module,
+    processes: Processes,
+    *,
+    find_more: Callable[[], str | None] = lambda: None,
 ) -> Way:
     """Return when a trainer's rows are chosen; if `select` is None, in the step where that can be, and else say why.
 
@@ -43,6 +49,7 @@ def choose_way(
         objective: the user's own objective; None: that of the training.
         model: the model that trains.
         processes: the processes of the training.
+        find_more: returns why rows cannot be chosen in a step of this trainer; None: they can.
 
     Raises:
         WhenceError: `select` is neither way, or "in_step" where that cannot be; the message says why.
@@ -51,7 +58,7 @@ def choose_way(
         raise WhenceError(f"select is {select!r}; 'in_step', 'before' or None is needed.")
     if select == "before":
         return "before"
-    obstacle = _find_obstacle(rule, objective, model, processes)
+    obstacle = _find_obstacle(rule, objective, model, processes) or find_more()
     if obstacle is None:
         return "in_step"
     if select == "in_step":
@@ -142,7 +149,7 @@ class RoundChooser:
         with eval_mode(each for each in modules if not getattr(each, "gradient_checkpointing", False)):
             try:
                 reason = _compare_with_plain(self.layers, self.parameters, compute_loss)
-            except (Refused, RuntimeError) as failure:
+            except Exception as failure:  # a trainer's own pass may have changed with its release
                 reason = first_line(failure).rstrip(".")
         differs_elsewhere = self._scoring.processes.agree_on_most(int(reason is not None))
         return reason or ("another process's pass differs from a plain one" if differs_elsewhere else None)

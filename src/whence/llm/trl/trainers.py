@@ -10,6 +10,7 @@ step is on the kept completions, while the groups' statistics are over all of th
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from whence.llm.trl.completions import (
     sum_rewards,
     take_kept,
 )
+from whence.llm.trl.fused_head import find_changed_head
 from whence.llm.trl.supported_settings import averages_rows, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
@@ -96,7 +98,8 @@ class _SelectingTrainer:
         if selects and type(self.rule) is not ScoreAll:
             check_selectable(trainer.args, has_router_loss=getattr(self, "aux_loss_enabled", False))
         self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
-        way = choose_way(select, self.rule, objective, trainer.model, self._processes)
+        find_more = partial(find_changed_head, trainer.model)
+        way = choose_way(select, self.rule, objective, trainer.model, self._processes, find_more=find_more)
         self.scoring = Scoring(
             target=choose_target(self.rule, target, MeanObjective() if way == "in_step" else SequenceReturn()),
             objective=make_group_objective(trainer.args) if objective is None else as_objective(objective),

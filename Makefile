@@ -77,7 +77,7 @@ oldest: .venv-oldest/stamp
 	$(TEST) .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		tests/test_sb3.py tests/test_callback.py tests/test_resume.py \
 		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
-		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
+		tests/hosts tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
 		tests/test_experiments_llm.py
 
 ## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.

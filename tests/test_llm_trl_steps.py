@@ -149,47 +149,41 @@ def test_rows_dropped_in_the_first_step_cost_later_ones_no_pass(tmp_path, monkey
     assert sum(sizes[4:]) == 5
 
 
-def scale_gradient(monkeypatch):
-    gradient = fused_head._sum_rows
-    monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+@pytest.mark.parametrize("is_checked", [True, False], ids=["at first", "on two rows"])
+@pytest.mark.parametrize("change", ["names", "numbers"])
+def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, monkeypatch, caplog, change, is_checked):
+    said, (known, gradient) = (
+        ["its numbers are others", "lm_head.weight` differs"],
+        (find_function(), fused_head._sum_rows),
+    )
+    if change == "names":
+        said = ["AttributeError: ", "has no attribute 'backward'"]
+        monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, SimpleNamespace(apply=known.apply))
+    else:
+        monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+    if not is_checked:
+        monkeypatch.setattr("whence.llm.trl.choosing.find_changed_head", lambda: None)
+    chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True))
+    assert caplog.text.count("passes of their own") == 1
+    assert said[not is_checked] in caplog.text
+    assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
+    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False)))
 
 
-def save_more(monkeypatch):
-    known = pytest.importorskip("trl.kernels").ChunkedLogProbFunction  # since TRL 1.16
-
-    class Changed(known):
-        """As a later release may be: it keeps a tensor more for its backward pass."""
-
+def test_another_number_of_saved_tensors_is_seen_before_training(monkeypatch):
+    class Changed(known := find_function()):
         @staticmethod
         def forward(ctx, *args):
             columns = known.forward(ctx, *args)
             ctx.save_for_backward(*ctx.to_save, columns[0])
             return columns
 
-        @staticmethod
-        def backward(ctx, *gradients):
-            names = ("compute_dtype", "chunk_size", "kernel_args", "needs_input_grad")
-            settings = {name: getattr(ctx, name) for name in names}
-            context = SimpleNamespace(saved_tensors=ctx.saved_tensors[:6], **settings)
-            return known.backward(context, *gradients)
-
-    monkeypatch.setattr(fused_head.trl_utils, "_ChunkedLogProbFunction", Changed)
+    monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, Changed)
+    assert "ValueError: too many values to unpack" in fused_head.find_changed_head()
 
 
-@pytest.mark.parametrize("change", [scale_gradient, save_more])
-@pytest.mark.parametrize("is_checked", [True, False], ids=["at first", "on two rows"])
-def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, monkeypatch, caplog, change, is_checked):
-    change(monkeypatch)
-    if not is_checked:
-        monkeypatch.setattr("whence.llm.trl.trainers.find_changed_head", lambda model: None)
-    chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True))
-    differences = {scale_gradient: ("its numbers are others", "the gradient of `lm_head.weight` differs")}
-    differences[save_more] = ("ValueError: too many values to unpack", "too many values to unpack")
-    (said,) = [record.getMessage() for record in caplog.records if "passes of their own" in record.getMessage()]
-    assert differences[change][not is_checked] in said
-    assert ("TRL's fused output layer is not the one that whence knows" in said) == is_checked
-    assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
-    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False)))
+def find_function():
+    return pytest.importorskip("trl.kernels").ChunkedLogProbFunction  # since TRL 1.16
 
 
 def test_accelerates_backward_pass_is_put_back_if_a_rule_fails(tmp_path):

@@ -9,6 +9,7 @@ from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
 from .errors import first_line as first_line
+from .errors import require_names as require_names
 from .errors import suggest as suggest
 from .guards import eval_mode as eval_mode
 from .guards import hide_working_directory as hide_working_directory

@@ -33,13 +33,7 @@ Way = Literal["in_step", "before"]
 
 
 def choose_way(
-    select: Way | None,
-    rule: SelectionRule,
-    objective: Objective | None,
-    model: nn.Module,
-    processes: Processes,
-    *,
-    find_more: Callable[[], str | None] = lambda: None,
+    select: Way | None, rule: SelectionRule, objective: Objective | None, model: nn.Module, processes: Processes
 ) -> Way:
     """Return when a trainer's rows are chosen; if `select` is None, in the step where that can be, and else say why.
 
@@ -49,7 +43,6 @@ def choose_way(
         objective: the user's own objective; None: that of the training.
         model: the model that trains.
         processes: the processes of the training.
-        find_more: returns why rows cannot be chosen in a step of this trainer; None: they can.
 
     Raises:
         WhenceError: `select` is neither way, or "in_step" where that cannot be; the message says why.
@@ -58,7 +51,7 @@ def choose_way(
         raise WhenceError(f"select is {select!r}; 'in_step', 'before' or None is needed.")
     if select == "before":
         return "before"
-    obstacle = _find_obstacle(rule, objective, model, processes) or find_more()
+    obstacle = _find_obstacle(rule, objective, model, processes)
     if obstacle is None:
         return "in_step"
     if select == "in_step":

@@ -17,7 +17,7 @@ from whence.core import first_line
 from whence.engines import Layer, LayerRule, LayerTensors, dot, weigh
 
 _NAME = "_ChunkedLogProbFunction"
-"""The function that TRL calls; before TRL 1.16 there is none."""
+"""The function that TRL calls; before TRL 1.16 it is another one, and the trainers call the layer instead."""
 
 
 class FusedHead(nn.Module):
@@ -80,13 +80,13 @@ class FusedHead(nn.Module):
             setattr(trl_utils, _NAME, self.function)
 
 
-def find_changed_head(model: Any) -> str | None:
-    """Return how TRL's function differs from the one that `FusedHead` knows; None: it does not, or is left alone.
+def find_changed_head() -> str | None:
+    """Return how TRL's function differs from the one that `FusedHead` knows; None: it does not, or there is none.
 
-    It is left alone if the model's output layer is frozen. What it keeps for its backward pass is no interface of
-    TRL's, and may change with any release. So a tiny layer is compared with a plain one before anything is trained.
+    What it keeps for its backward pass is no interface of TRL's, and may change with any release. So a tiny layer is
+    compared with a plain one before anything is trained.
     """
-    if getattr(trl_utils, _NAME, None) is None or not model.get_output_embeddings().weight.requires_grad:
+    if getattr(trl_utils, _NAME, None) is None:
         return None
     weight, bias = torch.linspace(-1, 2, 10).reshape(5, 2), torch.linspace(0, 1, 5)
     tiny = FusedHead(SimpleNamespace(weight=nn.Parameter(weight), bias=nn.Parameter(bias)))

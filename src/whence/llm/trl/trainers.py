@@ -10,7 +10,6 @@ step is on the kept completions, while the groups' statistics are over all of th
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,7 @@ from whence.llm.trl.completions import (
     sum_rewards,
     take_kept,
 )
-from whence.llm.trl.fused_head import find_changed_head
-from whence.llm.trl.supported_settings import averages_rows, check_selectable, make_group_objective
+from whence.llm.trl.supported_settings import averages_rows, check_release, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.nonfinite import check_gradients, measure_gradients, name_round
 from whence.runs import time_stage
@@ -94,12 +92,12 @@ class _SelectingTrainer:
         check_rule(self.rule, LANGUAGE_UNITS)
         super().__init__(*args, **kwargs)
         trainer: Any = self
+        check_release(trainer, super())
         selects = type(self.rule) is not KeepAll
         if selects and type(self.rule) is not ScoreAll:
             check_selectable(trainer.args, has_router_loss=getattr(self, "aux_loss_enabled", False))
         self._processes = Processes(trainer.accelerator) if selects or run is not None else ONE
-        find_more = partial(find_changed_head, trainer.model)
-        way = choose_way(select, self.rule, objective, trainer.model, self._processes, find_more=find_more)
+        way = choose_way(select, self.rule, objective, trainer.model, self._processes)
         self.scoring = Scoring(
             target=choose_target(self.rule, target, MeanObjective() if way == "in_step" else SequenceReturn()),
             objective=make_group_objective(trainer.args) if objective is None else as_objective(objective),

@@ -182,6 +182,13 @@ def test_another_number_of_saved_tensors_is_seen_before_training(monkeypatch):
     assert "ValueError: too many values to unpack" in fused_head.find_changed_head()
 
 
+def test_another_output_layer_ends_no_training_before_rows_are_compared(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, SimpleNamespace(apply=find_function().apply))
+    flat = train(tmp_path, "grpo", "llama", ScoreAll(), reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    assert not flat.chooser.is_confirmed
+    assert "A pass trains on all its rows, unscored" in caplog.text
+
+
 def find_function():
     return pytest.importorskip("trl.kernels").ChunkedLogProbFunction  # since TRL 1.16
 

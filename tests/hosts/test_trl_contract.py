@@ -75,10 +75,15 @@ def test_every_loss_type_is_known():
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_the_batch_that_is_edited(kind):
-    _, batch = train_once(kind)
+    trainer, batch = train_once(kind)
     assert batch.keys() >= HELD | ({"num_items_in_batch"} if kind == "grpo" else {"old_logps"})
     assert batch["advantages"].shape == (len(batch["prompt_ids"]),)
     assert batch["completion_mask"].shape == batch["completion_ids"].shape
+    # What a run notes of a pass.
+    tokens = [torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
+    keep = {"logits_to_keep": batch["completion_ids"].shape[1], "compute_entropy": True}
+    log_probs, entropies, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, *tokens, **keep)
+    assert log_probs.shape == entropies.shape == batch["completion_ids"].shape
 
 
 def test_what_is_added_to_a_batch_follows_its_rows():

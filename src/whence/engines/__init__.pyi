@@ -34,6 +34,9 @@ from .rules import register_rule as register_rule
 from .rules import rule_for as rule_for
 from .rules import weigh as weigh
 from .sharded import agree_on_most as agree_on_most
+from .shards import is_in_shards as is_in_shards
+from .shards import release_whole as release_whole
+from .shards import whole_shape as whole_shape
 from .tape import Layer as Layer
 from .tape import covered_layers as covered_layers
 from .tape import record_pass as record_pass

@@ -11,7 +11,7 @@ from helpers.language_training import make_model, refuse
 from helpers.languages import language_model, shaken
 from helpers.trl_training import Watch, count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
-from whence.engines import Step
+from whence.engines import TrainingPass
 from whence.llm import language_view
 from whence.llm.trl import fused_head
 from whence.llm.trl.choosing import PassChooser
@@ -85,9 +85,9 @@ def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     plain, calls, backward = (
         train(tmp_path, kind, "llama", None, own=False, **settings),
         itertools.count(),
-        Step.backward,
+        TrainingPass.backward,
     )
-    monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
+    monkeypatch.setattr(TrainingPass, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
     assert trainer.influence.scores.count_nonzero() == 4
     assert_close(trainer, plain)

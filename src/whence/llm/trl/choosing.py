@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whence.core import RecordBatch
-from whence.engines import Step, record_step
+from whence.engines import TrainingPass, record_training_pass
 from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.trl.completions import ROW, disable_autocast, take_rows
 from whence.llm.trl.fused_head import FusedHead, find_changed_head
@@ -33,7 +33,7 @@ class PassChooser(RoundChooser):
         model = trainer.accelerator.unwrap_model(trainer.model)
         super().__init__(model, trainer.rule, trainer.scoring, refresh_every)
         self._trainer = trainer
-        self._step: Step | None = None
+        self._step: TrainingPass | None = None
         self._loss: Tensor | None = None
         self._head, self._change = FusedHead(model.get_output_embeddings()), find_changed_head()
         if self._change is not None:
@@ -86,7 +86,7 @@ class PassChooser(RoundChooser):
         with (
             self._trainer.accelerator.no_sync(model),
             self._head.replace(mask),
-            record_step(self.layers, self.parameters, len(mask)) as self._step,
+            record_training_pass(self.layers, self.parameters, len(mask)) as self._step,
         ):
             loss: Tensor = self._trainer._compute_trl_loss(model, inputs)
         self._loss = loss

@@ -98,7 +98,7 @@ class TrainingPass:
 def record_training_pass(
     layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int
 ) -> Iterator[TrainingPass]:
-    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context, for `TrainingPass.backward`."""
+    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context."""
     step = TrainingPass(layers, parameters, rows)
     for name, parameter in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

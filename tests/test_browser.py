@@ -11,10 +11,10 @@ import pytest
 
 from test_report import by_hand, records_of, run_of
 from whence.lab import write_comparison
+from whence.lab.arms import ARMS
 from whence.lab.comparison import run_path
 from whence.page import write_report
 from whence.runs import RunDirectory
-from whence.stored.arms import ARMS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

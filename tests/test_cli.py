@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from launching import run_one_by_one
 from whence import cli
 from whence.cli.terminal import SweepBars, progress
+from whence.lab import Planned
+from whence.lab.agents import RunConfig
 from whence.lab.agents.presets import read_presets
-from whence.lab.sweepfile import Planned
+from whence.lab.arms import ARMS
 from whence.lab.tables import METRICS, READING, cell
 from whence.runs import RunDirectory
-from whence.stored.agents import RunConfig
-from whence.stored.arms import ARMS
 
 # Two runs one after the other, of a second each.
 LAKE = ["FrozenLake-v1", "--arms", "ppo,iif", "--seeds", "1", "--rounds", "2", "--eval-episodes", "4", "--workers", "1"]

@@ -20,7 +20,7 @@ from whence.lab.agents import configure, run
 from whence.sb3 import InfluenceCallback, RecordResets
 from whence.stored.agents import load_round
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 
 
 class Jittery(gym.ObservationWrapper):

@@ -20,9 +20,8 @@ import typer
 
 from whence.cli.terminal import SweepBars
 from whence.core import preserve_rng_state, write_atomically
-from whence.lab import Planned, cluster, read_rows, read_sweep, run_sweep
+from whence.lab import KEYS, Planned, cluster, read_rows, read_sweep, run_sweep
 from whence.lab.agents import run
-from whence.lab.sweep import KEYS
 from whence.lab.workers import Job, OnJobRound
 
 SWEEP = """

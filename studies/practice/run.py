@@ -30,8 +30,7 @@ import typer
 
 from whence.cli.terminal import SweepBars
 from whence.lab import Planned, make_label, run_sweep
-from whence.lab.agents import configure
-from whence.stored.agents import RunConfig
+from whence.lab.agents import RunConfig, configure
 
 DROP = 0.125
 """The usual share to drop."""

@@ -17,16 +17,8 @@ from typing import Any, TypeAlias
 import torch
 
 from whence.core import Unsupported, WhenceError, explain_write_errors, first_line
-from whence.lab.workers import (
-    Job,
-    OnJobRound,
-    describe_failure,
-    read_config,
-    run_all,
-    runner_of,
-    traceback_file,
-    write_traceback,
-)
+from whence.lab.plans import read_config, runner_of
+from whence.lab.workers import Job, OnJobRound, describe_failure, run_all, traceback_file, write_traceback
 from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
 from whence.stored.language import LanguageConfig
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from whence.lab.arms import STANDARD
 from whence.lab.comparison import Comparison
 from whence.lab.tables import COMPARISON_DEFINITIONS, make_summary
 from whence.page import (
@@ -48,7 +49,7 @@ def _render_comparison(
     first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
     configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
     runs: Runs = {(config.arm, config.seed): comparison.run(config) for config in configs}
-    summary = make_summary(comparison)
+    summary, colours = make_summary(comparison), arm_colours(arms, STANDARD)
     shared = {name: value for name, value in first.to_json().items() if name not in ("arm", "seed")}
     # The rounds of all seeds would make the file heavy.
     explored = [ExploredRun(run, f"{arm}, seed {seed}", env) for (arm, seed), run in runs.items() if seed == seeds[0]]
@@ -67,12 +68,12 @@ def _render_comparison(
     return render(
         runs,
         explored,
-        list(arms),
+        colours,
         notes,
         title=f"{env_name}: {', '.join(arms)}",
         subtitle=f"{count(len(seeds), 'seed')}, {count(first.rounds, 'round')}, {evaluation}.",
         summary=summary,
-        headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
+        headings=zip(summary.headings, colours.values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
         rounds=chosen,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),

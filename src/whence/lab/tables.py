@@ -9,14 +9,13 @@ import numpy as np
 import polars as pl
 
 from whence.core import write_atomically
-from whence.lab.agents import reads
+from whence.lab.agents import RunConfig
+from whence.lab.arms import STANDARD
 from whence.lab.comparison import Comparison
 from whence.lab.efficiency import CURVE_METRICS, PAIR_METRICS
-from whence.lab.sweep import KeptRun, Results
+from whence.lab.kept_runs import KeptRun, Results
 from whence.page.figures import has, stages_of
 from whence.statistics import t_interval
-from whence.stored import STANDARD
-from whence.stored.agents import RunConfig
 from whence.stored.language import LanguageConfig
 
 LEAST_SEEDS = 3
@@ -258,7 +257,7 @@ def _describe_set_up(labels: Labels) -> str:
     settings = [f"{name} {json.dumps(value)}" for name, value in values.items()]
     # The label of a run at its experiment's own share is its arm.
     configs = [run.config for label, runs in labels.items() for run in runs.values() if label == run.config.arm]
-    usual = [f"drop {config.drop:g} unless the arm's name says another" for config in configs if reads(config, "drop")]
+    usual = [f"drop {config.drop:g} unless the arm's name says another" for config in configs if config.reads("drop")]
     return f"{config.env}: {'; '.join([*settings, *usual[:1]])}."
 
 

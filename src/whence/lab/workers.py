@@ -8,47 +8,23 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from whence.core import WhenceError, hide_working_directory, write_atomically
-from whence.stored.agents import RunConfig
-from whence.stored.language import LanguageConfig
-
-AnyConfig: TypeAlias = RunConfig | LanguageConfig
-"""One run of either kind."""
+from whence.lab.plans import AnyConfig, runner_of
 
 Job = tuple[AnyConfig, Path]
 """A run and its directory."""
 
 OnJobRound = Callable[[int, int], None]
 """Called with a job's place and the number of its rounds that are done."""
-
-
-def runner_of(config: AnyConfig) -> Any:
-    """Return the module that runs such a configuration: it has `prepare`, `run` and `is_finished`.
-
-    What it trains with is imported here.
-    """
-    kind = "language" if isinstance(config, LanguageConfig) else "agents"
-    return import_module(f"whence.lab.{kind}.training")
-
-
-def read_config(values: Any) -> AnyConfig:
-    """Return the configuration that its `to_json` returned.
-
-    Raises:
-        WhenceError: the values are no configuration's.
-    """
-    is_agent = isinstance(values, Mapping) and "env" in values
-    return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
 
 
 def run_all(

@@ -7,6 +7,9 @@ from .console import print_json as print_json
 from .console import print_line as print_line
 from .console import print_paths as print_paths
 from .console import resumable as resumable
+from .laboratory import HAS_LABORATORY as HAS_LABORATORY
+from .laboratory import describe_training as describe_training
+from .laboratory import require_laboratory as require_laboratory
 from .moment_tables import list_cells as list_cells
 from .moment_tables import print_causes as print_causes
 from .moment_tables import print_response as print_response

@@ -4,12 +4,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from whence.cli.terminal.console import errors, print_line
-from whence.lab import AnyConfig, Planned
+
+if TYPE_CHECKING:
+    from whence.lab import AnyConfig, Planned
 
 LINE_SECONDS = 10.0
 """Seconds from one plain line about rounds under way to the next, at least."""
@@ -110,10 +112,10 @@ class _GroupBars(_Bars):
 class ComparisonBars(_GroupBars):
     """A bar for all rounds of a comparison."""
 
-    def __init__(self, configs: Sequence[AnyConfig], clock: Clock = time.monotonic) -> None:
+    def __init__(self, configs: Sequence["AnyConfig"], clock: Clock = time.monotonic) -> None:
         super().__init__((("all rounds", _name_run(config), config.rounds) for config in configs), clock)
 
-    def update(self, config: AnyConfig, rounds: int) -> None:
+    def update(self, config: "AnyConfig", rounds: int) -> None:
         """Show how many rounds of a run are done."""
         name = _name_run(config)
         self._show("all rounds", name, rounds)
@@ -123,32 +125,32 @@ class ComparisonBars(_GroupBars):
             self._log(f"{name}: round {rounds} of {config.rounds}")
 
 
-def _name_run(config: AnyConfig) -> str:
+def _name_run(config: "AnyConfig") -> str:
     return f"{config.arm}, seed {config.seed}"
 
 
 class SweepBars(_GroupBars):
     """A bar for each experiment of a sweep."""
 
-    def __init__(self, runs: Sequence[Planned], clock: Clock = time.monotonic) -> None:
-        super().__init__(((run.group, run.name, run.config.rounds) for run in runs), clock)
-        self._starts: dict[Planned, float] = {}
+    def __init__(self, runs: Sequence["Planned"], clock: Clock = time.monotonic) -> None:
+        super().__init__(((run.group or "", run.name, run.config.rounds) for run in runs), clock)
+        self._starts: dict[Any, float] = {}
 
-    def kept(self, planned: Planned) -> None:
+    def kept(self, planned: "Planned") -> None:
         """Count a run that was finished before."""
-        self._show(planned.group, planned.name, planned.config.rounds)
+        self._show(planned.group or "", planned.name, planned.config.rounds)
 
-    def rounds(self, planned: Planned, done: int) -> None:
+    def rounds(self, planned: "Planned", done: int) -> None:
         """Show how many rounds a run under way has done."""
         self._starts.setdefault(planned, self._clock())
         if 0 < done < planned.config.rounds:
             self._log(f"{planned.name}: round {done} of {planned.config.rounds}")
-        self._show(planned.group, planned.name, done)
+        self._show(planned.group or "", planned.name, done)
 
-    def ended(self, planned: Planned, failure: str | None) -> None:
+    def ended(self, planned: "Planned", failure: str | None) -> None:
         """Print that a run has ended, and why it failed."""
         seconds = self._clock() - self._starts.pop(planned, self._clock())
         end = f"failed: {failure}" if failure is not None else f"done in {timedelta(seconds=round(seconds))}"
         self._log(f"{planned.name}: {end}", always=True)
         if failure is not None:
-            self._show(planned.group, planned.name, 0)
+            self._show(planned.group or "", planned.name, 0)

@@ -12,3 +12,4 @@ from .problems import is_gamed as is_gamed
 from .problems import lenient_reward as lenient_reward
 from .problems import reward as reward
 from .problems import solution as solution
+from .selections import plan_language_comparison as plan_language_comparison

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from whence.core import RunDirectoryError
+from whence.lab.arms import counts_scoring
 from whence.lab.efficiency import Curve, make_curve
 from whence.runs import RunDirectory
-from whence.stored.arms import counts_scoring
 from whence.stored.language import LanguageConfig, describe
 
 

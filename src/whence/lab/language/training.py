@@ -14,6 +14,7 @@ from whence.lab.language.laboratory import arithmetic
 from whence.lab.language.pretrained import smollm2
 from whence.lab.language.results import is_finished
 from whence.lab.language.results import read_curve as read_curve
+from whence.lab.language.selections import configure_trainer, make_rule, read_arm
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import PPOTrainer
 from whence.llm.scores import RESPONSE_TARGETS
@@ -49,7 +50,7 @@ OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 def prepare(config: LanguageConfig) -> None:
     """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it."""
-    make_trainer_config(config)
+    configure_trainer(config)
     if config.has_small_model:
         arithmetic(size=config.size)
     elif config.task:
@@ -77,7 +78,7 @@ def run(
     if not overwrite and is_finished(config, path):
         on_round(config.rounds, {})
         return
-    settings = make_trainer_config(config, str(path))
+    settings = configure_trainer(config, str(path))
     torch.manual_seed(config.seed)  # for the weights of an adapter
     task = load_task(config)
     if config.algorithm != "ppo":
@@ -86,7 +87,7 @@ def run(
     prompts, held_out = split_held_out(config, task)
     trainer = PPOTrainer(
         *(settings, task.model, task.tokenizer, task.reward, prompts),
-        rule=config.make_rule(),
+        rule=make_rule(config),
         target=_make_target(config, task),
         select=config.select,
         held_out=held_out,
@@ -103,11 +104,12 @@ def run(
 
 
 def _make_target(config: LanguageConfig, task: Task) -> Any:
-    if config.target == "validation":
+    _, target = read_arm(config)
+    if target == "validation":
         return make_validation_target(task)
-    if config.target == "objective":
+    if target == "objective":
         return MeanObjective()
-    return None if config.target is None else RESPONSE_TARGETS[config.target]()
+    return None if target is None else RESPONSE_TARGETS[target]()
 
 
 def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, *, overwrite: bool) -> None:
@@ -124,7 +126,7 @@ def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, 
         args=args,
         train_dataset=_make_trl_dataset(task.prompts, task.reward),
         processing_class=task.tokenizer,
-        rule=config.make_rule(),
+        rule=make_rule(config),
         target=_make_target(config, task),
         select=config.select,
         engine=config.engine,

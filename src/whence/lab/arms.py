@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from whence.core import WhenceError, suggest
 
 if TYPE_CHECKING:
+    from whence.runs import RunDirectory
     from whence.selection import SelectionRule
 
 STANDARD = "ppo"
@@ -108,6 +109,16 @@ def find_arm(name: str, arms: Mapping[str, Arm] = ARMS) -> Arm:
     if (controlled := name.removeprefix(CONTROL)) == name or controlled not in arms:
         raise WhenceError(f"The arm {name!r} is unknown.{suggest(name, arms)}")
     return replace(arms[controlled], about=f"as many as {controlled}, at random", is_control=True)
+
+
+def describe_arm(run: "RunDirectory") -> str:
+    """Return in a sentence what the arm of a run in an environment does; "" if it has none that is known."""
+    name = str(run.experiment.get("arm"))
+    if name not in ARMS or run.is_language:
+        return ""
+    drop = run.experiment.get("drop")
+    share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
+    return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}."
 
 
 def counts_scoring(name: str) -> bool:

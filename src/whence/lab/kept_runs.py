@@ -1,0 +1,205 @@
+"""What is kept of finished runs: their directories, or a row in each of two files.
+
+A comparison keeps directories. A sweep, of hundreds of runs, keeps rows: `curves.parquet` has what can be reproduced
+(configuration, evaluations, and what happened each round), `timings.parquet` what cannot (microseconds, versions and
+the machine).
+"""
+
+import math
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from whence.core import RunDirectoryError, WhenceError, explain_write_errors
+from whence.lab.agents import RunConfig, make_curve
+from whence.lab.arms import STANDARD, place_arm
+from whence.lab.efficiency import Curve, summarise
+from whence.lab.plans import Planned, find_differences, runner_of
+from whence.lab.rowfile import put_row, read_rows
+from whence.runs import RunDirectory
+
+KEYS = ("experiment", "label", "seed")
+"""What tells the runs of a sweep apart."""
+
+COLUMNS = (
+    *("round", "dropped_share", "negative_share", "episode_return", "train/approx_kl", "train/kl"),
+    *("train/learning_rate", "train/update_scale", "train/entropy_loss", "train/clip_fraction"),
+)
+"""Columns of a run's metrics that its results have, as far as the run has them."""
+
+
+@dataclass(frozen=True)
+class Directories:
+    """Keeps the directories of a comparison's runs; `overwrite` starts all of them anew."""
+
+    out: Path
+    overwrite: bool
+
+    def find_finished(self, runs: Sequence[Planned]) -> list[Planned]:
+        """Return the runs whose directories are finished."""
+        if self.overwrite:
+            return []
+        return [each for each in runs if runner_of(each.config).is_finished(each.config, each.run_path(self.out))]
+
+    def make_room(self, runs: Sequence[Planned], finished: Sequence[Planned]) -> None:
+        """Delete all runs, if they start anew."""
+        if self.overwrite:
+            with explain_write_errors(self.out):
+                (self.out / "comparison.json").unlink(missing_ok=True)
+            for planned in runs:
+                description = {"experiment": planned.config.to_json()}
+                RunDirectory.create(planned.run_path(self.out), description, overwrite=True).release()
+
+    def keep(self, planned: Planned) -> None:
+        """Do nothing: the directory is what is kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRun:
+    """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve."""
+
+    config: RunConfig
+    tables: Mapping[str, pl.DataFrame]
+    curve: Curve
+
+
+Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
+"""Finished runs by group, label and seed."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Keeps two rows of each run of a sweep, and discards its directory."""
+
+    out: Path
+
+    def find_finished(self, runs: Sequence[Planned]) -> list[Planned]:
+        """Return the runs whose rows are there."""
+        kept_runs = read_runs(self.out)
+        finished = []
+        for planned in runs:
+            if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
+                continue
+            before, now = kept.config.to_json(), planned.config.to_json()
+            if others := [field for field in now if before[field] != now[field]]:
+                raise RunDirectoryError(
+                    f"{planned.name} in {self.out} is another run: its {others[0]} is {before[others[0]]!r}, the "
+                    f"sweep's {now[others[0]]!r}. Choose another directory, or delete its row."
+                )
+            finished.append(planned)
+        return finished
+
+    def make_room(self, runs: Sequence[Planned], finished: Sequence[Planned]) -> None:
+        """Delete the directories of finished runs, which a kill may have left."""
+        for planned in finished:
+            shutil.rmtree(planned.run_path(self.out), ignore_errors=True)
+
+    def keep(self, planned: Planned) -> None:
+        """Write a finished run's two rows, that of the timings first, then discard its directory."""
+        run = RunDirectory.open(planned.run_path(self.out))
+        head = {"experiment": planned.group, "label": planned.label, "seed": planned.config.seed}
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
+        timings = head | {
+            "machine": f"{machine}, Python {platform.python_version()}",
+            "versions": dict(run.versions),
+            # Whole microseconds need a third of the room, and are as good.
+            "microseconds": _list_columns(
+                run.table("timings").with_columns((pl.exclude("round") * 1e6).round().cast(pl.Int64))
+            ),
+        }
+        metrics = run.table("metrics")
+        results = head | {
+            "config": planned.config.to_json(),
+            "evaluations": _list_columns(run.table("evaluations")),
+            "rounds": _list_columns(metrics.select(name for name in COLUMNS if name in metrics.columns)),
+        }
+        _parse_run(results, timings)
+        put_row(self.out / "timings.parquet", timings, KEYS)
+        put_row(self.out / "curves.parquet", results, KEYS)
+        shutil.rmtree(planned.run_path(self.out), ignore_errors=True)
+
+
+def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:
+    """Return a table's columns as numbers: null for what is not finite, 1 and 0 for true and false."""
+    numbers = table.with_columns(pl.col(pl.Boolean).cast(pl.UInt8))
+    return {
+        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in column]
+        for name, column in numbers.to_dict().items()
+    }
+
+
+def read_runs(out: Path) -> dict[tuple[Any, ...], KeptRun]:
+    """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
+
+    Raises:
+        RunDirectoryError: a row is missing, or is none of a whole run.
+    """
+    results, timings = (read_rows(out / f"{name}.parquet", KEYS) for name in ("curves", "timings"))
+    runs: dict[Any, KeptRun] = {}
+    for key, row in results.items():
+        try:
+            runs[key] = _parse_run(row, timings[key])
+        except (LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
+            raise RunDirectoryError(
+                f"{out / 'curves.parquet'} does not hold a whole run {'{}/{}/seed_{}'.format(*key)} "
+                f"({type(failure).__name__}: {failure}). Delete both files' row of it, and the run is made again."
+            ) from failure
+    return runs
+
+
+def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRun:
+    """Return what the two rows of a run hold; refuse those that are not of a whole run."""
+    config = RunConfig.from_json(results["config"])
+    columns = {"evaluations": results["evaluations"], "rounds": results["rounds"], "seconds": timings["microseconds"]}
+    tables = {name: pl.DataFrame(table) for name, table in columns.items()}
+    tables["seconds"] = tables["seconds"].with_columns(pl.exclude("round") / 1e6)
+    if tables["rounds"].height != config.rounds:
+        raise WhenceError(f"it has {tables['rounds'].height} rounds, and its configuration {config.rounds}")
+    return KeptRun(config, tables, make_curve(config, tables["evaluations"], tables["seconds"]))
+
+
+def load_sweep(out: Path) -> Results:
+    """Return the finished runs below a sweep's directory.
+
+    Raises:
+        RunDirectoryError: there is none, a file cannot be read, or runs of one experiment differ in more than arm,
+            share to drop and seed.
+    """
+    results: dict[str, dict[str, dict[int, KeptRun]]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for (group, label, seed), stored in read_runs(out).items():
+        if others := find_differences(settings.setdefault(group, {}), label, stored.config):
+            raise RunDirectoryError(
+                f"{group}/{label}/seed_{seed} in {out} differs from other runs there in {', '.join(others)}, and "
+                "cannot be compared with them. Move the one or the others to another directory."
+            )
+        results.setdefault(group, {}).setdefault(label, {})[seed] = stored
+    if not results:
+        raise RunDirectoryError(f"{out} holds no finished run of a sweep. Run whence sweep FILE --out {out}.")
+
+    def place(labelled: tuple[str, Mapping[int, KeptRun]]) -> tuple[float, float]:
+        config = next(iter(labelled[1].values())).config
+        return place_arm(config.arm), config.drop
+
+    return {group: dict(sorted(labels.items(), key=place)) for group, labels in results.items()}
+
+
+def summarise_sweep(results: Results) -> dict[str, Any]:
+    """Return the summary of every group that holds the standard arm: `{group: {label: {metric: entry}}}`.
+
+    Entries are those of `summarise`; an arm's seeds need not be as many as the standard's.
+    """
+    return {
+        group: summarise(
+            {label: {seed: stored.curve for seed, stored in runs.items()} for label, runs in labels.items()},
+            standard=STANDARD,
+        )
+        for group, labels in results.items()
+        if STANDARD in labels
+    }

@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import whence
 from whence import IIF, RunDirectory, WhenceError
 from whence.lab.agents import RunConfig, configure, make_evaluation_env, make_training_env, run
-from whence.lab.agents.envpool import EnvPoolVecEnv
+from whence.lab.agents.environments import EnvPoolVecEnv
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_model
 from whence.sb3 import InfluenceCallback, Pool, evaluate_pool

@@ -85,9 +85,25 @@ def assert_same_tensors(mine, other):
         assert torch.equal(tensor, other[name]), name
 
 
+class Recorder:
+    """A watch that notes the configurations of runs and their numbers of rounds."""
+
+    def __init__(self, reports):
+        self.reports = reports
+
+    def kept(self, planned):
+        self.reports.append((planned.config, planned.config.rounds))
+
+    def rounds(self, planned, done):
+        self.reports.append((planned.config, done))
+
+    def ended(self, planned, failure):
+        assert failure is None
+
+
 @pytest.fixture(scope="module")
 def reported():
-    """The configurations and numbers of rounds that `progress` was called with for `in_worker`."""
+    """The configurations and numbers of rounds that were reported for `in_worker`."""
     return []
 
 
@@ -107,7 +123,7 @@ def in_worker(tmp_path_factory, reported, in_this_process) -> Comparison:
     configs, path = planned(), tmp_path_factory.mktemp("two") / "worker"
     for config in configs[:-1]:
         shutil.copytree(in_this_process.run(config).path, run_path(path, config))
-    return compare(configs, path, progress=lambda config, rounds: reported.append((config, rounds)))
+    return compare(configs, path, watch=Recorder(reported))
 
 
 @pytest.fixture
@@ -564,16 +580,14 @@ class TestComparison:
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
 
-    def test_progress_is_called_with_every_round(self, in_worker, reported):
+    def test_every_round_is_reported(self, in_worker, reported):
         for place, config in enumerate(in_worker.configs):
             rounds = [number for about, number in reported if about == config]
             assert rounds == ([2] if place < len(in_worker.configs) - 1 else [0, 1, 2])  # the others were finished
 
     def test_finished_runs_are_not_repeated(self, in_worker):
         before, calls = stamps(in_worker.path / "runs"), []
-        again = compare(
-            planned(), in_worker.path, workers=2, progress=lambda config, rounds: calls.append((config, rounds))
-        )
+        again = compare(planned(), in_worker.path, workers=2, watch=Recorder(calls))
         assert stamps(in_worker.path / "runs") == before
         assert len(before) == 78
         assert calls == [(config, 2) for config in planned()]
@@ -674,7 +688,7 @@ class TestRefusals:
         RunDirectory.create(run_path(tmp_path, config), {"experiment": config.to_json()})
         before, calls = stamps(tmp_path), []
         with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
-            compare(planned(), tmp_path, workers=1, progress=lambda *about: calls.append(about))
+            compare(planned(), tmp_path, workers=1, watch=Recorder(calls))
         assert stamps(tmp_path) == before
         assert calls == []
 

@@ -22,9 +22,8 @@ from whence.lab.arms import split_arm
 from whence.lab.language import SIZES, check
 from whence.lab.language.laboratory import make_character_tokenizer
 from whence.lab.language.laboratory import make_model as make_lab_model
-from whence.lab.language.results import is_finished, read_curve
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
-from whence.lab.language.training import prepare, run
+from whence.lab.language.training import is_finished, prepare, read_curve, run
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import DTV, IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop

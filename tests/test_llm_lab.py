@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.core import WhenceError
 from whence.lab.language import SIZES, Difficulty, Habit, arithmetic, check, evaluate, lenient_reward, reward, solution
-from whence.lab.language.evaluation import summarise
 from whence.lab.language.laboratory import (
     IGNORED,
     draw_splits,
@@ -21,7 +20,7 @@ from whence.lab.language.laboratory import (
     make_character_tokenizer,
     make_model,
 )
-from whence.lab.language.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems
+from whence.lab.language.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems, summarise
 
 PROMPT, ANSWER = "7+8-5*2?", "7+8=15;15-5=10;10*2=20;20"
 TINY = SIZES["tiny"]

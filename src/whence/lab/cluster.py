@@ -18,7 +18,7 @@ import torch
 
 from whence.core import Unsupported, WhenceError, explain_write_errors, first_line
 from whence.lab.plans import read_config, runner_of
-from whence.lab.workers import Job, OnJobRound, describe_failure, run_all, traceback_file, write_traceback
+from whence.lab.workers import Job, OnJobRound, describe_failure, note_failure, run_all
 from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
 from whence.stored.language import LanguageConfig
 
@@ -195,10 +195,9 @@ class _Dispatch:
                 yield place, f"{reason}; see Ray's logs on the nodes, in /tmp/ray/session_latest/logs"
         except errors.RayError as refusal:  # such as a node without whence
             reason = [line for line in f"{type(refusal).__name__}\n{refusal}".splitlines() if line.strip()][-1]
-            yield place, f"Ray could not run it: {reason}{write_traceback(path, traceback.format_exc())}"
+            yield place, note_failure(path, (f"Ray could not run it: {reason}", traceback.format_exc()))
         else:
-            traceback_file(path).unlink(missing_ok=True)
-            yield place, None if failure is None else f"{failure[0]}{write_traceback(path, failure[1])}"
+            yield place, note_failure(path, failure)
 
     def _cancel(self) -> None:
         """End runs under way: first ask them to, then end their processes."""

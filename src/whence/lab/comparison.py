@@ -1,7 +1,7 @@
 """Comparisons and sweeps: planned runs of several arms and seeds, made where they are missing, and measured."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,13 +32,18 @@ class Watch(Protocol):
         """Called with a run that has ended, and why it failed."""
 
 
+class _NoWatch(Watch):
+    """Shows nothing."""
+
+
 @contextmanager
 def _make_missing(
     runs: Sequence[Planned], keeper: Directories | Rows, watch: Watch, *, workers: int | None, on: str
 ) -> Iterator[dict[str, str]]:
     """Make the runs that are not kept yet, and keep them; yield why runs failed, by name, under the directory's lock.
 
-    Nothing is written or deleted before all settings were checked and there is a place to run.
+    Nothing is written or deleted before all settings were checked and there is a place to run. A comparison, which
+    needs all of its runs, ends with the first that fails.
     """
     finished = keeper.find_finished(runs)
     todo = [planned for planned in runs if planned not in finished]
@@ -63,32 +68,13 @@ def _make_missing(
                     failure = describe_failure(error)
                 if failure is not None:
                     failures[planned.name] = failure
+                    if planned.group is None:
+                        raise WhenceError(
+                            f"The run of arm {planned.label}, seed {planned.config.seed}, failed: {failure}. Finished "
+                            "runs are kept."
+                        )
                 watch.ended(planned, failure)
         yield failures
-
-
-Progress = Callable[[AnyConfig, int], None]
-"""Called with a run and the number of its rounds that are done."""
-
-
-@dataclass(frozen=True)
-class _ComparisonWatch:
-    """Calls `progress`, and ends a comparison when one of its runs fails."""
-
-    progress: Progress
-
-    def kept(self, planned: Planned) -> None:
-        self.progress(planned.config, planned.config.rounds)
-
-    def rounds(self, planned: Planned, done: int) -> None:
-        self.progress(planned.config, done)
-
-    def ended(self, planned: Planned, failure: str | None) -> None:
-        if failure is not None:
-            raise WhenceError(
-                f"The run of arm {planned.config.arm}, seed {planned.config.seed}, failed: {failure}. Finished runs "
-                "are kept."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +118,7 @@ def compare(
     workers: int | None = None,
     overwrite: bool = False,
     on: str = "local",
-    progress: Progress = lambda config, rounds: None,
+    watch: Watch | None = None,
 ) -> Comparison:
     """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
 
@@ -148,7 +134,7 @@ def compare(
         overwrite: delete these runs where the directory holds them, or others in their place, and start anew.
         on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
             started on this machine.
-        progress: called after every round.
+        watch: called with what happens.
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
@@ -165,7 +151,7 @@ def compare(
     check_content(path, "comparison")
     runs = [Planned(None, config.arm, config) for config in configs]
     curves: dict[str, dict[int, Curve]] = {arm: {} for arm in arms}
-    with _make_missing(runs, Directories(path, overwrite), _ComparisonWatch(progress), workers=workers, on=on):
+    with _make_missing(runs, Directories(path, overwrite), watch or _NoWatch(), workers=workers, on=on):
         for planned in runs:
             curve = runner_of(planned.config).read_curve(planned.config, planned.run_path(path))
             curves[planned.label][planned.config.seed] = curve
@@ -212,9 +198,7 @@ def run_sweep(
         runs: from `read_sweep`.
         out: the directory: `curves.parquet` and `timings.parquet` with a row for each run; `runs/...` are under way.
         watch: called with what happens.
-        workers: runs at a time, each in a process with one torch thread; None: one per core.
-        on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
-            started on this machine.
+        workers, on: as in `compare`.
 
     Returns:
         Why runs failed, by "NAME/ARM/seed_S".

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from whence.core import write_atomically
+from whence.core import write_atomically, write_json
 from whence.lab.agents import RunConfig
 from whence.lab.arms import STANDARD
 from whence.lab.comparison import Comparison
@@ -219,14 +219,10 @@ def write_tables(results: Results, summary: Mapping[str, Any], out: Path) -> str
     key = "\n".join(f"- {term}: {meaning}" for term, meaning in KEY.items())
     sections = [_write_section(group, labels, summary.get(group)) for group, labels in results.items()]
     text = "\n\n".join([key, *sections]) + "\n"
-    _write_file(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    _write_file(out / "tables.md", text)
-    return text
-
-
-def _write_file(path: Path, text: str) -> None:
-    with write_atomically(path) as temporary:
+    write_json(out / "summary.json", summary)
+    with write_atomically(out / "tables.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
+    return text
 
 
 def _write_section(group: str, labels: Labels, summary: Mapping[str, Any] | None) -> str:

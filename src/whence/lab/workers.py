@@ -111,26 +111,30 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)  # the page shows advice; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    failure = None
     try:
         runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
-    except Exception as failure:
-        pipe.send(("ended", f"{describe_failure(failure)}{write_traceback(path, traceback.format_exc())}"))
-    else:
-        traceback_file(path).unlink(missing_ok=True)
-        pipe.send(("ended", None))
+    except Exception as error:
+        failure = describe_failure(error), traceback.format_exc()
+    pipe.send(("ended", note_failure(path, failure)))
 
 
-def write_traceback(path: Path, text: str) -> str:
-    """Write an error's traceback to a file next to a run's directory; return where it is, for the error's sentence."""
-    file = traceback_file(path)
+def note_failure(path: Path, failure: tuple[str, str] | None) -> str | None:
+    """Note next to a run's directory how the last attempt to make it ended: a file holds the traceback if it failed.
+
+    Args:
+        path: the run's directory.
+        failure: what went wrong and its traceback; None: nothing.
+
+    Returns:
+        What went wrong, with the file of the traceback.
+    """
+    file = path.with_name(f"{path.name}.error.txt")
+    if failure is None:
+        return file.unlink(missing_ok=True)
     with contextlib.suppress(WhenceError), write_atomically(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return f" (traceback: {file})"
-
-
-def traceback_file(path: Path) -> Path:
-    """Return the file of a run's traceback, which is there if the last attempt failed."""
-    return path.with_name(f"{path.name}.error.txt")
+        temporary.write_text(failure[1], encoding="utf-8")
+    return f"{failure[0]} (traceback: {file})"
 
 
 def _end_with_parent() -> None:

@@ -12,8 +12,8 @@ import typer
 
 from whence import lab
 from whence.cli.terminal import (
-    ComparisonBars,
     FieldOption,
+    PlannedBars,
     RoundBar,
     RunBar,
     console,
@@ -42,6 +42,7 @@ from whence.lab import (
     STANDARD,
     AnyConfig,
     Comparison,
+    Planned,
     RunConfig,
     make_summary,
     runner_of,
@@ -330,8 +331,8 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
 
 def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
-    with resumable(), ComparisonBars(configs) as bars:
-        comparison = lab.compare(configs, out, progress=bars.update, **settings)
+    with resumable(), PlannedBars([Planned(None, config.arm, config) for config in configs]) as bars:
+        comparison = lab.compare(configs, out, watch=bars, **settings)
     with RoundBar() as rounds_bar:
         lab.write_comparison(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:

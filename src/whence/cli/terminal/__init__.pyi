@@ -26,10 +26,9 @@ from .options import parse_fields as parse_fields
 from .options import parse_json as parse_json
 from .options import parse_rounds as parse_rounds
 from .options import with_options as with_options
-from .progress import ComparisonBars as ComparisonBars
+from .progress import PlannedBars as PlannedBars
 from .progress import RoundBar as RoundBar
 from .progress import RunBar as RunBar
-from .progress import SweepBars as SweepBars
 from .progress import describe_round as describe_round
 from .proofs import check_ways as check_ways
 from .proofs import print_proof as print_proof

@@ -1,4 +1,3 @@
-from .evaluation import evaluate as evaluate
 from .laboratory import SIZES as SIZES
 from .laboratory import Lab as Lab
 from .laboratory import arithmetic as arithmetic
@@ -8,6 +7,7 @@ from .problems import Difficulty as Difficulty
 from .problems import Habit as Habit
 from .problems import answer as answer
 from .problems import check as check
+from .problems import evaluate as evaluate
 from .problems import is_gamed as is_gamed
 from .problems import lenient_reward as lenient_reward
 from .problems import reward as reward

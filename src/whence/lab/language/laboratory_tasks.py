@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from whence.lab.language.evaluation import evaluate
 from whence.lab.language.laboratory import arithmetic
 from whence.lab.language.pretrained import smollm2
-from whence.lab.language.problems import lenient_reward
+from whence.lab.language.problems import evaluate, lenient_reward
 from whence.stored.language import LanguageConfig, Task, load_model, prepare_test
 
 

@@ -20,8 +20,8 @@ from whence.core import RunDirectoryError, WhenceError
 from whence.engines import memory
 from whence.lab.arms import split_arm
 from whence.lab.language import SIZES, check
-from whence.lab.language.laboratory import make_character_tokenizer
-from whence.lab.language.laboratory import make_model as make_lab_model
+from whence.lab.language.laboratory_tasks import make_character_tokenizer
+from whence.lab.language.laboratory_tasks import make_model as make_lab_model
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
 from whence.lab.language.training import is_finished, prepare, read_curve, run
 from whence.page import write_report
@@ -140,7 +140,7 @@ class TestConfig:
             ("random-iif-token", RandomDrop(seed=3, like=NonPositive()), "token"),
         ):
             config = tiny(arm, seed=3, settings={"num_generations": 4})
-            assert (make_rule(config), read_arm(config)[1]) == (rule, target)
+            assert (make_rule(config), read_arm(arm)[1]) == (rule, target)
 
     def test_it_survives_json(self):
         config = tiny("ippo", lora=2, settings={"learning_rate": 0.5})

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.core import WhenceError
 from whence.lab.language import SIZES, Difficulty, Habit, arithmetic, check, evaluate, lenient_reward, reward, solution
-from whence.lab.language.laboratory import (
+from whence.lab.language.laboratory_tasks import (
     IGNORED,
     draw_splits,
     encode_with_labels,
@@ -203,7 +203,7 @@ def test_a_second_call_loads_what_the_first_has_made(lab, cache, monkeypatch):
     def made(*arguments):
         raise AssertionError("the laboratory was made again")
 
-    monkeypatch.setattr(sys.modules["whence.lab.language.laboratory"], "_make", made)
+    monkeypatch.setattr(sys.modules["whence.lab.language.laboratory_tasks"], "_make", made)
     again = arithmetic(cache, size="tiny")
     assert again.model_path == lab.model_path
     assert list(again.train["prompt"]) == list(lab.train["prompt"])

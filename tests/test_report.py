@@ -11,8 +11,9 @@ import pytest
 
 from pages import ASSETS
 from test_explorer import table_of
+from whence.cli.terminal import describe_training
 from whence.core import preserve_rng_state
-from whence.lab import Comparison, compare, describe_arm, write_comparison
+from whence.lab import Comparison, compare, write_comparison
 from whence.lab.agents import RunConfig, plan_comparison
 from whence.lab.agents.training import run
 from whence.lab.comparison import run_path
@@ -275,7 +276,7 @@ class TestRunPage:
     def test_a_finished_run(self, tiny, tmp_path):
         config = next(config for config in tiny.configs if (config.arm, config.seed) == ("iif", 1))
         run = tiny.run(config)
-        write_report(ExploredRun(run, about=describe_arm(run)), tmp_path / "deep" / "page.html")
+        write_report(ExploredRun(run, about=describe_training(run)), tmp_path / "deep" / "page.html")
         page = Page((tmp_path / "deep" / "page.html").read_text(encoding="utf-8"))
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from launching import run_one_by_one
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
-from whence.lab import KEYS, cluster, comparison, kept_runs, load_sweep, read_sweep, run_sweep, workers
+from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
 from whence.lab.agents import configure, make_training_env, plan_comparison, run
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_curve, make_model
@@ -333,8 +333,7 @@ class TestComparison:
                 raise WhenceError("no such setting")
 
         runner = SimpleNamespace(prepare=prepare, is_finished=lambda config, path: config.arm == "iif")
-        for module in (comparison, kept_runs):
-            monkeypatch.setattr(module, "runner_of", lambda config: runner)
+        monkeypatch.setattr(comparison, "runner_of", lambda config: runner)
         return arms
 
     def test_all_settings_are_checked_before_anything_runs(self, prepared, tmp_path, monkeypatch):

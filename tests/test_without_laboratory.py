@@ -47,8 +47,8 @@ assert "Laboratory" not in CliRunner().invoke(app, ["--help"]).output
 
 FILES = (
     *("test_callback", "test_environment_steps", "test_keeping", "test_loops", "test_recurrent", "test_runs"),
-    *("test_findings", "test_faults"),
-    *("test_explorer", "test_language_page", "test_notebook", "test_viewer"),
+    *("test_findings"),
+    *("test_explorer", "test_language_page", "test_viewer"),
     *("test_llm_answers", "test_rollout_files"),
 )
 """The files of tests of recording, findings, page, why and prove that need no laboratory."""

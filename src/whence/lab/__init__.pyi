@@ -23,11 +23,7 @@ from .arms import CONTROL as CONTROL
 from .arms import LANGUAGE_ARMS as LANGUAGE_ARMS
 from .arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from .arms import STANDARD as STANDARD
-from .arms import Arm as Arm
-from .arms import describe_arm as describe_arm
 from .arms import split_arm as split_arm
-from .efficiency import Curve as Curve
-from .efficiency import summarise as summarise
 from .kept_runs import KEYS as KEYS
 from .kept_runs import KeptRun as KeptRun
 from .kept_runs import Results as Results

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from whence.core import WhenceError, suggest
 
 if TYPE_CHECKING:
-    from whence.runs import RunDirectory
     from whence.selection import SelectionRule
 
 STANDARD = "ppo"
@@ -111,16 +110,6 @@ def find_arm(name: str, arms: Mapping[str, Arm] = ARMS) -> Arm:
     return replace(arms[controlled], about=f"as many as {controlled}, at random", is_control=True)
 
 
-def describe_arm(run: "RunDirectory") -> str:
-    """Return in a sentence what the arm of a run in an environment does; "" if it has none that is known."""
-    name = str(run.experiment.get("arm"))
-    if name not in ARMS or run.is_language:
-        return ""
-    drop = run.experiment.get("drop")
-    share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
-    return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}."
-
-
 def counts_scoring(name: str) -> bool:
     """Return whether the seconds of an arm include scoring; a control scores only to know how much to drop."""
     return name not in (STANDARD, "random") and not name.startswith((f"{STANDARD}-", CONTROL))
@@ -190,8 +179,5 @@ def split_arm(arm: str) -> tuple[str, str | None]:
     """Return an arm's selection, and its target if the arm's name has one."""
     if arm.removeprefix(CONTROL) in LANGUAGE_ARMS:
         return arm, None
-    for target in LANGUAGE_TARGETS:
-        if arm.endswith(f"-{target}"):
-            return arm.removesuffix(f"-{target}"), target
     selection, _, target = arm.rpartition("-")
     return (selection, target) if selection else (arm, None)

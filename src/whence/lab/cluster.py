@@ -22,9 +22,6 @@ from whence.lab.workers import Job, OnJobRound, describe_failure, note_failure, 
 from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
 from whence.stored.language import LanguageConfig
 
-PLACES = "local", "ray"
-"""Where runs are made: in processes of this machine, or as tasks of a Ray cluster."""
-
 RETRIES = 3
 """How often a run is started again after its node or its process was lost."""
 
@@ -43,10 +40,9 @@ def check_start(workers: int | None, on: str) -> None:
     """Refuse a number of workers or a place that cannot be, before anything else is done."""
     if workers is not None and workers < 1:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
-    if on not in PLACES:
+    if on not in ("local", "ray"):
         raise WhenceError(
-            f"on is {on!r}; {' or '.join(PLACES)} is needed. docs/guide/scale.md tells how Ray runs on Slurm and "
-            "Kubernetes."
+            f"on is {on!r}; local or ray is needed. docs/guide/scale.md tells how Ray runs on Slurm and Kubernetes."
         )
     if on == "ray" and importlib.util.find_spec("ray") is None:
         raise Unsupported(

@@ -1,6 +1,7 @@
 """Comparisons and sweeps: planned runs of several arms and seeds, made where they are missing, and measured."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from whence.core import WhenceError, explain_write_errors, write_json
 from whence.lab.arms import STANDARD
 from whence.lab.cluster import check_start, start_jobs
 from whence.lab.efficiency import Curve, summarise
-from whence.lab.kept_runs import Directories, Rows
+from whence.lab.kept_runs import find_finished, keep_run
 from whence.lab.plans import AnyConfig, Planned, read_config, runner_of
 from whence.lab.workers import describe_failure
 from whence.runs import RunDirectory, Table, check_content, lock_directory
@@ -37,44 +38,21 @@ class _NoWatch(Watch):
 
 
 @contextmanager
-def _make_missing(
-    runs: Sequence[Planned], keeper: Directories | Rows, watch: Watch, *, workers: int | None, on: str
-) -> Iterator[dict[str, str]]:
-    """Make the runs that are not kept yet, and keep them; yield why runs failed, by name, under the directory's lock.
+def _start_runs(
+    runs: Sequence[Planned], out: Path, watch: Watch, workers: int | None, on: str
+) -> Iterator[Iterator[tuple[Planned, str | None]]]:
+    """Check the settings of runs, then lock their directory and yield each run as it ends, with why it failed.
 
-    Nothing is written or deleted before all settings were checked and there is a place to run. A comparison, which
-    needs all of its runs, ends with the first that fails.
+    Nothing is written before all settings were checked and there is a place to run.
     """
-    finished = keeper.find_finished(runs)
-    todo = [planned for planned in runs if planned not in finished]
-    failures: dict[str, str] = {}
     # Seeds are checked alike. To prepare may take long, and each worker would do it.
-    distinct = {json.dumps(replace(each.config, seed=0).to_json(), sort_keys=True): each.config for each in todo}
+    distinct = {json.dumps(replace(each.config, seed=0).to_json(), sort_keys=True): each.config for each in runs}
     for config in distinct.values():
         runner_of(config).prepare(config)
-    jobs = [(planned.config, planned.run_path(keeper.out)) for planned in todo]
-    ongoing = start_jobs(jobs, workers, on, lambda place, rounds: watch.rounds(todo[place], rounds))
-    with lock_directory(keeper.out):
-        with ongoing as ends:
-            keeper.make_room(runs, finished)
-            for planned in finished:
-                watch.kept(planned)
-            for place, failure in ends:
-                planned = todo[place]
-                try:
-                    if failure is None:
-                        keeper.keep(planned)
-                except Exception as error:  # of this run alone, whatever it is
-                    failure = describe_failure(error)
-                if failure is not None:
-                    failures[planned.name] = failure
-                    if planned.group is None:
-                        raise WhenceError(
-                            f"The run of arm {planned.label}, seed {planned.config.seed}, failed: {failure}. Finished "
-                            "runs are kept."
-                        )
-                watch.ended(planned, failure)
-        yield failures
+    jobs = [(planned.config, planned.run_path(out)) for planned in runs]
+    ongoing = start_jobs(jobs, workers, on, lambda place, rounds: watch.rounds(runs[place], rounds))
+    with lock_directory(out), ongoing as ends:
+        yield ((runs[place], failure) for place, failure in ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,9 +127,28 @@ def compare(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
     check_content(path, "comparison")
-    runs = [Planned(None, config.arm, config) for config in configs]
-    curves: dict[str, dict[int, Curve]] = {arm: {} for arm in arms}
-    with _make_missing(runs, Directories(path, overwrite), watch or _NoWatch(), workers=workers, on=on):
+    runs, watch = [Planned(None, config.arm, config) for config in configs], watch or _NoWatch()
+    todo = [
+        each for each in runs if overwrite or not runner_of(each.config).is_finished(each.config, each.run_path(path))
+    ]
+    with _start_runs(todo, path, watch, workers, on) as ended_runs:
+        if overwrite:  # nothing is deleted before the cluster is there
+            with explain_write_errors(path):
+                (path / "comparison.json").unlink(missing_ok=True)
+            for planned in runs:
+                description = {"experiment": planned.config.to_json()}
+                RunDirectory.create(planned.run_path(path), description, overwrite=True).release()
+        for planned in runs:
+            if planned not in todo:
+                watch.kept(planned)
+        for planned, failure in ended_runs:
+            if failure is not None:
+                raise WhenceError(
+                    f"The run of arm {planned.label}, seed {planned.config.seed}, failed: {failure}. Finished runs are "
+                    "kept."
+                )
+            watch.ended(planned, None)
+        curves: dict[str, dict[int, Curve]] = {arm: {} for arm in arms}
         for planned in runs:
             curve = runner_of(planned.config).read_curve(planned.config, planned.run_path(path))
             curves[planned.label][planned.config.seed] = curve
@@ -211,5 +208,19 @@ def run_sweep(
     """
     check_start(workers, on)
     check_content(out, "sweep")
-    with _make_missing(runs, Rows(out), watch, workers=workers, on=on) as failures:
-        return failures
+    finished = find_finished(runs, out)
+    todo, failures = [planned for planned in runs if planned not in finished], dict[str, str]()
+    with _start_runs(todo, out, watch, workers, on) as ended_runs:
+        for planned in finished:
+            watch.kept(planned)
+            shutil.rmtree(planned.run_path(out), ignore_errors=True)  # A kill may have left it.
+        for planned, failure in ended_runs:
+            try:
+                if failure is None:
+                    keep_run(planned, out)
+            except Exception as error:  # of this run alone, whatever it is
+                failure = describe_failure(error)
+            if failure is not None:
+                failures[planned.name] = failure
+            watch.ended(planned, failure)
+    return failures

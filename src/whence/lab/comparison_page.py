@@ -39,12 +39,6 @@ def write_comparison(
         rounds: those of the first seed's runs to embed; None: at most 12 of each run, evenly spread.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    write_page(path, _render_comparison(comparison, env, rounds, on_round))
-
-
-def _render_comparison(
-    comparison: Comparison, env: AnyEnv, rounds: Sequence[int] | None, on_round: OnRound | None
-) -> str:
     ((env_name, arms),) = comparison.summary.items()
     first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
     configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
@@ -65,7 +59,7 @@ def _render_comparison(
         if isinstance(first, LanguageConfig)
         else f"{count(first.eval_episodes, 'evaluation episode')} after each round"
     )
-    return render(
+    page = render(
         runs,
         explored,
         colours,
@@ -79,3 +73,4 @@ def _render_comparison(
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
         on_round=on_round,
     )
+    write_page(path, page)

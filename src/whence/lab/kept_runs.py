@@ -1,8 +1,7 @@
-"""What is kept of finished runs: their directories, or a row in each of two files.
+"""What a sweep keeps of its finished runs, of which there may be hundreds: a row of each in two files.
 
-A comparison keeps directories. A sweep, of hundreds of runs, keeps rows: `curves.parquet` has what can be reproduced
-(configuration, evaluations, and what happened each round), `timings.parquet` what cannot (microseconds, versions and
-the machine).
+`curves.parquet` has what can be reproduced (configuration, evaluations, and what happened each round),
+`timings.parquet` what cannot (microseconds, versions and the machine).
 """
 
 import math
@@ -16,11 +15,11 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import RunDirectoryError, WhenceError, explain_write_errors
+from whence.core import RunDirectoryError, WhenceError
 from whence.lab.agents import RunConfig, make_curve
 from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
-from whence.lab.plans import Planned, find_differences, runner_of
+from whence.lab.plans import Planned, find_differences
 from whence.lab.rowfile import put_row, read_rows
 from whence.runs import RunDirectory
 
@@ -32,32 +31,6 @@ COLUMNS = (
     *("train/learning_rate", "train/update_scale", "train/entropy_loss", "train/clip_fraction"),
 )
 """Columns of a run's metrics that its results have, as far as the run has them."""
-
-
-@dataclass(frozen=True)
-class Directories:
-    """Keeps the directories of a comparison's runs; `overwrite` starts all of them anew."""
-
-    out: Path
-    overwrite: bool
-
-    def find_finished(self, runs: Sequence[Planned]) -> list[Planned]:
-        """Return the runs whose directories are finished."""
-        if self.overwrite:
-            return []
-        return [each for each in runs if runner_of(each.config).is_finished(each.config, each.run_path(self.out))]
-
-    def make_room(self, runs: Sequence[Planned], finished: Sequence[Planned]) -> None:
-        """Delete all runs, if they start anew."""
-        if self.overwrite:
-            with explain_write_errors(self.out):
-                (self.out / "comparison.json").unlink(missing_ok=True)
-            for planned in runs:
-                description = {"experiment": planned.config.to_json()}
-                RunDirectory.create(planned.run_path(self.out), description, overwrite=True).release()
-
-    def keep(self, planned: Planned) -> None:
-        """Do nothing: the directory is what is kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,56 +46,50 @@ Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
 """Finished runs by group, label and seed."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Keeps two rows of each run of a sweep, and discards its directory."""
+def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
+    """Return the runs of a sweep that are kept already.
 
-    out: Path
+    Raises:
+        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file is damaged.
+    """
+    kept_runs = read_runs(out)
+    finished = []
+    for planned in runs:
+        if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
+            continue
+        before, now = kept.config.to_json(), planned.config.to_json()
+        if others := [field for field in now if before[field] != now[field]]:
+            raise RunDirectoryError(
+                f"{planned.name} in {out} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
+                f"{now[others[0]]!r}. Choose another directory, or delete its row."
+            )
+        finished.append(planned)
+    return finished
 
-    def find_finished(self, runs: Sequence[Planned]) -> list[Planned]:
-        """Return the runs whose rows are there."""
-        kept_runs = read_runs(self.out)
-        finished = []
-        for planned in runs:
-            if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
-                continue
-            before, now = kept.config.to_json(), planned.config.to_json()
-            if others := [field for field in now if before[field] != now[field]]:
-                raise RunDirectoryError(
-                    f"{planned.name} in {self.out} is another run: its {others[0]} is {before[others[0]]!r}, the "
-                    f"sweep's {now[others[0]]!r}. Choose another directory, or delete its row."
-                )
-            finished.append(planned)
-        return finished
 
-    def make_room(self, runs: Sequence[Planned], finished: Sequence[Planned]) -> None:
-        """Delete the directories of finished runs, which a kill may have left."""
-        for planned in finished:
-            shutil.rmtree(planned.run_path(self.out), ignore_errors=True)
-
-    def keep(self, planned: Planned) -> None:
-        """Write a finished run's two rows, that of the timings first, then discard its directory."""
-        run = RunDirectory.open(planned.run_path(self.out))
-        head = {"experiment": planned.group, "label": planned.label, "seed": planned.config.seed}
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
-        timings = head | {
-            "machine": f"{machine}, Python {platform.python_version()}",
-            "versions": dict(run.versions),
-            # Whole microseconds need a third of the room, and are as good.
-            "microseconds": _list_columns(
-                run.table("timings").with_columns((pl.exclude("round") * 1e6).round().cast(pl.Int64))
-            ),
-        }
-        metrics = run.table("metrics")
-        results = head | {
-            "config": planned.config.to_json(),
-            "evaluations": _list_columns(run.table("evaluations")),
-            "rounds": _list_columns(metrics.select(name for name in COLUMNS if name in metrics.columns)),
-        }
-        _parse_run(results, timings)
-        put_row(self.out / "timings.parquet", timings, KEYS)
-        put_row(self.out / "curves.parquet", results, KEYS)
-        shutil.rmtree(planned.run_path(self.out), ignore_errors=True)
+def keep_run(planned: Planned, out: Path) -> None:
+    """Write a finished run's two rows, that of the timings first, then discard its directory."""
+    run = RunDirectory.open(planned.run_path(out))
+    head = {"experiment": planned.group, "label": planned.label, "seed": planned.config.seed}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    timings = head | {
+        "machine": f"{machine}, Python {platform.python_version()}",
+        "versions": dict(run.versions),
+        # Whole microseconds need a third of the room, and are as good.
+        "microseconds": _list_columns(
+            run.table("timings").with_columns((pl.exclude("round") * 1e6).round().cast(pl.Int64))
+        ),
+    }
+    metrics = run.table("metrics")
+    results = head | {
+        "config": planned.config.to_json(),
+        "evaluations": _list_columns(run.table("evaluations")),
+        "rounds": _list_columns(metrics.select(name for name in COLUMNS if name in metrics.columns)),
+    }
+    _parse_run(results, timings)
+    put_row(out / "timings.parquet", timings, KEYS)
+    put_row(out / "curves.parquet", results, KEYS)
+    shutil.rmtree(planned.run_path(out), ignore_errors=True)
 
 
 def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:

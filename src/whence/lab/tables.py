@@ -52,13 +52,11 @@ HEADINGS: Mapping[str, str] = {
 }
 """The headings of metrics."""
 
-_SHOWN = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "final_return", "peak_return", "auc")
-
-METRICS: Mapping[str, str] = {metric: HEADINGS[metric] for metric in _SHOWN}
+METRICS: Mapping[str, str] = {
+    metric: HEADINGS[metric]
+    for metric in ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "final_return", "peak_return", "auc")
+}
 """The metrics that a comparison shows, with their headings."""
-
-DIVERGENCE = "divergence (KL)"
-"""The heading of the row below them."""
 
 DEFINITIONS: Mapping[str, str] = {
     "SE_ave": f"the share of the rounds to a level that an arm saves, compared with {STANDARD}; mean over levels.",
@@ -110,7 +108,7 @@ def make_summary(comparison: Comparison) -> Summary:
         cells = [
             format_seeds("divergence", t_interval(divergences[arm]) | {"per_seed": divergences[arm]}) for arm in arms
         ]
-        rows.append((DIVERGENCE, cells))
+        rows.append(("divergence (KL)", cells))
     return Summary(_give_verdicts(comparison, arms), [column_heading(arm) for arm in arms], rows)
 
 

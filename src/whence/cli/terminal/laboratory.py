@@ -22,9 +22,11 @@ def require_laboratory(what: str) -> None:
 
 
 def describe_training(run: "RunDirectory") -> str:
-    """Return in a sentence how the laboratory trained a run; "" if it did not, or is not there."""
-    if not HAS_LABORATORY:
+    """Return in a sentence what the arm of an agent's run does; "" if it has none that is known."""
+    if not HAS_LABORATORY or run.is_language:
         return ""
-    from whence.lab import describe_arm
+    from whence.lab import ARMS
 
-    return describe_arm(run)
+    name, drop = str(run.experiment.get("arm")), run.experiment.get("drop")
+    share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
+    return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}." if name in ARMS else ""

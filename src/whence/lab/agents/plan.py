@@ -1,4 +1,4 @@
-"""Runs from presets, environments and overrides, checked before anything is trained."""
+"""Configurations from presets, environments and overrides, checked before anything is trained."""
 
 import copy
 from collections.abc import Iterable, Mapping

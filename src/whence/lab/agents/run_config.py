@@ -1,4 +1,4 @@
-"""The configuration of an agent's training run, from a preset or an environment's name."""
+"""The configuration of an agent's training run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field
@@ -14,13 +14,7 @@ from whence.sb3 import HYPERPARAMETERS, to_json_types
 from whence.selection import AGENT_UNITS, DEFAULT_SHARE, IIF, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 
-OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
-"""Names in torch.optim."""
-
 BACKENDS = ("gymnasium", "envpool")
-
-POLICIES = tuple(PPO.policy_aliases)
-"""SB3's names."""
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
 
@@ -60,9 +54,9 @@ class RunConfig:
     seed: Natural
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     n_envs: Count = 1
-    policy: Annotated[str, one_of(POLICIES)] = "MlpPolicy"
+    policy: Annotated[str, one_of(PPO.policy_aliases)] = "MlpPolicy"
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "Adam"
+    optimizer: Annotated[str, one_of(("Adam", "AdamW", "RMSprop", "SGD"))] = "Adam"
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = DEFAULT_SHARE
     warmup: int = 0

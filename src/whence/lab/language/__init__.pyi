@@ -1,8 +1,8 @@
-from .laboratory import SIZES as SIZES
-from .laboratory import Lab as Lab
-from .laboratory import arithmetic as arithmetic
-from .pretrained import PUZZLES as PUZZLES
-from .pretrained import smollm2 as smollm2
+from .laboratory_tasks import PUZZLES as PUZZLES
+from .laboratory_tasks import SIZES as SIZES
+from .laboratory_tasks import Lab as Lab
+from .laboratory_tasks import arithmetic as arithmetic
+from .laboratory_tasks import smollm2 as smollm2
 from .problems import Difficulty as Difficulty
 from .problems import Habit as Habit
 from .problems import answer as answer

@@ -10,9 +10,9 @@ from whence.selection import SelectionRule
 from whence.stored.language import LanguageConfig, make_trainer_config
 
 
-def read_arm(config: LanguageConfig) -> tuple[Arm, str | None]:
-    """Return a run's arm and the target of its scores; None: nothing is scored, or the rule brings its own."""
-    selection, target = split_arm(config.arm)
+def read_arm(name: str) -> tuple[Arm, str | None]:
+    """Return an arm and the target of its scores; None: nothing is scored, or the rule brings its own."""
+    selection, target = split_arm(name)
     arm = find_arm(selection, LANGUAGE_ARMS)
     return arm, target or arm.target
 
@@ -20,7 +20,7 @@ def read_arm(config: LanguageConfig) -> tuple[Arm, str | None]:
 def make_rule(config: LanguageConfig) -> SelectionRule:
     """Return the selection rule of a run's arm."""
     half = max(2, config.responses_per_prompt // 2)
-    return read_arm(config)[0].make_rule(seed=config.seed, unit=config.unit, keep=half)
+    return read_arm(config.arm)[0].make_rule(seed=config.seed, unit=config.unit, keep=half)
 
 
 def check_arm(config: LanguageConfig) -> None:
@@ -30,7 +30,7 @@ def check_arm(config: LanguageConfig) -> None:
         WhenceError: the message names the setting.
     """
     selection, named_target = split_arm(config.arm)
-    arm, target = read_arm(config)
+    arm, target = read_arm(config.arm)
     if named_target is not None and named_target not in LANGUAGE_TARGETS:
         raise WhenceError(f"The target {named_target!r} is unknown.{suggest(named_target, LANGUAGE_TARGETS)}")
     in_groups = GROUPS in arm.needs or "group" in (config.unit, arm.unit)
@@ -65,16 +65,15 @@ def plan_language_comparison(arms: Sequence[str], seeds: int, **fields: Any) -> 
     Raises:
         WhenceError: an arm or a setting is refused; or nothing measures the arms.
     """
-    of_scores = {name: fields.pop(name) for name in ("held_out", "select") if name in fields}
-    of_units = {name: fields.pop(name) for name in ("unit",) if name in fields}
-    configs = [LanguageConfig(name, 0, **fields) for name in arms]
+    configs = []
+    for name in arms:
+        arm, target = read_arm(name)
+        unread = [] if arm.unit == ANY else ["unit"]
+        unread += [] if target is not None else ["held_out", "select"]
+        configs.append(LanguageConfig(name, 0, **{key: fields[key] for key in fields if key not in unread}))
+        check_arm(configs[-1])
     if configs[0].task is None and configs[0].test_dataset is None:
         raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
-    for place, config in enumerate(configs):
-        arm, target = read_arm(config)
-        read = (of_units if arm.unit == ANY else {}) | (of_scores if target is not None else {})
-        configs[place] = replace(config, **read)
-        check_arm(configs[place])
     return [replace(config, seed=seed) for seed in range(seeds) for config in configs]
 
 
@@ -87,7 +86,7 @@ def configure_trainer(config: LanguageConfig, output_dir: str = "runs/checked") 
     """
     check_arm(config)
     trainer_config = make_trainer_config(config, output_dir)
-    if config.algorithm != "ppo" and read_arm(config)[0].unit:
+    if config.algorithm != "ppo" and read_arm(config.arm)[0].unit:
         from whence.llm.trl.supported_settings import check_selectable  # TRL takes seconds to import
 
         check_selectable(trainer_config)

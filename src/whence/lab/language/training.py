@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 from whence.core import MeanObjective, RunDirectoryError
 from whence.lab.arms import counts_scoring
 from whence.lab.efficiency import Curve, make_curve
-from whence.lab.language.laboratory import arithmetic
-from whence.lab.language.pretrained import smollm2
+from whence.lab.language.laboratory_tasks import make_laboratory
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import PPOTrainer
@@ -51,10 +50,8 @@ OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 def prepare(config: LanguageConfig) -> None:
     """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it."""
     configure_trainer(config)
-    if config.has_small_model:
-        arithmetic(size=config.size)
-    elif config.task:
-        smollm2(config.size)
+    if config.task:
+        make_laboratory(config)
 
 
 def is_finished(config: LanguageConfig, path: Path) -> bool:
@@ -141,7 +138,7 @@ def run(
 
 
 def _make_target(config: LanguageConfig, task: Task) -> Any:
-    _, target = read_arm(config)
+    _, target = read_arm(config.arm)
     if target == "validation":
         return make_validation_target(task)
     if target == "objective":

@@ -25,12 +25,15 @@ class Watch(Protocol):
 
     def kept(self, planned: Planned) -> None:
         """Called with a run that was finished before."""
+        return
 
     def rounds(self, planned: Planned, done: int) -> None:
         """Called with the rounds that a run under way has done: 0 before the first, and all of them at the end."""
+        return
 
     def ended(self, planned: Planned, failure: str | None) -> None:
         """Called with a run that has ended, and why it failed."""
+        return
 
 
 class _NoWatch(Watch):

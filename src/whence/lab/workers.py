@@ -120,18 +120,14 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
 
 
 def note_failure(path: Path, failure: tuple[str, str] | None) -> str | None:
-    """Note next to a run's directory how the last attempt to make it ended: a file holds the traceback if it failed.
+    """Write the traceback of a run that failed next to its directory; if none did, delete that of an earlier attempt.
 
-    Args:
-        path: the run's directory.
-        failure: what went wrong and its traceback; None: nothing.
-
-    Returns:
-        What went wrong, with the file of the traceback.
+    `failure` is what went wrong and the traceback; returned is what went wrong, with the file that holds the traceback.
     """
     file = path.with_name(f"{path.name}.error.txt")
     if failure is None:
-        return file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        return None
     with contextlib.suppress(WhenceError), write_atomically(file) as temporary:
         temporary.write_text(failure[1], encoding="utf-8")
     return f"{failure[0]} (traceback: {file})"

@@ -367,13 +367,13 @@ def load_laboratory(config: LanguageConfig) -> Task:
     if not config.has_small_model:
         test = prepare_test(config, lab.test, lab.reward)
         return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, *test)
-    problems = list(lab.test["prompt"][: config.test_problems])
+    prompts = list(lab.test["prompt"][: config.test_problems])
     sampling = {"samples": config.samples, "seed": config.seed, "max_new_tokens": lab.max_new_tokens}
 
     def evaluate_model(model: Any, tokenizer: Any) -> dict[str, float]:
-        measures = problems.evaluate(model, tokenizer, problems, batch_size=256, **sampling)
+        measures = problems.evaluate(model, tokenizer, prompts, batch_size=256, **sampling)
         share = measures["exact_match"]
-        return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(problems)), **measures}
+        return {"test_return": share, "standard_error": math.sqrt(share * (1 - share) / len(prompts)), **measures}
 
     reward = problems.lenient_reward if config.task == "loophole" else lab.reward
     return Task(model, tokenizer, lab.train, reward, lab.demonstrations, lab.test, evaluate_model)

@@ -46,10 +46,10 @@ from whence.causes import find_causes
 from whence.causes.ranking import average_nearest
 from whence.core import Action, preserve_rng_state
 from whence.lab import read_rows
-from whence.lab.agents import configure, run
+from whence.lab.agents import RunConfig, configure, run
 from whence.runs import RunDirectory
 from whence.scores.gradient_products import multiply_gradients
-from whence.stored.agents import RunConfig, load_model, load_policy, make_replay_env, read_records
+from whence.stored.agents import load_model, load_policy, make_replay_env, read_records
 
 
 @dataclass(frozen=True)

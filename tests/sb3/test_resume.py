@@ -45,7 +45,7 @@ from whence.sb3.episodes.environment_state import explain_inexact
 from whence.sb3.episodes.resets import ResetTracker
 from whence.sb3.resuming import build_rule
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 
 
 class Mode(enum.StrEnum):

@@ -12,19 +12,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 import typer
 
 from whence.core import WhenceError
-from whence.lab.agents import read_presets
-from whence.stored import ARMS
 
 Env: TypeAlias = Annotated[
     str | None,
     typer.Argument(help="A Gymnasium environment: an id, such as LunarLander-v3, or module:Id.", show_default=False),
-]
-Preset: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}.",
-        show_default=False,
-    ),
 ]
 On: TypeAlias = Annotated[
     str,
@@ -64,11 +55,6 @@ Trust: TypeAlias = Annotated[
     typer.Option("--trust", help="Run what the run names, such as its environment, even if you did not make it here."),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-
-def describe_arms() -> str:
-    """Return the help text on arms."""
-    return f"{', '.join(ARMS)}; `whence list arms` tells what they do."
 
 
 def parse_json(option: str, text: str | None, example: str, kind: type = object) -> Any:

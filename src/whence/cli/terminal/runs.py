@@ -7,8 +7,8 @@ from stable_baselines3 import PPO
 
 from whence.cli.terminal.options import parse_action
 from whence.core import Action, RecordBatch, Return, Target, WhenceError
-from whence.lab.agents import check_action
 from whence.runs import RunDirectory
+from whence.stored.agents import check_action
 
 
 def open_agent_run(path: Path, *, trust: bool) -> RunDirectory:

@@ -1,8 +1,8 @@
-from .environments import check_environment as check_environment
-from .environments import list_libraries as list_libraries
-from .environments import make_evaluation_env as make_evaluation_env
-from .environments import make_training_env as make_training_env
+from .environments import check_action as check_action
+from .environments import evaluate as evaluate
+from .environments import make_env as make_env
 from .environments import measure_return as measure_return
+from .environments import renew_world as renew_world
 from .fresh_rollouts import estimate_advantages as estimate_advantages
 from .labels import action_labels as action_labels
 from .labels import box_action_labels as box_action_labels
@@ -23,9 +23,6 @@ from .rounds import read_reward_scale as read_reward_scale
 from .rounds import replay_episode as replay_episode
 from .rounds import score_round as score_round
 from .rounds import show_taken_actions as show_taken_actions
-from .run_config import HYPERPARAMETERS as HYPERPARAMETERS
-from .run_config import RunConfig as RunConfig
-from .run_config import list_evaluated_rounds as list_evaluated_rounds
 from .trainable_rounds import draw_minibatches as draw_minibatches
 from .trainable_rounds import leave_out as leave_out
 from .trainable_rounds import load_trainable_rounds as load_trainable_rounds

@@ -37,6 +37,7 @@ from whence.sb3 import (
     LockstepEnvs,
     MakeEnv,
     Part,
+    Pool,
     add_history,
     build_model,
     is_recurrent,
@@ -52,7 +53,6 @@ from whence.sb3 import (
 )
 from whence.scores import Influence, attribute, usable_folds
 from whence.stored.agents.environments import make_env, measure_return, renew_world
-from whence.stored.agents.run_config import RunConfig
 
 AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
 """An environment's id, module:Id, module:function, or a function that makes one in all of its wrappers; None: what the
@@ -325,22 +325,25 @@ def measure_returns(
         ReplayError: an environment or a wrapper cannot be made again; the message names it.
         RunDirectoryError: the environments cannot be made.
     """
-    config = RunConfig.from_json(run.experiment) if env is None and run.experiment else None
-    if on_pool := config is not None and config.evaluate_with == "envpool":
+    tests: VecEnv | Pool
+    named = run.experiment if env is None else {}
+    if named.get("evaluate_with") == "envpool":
         run.check_trust()
-    tests = None if on_pool else _make_vec_env(run, env, min(64, episodes), number)
+        tests = Pool(str(named.get("env")), named.get("pool_kwargs", {}), named.get("observe"))
+    else:
+        tests = _make_vec_env(run, env, min(64, episodes), number)
     before = {name: tensor.clone() for name, tensor in named_tensors(model.policy).items()}
 
     def measure(params: Mapping[str, Tensor], repetition: int) -> float:
         load_tensors({name: named_tensors(model.policy)[name] for name in params}, params)
         test_seed = int(np.random.SeedSequence([seed, repetition]).generate_state(1)[0])
-        return measure_return(config, model, tests, episodes=episodes, seed=test_seed)[0]
+        return measure_return(model, tests, episodes=episodes, seed=test_seed)[0]
 
     try:
         yield measure
     finally:
         load_tensors(named_tensors(model.policy), before)
-        if tests is not None:
+        if isinstance(tests, VecEnv):
             tests.close()
 
 

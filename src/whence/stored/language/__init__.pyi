@@ -1,6 +1,5 @@
 from .explanations import Explanation as Explanation
 from .explanations import explain_response as explain_response
-from .language_config import OF_RULES as OF_RULES
 from .language_config import SOURCE as SOURCE
 from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig

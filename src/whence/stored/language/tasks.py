@@ -33,7 +33,6 @@ def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked"
 
     Raises:
         WhenceError: a setting is unknown or out of its range.
-        Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
     """
     settings = {**config.all_settings, "seed": config.seed}
     if config.algorithm == "ppo":
@@ -43,8 +42,6 @@ def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked"
 
 def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str, Any]) -> Any:
     import trl  # takes seconds
-
-    from whence.llm.trl.supported_settings import check_selectable
 
     kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[config.algorithm]
     settings = {name: value for name, value in settings.items() if name not in ("rounds", "eval_every")}
@@ -70,8 +67,6 @@ def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str
             "A round is one step on a generation batch: steps_per_generation has to equal gradient_accumulation_steps "
             "(num_iterations may be more than 1)."
         )
-    if config.selects:
-        check_selectable(trainer_config)
     return trainer_config
 
 

@@ -179,8 +179,5 @@ def split_arm(arm: str) -> tuple[str, str | None]:
     """Return an arm's selection, and its target if the arm's name has one."""
     if arm.removeprefix(CONTROL) in LANGUAGE_ARMS:
         return arm, None
-    for target in LANGUAGE_TARGETS:
-        if arm.endswith(f"-{target}"):
-            return arm.removesuffix(f"-{target}"), target
     selection, _, target = arm.rpartition("-")
     return (selection, target) if selection else (arm, None)

@@ -35,7 +35,7 @@ from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.stored.agents import load_round
-from whence.stored.agents.rounds import load_model
+from whence.stored.agents.rounds import load_agent
 
 ROUNDS, STEPS = 3, 128
 
@@ -108,7 +108,7 @@ class TestScores:
         target = read_record(directory, 2, record, env=MaskedToy)
         assert target.action_mask.tolist() == [masks[place].tolist()]
         _, last, _ = compare_log_probs(directory, target, env=MaskedToy)
-        logits = load_model(directory, 3, env=MaskedToy).policy.get_distribution(torch.as_tensor(state[None]))
+        logits = load_agent(directory, 3, env=MaskedToy).policy.get_distribution(torch.as_tensor(state[None]))
         probabilities = logits.distribution.probs.detach().numpy()[0] * masks[place]
         assert math.exp(last) == pytest.approx(probabilities[action] / probabilities.sum(), rel=1e-4)
 
@@ -221,7 +221,7 @@ class TestDecisions:
     def test_probabilities_are_of_the_last_and_of_the_first_policy(self, cart):
         episode = play_episode(cart, seed=1)
         for number, log_probs in ((1, episode.first_log_probs), (ROUNDS + 1, episode.records.log_probs)):
-            policy = load_model(cart, number).policy
+            policy = load_agent(cart, number).policy
             with torch.no_grad():
                 expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
             assert log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-6)

@@ -20,7 +20,7 @@ from whence.causes import compare_log_probs, find_causes, play_episode, prove_de
 from whence.core import RunDirectoryError, as_view
 from whence.sb3 import InfluenceCallback, collect, model_objective
 from whence.sb3.base.sampling import select_from
-from whence.stored.agents import compare_policies, estimate_advantages, load_model, load_round, replay_episode
+from whence.stored.agents import compare_policies, estimate_advantages, load_agent, load_round, replay_episode
 
 STEPS = 32
 
@@ -207,7 +207,7 @@ def test_what_taught_a_decision_is_told(cart: whence.RunDirectory) -> None:
     table = cart.round("records", 3)
     row = table.filter(pl.col("step") > 3).row(0, named=True)
     target = read_record(cart, 3, row["record_id"])
-    model = load_model(cart, 3)
+    model = load_agent(cart, 3)
     _, records = load_round(cart, 3)
     view = as_view(model.policy)
     log_prob = float(target(view, view.parameters(), records).detach())

@@ -41,8 +41,8 @@ from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.base.model_description import to_json_types
 from whence.sb3.base.stored_spaces import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
-from whence.stored.agents.rounds import load_model as load_agent
-from whence.stored.language.loading import load_model, load_pretrained
+from whence.stored.agents.rounds import load_agent
+from whence.stored.language.loading import load_language_model, load_pretrained
 from whence.stored.language.rounds import list_policies, load_trained_task, rebuild_round
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
@@ -432,7 +432,7 @@ class TestLanguageModels:
         (tmp_path / "model" / "model.safetensors").unlink()
         (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(marker))))
         with pytest.raises(WhenceError, match=r"safetensors alone: other formats are pickles.*save_pretrained"):
-            load_model(str(tmp_path / "model"), "float32")
+            load_language_model(str(tmp_path / "model"), "float32")
         assert not marker.exists()
 
 

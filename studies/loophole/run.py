@@ -39,7 +39,7 @@ from whence.llm.text import generate
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 
 SEEDS, SIZE, ROUNDS = range(5), "weak", 15
 PLAIN, EXAMPLES, SHARE = "none", 16, 0.1
@@ -68,7 +68,7 @@ def train_plain(seed: int, path: Path) -> None:
 
 def train_screened(name: str, seed: int, lab: Lab, plain: Path, path: Path) -> None:
     """Train with a screen."""
-    model, tokenizer = load_model(str(lab.model_path), "float32")
+    model, tokenizer = load_language_model(str(lab.model_path), "float32")
     config = PPOConfig(str(path), **{**SETTINGS, "seed": seed, "max_new_tokens": lab.max_new_tokens})
     target, errors = None, SCREENS[name]
     rule: Any = Suspects(SHARE)
@@ -132,7 +132,7 @@ def write_start(out: Path, lab: Lab) -> None:
     """Write how often the start model games the grader, and is right."""
     if read_rows(out / "start.parquet", ["size"]):
         return
-    model, tokenizer = load_model(str(lab.model_path), "float32")
+    model, tokenizer = load_language_model(str(lab.model_path), "float32")
     prompts = lab.train["prompt"][:2048]
     config = PPOConfig("runs/start", max_new_tokens=lab.max_new_tokens, generation_batch_size=256)
     torch.manual_seed(0)

@@ -57,7 +57,7 @@ from whence.runs import RunDirectory
 from whence.scores.gradient_products import multiply_gradients
 from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 from whence.stored.language.rounds import load_trained_task, rebuild_round
 from whence.stored.language.tasks import make_response_target
 
@@ -166,7 +166,7 @@ def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple
     assert trained is not None
     task, temperature = trained
     targets = [make_response_target(task, [question]) for question in questions]
-    start_model, _ = load_model(str(lab.model_path), "float32")
+    start_model, _ = load_language_model(str(lab.model_path), "float32")
     return [
         [math.exp(compute_response_log_prob(target, model, temperature)) for target in targets]
         for model in (start_model, task.model)

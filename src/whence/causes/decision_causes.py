@@ -13,7 +13,7 @@ from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.scores import attribute, multiply_gradients
 from whence.selection import read_weights
-from whence.stored.agents import AnyEnv, load_model, load_policy, read_records
+from whence.stored.agents import AnyEnv, load_agent, load_policy, read_records
 
 INFLUENCE, NEAREST = METHODS = ("influence", "nearest")
 """Ways to score a record; see `find_causes`."""
@@ -67,7 +67,7 @@ def find_causes(
         raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
     target = Action(target_states, actions, action_masks, states_of)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
-    model = load_model(run, numbers[0], env=env)
+    model = load_agent(run, numbers[0], env=env)
 
     def score(number: int, table: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
         records = read_records(run, number, model, env=env)

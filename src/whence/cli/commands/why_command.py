@@ -30,7 +30,7 @@ from whence.page import (
     pictures,
     read_decision,
 )
-from whence.stored.agents import load_model
+from whence.stored.agents import load_agent
 
 
 def why(
@@ -118,7 +118,7 @@ def choose_decision(
         number = find_round(explored.directory, None, record)
         return read_decision(explored, number, record, with_frame=with_frame)
     if written:
-        model = load_model(explored.directory, explored.directory.rounds()[0], env=explored.env)
+        model = load_agent(explored.directory, explored.directory.rounds()[0], env=explored.env)
         target = parse_decision(observation, action, model)
         return target, describe_target(explored, target, "in this observation")
     return _play_step(explored, episode_seed or 0, step, with_frame=with_frame)

@@ -7,14 +7,14 @@ from whence.lab.language.evaluation import evaluate
 from whence.lab.language.laboratory import arithmetic
 from whence.lab.language.pretrained import smollm2
 from whence.lab.language.problems import lenient_reward
-from whence.stored.language import LanguageConfig, Task, load_model, prepare_test
+from whence.stored.language import LanguageConfig, Task, load_language_model, prepare_test
 
 
 def load_laboratory(config: LanguageConfig) -> Task:
     """Return the task of a laboratory, which is made where it is not on disk."""
     small = config.has_small_model
     lab = arithmetic(size=config.size, progress=False) if small else smollm2(config.size)
-    model, tokenizer = load_model(str(lab.model_path), config.dtype)
+    model, tokenizer = load_language_model(str(lab.model_path), config.dtype)
     if not small:
         test = prepare_test(config, lab.test, lab.reward)
         return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, *test)

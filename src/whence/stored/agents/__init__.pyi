@@ -11,7 +11,7 @@ from .policy_changes import compare_policies as compare_policies
 from .rounds import AnyEnv as AnyEnv
 from .rounds import Evaluate as Evaluate
 from .rounds import is_squashed as is_squashed
-from .rounds import load_model as load_model
+from .rounds import load_agent as load_agent
 from .rounds import load_policy as load_policy
 from .rounds import load_recording as load_recording
 from .rounds import load_round as load_round

@@ -34,7 +34,7 @@ from whence.sb3 import (
 from whence.stored.agents.rounds import (
     AnyEnv,
     is_squashed,
-    load_model,
+    load_agent,
     make_lockstep,
     make_replay_env,
     read_reward_scale,
@@ -93,7 +93,7 @@ def estimate_advantages(
     if continuations < 2:
         raise ReplayError(f"continuations is {continuations}; at least 2 are needed for an error.")
     by_episode = _group_by_episode(run, number, records)
-    model, scale = load_model(run, number, env=env), read_reward_scale(run, number)
+    model, scale = load_agent(run, number, env=env), read_reward_scale(run, number)
     rows: dict[int, tuple[float, ...]] = {}
     episodes = {episode: read_episode(run, episode, near=number) for episode in by_episode}
     for index in sorted({stored.env_index for stored in episodes.values()}):

@@ -176,7 +176,7 @@ def load_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[A
         ReplayError: observations are not stored, and cannot be observed again.
     """
     run.round("records", number)  # which says if it is not there, before anything is built
-    model = load_model(run, number, env=env)
+    model = load_agent(run, number, env=env)
     return model, read_records(run, number, model, env=env)
 
 
@@ -268,10 +268,10 @@ def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tup
             f"Round {number} of {run.path} was not recorded. Recorded rounds: {recorded}. Train a run with "
             f"--record-rounds {number}, or InfluenceCallback(recordings=[{number}])."
         )
-    return load_model(run, number, env=env), RoundRecording.load(path)
+    return load_agent(run, number, env=env), RoundRecording.load(path)
 
 
-def load_model(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: Mapping[str, Any] | None = None) -> Any:
+def load_agent(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: Mapping[str, Any] | None = None) -> Any:
     """Return the model that collected a round, with the round's policy; see `load_round`, and `build_model`.
 
     Raises:

@@ -9,11 +9,11 @@ import gymnasium as gym
 import polars as pl
 
 from whence.causes.judgement import compare_signs, measure_visits
-from whence.core import ReplayError, WhenceError
+from whence.core import WhenceError
 from whence.runs import RunDirectory
-from whence.sb3 import open_env, play_again, read_episode
+from whence.sb3 import open_env, read_episode
 from whence.scores import name_action
-from whence.stored.agents import AnyEnv, action_labels, make_replay_env
+from whence.stored.agents import AnyEnv, action_labels, make_replay_env, replay_exactly
 
 MOST = 100
 """Records at either end of a round, as in LDA's figures."""
@@ -167,10 +167,7 @@ def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, env: AnyEnv) -> dic
     for (episode,), rows in known.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))
         inspect = partial(_read_pose, layouts=[])
-        make_env = make_replay_env(run, env, index=stored.env_index)
-        replay = play_again(make_env, stored, last_step=int(rows["step"].to_numpy().max()), inspect=inspect)
-        if replay.mismatch is not None:
-            raise ReplayError(replay.mismatch)
+        replay = replay_exactly(run, stored, int(rows["step"].to_numpy().max()), env=env, inspect=inspect)
         poses |= {record: replay.inspected[step] for record, step in rows.select("record_id", "step").iter_rows()}
     return poses
 

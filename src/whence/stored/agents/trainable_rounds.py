@@ -12,7 +12,8 @@ from whence.core import RunDirectoryError
 from whence.rounds.recording import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import copy_tensors, is_recurrent, named_tensors, read_optimizer, read_update
-from whence.stored.agents.rounds import AnyEnv, load_agent, read_records
+from whence.stored.agents.replaying import AnyEnv
+from whence.stored.agents.rounds import load_agent, read_records
 
 _SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf")
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import toys
 import whence
 from test_sb3_loss import Gradients, fill_buffer
-from whence.causes import compare_log_probs, find_causes, play_episode, prove_decision, read_record
+from whence.causes import compare_log_probs, find_causes, play_episode, prove, read_record
 from whence.core import RunDirectoryError, as_view
 from whence.sb3 import InfluenceCallback, collect, model_objective
 from whence.sb3.base.sampling import select_from
@@ -213,9 +213,8 @@ def test_what_taught_a_decision_is_told(cart: whence.RunDirectory) -> None:
     log_prob = float(target(view, view.parameters(), records).detach())
     assert log_prob == pytest.approx(row["log_prob"], abs=1e-5)  # which its steps before give it
     assert len(compare_log_probs(cart, target)) == 3
-    pair = {"target_states": target.observation, "actions": target.action, "states_of": target.records}
     for method in ("influence", "nearest"):
-        causes = find_causes(cart, **pair, rounds=[3], method=method)
+        causes = find_causes(cart, target, rounds=[3], method=method)
         # A record that trains on the same action with an advantage speaks for it, if that is positive.
         own = causes.filter(pl.col("record_id") == row["record_id"]).row(0, named=True)
         assert own["score"] * row["advantage"] >= 0
@@ -299,7 +298,7 @@ def test_what_cannot_be_done_is_refused_before(cart: whence.RunDirectory, tmp_pa
     with pytest.raises(whence.Unsupported, match="Leave out proj_size"):
         make_model(**kwargs).learn(64, callback=InfluenceCallback())
     with pytest.raises(RunDirectoryError, match="trained a recurrent policy"):
-        prove_decision(cart, read_record(cart, 2, int(cart.round("records", 2)["record_id"][0])))
+        prove(cart, read_record(cart, 2, int(cart.round("records", 2)["record_id"][0])))
     toy = make_model()
     records, others = collect(toy), collect(toy)
     with pytest.raises(whence.WhenceError, match="have no history"):

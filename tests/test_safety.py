@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import run_audit
 from run_audit import judge
-from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
+from whence import IIF, Action, RoundRecording, RunDirectory, WhenceError, cli
 from whence.causes import find_causes, play_episode
 from whence.cli.terminal import console, make_table
 from whence.core import RunDirectoryError, hide_working_directory, write_atomically
@@ -289,7 +289,7 @@ def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
             lambda: load_round(directory, 2),
             lambda: explored.measure(2, first, 2),
             lambda: play_episode(directory),
-            lambda: find_causes(directory, target_states=0, actions=0),
+            lambda: find_causes(directory, Action(0, 0)),
             lambda: measure(directory),
         ]
     for way in ways:

@@ -8,7 +8,7 @@ were paid. Methods are judged as in `studies.planted.run`, and go into the same 
 the records of the first quarter of the rounds. "auroc_misgraded" also counts the right answers of the kind, which the
 bug does not pay: they teach to avoid the right answer. Both were added after the first seed had been scored.
 
-"influence", "nearest" and "bm25" are methods of `whence.causes.find_response_causes`; "nearest of all" has all
+"influence", "nearest" and "bm25" are methods of `whence.causes.find_causes`; "nearest of all" has all
 held-out problems of the kind as examples. The others are those of `studies.planted.finders`. "advantage x answer"
 changes the sign of the advantage where a response ends in another number than the answer in question.
 
@@ -45,7 +45,7 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
-from whence.causes import find_response_causes
+from whence.causes import Responses, find_causes
 from whence.causes.ranking import average_nearest
 from whence.causes.response_causes import compute_response_log_prob
 from whence.core import RecordBatch
@@ -110,7 +110,7 @@ def score(
             result = answer(question[1])
             scores = scores * np.array([1 if answer(text) == result else -1 for text in records["response"]])
         return scores, time.process_time() - began
-    causes = find_response_causes(directory, *question, method=method)
+    causes = find_causes(directory, Responses(*question), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 

@@ -164,7 +164,7 @@ def score(
         return advantages, time.process_time() - began
     if method == "advantage x action":
         return advantages * np.where(records["action"].to_numpy() == action, 1, -1), time.process_time() - began
-    causes = find_causes(directory, states, np.full(len(states), action), method=method)
+    causes = find_causes(directory, Action(states, np.full(len(states), action)), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 

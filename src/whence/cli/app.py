@@ -38,8 +38,6 @@ LLM_COMMANDS: Mapping[str, str] = {
     "train": "train_command:train_language",
     "compare": "train_command:compare_language",
     "score": "llm_score_command:score",
-    "why": "llm_why_command:why",
-    "prove": "llm_prove_command:prove",
 }
 """The same of `whence llm`."""
 

@@ -6,6 +6,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,6 +15,12 @@ import typer
 from whence.core import WhenceError
 from whence.lab.agents import read_presets
 from whence.stored import ARMS
+
+AGENTS, LANGUAGE = "Agents", "Language models"
+"""Headings of the help, over options for the runs of one kind, which a command refuses for the other."""
+
+agents_option = partial(typer.Option, show_default=False, rich_help_panel=AGENTS)
+language_option = partial(typer.Option, show_default=False, rich_help_panel=LANGUAGE)
 
 Env: TypeAlias = Annotated[
     str | None,
@@ -58,6 +65,24 @@ ReplayEnv: TypeAlias = Annotated[
         help="The environment to play episodes in: an id, module:Id, or module:function. (default: the run's)",
         show_default=False,
     ),
+]
+EpisodeSeed: TypeAlias = Annotated[
+    int | None, agents_option(help="The decision: of an episode played with this seed, (default: 0)", min=0)
+]
+Step: TypeAlias = Annotated[
+    int | None, agents_option(help="at this step. (default: the one whose action's probability rose most)", min=0)
+]
+InState: TypeAlias = Annotated[
+    str | None, agents_option("--observation", help="The decision: in this observation,", metavar="JSON")
+]
+TakenAction: TypeAlias = Annotated[str | None, agents_option("--action", help="this action.", metavar="JSON")]
+PlayEnv: TypeAlias = Annotated[
+    str | None,
+    agents_option("--env", help="The environment: an id, module:Id, or module:function. (default: the run's)"),
+]
+Prompt: TypeAlias = Annotated[list[str] | None, language_option(help="The answer: to this prompt,", metavar="TEXT")]
+Response: TypeAlias = Annotated[
+    list[str] | None, language_option(help="this response. Repeat both for more examples.", metavar="TEXT")
 ]
 Trust: TypeAlias = Annotated[
     bool,

@@ -51,7 +51,7 @@ types: .venv/dev.stamp
 
 docs: .venv/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest -m site tests/test_docs.py
+	$(BIN)/python -m pytest -m site tests/docs/test_docs.py
 
 ## Known vulnerabilities of the pinned versions, by pip-audit; "not run" where it cannot ask, which is no error.
 audit: .venv/dev.stamp
@@ -75,10 +75,10 @@ OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==
 ## Tests against the oldest SB3, Gymnasium, Polars, Transformers and TRL that are supported; `make test` has the newest.
 oldest: .venv-oldest/stamp
 	$(TEST) .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
-		tests/test_sb3.py tests/test_callback.py tests/test_resume.py \
-		tests/test_runs.py tests/test_rounds.py tests/test_episode_replay.py tests/test_moments.py \
-		tests/test_llm_contract.py tests/test_llm_trl.py tests/test_llm_engines.py tests/test_llm_trainer.py \
-		tests/test_experiments_llm.py
+		tests/sb3/test_sb3.py tests/sb3/test_callback.py tests/sb3/test_resume.py \
+		tests/runs/test_runs.py tests/lab/test_rounds.py tests/sb3/test_episode_replay.py \
+		tests/scores/test_moments.py tests/hosts/test_llm_contract.py tests/llm/test_llm_trl.py \
+		tests/llm/test_llm_engines.py tests/llm/test_llm_trainer.py tests/lab/test_experiments_llm.py
 
 ## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.
 benchmark: .venv/dev.stamp

@@ -2,10 +2,12 @@ import gc
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+pytest.register_assert_rewrite("helpers")
 torch.set_num_threads(1)
 gc.disable()  # while libraries and tests are imported, of which all stays
 
@@ -68,3 +70,33 @@ def whence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return end.value.code, out, " ".join(err.split())
 
     return call
+
+
+@pytest.fixture(scope="session")
+def laboratory_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("laboratories"))
+
+
+@pytest.fixture(scope="module")
+def laboratory_cache(laboratory_folder: str) -> Iterator[None]:
+    """Laboratories are made once, for the tests of every file that uses this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", laboratory_folder)
+        yield
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, laboratory_folder: str) -> Callable[[str], Any]:
+    """Return a run of a language model by its name in `helpers.language_runs`; who changes one copies it first."""
+    made: dict[str, Any] = {}
+
+    def make(name: str) -> Any:
+        from helpers.language_runs import train_run
+
+        if name not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", laboratory_folder)
+                made[name] = train_run(name, tmp_path_factory.mktemp("run"))
+        return made[name]
+
+    return make

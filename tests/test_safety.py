@@ -25,6 +25,7 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import run_audit
+from helpers.toys import rewrite
 from run_audit import judge
 from whence import IIF, Action, RoundRecording, RunDirectory, WhenceError, cli
 from whence.causes import find_causes, play_episode
@@ -119,12 +120,6 @@ def stage(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def marker(tmp_path: Path) -> Path:
     """A file that evil code writes; it must not be there at the end of a test."""
     return tmp_path / "marker"
-
-
-def rewrite(path: Path, change: Any) -> None:
-    document = json.loads(path.read_text(encoding="utf-8"))
-    change(document)
-    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 class TestSources:

@@ -1,0 +1,276 @@
+"""What taught a behaviour, proved by trainings without it: rounds in a row, controls, sentences, the commands."""
+
+import json
+import shutil
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from whence import Action, RunDirectory, WhenceError, cli
+from whence.causes import AgentTraining, prove
+from whence.causes.decisions import read_log_probs
+from whence.causes.proofs import VARIANTS, Proof, check_left_out, match_advantages, train_variants
+from whence.core import RunDirectoryError
+from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
+from whence.runs.flags import write_flag
+from whence.sb3 import replay_rounds
+from whence.stored.agents.trainable_rounds import leave_out, load_trainable_rounds
+from whence.stored.language.rounds import load_start_policy, load_trained_task, make_stored_rows
+
+pytestmark = [
+    pytest.mark.usefixtures("laboratory_cache"),
+    pytest.mark.filterwarnings("ignore:You have specified a mini-batch size"),
+]
+
+TRAINED = pl.DataFrame({"round": [1] * 6 + [2] * 6, "record_id": range(12), "advantage": [0.0, 1, 2, 3, 4, 5] * 2})
+LEFT_OUT = pl.DataFrame({"round": [1, 1, 2], "record_id": [0, 1, 8]})
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+class TestControls:
+    def run(self, folder, measure, seeds):
+        others = TRAINED.join(LEFT_OUT, on=["round", "record_id"], how="anti")
+        return train_variants(
+            LEFT_OUT, others, lambda generator: match_advantages(TRAINED, LEFT_OUT), measure, seeds, folder, {}
+        )
+
+    def test_what_is_left_out_by_hand(self, tmp_path):
+        groups = {variant: [] for variant in VARIANTS}
+
+        def measure(group, seed):
+            groups[VARIANTS[len(groups["all"] + groups["without"] + groups["random"] + groups["placebo"]) % 4]].append(
+                group.rows()
+            )
+            return {"probability": 0.5}
+
+        self.run(tmp_path, measure, seeds=3)
+        assert groups["all"] == [[]] * 3
+        assert groups["without"] == [[(1, 0), (1, 1), (2, 8)]] * 3
+        # Of the same rounds, the others of the nearest advantages: 2 for 0, then 3 for 1; 1 or 3 for 2.
+        assert groups["placebo"] == [[(1, 2), (1, 3), (2, 7)]] * 3
+        assert len(set(map(tuple, groups["random"]))) > 1
+        for group in groups["random"]:
+            assert [number for number, _ in group] == [1, 1, 2]
+            assert len(set(group) - {(1, 0), (1, 1), (2, 8)}) == 3
+
+    def test_it_goes_on_after_the_training_that_was_interrupted(self, tmp_path):
+        calls = []
+
+        def measure(group, seed):
+            if len(calls) == 5:
+                calls.append("killed")
+                raise KeyboardInterrupt
+            calls.append((seed, len(group)))
+            return {"probability": float(len(group))}
+
+        with pytest.raises(KeyboardInterrupt):
+            self.run(tmp_path, measure, seeds=2)
+        table, file = self.run(tmp_path, measure, seeds=2)
+        assert calls == [(0, 0), (0, 3), (0, 3), (0, 3), (1, 0), "killed", (1, 3), (1, 3), (1, 3)]
+        assert table["value"].to_list() == [0.0, 3, 3, 3] * 2
+        file.write_text("{")
+        self.run(tmp_path, measure, seeds=1)
+        assert len(calls) == 13
+
+    @pytest.mark.parametrize(
+        ("left_out", "message"),
+        [
+            ([(1, 99)], "None of the 1 records to leave out trained in these rounds, in which 12 did"),
+            ([(2, record) for record in (6, 7, 8, 9)], "4 of the 6 records that trained in round 2 are to be left out"),
+        ],
+    )
+    def test_what_cannot_be_compared(self, left_out, message):
+        table = pl.DataFrame(left_out, schema=["round", "record_id"], orient="row")
+        with pytest.raises(WhenceError, match=message):
+            check_left_out(TRAINED, table)
+
+    @pytest.mark.parametrize(
+        ("without", "text"),
+        [
+            (
+                [0.1, 0.12, 0.14],
+                "Without these 64 rollouts the probability of X falls from 70.0% to 12.0%; ",
+            ),
+            ([0.66, 0.71, 0.70], "No difference is seen: the probability of X is 70.0% with all, 69.0% without these"),
+        ],
+    )
+    def test_a_sentence_claims_what_the_intervals_hold(self, tmp_path, without, text):
+        values = {"all": [0.69, 0.70, 0.71], "without": without, "random": [0.7] * 3, "placebo": [0.68, 0.7, 0.69]}
+        rows = [(seed, name, "probability", each[seed]) for name, each in values.items() for seed in range(3)]
+        table = pl.DataFrame(rows, schema=["seed", "variant", "outcome", "value"], orient="row")
+        proof = Proof("X", "rollouts", 64, table, {}, [], tmp_path)
+        assert proof.text.startswith(text)
+        assert proof.is_apart("probability") == text.startswith("Without")
+        changes = {row["variant"]: row["change"] for row in proof.summarise()}
+        # The errors of paired differences -.01, 0, .01: t(2) = 4.303 times .01 / sqrt(3).
+        assert changes["random"]["high"] == pytest.approx(0.0 + 4.303 * 0.01 / 3**0.5, abs=1e-4)
+        one = Proof("X", "rollouts", 64, table.filter(seed=0), {}, [], tmp_path)
+        assert one.text.endswith("one seed has no interval.")
+
+
+@pytest.fixture(scope="module")
+def cart(tmp_path_factory):
+    """A run of CartPole whose first three of four rounds were recorded."""
+    path = tmp_path_factory.mktemp("runs") / "cart"
+    settings = ["--selection", "ppo", "--rounds", 4, "--n-steps", 64, "--batch-size", 32, "--n-epochs", 2]
+    result = invoke("train", "CartPole-v1", *settings, "--eval-episodes", 0, "--record-rounds", "1-3", "--run", path)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture
+def agent(cart, tmp_path):
+    directory = RunDirectory.open(shutil.copytree(cart, tmp_path / "cart"))
+    directory.sign()  # as a copy it is a stranger's
+    return directory
+
+
+class TestAgents:
+    def test_recorded_rounds_in_a_row_are_the_runs_own_to_the_bit(self, agent):
+        model, rounds, recorded = load_trainable_rounds(agent, [1, 2, 3])
+        assert recorded == [1, 2, 3]
+        trained, stored = replay_rounds(model, rounds), agent.policy(4)
+        assert all(torch.equal(trained[name], tensor) for name, tensor in stored.items())
+
+    def test_what_a_round_lacks_goes_on_into_the_next_whose_ratios_begin_at_1(self, agent, monkeypatch):
+        model, rounds, _ = load_trainable_rounds(agent, [1, 2])
+        log_probs, train = [], type(model).train
+
+        def spy(model):
+            records = rounds[len(log_probs)].records
+            present = read_log_probs(model, records).numpy()
+            log_probs.append((records.log_probs.numpy(), model.rollout_buffer.log_probs[:, 0], present))
+            train(model)
+
+        monkeypatch.setattr(type(model), "train", spy)
+        replay_rounds(model, [leave_out(rounds[0], rounds[0].records.ids[:8].tolist()), rounds[1]])
+        assert [len(minibatch) for minibatch in leave_out(rounds[0], rounds[0].records.ids.tolist()).minibatches] == []
+        (stored, buffered, _), (next_stored, next_buffered, present) = log_probs
+        np.testing.assert_array_equal(buffered, stored)
+        np.testing.assert_allclose(next_buffered, present, atol=1e-6)
+        assert abs(next_buffered - next_stored).mean() > 1e-4
+
+    def test_a_round_that_was_not_recorded_is_trained_by_its_settings(self, agent):
+        recording = load_trainable_rounds(agent, [1])[1][0]
+        agent.round_path("recordings", 1).unlink()
+        _, (composed,), recorded = load_trainable_rounds(agent, [1])
+        assert recorded == []
+        assert composed.update == recording.update
+        assert composed.optimizer.settings == recording.optimizer.settings
+        assert composed.optimizer.state == recording.optimizer.state == {}
+        assert composed.records.fingerprint == recording.records.fingerprint
+
+    def test_all_records_give_the_runs_own_policy_and_others_do_not(self, agent):
+        record = agent.round("records", 2).row(5, named=True)
+        asked = Action(np.array(record["observation"], np.float32), record["action"])
+        proof = prove(agent, asked, rounds=[1, 2, 3], top=8, seeds=2, training=AgentTraining(test_episodes=2))
+        table = proof.table.filter(outcome="probability")
+        values = dict(table.filter(seed=0).select("variant", "value").iter_rows())
+        assert values["all"] == proof.stored["probability"]
+        assert len(set(values.values())) == 4
+        assert table.filter(seed=1, variant="all")["value"][0] != values["all"]
+        content = json.loads(proof.file.read_text())
+        assert len(content["left_out"]["record_id"]) == proof.size == 8
+        assert proof.file.parent == agent.path / "proofs"
+
+    def test_the_command_leaves_out_what_a_condition_or_flags_name(self, agent):
+        for record in agent.round("records", 2)["record_id"][:3]:
+            write_flag(agent.path, 2, record, "odd")
+        options = ["--rounds", 2, "--seeds", 2, "--test-episodes", 0]
+        shown = invoke("prove", agent.path, "--flagged", *options)
+        assert shown.exit_code == 0, shown.output
+        assert "3 records left out, 2 seeds, 95% intervals" in shown.output
+        where = 'action = 1 and step < 9 and "pole angle" > -9 and score < 9'
+        printed = json.loads(invoke("prove", agent.path, "--where", where, *options, "--json").stdout)
+        records = agent.round("records", 2)
+        assert printed["left_out"] == len(records.filter((pl.col("action") == 1) & (pl.col("step") < 9)))
+        assert {row["variant"] for row in printed["outcomes"]} == set(VARIANTS)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ([], "Nothing says what to leave out. Name a behaviour"),
+            (["--flagged"], "None of the 0 records to leave out trained in these rounds"),
+            (["--flagged", "--where", "action = 1"], "--flagged and --where both name the records"),
+            (["--where", "action = 7"], "holds for no record of these rounds"),
+            (["--where", "action"], "--where is 'action'"),
+            (["--record", 5, "--top", 999], "score above 0, and top is 999"),
+            (["--record", 5, "--by", "nobody"], "method is 'nobody'"),
+            (["--record", 5, "--rounds", "1,3"], "Round 2 is missing between rounds 1 and 3"),
+            (["--record", 5, "--rounds", 9], "Round 9 is not in"),
+            (["--prompt", "a", "--response", "b"], "is a run of an agent, and --prompt is for language models"),
+            (["--flagged", "--learning-rate", 0.1], "--learning-rate is for language models: leave it out"),
+        ],
+    )
+    def test_what_is_refused(self, agent, options, message):
+        result = invoke("prove", agent.path, "--test-episodes", 0, *options)
+        with pytest.raises((WhenceError, RunDirectoryError), match=message):
+            raise result.exception
+        assert not (agent.path / "proofs").exists()
+
+
+class TestLanguageModels:
+    def test_trls_steps_are_taken_again(self, runs):
+        directory = runs("grpo")
+        policy, tokenizer = load_start_policy(directory, 1)
+        tables = {number: directory.round("records", number) for number in directory.rounds()}
+        rows = {number: make_stored_rows(table, tokenizer, "cpu") for number, table in tables.items()}
+        weights = {number: torch.tensor(table["keep"].to_list()).float() for number, table in tables.items()}
+        recipe = read_recipe(directory.config)
+        assert (recipe.epochs, recipe.beta, recipe.schedule) == (2, 0.1, "linear")
+        before = evaluate_log_probs(policy, rows[3], recipe)
+        train_again(policy, rows, weights, recipe, seed=0)
+        after = evaluate_log_probs(policy, rows[3], recipe)
+        stored = evaluate_log_probs(load_trained_task(directory)[0].model, rows[3], recipe)
+        assert (after - stored).abs().max() < 1e-3 * (before - stored).abs().max()
+
+    def test_the_command_proves_a_response(self, runs, tmp_path):
+        directory = RunDirectory.open(shutil.copytree(runs("ppo").path, tmp_path / "run"))
+        directory.sign()
+        row = directory.round("records", 1).row(3, named=True)
+        asked = ["--prompt", row["prompt"], "--response", row["response"], "--by", "bm25", "--top", 1]
+        options = ["--seeds", 1, "--answers", 4, "--match", "1"]
+        shown = invoke("prove", directory.path, *asked, *options)
+        assert shown.exit_code == 0, shown.output
+        assert "No difference is seen: the share of “1” is" in shown.output
+        assert "Trained by AdamW, learning rate" in shown.output
+        write_flag(directory.path, 2, directory.round("records", 2).filter("keep")["record_id"][0], "")
+        printed = json.loads(invoke("prove", directory.path, "--flagged", *options, "--json").stdout)
+        assert printed["left_out"] == 1
+        assert list(dict.fromkeys(row["outcome"] for row in printed["outcomes"])) == ["share", "probability", "reward"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--flagged", "--record", 0], "is a run of a language model, and --record is for agents: leave it out"),
+            (["--where", "action = 1"], "--where is for agents"),
+            (["--flagged", "--test-episodes", 0], "--test-episodes is for agents"),
+            (["--prompt", "a"], "--prompt and --response go together"),
+            (["--flagged", "--answers", -1], "answers is -1; at least 0 is needed"),
+        ],
+    )
+    def test_what_is_refused(self, tmp_path, options, message):
+        RunDirectory.create(tmp_path, {"kind": "language"}).write_round("records", 1, pl.DataFrame({"record_id": [0]}))
+        with pytest.raises(WhenceError, match=message):
+            raise invoke("prove", tmp_path, *options).exception
+
+    @pytest.mark.parametrize("given", [{"behaviour": Action(0, 0)}, {"training": AgentTraining()}, {"env": "E-v1"}])
+    def test_in_python_too(self, tmp_path, given):
+        directory = RunDirectory.create(tmp_path, {"kind": "language"})
+        table = {"record_id": [0], "prompt_ids": [[1]], "response_ids": [[2]], "advantage": [0.5]}
+        directory.write_round("records", 1, pl.DataFrame(table))
+        with pytest.raises(WhenceError, match=r"is a run of a language model, and .* is for agents"):
+            prove(directory, left_out=pl.DataFrame({"round": [1], "record_id": [0]}), **given)
+
+    def test_rollouts_of_another_trainer_need_its_learning_rate(self, tmp_path):
+        directory = RunDirectory.create(tmp_path / "run", {"kind": "language", "algorithm": "scored"})
+        table = {"record_id": [0], "prompt_ids": [[1]], "response_ids": [[2]], "advantage": [0.5]}
+        directory.write_round("records", 1, pl.DataFrame(table))
+        with pytest.raises(WhenceError, match="Give the trainer's learning rate"):
+            prove(directory, left_out=pl.DataFrame({"round": [1], "record_id": [0]}))

@@ -1,0 +1,229 @@
+"""The recipes for PPO loops of other libraries: whence reads their records, and they train on those it keeps."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import whence
+from helpers.examples import script
+
+LIBRARIES = {
+    "cleanrl": "gymnasium",
+    "torchrl": "torchrl",
+    "tianshou": "tianshou",
+    "skrl": "skrl",
+    "rsl_rl": "rsl_rl",
+}
+MODULES = pytest.mark.parametrize("name", LIBRARIES)
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(120)]
+
+
+@pytest.fixture(autouse=True)
+def _validation():
+    """skrl and rsl_rl stop torch's distributions from checking their arguments, in the whole process."""
+    before = torch.distributions.Distribution._validate_args
+    yield
+    torch.distributions.Distribution._validate_args = before
+
+
+class Chosen:
+    """A rule that keeps what `keeps` says of the positions, and then calls `then` with the mask."""
+
+    needs_influence = True
+
+    def __init__(self, keeps: Any, then: Any = None) -> None:
+        self.keeps, self.then = keeps, then
+
+    def select(self, records: whence.RecordBatch, influence: Any) -> whence.Selection:
+        keep = self.keeps(torch.arange(len(records)))
+        if self.then is not None:
+            self.then(records, keep)
+        return whence.Selection.dropping(keep, "test")
+
+
+def keep_all(positions):
+    return positions >= 0
+
+
+def keep_three_of_four(positions):
+    return positions % 4 > 0  # 384, which rsl_rl cuts into four minibatches without a rest
+
+
+class Recipe:
+    """A recipe that runs one round, with what it hands to whence and what it trains."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(LIBRARIES[name])
+            self.module = script(f"ppo_{name}")
+        self.name, self.patch = name, monkeypatch
+        self.view = self.records = self.settings = self.owner = None
+        self.columns: dict[str, Any] = {}
+        self.at_scoring: Any = None
+        attribute, recipe = self.module.attribute, self
+        make = whence.RecordBatch if name == "tianshou" else whence.RecordBatch.from_rollout
+
+        class Records:
+            def __new__(cls, **columns: Any) -> whence.RecordBatch:  # type: ignore[misc]
+                return cls.from_rollout(**columns)
+
+            @staticmethod
+            def from_rollout(**columns: Any) -> whence.RecordBatch:
+                recipe.columns = columns
+                return make(**columns)
+
+        def score(view: Any, records: whence.RecordBatch, **settings: Any) -> whence.Influence:
+            self.view, self.records, self.settings = view, records, settings
+            if self.at_scoring is not None:
+                self.at_scoring()
+            return attribute(view, records, **settings)
+
+        monkeypatch.setattr(self.module, "RecordBatch", Records)
+        monkeypatch.setattr(self.module, "attribute", score)
+        self.selective = {"skrl": "SelectiveMemory", "tianshou": "SelectivePPO", "rsl_rl": "SelectivePPO"}.get(name)
+        if self.selective is not None:
+            self.watch(getattr(self.module, self.selective))
+
+    def watch(self, kind: type) -> None:
+        """Let the recipe use a subclass of `kind`, whose object becomes `owner`."""
+        recipe = self
+
+        class Watched(kind):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                recipe.owner = self
+
+        self.patch.setattr(self.module, self.selective, Watched)
+
+    def run(self, rule: Any) -> dict[str, torch.Tensor]:
+        """Return the parameters after a round with the rule."""
+        if self.name == "tianshou":
+            self.patch.setattr(self.module.SelectivePPO, "rule", rule, raising=False)
+        else:
+            self.patch.setattr(self.module, "IIF", lambda share: rule)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        trained = self.module.main(**{"steps": 128} if self.name == "skrl" else {"rounds": 1})
+        if self.name == "skrl":
+            models = self.owner.agent.models
+            modules = [models["policy"], models["value"]]
+        else:
+            modules = [trained.actor, trained.critic] if self.name == "rsl_rl" else [trained]
+        return {
+            f"{number}.{name}": parameter.detach().clone()
+            for number, module in enumerate(modules)
+            for name, parameter in module.named_parameters()
+        }
+
+    def train_without_whence(self) -> dict[str, torch.Tensor]:
+        """Return the parameters after a round of the library's own."""
+        if self.selective is None:  # the loop is the recipe's: nothing is scored, and every row trains
+            self.patch.setattr(self.module, "attribute", lambda *args, **kwargs: None)
+            return self.run(SimpleNamespace(select=lambda records, _: SimpleNamespace(keep=keep_all(records.ids))))
+        every = torch.ones(512, dtype=torch.bool)
+        base = getattr(self.module, self.selective).__mro__[2]
+        assert base.__module__.startswith(LIBRARIES[self.name])
+        self.watch(type("Plain", (base,), {"keep": every, "rows": every.nonzero().flatten()}))
+        return self.run(None)
+
+    def live_columns(self) -> list[Any]:
+        """The library's own columns that it trains on."""
+        columns = [*self.columns.values()]
+        if self.name == "cleanrl":
+            columns += [getattr(self.records, name) for name in self.columns]
+        elif self.name == "skrl":
+            columns += [self.owner.tensors["advantages"], self.owner.tensors["returns"]]
+        elif self.name == "rsl_rl":
+            columns += [self.owner.storage.advantages, self.owner.storage.returns]
+        return [leaf for column in columns for leaf in (column.values() if isinstance(column, dict) else [column])]
+
+    def live_advantages(self) -> torch.Tensor:
+        if self.name == "cleanrl":
+            return self.records.advantages
+        owners = {"skrl": lambda: self.owner.tensors["advantages"], "rsl_rl": lambda: self.owner.storage.advantages}
+        return owners[self.name]() if self.name in owners else self.columns["advantages"]
+
+
+@pytest.fixture
+def recipe(name, monkeypatch):
+    return Recipe(name, monkeypatch)
+
+
+@MODULES
+def test_scores_are_those_of_the_loop(recipe):
+    compared = []
+
+    def compare():
+        view, records = recipe.view, recipe.records.take(slice(0, 512, 4))
+        outputs = view(view.parameters(), view.prepare(records))
+        # The columns are the policy's: it is still the one that collected them.
+        torch.testing.assert_close(outputs.log_prob.detach(), records.log_probs, rtol=0, atol=1e-5)
+        assert (outputs.entropy > 0).all() or recipe.name == "rsl_rl"
+        auto = whence.attribute(view, records, **recipe.settings)
+        loop = whence.attribute(view, records, **recipe.settings, engine="loop")
+        assert loop.scores.abs().max() > 0
+        compared.append(float((auto.scores - loop.scores).abs().max() / loop.scores.abs().max()))
+        assert auto.provenance.engine == "ghost"
+
+    recipe.at_scoring = compare
+    recipe.run(Chosen(keep_all))
+    assert len(compared) == 1
+    assert compared[0] <= 1e-5
+
+
+@MODULES
+def test_advantages_are_raw(recipe):
+    recipe.run(Chosen(keep_all))
+    advantages = recipe.records.advantages
+    assert abs(advantages.mean()) > 1e-4 or abs(advantages.std() - 1) > 1e-2
+    if recipe.name in ("skrl", "rsl_rl"):
+        normalised = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        torch.testing.assert_close(normalised, recipe.live_advantages().flatten(), rtol=0, atol=1e-5)
+    else:
+        torch.testing.assert_close(recipe.records.returns - recipe.records.values, advantages, rtol=0, atol=1e-4)
+
+
+@MODULES
+def test_with_every_record_kept_training_is_the_librarys_own(recipe):
+    with_whence = recipe.run(Chosen(keep_all))
+    own = recipe.train_without_whence()
+    assert with_whence.keys() == own.keys()
+    for key in own:
+        assert torch.equal(with_whence[key], own[key]), key
+
+
+@MODULES
+def test_what_is_dropped_changes_nothing(recipe):
+    def spoil(records, keep):
+        for column in recipe.live_columns():
+            flat = column.reshape(len(keep), -1)
+            if isinstance(flat, np.ndarray) and flat.dtype.kind == "f":
+                flat[~keep.numpy()] = np.nan
+            elif isinstance(flat, torch.Tensor) and flat.is_floating_point():
+                flat[~keep] = torch.nan
+
+    untouched = recipe.run(Chosen(keep_three_of_four))
+    spoiled = recipe.run(Chosen(keep_three_of_four, spoil))
+    every = recipe.run(Chosen(keep_all))
+    for key, parameter in untouched.items():
+        assert torch.isfinite(parameter).all()
+        assert torch.equal(parameter, spoiled[key]), key
+    assert any(not torch.equal(untouched[key], every[key]) for key in every)
+
+
+@MODULES
+def test_what_is_kept_trains(recipe):
+    untouched = recipe.run(Chosen(keep_three_of_four))
+    for position in (1, 254, 511):
+
+        def raise_advantage(records, keep, position=position):
+            assert keep[position]
+            recipe.live_advantages().reshape(-1)[position] += 10
+
+        raised = recipe.run(Chosen(keep_three_of_four, raise_advantage))
+        assert any(not torch.equal(untouched[key], raised[key]) for key in untouched), position

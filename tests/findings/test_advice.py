@@ -1,0 +1,115 @@
+"""Findings on settings, from a run's metrics."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import whence
+from helpers.toys import model
+from whence import RunDirectory
+from whence.findings import find
+from whence.findings.settings import give_advice
+from whence.page import write_report
+from whence.sb3 import InfluenceCallback
+
+
+def kinds(config: dict[str, Any] | None = None, **columns: list[Any]) -> dict[str, int]:
+    count = len(next(iter(columns.values())))
+    table = pl.DataFrame({"round": list(range(1, count + 1)), **columns})
+    return {name: finding.round for name, finding in give_advice(table, config or {}).items()}
+
+
+def test_a_page_tells_of_interruptions(tmp_path: Path) -> None:
+    for notes, told in (({}, 0), ({"resumed": [{"after_round": 3, "reason": "other episodes"}]}, 1)):
+        run = RunDirectory.create(tmp_path / str(told), {"experiment": {"arm": "iif", "seed": 4}})
+        run.note(**notes)
+        write_report(run, tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert text.count("iif, seed 4, was interrupted after round 3, and went on otherwise") == told
+
+
+def test_nearly_all_dropped() -> None:
+    assert kinds(dropped_share=[0.5, 0.94, 0.95, 0.99]) == {"drops nearly all": 3}
+    assert kinds(dropped_share=[0.94] * 5) == {}
+
+
+def test_entropy_that_collapses_after_selection_begins() -> None:
+    losses = [-1.0, -1.0, -0.9, -0.7, -0.4, -0.3]
+    assert kinds(**{"train/entropy_loss": losses, "dropped_share": [0.0, 0.0, 0.2, 0.2, 0.2, 0.2]}) == {
+        "entropy collapses": 5
+    }
+    # Without selection, or long after it began, it is training's own doing.
+    assert kinds(**{"train/entropy_loss": losses, "dropped_share": [0.0] * 6}) == {}
+    slow = [-1.0] * 14 + [-0.1]
+    assert kinds(**{"train/entropy_loss": slow, "dropped_share": [0.1] * 15}) == {}
+
+
+def test_steps_that_are_short_or_long() -> None:
+    name = "train/approx_kl"
+    assert kinds(**{name: [9.0] + [0.004] * 10 + [0.02] * 9}) == {"steps are short or long": 11}
+    assert kinds(**{name: [9.0] + [0.11] * 10}) == {"steps are short or long": 11}
+    assert kinds(**{name: [9.0] + [0.004] * 4 + [0.06] * 6}) == kinds(**{name: [0.004] * 10}) == {}
+    assert kinds(**{name: [0.001] * 20, "length": [7.0] * 20}) == {}
+    # Measured before the only step of a round, it is 0.
+    one_step = {"hyperparameters": {"n_epochs": 1, "batch_size": 64}}
+    assert kinds(one_step, **{name: [0.0] * 12, "kept": [64] * 12}) == {}
+    assert kinds(one_step, **{name: [0.0] * 12, "kept": [99] * 12}) == {"steps are short or long": 11}
+    metrics = pl.DataFrame({"round": range(1, 13), name: [0.00375] * 12})
+    (finding,) = give_advice(metrics, {}).values()
+    assert "0.0037 nats" in finding.title or "0.0038 nats" in finding.title
+    assert "rounds 2 to 11" in finding.evidence
+    assert finding.advice == "Try three times the `learning_rate`."
+    (finding,) = give_advice(metrics.with_columns(pl.lit(0.24).alias(name)), {}).values()
+    assert finding.advice == "Try a third of the `learning_rate`."
+
+
+# A run whose model came to repeat one word: 16 tokens a response, all of them the same.
+COLLAPSE: dict[str, list[Any]] = {
+    "train/entropy_loss": [-3.35, -2.9, -1.2, -0.15, -0.008],
+    "kl": [0.0, 1.5, 11.0, 31.0, 43.0],
+    "length": [12.0, 13.0, 15.0, 16.0, 16.0],
+    "ended_share": [0.9, 0.8, 0.4, 0.05, 0.0],
+    "dropped_share": [0.0] * 5,
+}
+
+
+def test_a_language_model_that_collapses() -> None:
+    expected = {"responses become alike": 4, "leaves the start model": 4, "responses do not end": 4}
+    assert kinds(**COLLAPSE) == expected
+    table = pl.DataFrame({"round": range(1, 6), **COLLAPSE})
+    findings = give_advice(table, {})
+    assert "31 nats a response" in findings["leaves the start model"].title
+    assert "fell from 3.35 in the first round to 0.15" in findings["responses become alike"].title
+    assert "5% end before the length limit, 90% did" in findings["responses do not end"].title
+    for finding in findings.values():
+        assert "KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`" in finding.advice
+        assert "reward pays for" in finding.advice
+
+
+def test_a_language_model_that_collapses_is_found(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", {"kind": "language"})
+    for number in range(5):
+        run.append("metrics", {"round": number + 1, **{name: values[number] for name, values in COLLAPSE.items()}})
+    assert {finding.round for finding in find(run)} == {4}
+
+
+def test_the_callback_says_each_thing_once(caplog: pytest.LogCaptureFixture) -> None:
+    class DropMost(whence.KeepAll):
+        needs_influence = True
+
+        def select(self, records: Any, influence: Any = None, progress: Any = None) -> whence.Selection:
+            keep = super().select(records).keep
+            keep[1:] = False
+            return whence.Selection.dropping(keep, "test")
+
+    toy = model()
+    callback = InfluenceCallback(DropMost())
+    with caplog.at_level(logging.WARNING, logger="whence"):
+        toy.learn(4 * 32, callback=callback)
+    messages = [record.getMessage() for record in caplog.records if record.name == "whence"]
+    assert len(messages) == 1
+    assert messages[0].startswith("round 1: 97% of the records were dropped")
+    assert [row["round"] for row in callback.metrics] == [1, 2, 3, 4]

@@ -1,0 +1,167 @@
+"""Choosing completions inside TRL's own steps, against TRL's trainers, choosing before the steps, and the loop."""
+
+import itertools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from helpers.language_training import make_model, refuse
+from helpers.languages import language_model, shaken
+from helpers.trl_training import Watch, count_rows, make_target, make_trainer
+from whence import NonPositive, Selection, Unsupported
+from whence.engines import Step
+from whence.llm import language_view
+from whence.llm.trl import fused_head
+from whence.llm.trl.choosing import PassChooser
+from whence.selection import ScoreAll
+
+
+class KeepTwoOfThree:
+    """Keeps the same rows whether they are scored or not, some with twice the weight."""
+
+    def __init__(self, *, scored):
+        self.needs_influence = scored
+
+    def select(self, records, influence=None, progress=None):
+        keep = records.ids % 3 > 0
+        weights = keep * (1.0 + records.ids % 2)
+        return Selection(keep, weights, [None if kept else "a third" for kept in keep.tolist()])
+
+
+def train(folder, kind, style, rule, **settings):
+    model = make_model()  # which seeds the generator
+    if style == "gpt2":
+        model = language_model("gpt2", vocabulary=12)
+    elif style == "lora":
+        model = shaken(get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")))
+    # Adam turns the rounding errors of vanishing gradients into steps.
+    trainer = make_trainer(kind, folder, rule, model=model, optim="sgd", **settings)
+    trainer.train()
+    return trainer
+
+
+def assert_close(one, other, tolerance=1e-6):
+    expected = dict(other.model.named_parameters())
+    for name, parameter in one.model.named_parameters():
+        assert torch.allclose(parameter, expected[name], rtol=0, atol=tolerance), name
+
+
+ONE_PASS = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+SHORT = [
+    ("grpo", "llama", {"loss_type": "dapo", "num_iterations": 2}),
+    ("grpo", "gpt2", {"loss_type": "bnpo", "max_grad_norm": 0.01, "gradient_checkpointing": False, **ONE_PASS}),
+    ("rloo", "lora", {}),
+]
+LONG = [
+    (kind, style, {**loss, "num_iterations": iterations, **passes})
+    for kind, losses in (("grpo", ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")), ("rloo", ("",)))
+    for loss in ({"loss_type": loss} if loss else {} for loss in losses)
+    for style in ("llama", "gpt2", "lora")
+    for iterations, passes in ((1, ONE_PASS), (2, {}))
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "style", "settings"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+)
+def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style, settings):
+    settings = {"max_steps": 2 * settings.get("num_iterations", 1), **settings}
+    before = train(tmp_path, kind, style, KeepTwoOfThree(scored=False), **settings)
+    chosen = train(tmp_path, kind, style, KeepTwoOfThree(scored=True), target=make_target(), **settings)
+    assert chosen.influence.engine == "in_step"
+    assert torch.equal(chosen.selection.weights, before.selection.weights)
+    assert chosen.selection.reasons == before.selection.reasons
+    assert_close(chosen, before)
+    if (kind, style, settings) in LONG:
+        chosen = train(tmp_path, kind, style, ScoreAll(), **settings)
+        assert_close(chosen, train(tmp_path, kind, style, None, own=False, **settings))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
+    settings = {"target": make_target(), "num_iterations": 2, "max_steps": 4}
+    plain, calls, backward = (
+        train(tmp_path, kind, "llama", None, own=False, **settings),
+        itertools.count(),
+        Step.backward,
+    )
+    monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
+    trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
+    assert trainer.influence.scores.count_nonzero() == 4
+    assert_close(trainer, plain)
+
+
+@pytest.mark.parametrize("select", [None, pytest.param("before", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps_per_generation": 4, "max_steps": 4},
+        {"loss_type": "bnpo"},
+        {"entropy_coef": 0.1},
+        *(
+            pytest.param(more, marks=pytest.mark.long)
+            for more in ({"top_entropy_quantile": 0.5}, {"delta": 0.9}, {"off_policy_mask_threshold": 0.5})
+        ),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, settings, select, monkeypatch):
+    settings = {"max_steps": 2, **settings}
+    with pytest.raises(Unsupported, match="Completions cannot be selected"):
+        train(tmp_path, "grpo", "llama", NonPositive(), **settings)
+    ends, end = [], PassChooser.end
+    monkeypatch.setattr(PassChooser, "end", lambda chooser: ends.append(chooser) or end(chooser))
+    scored = train(tmp_path, "grpo", "llama", ScoreAll(), select=select, **settings)
+    assert_close(scored, train(tmp_path, "grpo", "llama", None, own=False, **settings), tolerance=0)
+    # The two rows that are compared at first share an entropy bonus, and differ from one alone.
+    in_step = select is None and "entropy_coef" not in settings
+    assert len(ends) == (2 if in_step else 0)  # one for each generation batch
+    assert scored.influence.engine == ("in_step" if in_step else "ghost")
+    assert len(scored.rows) == 4 * settings.get("steps_per_generation", 2)
+    advantages = scored.rows.advantages
+    # In the step a delta below 1 clips positive advantages at once, and what is clipped has no gradient.
+    has_gradient = advantages < 0 if in_step and "delta" in settings else advantages != 0
+    assert torch.equal(scored.influence.scores != 0, has_gradient)
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "dr_grpo"}], ids=["dapo", "dr_grpo"])
+def test_the_default_target_is_the_last_batchs_own_gradient_of_all_its_rows(tmp_path, settings):
+    watch = Watch()
+    trainer = train(tmp_path, "grpo", "llama", NonPositive(), watch=watch, max_steps=2, **settings)
+    assert 0 < trainer.selection.keep.sum() < 8
+    trainer.model.load_state_dict(watch.states[-1])
+    trainer.model.zero_grad()
+    view = language_view(trainer.model)
+    outputs = view.only({"log_prob"}, view.parameters(), view.prepare(trainer.rows))
+    trainer.scoring.objective(outputs, trainer.rows).mean().backward()
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.allclose(trainer.chooser.gradient[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_rows_dropped_in_the_first_step_cost_later_ones_no_pass(tmp_path, monkeypatch):
+    sizes = count_rows(monkeypatch)
+    rule = KeepTwoOfThree(scored=True)
+    train(tmp_path, "rloo", "llama", rule, target=make_target(), num_iterations=2, max_steps=2)
+    assert sizes[:4] == [1, 2, 4, 4]  # a plain pass on one row and a recorded one on two are compared at first
+    assert sum(sizes[4:]) == 5
+
+
+def test_where_two_rows_differ_from_a_plain_pass_rows_are_chosen_before(tmp_path, monkeypatch, caplog):
+    gradient = fused_head._sum_rows
+    monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+    chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True))
+    assert "the gradient of `lm_head.weight` differs" in caplog.text
+    assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
+    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False)))
+
+
+def test_accelerates_backward_pass_is_put_back_if_a_rule_fails(tmp_path):
+    class Failing(KeepTwoOfThree):
+        def select(self, *args):
+            raise ArithmeticError
+
+    trainer = make_trainer("grpo", tmp_path, Failing(scored=True), target=make_target())
+    with pytest.raises(ArithmeticError):
+        trainer.train()
+    assert "backward" not in vars(trainer.accelerator)

@@ -1,0 +1,325 @@
+import base64
+import gzip
+import json
+import os
+
+import numpy as np
+import polars as pl
+import pytest
+
+from helpers.explored_runs import HOSTILE, run_of, table_of
+from whence.core import WhenceError
+from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.page.embedding import NOT_EMBEDDED, embed_rounds
+from whence.page.explored.frames import WIDTH, encode_frames, replay_moments
+from whence.page.explored.rounds import ROWS, describe_trust, order_strip
+from whence.page.explored.scored_round import read_round
+from whence.runs import RunDirectory
+from whence.sb3.episodes.episode_replay import EpisodeReplay
+from whence.scores.influence import is_significant
+from whence.scores.moments import find_moment
+
+
+@pytest.fixture
+def lake(tmp_path):
+    return run_of(tmp_path / "lake")
+
+
+def plain(value):
+    """Fail unless a value is JSON."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+class TestPageObject:
+    def test_a_run(self, lake):
+        page = plain(describe_runs([lake]))
+        (run,) = page["runs"]
+        assert (page["mode"], page["kind"]) == ("served", "steps")
+        assert (run["label"], run["planned"], run["finished"], run["rounds"]) == ("iif, seed 3", 2, False, [1])
+        assert run["series"] == {"episode_return": [1.0], "dropped_share": [0.25]}
+        keys = [column["key"] for column in run["columns"]]
+        assert keys[:4] == ["record_id", "score", "error", "keep"]
+        assert {column["kind"] for column in run["columns"]} <= {"score", "error", "keep", "reason", "text", "number"}
+
+    def test_a_run_without_a_plan_is_finished_when_nothing_changes(self, tmp_path):
+        run = run_of(tmp_path / "lake", config={"rule": "IIF(drop=0.5)"})
+        assert not run.is_finished()
+        os.utime(tmp_path / "lake" / "records" / "round_00001.parquet", (0, 0))
+        assert run.is_finished()
+
+    def test_language_models_have_responses(self, tmp_path):
+        table = pl.DataFrame(
+            {"record_id": [0, 1], "prompt": ["2+2=", HOSTILE], "response": ["4", "5"], "score": [1.0, -1]}
+        )
+        run = run_of(tmp_path / "sums", table, {"kind": "language"})
+        page = describe_runs([run])
+        assert page["kind"] == "responses"
+        keys = [column["key"] for column in page["runs"][0]["columns"]]
+        assert keys == ["record_id", "score", "response", "prompt", "flag"]
+        shown = plain(build_round(run, 1))
+        assert [moment["record"] for moment in shown["worst"]] == [1]
+        assert shown["groupings"] == []
+        opened = plain(build_detail(run, 1, 1))
+        assert (opened["prompt"], opened["response"]) == (HOSTILE, "5")
+
+
+def responses_of(**columns):
+    """Two prompts with three and one responses; the first prompt is longer than the page shows."""
+    long = "p" * 30_000
+    table = {
+        "record_id": [0, 1, 2, 3],
+        "prompt": [long, long, "q", long],
+        "response": ["a", HOSTILE, "c", "d"],
+        "reward": [0.0, 1.0, 0.5, 1.0],
+        "score": [-1.0, 2.0, -3.0, 0.5],
+        "keep": [False, True, False, True],
+    }
+    return pl.DataFrame(table | columns, strict=False)
+
+
+class TestResponses:
+    def test_the_responses_to_the_same_prompt(self, tmp_path):
+        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "target": "ValidationLoss(16 rows 1a)"})
+        opened = plain(build_detail(run, 1, 1))
+        assert len(opened["prompt"]) == 20_000
+        assert opened["targets"][0]["name"] == "likelihood of the demonstrations"
+        group = opened["group"]
+        assert group["total"] == 3
+        assert [(one["record"], one["reward"], one["dropped"]) for one in group["responses"]] == [
+            (1, 1.0, False),
+            (3, 1.0, False),
+            (0, 0.0, True),
+        ]
+        assert plain(build_detail(run, 1, 2))["group"]["total"] == 1
+
+    def test_a_file_holds_each_response_once(self, tmp_path):
+        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})
+        ((_, text),) = embed_rounds([run], [[1]])
+        content = json.loads(gzip.decompress(base64.b64decode(text)))
+        assert set(content["details"]) == {"0", "1", "2", "3"}
+        assert "group" not in content["details"]["1"]
+        (group,) = content["groups"]  # of the prompt with several responses
+        assert [one["record"] for one in group["responses"]] == [1, 3, 0]
+        assert all("response" not in one for one in group["responses"])
+        assert content["round"]["worst"][0]["text"] == "c"
+
+    def test_long_groups_are_cut(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("whence.page.explored.responses.GROUP", 2)
+        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language"})
+        opened = plain(build_detail(run, 1, 1))
+        assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
+
+
+class TestRound:
+    def test_the_strip_is_in_time_order(self, tmp_path):
+        run = run_of(tmp_path / "lake", table_of().sample(fraction=1, shuffle=True, seed=0))
+        shown = plain(build_round(run, 1))
+        strip = shown["strip"]
+        assert strip["record_ids"] == list(range(60))
+        assert strip["scores"] == table_of()["score"].to_list()
+        assert strip["dropped"] == [int(not keep) for keep in table_of()["keep"]]
+        assert [(e["id"], e["start"], e["length"], e["first_step"], e["return"]) for e in strip["episodes"]] == [
+            (k, 10 * k, 10, 0, 10.0) for k in range(6)
+        ]
+
+    def test_moments_from_either_end(self, lake):
+        shown = plain(build_round(lake, 1, rows=True))
+        assert shown["worst"][0]["score"] == -30
+        assert shown["best"][0]["score"] == 29
+        assert shown["worst"][0] | {"record": 0, "significant": True, "framed": False} == shown["worst"][0]
+        assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
+        assert sorted(row["record_id"] for row in shown["rows"]) == list(range(60))  # as many as the file has room for
+        assert len(shown["rows"]) <= ROWS
+        assert [entry["key"] for entry in shown["groupings"]] == ["action", "region", "step", "keep"]
+
+    def test_a_round_without_scores_that_cannot_be_scored_says_why(self, tmp_path):
+        run = run_of(tmp_path / "lake", table_of(score=None, error=None))
+        shown = plain(build_round(run, 1))
+        assert (shown["scored"], shown["worst"], shown["trust"]) == (False, [], [])
+        assert any("scoring it now failed" in note for note in shown["notes"])
+
+    def test_actions_are_those_that_the_environment_took(self, tmp_path):
+        space = {"type": "Box", "low": -2.0, "high": 1.0, "shape": [1], "dtype": "float32"}
+        table = pl.DataFrame({"record_id": [0, 1, 2], "action": np.array([-3.0, 0.5, 1.5], np.float32)})
+        for squashed, actions in ((False, [-2.0, 0.5, 1.0]), (True, [-5.0, 0.25, 1.75])):
+            config = {"action_space": space, "policy_kwargs": {"squash_output": squashed}}
+            run = RunDirectory.create(tmp_path / str(squashed), config)
+            run.write_round("records", 1, table)
+            assert read_round(run, 1, env=None, can_score=False).table["action"].to_list() == actions
+
+    def test_numbers_that_are_not_finite_are_null(self, tmp_path):
+        odd = np.array([np.nan, np.inf, -np.inf] * 20, dtype=np.float32)
+        run = run_of(tmp_path / "lake", table_of(score=odd, value=odd, advantage=odd, error=odd, reward=odd))
+        shown = plain(build_round(run, 1, rows=True))
+        assert set(shown["strip"]["scores"]) == {None}
+        plain(build_detail(run, 1, 4))
+        plain(query_records(run, 1))
+
+    def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
+        monkeypatch.setattr("whence.page.explored.rounds.STRIP", 20)
+        from whence.scores.moments import find_moments
+
+        table = table_of()
+        moments = find_moments(table, lowest=True, most=1)
+        assert set(order_strip(table, moments)["episode_id"]) == {moments[0].episode_id}
+
+
+class TestQuery:
+    def ids(self, run, **query):
+        return [row["record_id"] for row in query_records(run, 1, **query)["data"]]
+
+    def test_pages_in_order(self, lake):
+        order = table_of().sort("score", "record_id")["record_id"].to_list()
+        assert self.ids(lake, size=25) == order[:25]
+        assert self.ids(lake, size=25, page=3) == order[50:]
+        assert self.ids(lake, size=25, page=4) == []
+        answer = plain(query_records(lake, 1, size=25))
+        assert (answer["last_page"], answer["last_row"]) == (3, 60)
+
+    def test_sorted_by_another_column(self, lake):
+        assert self.ids(lake, sort="record_id", descending=True, size=3) == [59, 58, 57]
+        assert self.ids(lake, sort="reason", size=2) == table_of().filter(~pl.col("keep"))["record_id"].to_list()[:2]
+        assert len(self.ids(lake, sort="observation")) == 50
+
+    def test_actions_are_sorted_as_numbers_unless_they_have_names(self, tmp_path, monkeypatch):
+        run = run_of(tmp_path / "many", table_of(action=[2, 10, 1] * 20))
+        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["1", "2", "10"]
+        monkeypatch.setattr(ExploredRun, "labels", [f"{'cba'[k % 3]}{k}" for k in range(11)])
+        assert [row["action"] for row in query_records(run, 1, sort="action")["data"]][::20] == ["a2", "b1", "b10"]
+
+    @pytest.mark.parametrize(
+        ("filters", "expected"),
+        [
+            ([("score", "<-28")], pl.col("score") < -28),
+            ([("score", ">= 27"), ("action", "1")], (pl.col("score") >= 27) & (pl.col("action") == 1)),
+            ([("step", "3")], pl.col("step") == 3),
+            ([("keep", "dropped")], ~pl.col("keep")),
+            ([("keep", "kept")], pl.col("keep")),
+            ([("reason", "TOO")], ~pl.col("keep")),
+            ([("value", "0.14")], pl.col("record_id") == 1),
+            ([("observation", "-59.0")], pl.col("record_id") == 59),
+            ([("value", "1e999")], pl.lit(False)),
+            ([("value", "<1e999"), ("step", "3")], pl.col("step") == 3),
+        ],
+    )
+    def test_filters(self, lake, filters, expected):
+        wanted = table_of().filter(expected)["record_id"].to_list()
+        assert sorted(self.ids(lake, filters=filters)) == sorted(wanted)
+
+    def test_search(self, lake):
+        assert {59} <= set(self.ids(lake, search="59"))
+        assert len(self.ids(lake, search="too LOW")) == (~table_of()["keep"]).sum()
+
+    @pytest.mark.parametrize(
+        "query",
+        [{"sort": "nope"}, {"page": 0}, {"size": 501}, {"filters": [("score", "many")]}, {"filters": [("keep", "x")]}],
+    )
+    def test_questions_without_a_meaning_are_refused(self, lake, query):
+        with pytest.raises(WhenceError):
+            query_records(lake, 1, **query)
+
+    def test_labels_are_searched_for_and_shown(self, lake, monkeypatch):
+        monkeypatch.setattr(ExploredRun, "labels", ["nothing", "left", "main", "right"])
+        shown = query_records(lake, 1, filters=[("action", "MAI")])["data"]
+        assert {row["action"] for row in shown} == {"main"}
+        assert len(shown) == 15
+
+
+class TestDetail:
+    def test_what_surrounds_a_record(self, lake):
+        detail = plain(build_detail(lake, 1, 13))
+        assert (detail["episode"], detail["step"], detail["action"]) == (1, 3, "1")
+        window = detail["window"]
+        assert window["record_ids"] == list(range(10, 20))
+        assert window["steps"] == list(range(10))
+        assert {len(values) for values in window.values()} == {10}
+        assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
+        assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
+
+    def test_what_cannot_be_replayed_says_why(self, lake):
+        detail = plain(build_detail(lake, 1, 13))
+        assert detail["frames"] is None
+        assert detail["frames_note"].startswith("No frames: ")
+        assert detail["mc_advantage"] is None
+
+
+def make_replay(steps, mismatch=None, frames_note=None):
+    """Return a replay with a frame for each of its steps."""
+    frames = {step: np.full((40, 600, 3), step, dtype=np.uint8) for step in steps}
+    ids, numbers = np.arange(len(frames)), np.zeros(len(frames))
+    return EpisodeReplay(0, ids, [], numbers, numbers, frames, mismatch, frames_note)
+
+
+class TestFrames:
+    def test_frames_are_small_pictures(self):
+        from PIL import Image
+
+        frame = np.random.default_rng(0).integers(0, 255, (400, 600, 3), dtype=np.uint8)
+        encoded = encode_frames({7: frame}, 7)
+        assert (encoded["width"], encoded["height"], encoded["face"]) == (WIDTH, 160, 0)
+        data = base64.b64decode(encoded["images"][0].removeprefix("data:image/webp;base64,"))
+        import io
+
+        assert Image.open(io.BytesIO(data)).size == (WIDTH, 160)
+
+    def test_each_episode_is_replayed_once_for_all_its_moments(self, tmp_path, monkeypatch):
+        scores = np.zeros(60, dtype=np.float32)
+        scores[[11, 14, 17]] = -1
+        scores[[31, 34, 37]] = 1
+        scores[51] = -0.5
+        lake = run_of(tmp_path / "lake", table_of(score=scores))
+        asked = []
+
+        def replay(run, episode, *, env, frames, last_step):
+            asked.append((episode, sorted(frames)))
+            return make_replay(frames)
+
+        monkeypatch.setattr("whence.page.explored.run.replay_episode", replay)
+        ((_, embedded),) = embed_rounds([lake], [[1]])
+        assert [episode for episode, _ in asked] == [1, 3]
+        content = json.loads(gzip.decompress(base64.b64decode(embedded)))
+        framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
+        assert len(framed) == 6
+        for moment in framed:
+            frames = content["details"][str(moment["record"])]["frames"]
+            assert frames["steps"][frames["face"]] == moment["step"]
+            assert len(frames["images"]) == len(frames["steps"])
+            assert moment["thumb"].startswith("data:image/webp;base64,")
+        unframed = [d for d in content["details"].values() if d["frames"] is None]
+        assert {d["frames_note"] for d in unframed} == {NOT_EMBEDDED}
+
+    @pytest.mark.parametrize(
+        ("step", "drawn", "mismatch", "frames_note", "expected"),
+        [
+            (3, [0, 1, 2], "Step 3 differs.", None, ([], "Step 3 differs.")),
+            (2, [0, 1, 2], "Step 3 differs.", None, ([1, 2], "Step 3 differs.")),
+            (3, [], None, "It has no render mode.", ([], "It has no render mode.")),
+            (3, [], None, None, ([], "The replay ended before this step.")),
+        ],
+    )
+    def test_what_is_missing_of_frames_is_said(self, lake, monkeypatch, step, drawn, mismatch, frames_note, expected):
+        replay = make_replay(drawn, mismatch, frames_note)
+        monkeypatch.setattr("whence.page.explored.run.replay_episode", lambda *_, **__: replay)
+        ((frames, note),) = replay_moments(lake, [(find_moment(table_of(), step), [1, 2, 3])]).values()
+        assert (list(frames), note) == expected
+
+
+class TestTrust:
+    def lines(self, run, table=None):
+        return describe_trust(run, table_of() if table is None else table)
+
+    def test_the_share_beyond_two_errors(self, lake):
+        share = (table_of()["score"].abs() > 20).mean()
+        (line,) = self.lines(lake)
+        assert line["level"] == "unknown"  # the share is no verdict
+        assert line["text"].startswith(f"{share:.0%} of the scores are beyond two of their errors")
+        assert "without standard errors" in self.lines(lake, table_of(error=None))[0]["text"]
+
+
+def test_a_damaged_round_has_a_note(tmp_path):
+    run = run_of(tmp_path / "lake", rounds=(1, 2))
+    file = tmp_path / "lake" / "records" / "round_00002.parquet"
+    file.write_bytes(file.read_bytes()[:-200])
+    assert build_round(run, 1)["notes"] != build_round(run, 2, rows=True)["notes"]
+    assert "cannot be read as Parquet" in build_round(run, 2)["notes"][0]
+    assert describe_runs([run])["runs"][0]["columns"][0]["key"] == "record_id"

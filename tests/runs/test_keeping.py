@@ -1,0 +1,222 @@
+"""What a run directory keeps: nothing of a run is removed but by `overwrite`, and a row costs little."""
+
+import importlib
+import io
+import logging
+import os
+import resource
+import shutil
+import sys
+from contextlib import nullcontext
+
+import polars as pl
+import pytest
+import torch
+
+from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
+from whence import IIF, RunDirectory
+from whence.cli.terminal import find_round, print_line
+from whence.core import RunDirectoryError
+from whence.runs import RunWriter
+from whence.sb3 import InfluenceCallback
+
+
+def learn(path, steps, **options):
+    MODELS["walk"]().learn(steps, callback=InfluenceCallback(IIF(0.5), run=path, save_every=2, **options))
+
+
+@pytest.fixture
+def broken_off(tmp_path):
+    """A run with a checkpoint after its second round, which was interrupted in its fourth."""
+    train(MODELS["walk"], tmp_path / "run", until=0.7, save_every=2)
+    assert RunDirectory.open(tmp_path / "run").rounds() == [1, 2, 3]
+    return tmp_path / "run"
+
+
+def test_a_lost_table_deletes_nothing(broken_off, caplog):
+    (broken_off / "metrics.parquet").unlink()
+    before = contents(broken_off)
+    with caplog.at_level(logging.WARNING, logger="whence"):
+        model = train(MODELS["walk"], broken_off, save_every=2)
+    assert "holds 0 of 2 rows: a file of metrics was lost" in caplog.text
+    whole = train(MODELS["walk"], broken_off.parent / "whole", save_every=2)
+    assert_same_model(model, whole)
+    assert {name: content for name, content in before.items() if "config" not in name}.items() <= contents(
+        broken_off
+    ).items()
+    assert RunDirectory.open(broken_off).table("metrics")["round"].to_list() == [3, 4, 5]
+
+
+def refuse_total(path):
+    learn(path, STEPS)
+
+
+def refuse_settings(path):
+    MODELS["schedule"]().learn(5 * STEPS, callback=InfluenceCallback(IIF(0.5), run=path))
+
+
+def lose_checkpoints(path):
+    shutil.rmtree(path / "checkpoints")
+    learn(path, 5 * STEPS)
+
+
+def lose_tables_and_checkpoints(path):
+    RunDirectory.open(path).note(save_every=1)  # else it may have been broken off before its first checkpoint
+    (path / "metrics.parquet").unlink()
+    lose_checkpoints(path)
+
+
+def fail_later(path):
+    model = MODELS["walk"]()
+    model.env.step_wait = lambda: pytest.fail("the environment is broken")
+    learn_with = InfluenceCallback(IIF(0.5), run=path, save_every=2)
+    try:
+        model.learn(total(model), callback=learn_with)
+    except BaseException as failure:
+        raise RunDirectoryError("holds a run") from failure
+
+
+@pytest.mark.parametrize(
+    "start", [refuse_total, refuse_settings, lose_checkpoints, lose_tables_and_checkpoints, fail_later]
+)
+def test_a_start_that_is_refused_or_fails_deletes_nothing(broken_off, start):
+    before = contents(broken_off)
+    with pytest.raises(RunDirectoryError, match="holds a run"):
+        start(broken_off)
+    after = contents(broken_off)
+    changed = {name for name, content in before.items() if after.get(name) != content}
+    assert changed <= {"metrics.parquet", "config.json"}  # which the test itself changes
+
+
+def test_a_first_round_that_was_broken_off_is_not_deleted_by_another_run(tmp_path):
+    train(MODELS["walk"], tmp_path, until=0.3)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "metrics.parquet").unlink()
+    with pytest.raises(RunDirectoryError, match="another configuration"):
+        refuse_settings(tmp_path)
+    with pytest.raises(RunDirectoryError, match="0 finished rounds"):
+        RunDirectory.create(tmp_path, {"env": "another"})
+    model = train(MODELS["walk"], tmp_path)  # the same run starts with its first round
+    assert_same_model(model, train(MODELS["walk"], tmp_path.parent / "whole"))
+
+
+WRITES = {
+    "table": lambda run: run.append("metrics", {"round": 2}),
+    "records": lambda run: run.write_round("records", 2, pl.DataFrame({"record_id": [2]})),
+    "policy": lambda run: run.write_policy(2, {"w": torch.ones(1)}),
+    "note": lambda run: run.note(more=1),
+    "checkpoint": lambda run: RunWriter(run, save_every=1).save_checkpoint(2, dict),
+    "another object": lambda run: RunDirectory(run.path, {}, {}).append("evaluations", {"round": 2}),
+}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_directory_that_was_deleted_under_its_writer_gets_nothing(tmp_path, write, again):
+    run = RunDirectory.create(tmp_path / "run", {"seed": 1})
+    run.append("metrics", {"round": 1})
+    shutil.rmtree(run.path)
+    if again:  # as another process does
+        run.path.mkdir()
+        (run.path / ".lock").touch()
+        (run.path / "config.json").write_text("of another run")
+    before = contents(run.path)
+    with pytest.raises(
+        RunDirectoryError, match=r"run was deleted, moved or replaced while .* Start this training again"
+    ):
+        WRITES[write](run)
+    assert contents(run.path) == before
+    assert run.path.exists() == again
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_what_a_lock_leads_to_is_left_alone(tmp_path, link):
+    (tmp_path / "thesis.tex").write_text("ten years of work")
+    (tmp_path / "run").mkdir()
+    getattr(tmp_path / "run" / ".lock", link)(tmp_path / "thesis.tex")
+    with (
+        nullcontext() if link == "hardlink_to" else pytest.raises(RunDirectoryError, match="is a link to another file")
+    ):
+        RunDirectory.create(tmp_path / "run", {})
+    assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
+
+
+def test_rows_of_later_rounds_give_way(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+    for number in range(1, 8):
+        run.append("metrics", {"round": number, "odd": None if number % 2 else 0.5, f"of {number // 4}": number})
+        assert RunDirectory.open(tmp_path).table("metrics").equals(run.table("metrics"))
+    run.release()
+    run = RunDirectory.open(tmp_path)
+    for number in (8, 5):  # goes on, once after an earlier round
+        run.append("metrics", {"round": number})
+        assert run.table("metrics")["round"].to_list() == [*range(1, number + 1)]
+
+
+def test_a_round_with_records_is_whole(tmp_path, monkeypatch):
+    write = RunDirectory.write_round
+
+    def break_off(self, name, number, table):
+        if (name, number) == ("episodes", 3):
+            raise KeyboardInterrupt
+        write(self, name, number, table)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "write_round", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            train(MODELS["walk"], tmp_path / "parts")
+    assert RunDirectory.open(tmp_path / "parts").rounds() == [1, 2]
+    train(MODELS["walk"], tmp_path / "parts")
+    train(MODELS["walk"], tmp_path / "whole")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_process_that_was_forked_after_polars_was_used_says_so(tmp_path):
+    RunDirectory.create(tmp_path / "run", {}).append("metrics", {"round": 1})
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        messages = []
+        for use in (lambda: RunDirectory.open(tmp_path / "run").table("metrics"), lambda: learn(tmp_path / "new", 64)):
+            try:
+                use()
+            except RunDirectoryError as refusal:
+                messages.append(str(refusal))
+        os.write(writing, "\n".join(messages).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    first, second = os.read(reading, 10_000).decode().split("\n")
+    assert first == second
+    assert 'Start it by multiprocessing.get_context("spawn"), SubprocVecEnv(..., start_method="spawn")' in first
+
+
+def test_too_many_open_files_have_a_remedy(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+    try:
+        with pytest.raises(RunDirectoryError, match=r"Too many open files\. Raise the limit of open files \(ulimit -n"):
+            run.append("metrics", {"round": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_last_round_is_one_whose_policy_is_kept(tmp_path):
+    run = RunDirectory.create(tmp_path, {})
+    for number in (1, 2, 3, 4):
+        run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
+    assert find_round(run, None, None) == 4
+    run.write_policy(3, {"w": torch.ones(1)})
+    assert find_round(run, None, None) == 3
+    assert find_round(run, 4, None) == 4
+
+
+def test_a_terminal_without_a_character_gets_another(monkeypatch):
+    app = importlib.import_module("whence.cli.app")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(app, "app", lambda: print_line("0.1 ± 0.2"))
+    monkeypatch.setattr(app.signal, "signal", lambda *handler: None)
+    app.main()
+    stream.flush()
+    assert stream.buffer.getvalue() == b"0.1 ? 0.2\n"

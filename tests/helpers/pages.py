@@ -67,7 +67,7 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
         "negative_share": [0.4] * rounds,
     }
     shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
-    commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}", "llm why": "whence llm why RUN"}
+    commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}"}
     finding = {
         "kind": "region",
         "title": f"Fire left harms{HOSTILE}",

@@ -74,7 +74,7 @@ def score(
     lines with a prompt, a response and a reward. Each step becomes a round. Of what the files lack, token ids come from
     the tokenizer and advantages from the rewards of each prompt's responses. Interrupted, the same command goes on.
 
-    The run is an ordinary one: whence view, report and llm why work on it.
+    The run is an ordinary one: whence view, report and why work on it.
 
     Example: whence llm score out/completions --model out/checkpoint-500 --max-tokens 256
     """

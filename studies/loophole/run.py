@@ -30,7 +30,7 @@ from studies.loophole.screens import Monitor, Suspects
 from studies.loophole.tables import FINDER_KEYS, ROUND_KEYS, find_onset, write_tables
 from studies.planted.scores import compute_auroc
 from studies.stored import round_numbers, write_line
-from whence.causes import Responses, find_causes
+from whence.causes import Examples, find_causes
 from whence.lab import read_rows
 from whence.lab.language import Lab, arithmetic, check, is_gamed, lenient_reward, reward
 from whence.lab.language import training as language_training
@@ -117,7 +117,7 @@ def judge_finders(out: Path, seed: int, directory: RunDirectory, records: pl.Dat
         began = time.process_time()
         scores = advantages
         if method != "advantage":
-            causes = find_causes(directory, Responses(question["prompt"], question["response"]), method=method)
+            causes = find_causes(directory, Examples(question["prompt"], question["response"]), method=method)
             scores = causes["score"].to_numpy()
         line = {"seed": seed, "method": method, "seconds": time.process_time() - began, "onset": onset}
         line |= {"prompt": question["prompt"], "response": question["response"]}

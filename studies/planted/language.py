@@ -45,7 +45,7 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
-from whence.causes import Responses, find_causes
+from whence.causes import Examples, find_causes
 from whence.causes.ranking import average_nearest
 from whence.causes.response_causes import compute_response_log_prob
 from whence.core import RecordBatch
@@ -110,7 +110,7 @@ def score(
             result = answer(question[1])
             scores = scores * np.array([1 if answer(text) == result else -1 for text in records["response"]])
         return scores, time.process_time() - began
-    causes = find_causes(directory, Responses(*question), method=method)
+    causes = find_causes(directory, Examples(*question), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 

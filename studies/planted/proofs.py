@@ -25,7 +25,7 @@ from studies.markdown import table
 from studies.planted import grader, language
 from studies.planted import run as agents
 from studies.stored import round_numbers, write_line
-from whence.causes import AgentTraining, Proof, Responses, prove
+from whence.causes import AgentTraining, Examples, Proof, prove
 from whence.core import Action, write_atomically
 from whence.lab import read_rows
 from whence.lab.language import training as language_training
@@ -93,7 +93,7 @@ def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
     directory, question = RunDirectory.open(path), language.list_questions(lab)[0]
     return prove(
         directory,
-        Responses(*question),
+        Examples(*question),
         None if what == "finder" else list_rigged("arithmetic", directory, setup.rounds),
         method=setup.method,
         top=setup.top,

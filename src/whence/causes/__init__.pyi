@@ -5,7 +5,7 @@ from .grid_map import map_extremes as map_extremes
 from .proofs import prove as prove
 from .ranking import rank_moments as rank_moments
 from .ranking import rank_records as rank_records
-from .response_causes import Responses as Responses
+from .response_causes import Examples as Examples
 from .retraining import AgentTraining as AgentTraining
 from .retraining import LanguageTraining as LanguageTraining
 

@@ -10,10 +10,10 @@ from whence.core import Action, WhenceError
 from whence.runs import RunDirectory
 
 if TYPE_CHECKING:
-    from whence.causes.response_causes import Responses
+    from whence.causes.response_causes import Examples
     from whence.stored.agents import AnyEnv
 
-Behaviour: TypeAlias = "Action | Responses"
+Behaviour: TypeAlias = "Action | Examples"
 """What a run is asked about: an agent's actions in states, or a language model's responses to prompts."""
 
 
@@ -42,7 +42,7 @@ def find_causes(
     Args:
         run: a run of an agent whose policy can be built again, finished or not; or a run of `whence llm train`, for
             "bm25" any run of a language model.
-        behaviour: actions in states, or `Responses`; a positive score speaks for the mean over them. Stored responses
+        behaviour: actions in states, or `Examples`; a positive score speaks for the mean over them. Stored responses
             get no scores themselves.
         rounds: the rounds to score, from 1; None: all whose policy is there, for "bm25" all.
         method: a method by name.
@@ -63,7 +63,7 @@ def find_causes(
         from whence.causes.decision_causes import find_decision_causes
 
         return find_decision_causes(run, behaviour, rounds=rounds, method=method, env=env, on_round=on_round)
-    check_kind(run, agents={"env": env}, language={"Responses": behaviour})
+    check_kind(run, agents={"env": env}, language={"Examples": behaviour})
     # Transformers takes seconds to import.
     from whence.causes.response_causes import find_response_causes
 

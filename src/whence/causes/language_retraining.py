@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from whence.causes.response_causes import Responses, read_examples
+from whence.causes.response_causes import Examples, read_examples
 from whence.causes.retraining import LanguageTraining, Retraining
 from whence.core import RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
 from whence.llm.base import PPOConfig
@@ -34,7 +34,7 @@ SHORT = 32
 
 @contextmanager
 def open_language(
-    run: RunDirectory, tables: Mapping[int, pl.DataFrame], behaviour: Responses | None, training: LanguageTraining
+    run: RunDirectory, tables: Mapping[int, pl.DataFrame], behaviour: Examples | None, training: LanguageTraining
 ) -> Iterator[Retraining]:
     """Open a language model's rounds to train again, the same way for the runs of every trainer; policies are models.
 
@@ -59,19 +59,19 @@ def open_language(
         rounds, notes = _read_rounds(run, tables, tokenizer, policy.device)
 
         def make_rows(left_out: pl.DataFrame) -> RecordBatch:
-            responses = Responses(records=left_out) if behaviour is None else behaviour
+            responses = Examples(records=left_out) if behaviour is None else behaviour
             prompts = [{"prompt": prompt} for prompt, _ in responses.pairs]
             make_target, _ = read_examples(run, responses)
             target = make_target(Task(policy, tokenizer, prompts, lambda *texts: [], None, None, None))
             assert target.rows is not None
             return target.rows
 
-        def read(keys: pl.DataFrame) -> Responses:
+        def read(keys: pl.DataFrame) -> Examples:
             ids = keys.select("round", "record_id").iter_rows()
             rows = [
                 tables[number].row(by_predicate=pl.col("record_id") == record, named=True) for number, record in ids
             ]
-            return Responses([read_chat(row, "prompt") for row in rows], [row["response"] for row in rows])
+            return Examples([read_chat(row, "prompt") for row in rows], [row["response"] for row in rows])
 
         def train(left_out: pl.DataFrame, seed: int) -> Any:
             with torch.no_grad():

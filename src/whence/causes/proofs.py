@@ -195,7 +195,7 @@ def _open(
         run,
         agents={"Action": is_action, "AgentTraining": isinstance(training, AgentTraining), "env": env},
         language={
-            "Responses": behaviour is not None and not is_action,
+            "Examples": behaviour is not None and not is_action,
             "LanguageTraining": isinstance(training, LanguageTraining),
         },
     )
@@ -220,18 +220,9 @@ def train_variants(
 ) -> tuple[pl.DataFrame, Path]:
     """Train with all records, without some, without as many at random, and without a placebo's; in each seed anew.
 
-    Args:
-        left_out: the records in question, from `check_left_out`.
-        others: the others that trained; random ones are of the same rounds.
-        choose_placebo: chooses a placebo's.
-        measure: trains without records, by a seed, and returns outcomes by name.
-        seeds: the number of seeds.
-        folder: where the outcomes are written, after each training; the same question continues after the last one.
-        about: what tells the question from others, in JSON types.
-        on_stage: called with the name of each training as it begins.
-
-    Returns:
-        The table of a `Proof`, and the file.
+    Random records are of the same rounds. After each training its outcomes are written to a file in the folder, named
+    by the question, `about` in JSON types, so that the same question continues there. Returns the table of a `Proof`,
+    and the file.
 
     Raises:
         NonFinite: an outcome is not finite.
@@ -308,11 +299,11 @@ def name_top(causes: pl.DataFrame, trained: pl.DataFrame, top: int) -> pl.DataFr
 
 def _draw_matched(others: pl.DataFrame, left_out: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:
     """Return other records at random, of each round as many as are left out."""
-    parts = []
-    for (number,), group in left_out.group_by("round", maintain_order=True):
-        pool = others.filter(pl.col("round") == number)
-        parts.append(pool[np.sort(generator.choice(len(pool), len(group), replace=False))])
-    return pl.concat(parts)
+    pools = [
+        (others.filter(pl.col("round") == number), count)
+        for number, count in left_out.group_by("round", maintain_order=True).len().iter_rows()
+    ]
+    return pl.concat(pool[np.sort(generator.choice(len(pool), count, replace=False))] for pool, count in pools)
 
 
 def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:

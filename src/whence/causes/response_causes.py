@@ -31,7 +31,7 @@ _COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
 
 
 @dataclass(frozen=True)
-class Responses:
+class Examples:
     """Responses to prompts, examples of one behaviour: what a language model is asked about.
 
     Attributes:
@@ -61,7 +61,7 @@ class Responses:
 
 def find_response_causes(
     run: RunDirectory,
-    behaviour: Responses,
+    behaviour: Examples,
     *,
     rounds: Sequence[int] | None = None,
     method: str = INFLUENCE,
@@ -82,7 +82,7 @@ def find_response_causes(
 
 
 def read_examples(
-    run: RunDirectory, behaviour: Responses
+    run: RunDirectory, behaviour: Examples
 ) -> tuple[Callable[[Task], ValidationLoss], list[tuple[str, str]]]:
     """Return what makes the target of responses from a task, and their texts."""
     if (records := behaviour.records) is None:
@@ -194,7 +194,7 @@ def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: f
         return float(target(view, params, rows)) * int(rows.observations["response_mask"].sum()) / len(rows)
 
 
-def measure_trained(run: RunDirectory, behaviour: Responses) -> float | None:
+def measure_trained(run: RunDirectory, behaviour: Examples) -> float | None:
     """Return the mean log-probability of responses under the trained model; None: the run holds none yet.
 
     Raises:

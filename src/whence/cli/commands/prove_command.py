@@ -40,16 +40,10 @@ _LANGUAGE = make_field_options(
 @with_options([*_TESTS, *_LANGUAGE])
 def prove(
     run: Annotated[Path, typer.Argument(help="A run directory, or one of scored rollouts.")],
-    flagged: Annotated[
-        bool, typer.Option("--flagged", help="Leave out the records that were flagged on the run's page.")
-    ] = False,
-    by: Annotated[
-        str, typer.Option(help="The finder that names the records that taught it; see whence why --help.")
-    ] = "nearest",
+    flagged: Annotated[bool, typer.Option("--flagged", help="Leave out what was flagged on the run's page.")] = False,
+    by: Annotated[str, typer.Option(help="The finder of what taught it; see whence why --help.")] = "nearest",
     top: Annotated[int, typer.Option(help="How many records it names.", min=1)] = 64,
-    rounds: Annotated[
-        str | None, typer.Option(help="A stretch of rounds to train: 1-20. (default: all)", show_default=False)
-    ] = None,
+    rounds: Annotated[str | None, options.optional(help="A stretch of rounds to train: 1-20. (default: all)")] = None,
     seeds: Annotated[int, typer.Option(help="Seeds; each is four trainings.", min=1)] = 5,
     trust: options.Trust = False,
     json: options.AsJson = False,
@@ -64,7 +58,7 @@ def prove(
     step: options.Step = None,
     observation: options.InState = None,
     action: options.TakenAction = None,
-    env: options.PlayEnv = None,
+    env: options.ReplayEnv = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
     **fields: Any,
@@ -115,9 +109,9 @@ def prove(
             behaviour, decision = choose_decision(explored, episode_seed, step, record, observation, action)
             words = decision.what
         elif prompt and response:
-            from whence.causes import Responses  # Transformers takes seconds to import
+            from whence.causes import Examples  # Transformers takes seconds to import
 
-            behaviour = Responses(prompt, response)
+            behaviour = Examples(prompt, response)
         proof = prove_behaviour(
             directory,
             behaviour,

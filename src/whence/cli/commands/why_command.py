@@ -41,10 +41,9 @@ def why(
     run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
     record: Annotated[
         int | None,
-        typer.Option(
+        options.optional(
             help="What was done in this record; of a language model, why this response scored as it did. (default: the "
             "most harmful of the round)",
-            show_default=False,
         ),
     ] = None,
     by: Annotated[
@@ -64,13 +63,13 @@ def why(
     observation: options.InState = None,
     action: options.TakenAction = None,
     out: Annotated[Path | None, options.agents_option(help="Draw a picture: .png.")] = None,
-    env: options.PlayEnv = None,
+    env: options.ReplayEnv = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
     flagged: Annotated[
         bool, options.language_option("--flagged", help="The answers: those flagged on the run's page.")
     ] = False,
-    round: Annotated[int | None, options.language_option(help="The round of --record. (default: the last)")] = None,
+    round: Annotated[int | None, options.language_option(help="The round of the response. (default: the last)")] = None,
 ) -> None:
     """Tell what taught the present policy what it does: the records of all rounds that speak for it.
 
@@ -184,10 +183,10 @@ def _gather_response_causes(
     Their present log-probability is that under the trained model, or under the policy of the last scored round.
     """
     # Transformers takes seconds to import.
-    from whence.causes import Responses, measure_trained
+    from whence.causes import Examples, measure_trained
     from whence.stored.language import list_policies
 
-    behaviour, notes = Responses(prompts, responses, run.flags() if flagged else None), list[str]()
+    behaviour, notes = Examples(prompts, responses, run.flags() if flagged else None), list[str]()
     what = f"One of {len(responses)} responses, by the geometric mean"
     if len(responses) == 1:
         what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"

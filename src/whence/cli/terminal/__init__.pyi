@@ -34,5 +34,4 @@ from .proofs import check_ways as check_ways
 from .proofs import print_proof as print_proof
 from .runs import find_round as find_round
 from .runs import make_target as make_target
-from .runs import open_agent_run as open_agent_run
 from .runs import parse_decision as parse_decision

@@ -19,8 +19,9 @@ from whence.stored import ARMS
 AGENTS, LANGUAGE = "Agents", "Language models"
 """Headings of the help, over options for the runs of one kind, which a command refuses for the other."""
 
-agents_option = partial(typer.Option, show_default=False, rich_help_panel=AGENTS)
-language_option = partial(typer.Option, show_default=False, rich_help_panel=LANGUAGE)
+optional = partial(typer.Option, show_default=False)
+agents_option = partial(optional, rich_help_panel=AGENTS)
+language_option = partial(optional, rich_help_panel=LANGUAGE)
 
 Env: TypeAlias = Annotated[
     str | None,
@@ -60,11 +61,7 @@ Record: TypeAlias = Annotated[
 Engine: TypeAlias = Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")]
 ReplayEnv: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--env",
-        help="The environment to play episodes in: an id, module:Id, or module:function. (default: the run's)",
-        show_default=False,
-    ),
+    agents_option("--env", help="The environment: an id, module:Id, or module:function. (default: the run's)"),
 ]
 EpisodeSeed: TypeAlias = Annotated[
     int | None, agents_option(help="The decision: of an episode played with this seed, (default: 0)", min=0)
@@ -76,10 +73,7 @@ InState: TypeAlias = Annotated[
     str | None, agents_option("--observation", help="The decision: in this observation,", metavar="JSON")
 ]
 TakenAction: TypeAlias = Annotated[str | None, agents_option("--action", help="this action.", metavar="JSON")]
-PlayEnv: TypeAlias = Annotated[
-    str | None,
-    agents_option("--env", help="The environment: an id, module:Id, or module:function. (default: the run's)"),
-]
+Round: TypeAlias = Annotated[int | None, optional(help="The round, from 1. (default: that of --record, or the last)")]
 Prompt: TypeAlias = Annotated[list[str] | None, language_option(help="The answer: to this prompt,", metavar="TEXT")]
 Response: TypeAlias = Annotated[
     list[str] | None, language_option(help="this response. Repeat both for more examples.", metavar="TEXT")

@@ -244,6 +244,8 @@ class TestLanguageModels:
         printed = json.loads(invoke("prove", directory.path, "--flagged", *options, "--json").stdout)
         assert printed["left_out"] == 1
         assert list(dict.fromkeys(row["outcome"] for row in printed["outcomes"])) == ["share", "probability", "reward"]
+        rows = [row for row in printed["outcomes"] if row["outcome"] == "probability"]
+        assert len({row["value"]["mean"] for row in rows if row["variant"] in ("all", "without", "random")}) == 3
 
     @pytest.mark.parametrize(
         ("options", "message"),

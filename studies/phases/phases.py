@@ -23,8 +23,8 @@ from studies.phases.roughness import (
 )
 from whence import Action, RecordBatch, RunDirectory, attribute
 from whence.core import WhenceError, eval_mode, to_numpy
+from whence.lab.visits import number_states
 from whence.sb3 import actor_critic_view, model_objective, predict
-from whence.selection import number_states
 from whence.stored.agents import AnyEnv, load_agent, load_policy, read_records
 
 CANDIDATES = 512

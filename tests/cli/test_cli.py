@@ -320,16 +320,11 @@ class TestWrongInput:
         assert stamps(wrong_runs) == before
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("attribute",), ("prove", "--record", "1")],
-    ids=lambda one: one[0],
-)
-def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, arguments):
+def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path):
     RunDirectory.create(tmp_path / "run", {"kind": "language", "arm": "ippo"})
-    code, _, err = whence(arguments[0], tmp_path / "run", *arguments[1:])
+    code, _, err = whence("attribute", tmp_path / "run")
     assert code == 2
-    assert f"{tmp_path / 'run'} is a language-model run" in err
+    assert f"{tmp_path / 'run'} is a run of a language model" in err
     assert f"are in {tmp_path / 'run' / 'records'}; see them with: whence report {tmp_path / 'run'}" in err
 
 

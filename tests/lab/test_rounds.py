@@ -15,7 +15,6 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
-import whence
 from helpers.recorded_rounds import OPTIMIZERS, SMALL, assert_untouched, model_of, recorded, replay, state_of
 from whence import IIF, Return, RoundRecording, WhenceError, attribute
 from whence.core import NonFinite, Unsupported
@@ -29,6 +28,7 @@ from whence.lab.rounds.replay import (
     open_round,
     target_gradient,
 )
+from whence.lab.rules import TDErrorPriority
 from whence.rounds.recording import OptimizerState
 from whence.sb3 import replay_round as replay_sb3
 
@@ -57,7 +57,7 @@ class Dicts(gym.Env):
 CASES = {
     **{name: lambda name=name: (model_of(name), None) for name in OPTIMIZERS},
     "filtered": lambda: (model_of(), IIF(drop=1.0)),
-    "drawn by weight": lambda: (model_of(), whence.TDErrorPriority()),
+    "drawn by weight": lambda: (model_of(), TDErrorPriority()),
     "target_kl": lambda: (model_of(target_kl=1e-4, learning_rate=0.1), None),
     "values clipped": lambda: (model_of(clip_range_vf=0.01), None),
     "entropy": lambda: (model_of(ent_coef=0.05), None),

@@ -49,8 +49,6 @@ LLM_LABORATORY: Mapping[str, str] = {
 LLM_COMMANDS: Mapping[str, str] = {
     **(LLM_LABORATORY if HAS_LABORATORY else {}),
     "score": "llm_score_command:score",
-    "why": "llm_why_command:why",
-    "prove": "llm_prove_command:prove",
 }
 """All of `whence llm`."""
 

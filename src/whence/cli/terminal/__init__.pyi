@@ -7,6 +7,8 @@ from .console import print_json as print_json
 from .console import print_line as print_line
 from .console import print_paths as print_paths
 from .console import resumable as resumable
+from .explanations import describe_explanation as describe_explanation
+from .explanations import print_explanation as print_explanation
 from .laboratory import HAS_LABORATORY as HAS_LABORATORY
 from .laboratory import describe_training as describe_training
 from .laboratory import require_laboratory as require_laboratory
@@ -34,5 +36,4 @@ from .proofs import check_ways as check_ways
 from .proofs import print_proof as print_proof
 from .runs import find_round as find_round
 from .runs import make_target as make_target
-from .runs import open_agent_run as open_agent_run
 from .runs import parse_decision as parse_decision

@@ -6,12 +6,20 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from whence.core import WhenceError
+
+AGENTS, LANGUAGE = "Agents", "Language models"
+"""Headings of the help, over options for the runs of one kind, which a command refuses for the other."""
+
+optional = partial(typer.Option, show_default=False)
+agents_option = partial(optional, rich_help_panel=AGENTS)
+language_option = partial(optional, rich_help_panel=LANGUAGE)
 
 Env: TypeAlias = Annotated[
     str | None,
@@ -44,11 +52,22 @@ Record: TypeAlias = Annotated[
 Engine: TypeAlias = Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")]
 ReplayEnv: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--env",
-        help="The environment to play episodes in: an id, module:Id, or module:function. (default: the run's)",
-        show_default=False,
-    ),
+    agents_option("--env", help="The environment: an id, module:Id, or module:function. (default: the run's)"),
+]
+EpisodeSeed: TypeAlias = Annotated[
+    int | None, agents_option(help="The decision: of an episode played with this seed, (default: 0)", min=0)
+]
+Step: TypeAlias = Annotated[
+    int | None, agents_option(help="at this step. (default: the one whose action's probability rose most)", min=0)
+]
+InState: TypeAlias = Annotated[
+    str | None, agents_option("--observation", help="The decision: in this observation,", metavar="JSON")
+]
+TakenAction: TypeAlias = Annotated[str | None, agents_option("--action", help="this action.", metavar="JSON")]
+Round: TypeAlias = Annotated[int | None, optional(help="The round, from 1. (default: that of --record, or the last)")]
+Prompt: TypeAlias = Annotated[list[str] | None, language_option(help="The answer: to this prompt,", metavar="TEXT")]
+Response: TypeAlias = Annotated[
+    list[str] | None, language_option(help="this response. Repeat both for more examples.", metavar="TEXT")
 ]
 Trust: TypeAlias = Annotated[
     bool,

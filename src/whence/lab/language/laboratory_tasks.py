@@ -31,7 +31,7 @@ from whence.core import Unsupported, WhenceError, preserve_rng_state, suggest
 from whence.lab.language import problems
 from whence.lab.language.problems import Difficulty, Habit
 from whence.llm.text import Reward
-from whence.stored.language import LanguageConfig, Task, load_model, prepare_test
+from whence.stored.language import LanguageConfig, Task, load_language_model, prepare_test
 from whence.validation import settings
 
 FORMAT = 2
@@ -363,7 +363,7 @@ def make_laboratory(config: LanguageConfig, *, progress: bool = True) -> Lab:
 def load_laboratory(config: LanguageConfig) -> Task:
     """Return the task of a laboratory, which is made where it is not on disk."""
     lab = make_laboratory(config, progress=False)
-    model, tokenizer = load_model(str(lab.model_path), config.dtype)
+    model, tokenizer = load_language_model(str(lab.model_path), config.dtype)
     if not config.has_small_model:
         test = prepare_test(config, lab.test, lab.reward)
         return Task(model, tokenizer, lab.train, lab.reward, lab.demonstrations, *test)

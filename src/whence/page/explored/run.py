@@ -253,7 +253,7 @@ class ExploredRun:
         records = self.round(number)
         if self.is_language or not records.scored or records.table.is_empty() or not self._has_map:
             return None
-        extremes = map_extremes(self.directory, number, records.table, env=self.env)
+        extremes = map_extremes(self.directory, records.table, env=self.env)
         return None if extremes is None else extremes.to_json()
 
     def replay(self, episode: int, steps: Collection[int]) -> tuple[Frames, str | None]:

@@ -25,7 +25,13 @@ from whence.llm.text import (
     read_prompts,
 )
 from whence.stored.language.language_config import LanguageConfig
-from whence.stored.language.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
+from whence.stored.language.loading import (
+    ignore_old_names,
+    load_data,
+    load_function,
+    load_language_model,
+    load_pretrained,
+)
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
@@ -145,7 +151,7 @@ def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
     if rewards and config.test_dataset is not None:
         test_reward = load_function(config.test_reward) if config.test_reward else reward
         test, evaluate_model = prepare_test(config, load_data(config.test_dataset), test_reward)
-    model, tokenizer = load_model(str(config.model), config.dtype)
+    model, tokenizer = load_language_model(str(config.model), config.dtype)
     return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
 
 

@@ -31,9 +31,3 @@ def write_flag(run: str | Path, number: int, record: int, note: str | None) -> N
         others = flags.filter((pl.col("round") != number) | (pl.col("record_id") != record))
         added = pl.DataFrame([] if note is None else [(number, record, note)], schema=flags.schema, orient="row")
         write_table(pl.concat([others, added]).sort("round", "record_id"), Path(run) / FLAGS)
-
-
-def remove_flags(run: Path, *, after: int) -> None:
-    """Take away the flags of the rounds after a round."""
-    if (run / FLAGS).exists():
-        write_table(read_flags(run).filter(pl.col("round") <= after), run / FLAGS)

@@ -1,6 +1,5 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from whence.advice import log_new_advice
 from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
-from whence.runs import Checkpoint, RunDirectory, Stopwatch, time_stage
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
     Last,
@@ -29,6 +28,7 @@ from whence.sb3.base import (
     claim_learn,
     describe_factory,
     model_objective,
+    named_tensors,
     read_buffer,
     read_names,
     select_from,
@@ -48,8 +48,15 @@ from whence.sb3.round_result import (
     read_train_metrics,
 )
 from whence.sb3.supported_models import check_model
-from whence.sb3.training_run import TrainingRun, holds_policy
-from whence.scores import FOLDS, Influence, NoMean, attribute, check_folds, name_round
+from whence.sb3.training_state import (
+    holds_policy,
+    open_run,
+    read_training,
+    record_next_rollout,
+    restore_training,
+    write_round,
+)
+from whence.scores import FOLDS, Influence, attribute, check_folds, name_round
 from whence.selection import (
     AGENT_UNITS,
     Progress,
@@ -61,8 +68,6 @@ from whence.selection import (
     choose_target,
     score_for,
 )
-
-log = logging.getLogger("whence")
 
 
 class InfluenceCallback(BaseCallback):
@@ -148,14 +153,15 @@ class InfluenceCallback(BaseCallback):
         self.env, self._factory = env, describe_factory(env)
         self.names = check_names(names or {})
         self.engine, self.memory = engine, memory
-        self.folds, self._has_errors = check_folds(folds), True
+        self.folds = check_folds(folds)
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recordings = check_recordings(recordings)
         self.recording: RoundRecording | None = None
         self.optimisation_clock = Stopwatch()
         self._logged: set[str] = set()
-        self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
+        self._recorder = None if run is None else RunRecorder(run, save_every=save_every)
+        self._overwrite, self._tracker = overwrite, None
         self.skipped_rounds, self._rounds_done, self._learns, self._last_timestep = 0, 0, 0, 0
         self._ongoing: Ongoing | None = None
         self._checkpoint: Checkpoint | None = None
@@ -217,8 +223,9 @@ class InfluenceCallback(BaseCallback):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
-            if self._run is not None:
-                self._run.write_recording(self.recording)
+            if self._recorder is not None:
+                self._recorder.directory.check_writer()
+                self.recording.save(self._recorder.directory.round_path("recordings", self.recording.number))
 
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
@@ -245,17 +252,18 @@ class InfluenceCallback(BaseCallback):
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         self.check_model()
         claim_learn(self.model)
-        if self._run is not None:
+        if self._recorder is not None:
             self.names = read_names(self.model, self.names)
-            self._checkpoint = self._run.open(self.model, self.settings())
+            self._checkpoint, self._tracker = open_run(
+                self._recorder, self.model, self.settings(), self._tracker, overwrite=self._overwrite
+            )
 
     def _on_training_start(self) -> None:
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
         else:
             self._continue_episodes()
-        if self._run is not None:
-            self._run.record_next_rollout(self.model)
+        record_next_rollout(self.model, self._tracker)
 
     def _continue_episodes(self) -> None:
         self._learns += 1
@@ -263,30 +271,33 @@ class InfluenceCallback(BaseCallback):
         # unless steps were taken that no rollout of this callback holds, or the environments are others.
         starts = self.locals["self"]._last_episode_starts
         continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts) and not starts.all()
-        is_new = self._run is not None and not self._run.tracker.has_started
+        is_new = self._tracker is not None and not self._tracker.has_started
         if is_new or not continues or self.model.num_timesteps != self._last_timestep:
             self._begin_episodes(len(starts))
-            if self._run is not None:
-                self._run.tracker.start(starts)
+            if self._tracker is not None:
+                self._tracker.start(starts)
 
     def _begin_episodes(self, n_envs: int) -> None:
         self._ongoing = Ongoing.unknown(n_envs, 0 if self._ongoing is None else self._ongoing.next_id)
 
     def _load_state(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
-        assert self._run is not None
+        assert self._recorder is not None
+        assert self._tracker is not None
         state, self._checkpoint = checkpoint.content["callback"], None
         self._rounds_done, self._last_timestep = checkpoint.round, state["last_timestep"]
         self._ongoing = Ongoing(**state["ongoing"])
         self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
-        self.metrics = self._run.directory.table("metrics").to_dicts()
+        self.metrics = self._recorder.directory.table("metrics").to_dicts()
         ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
         # A model goes on after a learn() that had ended: another begins. Otherwise the interrupted one goes on, or the
         # script of the one that had ended was changed to train longer.
         self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
         if state["rule"] is not None:
             self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]
-        if not self._run.restore(self.model, checkpoint):
+        reason = restore_training(self.model, self._tracker, checkpoint)
+        self._recorder.continue_after(checkpoint, [] if reason is None else [reason])
+        if reason is not None:
             self._begin_episodes(self.training_env.num_envs)
 
     def _read_state(self) -> dict[str, Any]:
@@ -302,8 +313,6 @@ class InfluenceCallback(BaseCallback):
         }
 
     def _on_rollout_start(self) -> None:
-        if self._run is not None:
-            self._run.note_differences()
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
             check_observation(self.model, self.model._last_obs)
@@ -317,9 +326,9 @@ class InfluenceCallback(BaseCallback):
             )
         dones, step = self.locals["dones"], self.locals
         ended, infos = dones.nonzero()[0], list(step["infos"]) or [{}] * len(dones)  # a VecEnv may have none
-        if self._run is not None:
+        if self._tracker is not None:
             actions = step.get("clipped_actions", step["actions"])  # a MaskablePPO clips none
-            self._run.tracker.step(actions, ended, infos)
+            self._tracker.step(actions, ended, infos)
         check_step(self.model, step, self.next_round)
         self._steps.add(step["rewards"], dones, ended, infos)
         return True
@@ -340,7 +349,10 @@ class InfluenceCallback(BaseCallback):
             choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
-            choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
+            if self._recorder is not None and self.folds is not None:
+                settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
+                scores = choice.influence, records, self.target, self.folds
+                choice = replace(choice, influence=estimate_errors(self.model, *scores, self._logged, **settings))
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self.skipped_rounds += not can_train(choice.selection)
@@ -350,25 +362,11 @@ class InfluenceCallback(BaseCallback):
         if self.verbose:
             skipped = ": skipped, training needs two" if metrics["skipped"] else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
-        if self._run is not None:
+        if self._recorder is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            statistics, states = self._steps.statistics, getattr(records.history, "states", {})
-            self._run.write_round(self.round.number, self._steps.add_columns(table), statistics, states, self.model)
+            tensors = {"policies": named_tensors(self.model.policy), "states": getattr(records.history, "states", {})}
+            write_round(self._recorder, self._tracker, self.round.number, table, self._steps, tensors)
         return metrics
-
-    def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
-        """Add errors to snapshot scores that a run directory will hold, if they can be had."""
-        if self._run is None or self.folds is None or not self._has_errors:
-            return influence
-        if influence is None or influence.errors is not None:
-            return influence
-        settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
-        try:
-            return estimate_errors(influence, self.model, records, self.target, self.folds, **settings)
-        except NoMean as reason:
-            log.warning("round %d: scores are written without errors. %s", self._rounds_done + 1, reason)
-            self._has_errors = False
-            return influence
 
     def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:
         """Score the rollout, train on the selection, unless that keeps too little, and write the round's rows."""
@@ -379,19 +377,27 @@ class InfluenceCallback(BaseCallback):
             with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
                 self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
-        if self._run is not None:
-            self._run.record_next_rollout(self.model)
+        record_next_rollout(self.model, self._tracker)
 
     def _on_training_end(self) -> None:
         cancel_hook(self.model)
-        if self._run is not None:
-            ends_after_round = self.model.num_timesteps == self._last_timestep
-            self._run.end_training(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
+        if self._recorder is not None:
+            self._recorder.directory.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))
+            if self.model.num_timesteps == self._last_timestep:  # no checkpoint holds a part of a round
+                self._save_if_due(last=True)
+            self._recorder.end()
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
         log_new_advice(self.metrics, read_settings(self.model), self._logged)
-        if self._run is not None:
-            self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())
+        if self._recorder is not None:
+            self._recorder.write_rows(self.metrics[-1], seconds)
+            self._save_if_due()
+
+    def _save_if_due(self, *, last: bool = False) -> None:
+        """Write the checkpoint after the round if one is due; after the last one in any case."""
+        recorder, tracker, number = self._recorder, self._tracker, self._rounds_done
+        if recorder is not None and tracker is not None and recorder.is_due(number, last=last):
+            recorder.save_checkpoint(number, lambda: read_training(self.model, tracker, self._read_state()))

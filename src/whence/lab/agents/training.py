@@ -12,14 +12,14 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, library_versions
 from whence.lab import efficiency
 from whence.runs import RunDirectory
 from whence.sb3 import (
+    LIBRARIES,
     InfluenceCallback,
     copy_tensors,
-    describe,
-    library_versions,
+    describe_model,
     load_tensors,
     named_tensors,
     resolve_classes,
@@ -104,8 +104,8 @@ def run(
         settings = make_callback(config, None, recordings).settings()
         directory = RunDirectory.begin(
             path,
-            {**describe(model), **settings, "experiment": config.to_json()},
-            versions=library_versions(),
+            {**describe_model(model), **settings, "experiment": config.to_json()},
+            versions=library_versions(LIBRARIES),
             overwrite=overwrite,
             may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )

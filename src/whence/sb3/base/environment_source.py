@@ -15,15 +15,14 @@ from weakref import WeakKeyDictionary
 
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
-from whence.core import WhenceError
-from whence.runs import strip_addresses
+from whence.core import WhenceError, strip_addresses
 from whence.sb3.base.wrappers import describe_environments, find_object, iterate_wrappers
 
 _VERSIONED = sys.stdlib_module_names | {
     *("gymnasium", "stable_baselines3", "sb3_contrib", "numpy", "torch", "whence"),
     *("envpool", "minigrid", "highway_env", "Box2D"),
 }
-"""Packages whose code is left out: a run notes their versions, see `library_versions`."""
+"""Packages whose code is left out: a run notes their versions, see `LIBRARIES`."""
 
 _DIGESTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The first digest of each class or function: its file may be edited while a script that has imported it trains."""

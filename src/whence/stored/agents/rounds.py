@@ -1,6 +1,5 @@
 """A stored run made again, finished or not: its environments, the model that collected a round, the round's records."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -121,8 +120,7 @@ def is_squashed(run: RunDirectory) -> bool:
 
 def _count_frames(run: RunDirectory) -> int:
     """Return how many frames a run's policy sees at a time; 1 unless they were stacked by a VecFrameStack."""
-    matches = [re.fullmatch(r"VecFrameStack\((\d+)\)", name) for name in run.config.get("vec_wrappers", ())]
-    return next((int(match[1]) for match in matches if match), 1)
+    return next((each["n_stack"] for each in run.config.get("vec_wrappers", ()) if "n_stack" in each), 1)
 
 
 def read_reward_scale(run: RunDirectory, number: int) -> float:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Self
 
 from stable_baselines3 import PPO
 
-from whence.core import Action, Return, Target, WhenceError, suggest
+from whence.core import Action, Return, Target, WhenceError, describe, read_numbers, suggest
 from whence.engines import ENGINES
 from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
-from whence.sb3 import to_json_types
 from whence.selection import AGENT_UNITS, DEFAULT_SHARE, IIF, SelectionRule
 from whence.stored.arms import find_arm
 from whence.validation import Count, Natural, one_of, read_table, settings
@@ -112,7 +111,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
-        return to_json_types(asdict(self))  # type: ignore[no-any-return]
+        return describe(asdict(self))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -121,18 +120,9 @@ class RunConfig:
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        return read_table(cls, "A run", _read_numbers(values))
+        return read_table(cls, "A run", read_numbers(values))
 
 
 def list_evaluated_rounds(config: RunConfig) -> list[int]:
     """Return the rounds after which a run is evaluated; 0 is before the first."""
     return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
-
-
-def _read_numbers(value: Any) -> Any:
-    """Return JSON types with the numbers that are not finite, which JSON holds as text."""
-    if isinstance(value, Mapping):
-        return {key: _read_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_read_numbers(entry) for entry in value]
-    return float(value) if value in ("inf", "-inf", "nan") else value

@@ -27,7 +27,7 @@ from whence.core import (
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
 from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
 from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
-from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
+from whence.llm.ppo.ppo_run import load_model, open_run, read_model
 from whence.llm.scores import (
     RoundChooser,
     Scoring,
@@ -51,7 +51,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import Checkpoint, time_stage
+from whence.runs import Checkpoint, RunRecorder, time_stage
 from whence.scores import Influence, check_parameters, name_round
 from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
@@ -178,7 +178,6 @@ class PPOTrainer:
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
         self.kl_coef = config.init_kl_coef
         self.metrics: list[dict[str, Any]] = []
-        self._run = TrainingRun(self)
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []
@@ -203,15 +202,19 @@ class PPOTrainer:
                 something else than a run; or another process writes to it. Nothing was changed.
             WhenceError: the training would start anew with a model that this trainer has trained already.
         """
-        checkpoint = self._run.begin(overwrite=overwrite, trained=self._has_begun)
+        config, writes = self.config, self.processes.rank == 0
+        self._recorder = RunRecorder(
+            config.output_dir, save_every=config.save_every, keep=config.keep_checkpoints, writes=writes
+        )
+        checkpoint = open_run(self._recorder, self, overwrite=overwrite, is_trained=self._has_begun)
         self._has_begun = True
         try:
             if checkpoint is not None:
                 self._restore(checkpoint)
-            if len(self.metrics) < self.config.rounds:
+            if len(self.metrics) < config.rounds:
                 self._train_rounds()
         finally:
-            self._run.writer.end()
+            self._recorder.end()
         return self.metrics
 
     def _train_rounds(self) -> None:
@@ -230,7 +233,9 @@ class PPOTrainer:
             bar.set_postfix(
                 reward=f"{row['reward']:.3g}", kl=f"{row['kl']:.3g}", kept=f"{1 - row['dropped_share']:.0%}"
             )
-            self._run.save_if_due(number, self._read_state, last=number == config.rounds)
+            # The first process's clock decides: others' clocks may differ, and all have to take part.
+            if self.processes.agree(self._recorder.is_due(number, last=number == config.rounds)):
+                self._recorder.save_checkpoint(number, self._read_state)
         for tracker in self.accelerator.trackers:  # `end_training` would also disconnect the processes
             tracker.finish()
 
@@ -331,11 +336,11 @@ class PPOTrainer:
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Write a round to the run directory, log it to trackers, and call `on_rollout`."""
-        if (directory := self._run.directory) is None:
+        if not self._recorder.writes:
             return
         number = row["round"]
-        directory.write_round("records", number, make_response_table(rollout, selection, influence))
-        self._run.writer.write_rows(row, seconds)
+        self._recorder.write_round(number, make_response_table(rollout, selection, influence))
+        self._recorder.write_rows(row, seconds)
         log_new_advice(self.metrics, {}, self._kinds_of_advice)
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
         walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
@@ -344,11 +349,10 @@ class PPOTrainer:
             self.on_rollout(rollout, influence, selection, row)
 
     def _evaluate(self, number: int) -> None:
-        directory = self._run.directory
-        if not self.config.eval_every or directory is None:
+        if not self.config.eval_every or not self._recorder.writes:
             return
         measures = write_evaluation(
-            *(directory, number, self.model.language_model, self.tokenizer),
+            *(self._recorder.directory, number, self.model.language_model, self.tokenizer),
             prompts=self.sample_prompts,
             reward=self.reward,
             config=self.config,
@@ -373,7 +377,9 @@ class PPOTrainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
         content = checkpoint.content
-        self.metrics = self._run.read_metrics(checkpoint.round)
+        self._recorder.continue_after(checkpoint)
+        rows = self._recorder.directory.table("metrics").to_dicts()
+        self.metrics = [row for row in rows if row["round"] <= checkpoint.round]
         load_model(self.model, self.optimizer.optimizer, content)
         if self.accelerator.scaler is not None and content.get("scaler") is not None:
             self.accelerator.scaler.load_state_dict(content["scaler"])  # of gradients in float16

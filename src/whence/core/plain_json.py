@@ -67,14 +67,14 @@ def decode(value: Any, special: Special | None = None) -> Any:
     return value
 
 
-def parse_document(path: str | PathLike[str], text: str, error: type[WhenceError]) -> dict[str, Any]:
-    """Return the JSON object that a file holds; the text of no object is an error of the class `error`."""
+def parse_document(source: str | PathLike[str], text: str, error: type[WhenceError]) -> dict[str, Any]:
+    """Return the JSON object that a file, or another `source`, holds; other text is an error of the class `error`."""
     try:
         document = json.loads(text)
     except (RecursionError, ValueError) as broken:
-        raise error(f"{path} cannot be read as JSON: {broken}. Restore the file.") from None
+        raise error(f"{source} cannot be read as JSON: {broken}. Restore the file.") from None
     if not isinstance(document, dict):
-        raise error(f"{path} holds {type(document).__name__} as JSON, and an object is needed. Restore the file.")
+        raise error(f"{source} holds {type(document).__name__} as JSON, and an object is needed. Restore the file.")
     return document
 
 

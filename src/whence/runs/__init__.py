@@ -5,6 +5,7 @@ from whence.runs.checkpoints import CheckpointClock as CheckpointClock
 from whence.runs.checkpoints import checkpoint_path as checkpoint_path
 from whence.runs.checkpoints import list_checkpoints as list_checkpoints
 from whence.runs.checkpoints import load_tree as load_tree
+from whence.runs.checkpoints import read_latest as read_latest
 from whence.runs.checkpoints import save_tree as save_tree
 from whence.runs.config_file import check_content as check_content
 from whence.runs.config_file import find_content as find_content

@@ -127,7 +127,7 @@ def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
     and tensors.
     """
     tensors: dict[str, Tensor] = {}
-    about = json.dumps(_encode(tree, tensors))
+    about = json.dumps({name: _encode(value, tensors) for name, value in tree.items()})
     write_tensor_file(path, tensors, {"format": FORMAT, "version": VERSION, "about": about})
 
 
@@ -142,10 +142,10 @@ def load_tree(path: Path) -> dict[str, Any]:
             "--overwrite)."
         )
     try:
-        tree: dict[str, Any] = _decode(parse_document(path, metadata.get("about", ""), RunDirectoryError), tensors)
+        about = parse_document(f"The header of {path}", metadata.get("about", ""), RunDirectoryError)
+        return {name: _decode(value, tensors) for name, value in about.items()}
     except CHANGED as crafted:
         raise RunDirectoryError(f"{path} holds what whence does not write ({first_line(crafted)}).") from None
-    return tree
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -165,7 +165,7 @@ class Influence:
         try:
             if (metadata["format"], metadata["version"]) != ("whence-influence", "1"):
                 raise TypeError("it is marked otherwise")
-            about = parse_document(path, metadata["provenance"], InvalidInfluence)
+            about = parse_document(f"The header of {path}", metadata["provenance"], InvalidInfluence)
             provenance = Provenance(**{**about, "parameters": tuple(about["parameters"])})
             errors = [tensors.get(name) for name in ("errors", "by_fold", "folds")]
             return cls(tensors["scores"], tensors["record_ids"], provenance, *errors)

@@ -104,7 +104,6 @@ def responses_of(**columns):
 
 class TestResponses:
     def test_the_responses_to_the_same_prompt(self, tmp_path):
-        target = {"target": "ValidationLoss", "rows": 16}
         run = run_of(
             tmp_path / "sums", responses_of(), {"kind": "language", "target": {"target": "ValidationLoss", "rows": 16}}
         )

@@ -26,6 +26,7 @@ from .objectives import policy_part as policy_part
 from .plain_json import decode as decode
 from .plain_json import describe as describe
 from .plain_json import describe_part as describe_part
+from .plain_json import describe_scoring as describe_scoring
 from .plain_json import encode as encode
 from .plain_json import parse_document as parse_document
 from .plain_json import read_numbers as read_numbers

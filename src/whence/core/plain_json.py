@@ -131,6 +131,12 @@ def describe_part(kind: str, part: Any) -> dict[str, Any]:
     return {kind: name, **{key: _describe_setting(kind, value) for key, value in settings.items()}}
 
 
+def describe_scoring(rule: Any, target: Any, objective: Any) -> dict[str, Any]:
+    """Return how records are scored and selected as data; an objective that is None is the model's own."""
+    parts = {"rule": rule, "target": target, "objective": objective}
+    return {kind: None if part is None else describe_part(kind, part) for kind, part in parts.items()}
+
+
 def _describe_setting(kind: str, value: Any) -> Any:
     if hasattr(value, "needs_influence"):  # the rule that another is like
         return describe_part(kind, value)

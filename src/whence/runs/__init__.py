@@ -18,7 +18,6 @@ from whence.runs.files import check_links as check_links
 from whence.runs.files import read_digests as read_digests
 from whence.runs.files import read_tensor_file as read_tensor_file
 from whence.runs.files import write_tensor_file as write_tensor_file
-from whence.runs.flags import write_flag as write_flag
 from whence.runs.locks import LOCK as LOCK
 from whence.runs.locks import lock_directory as lock_directory
 from whence.runs.recorder import RunRecorder as RunRecorder
@@ -27,5 +26,6 @@ from whence.runs.signatures import SIGNATURE as SIGNATURE
 from whence.runs.signatures import explain_distrust as explain_distrust
 from whence.runs.stopwatch import Stopwatch as Stopwatch
 from whence.runs.stopwatch import time_stage as time_stage
-from whence.runs.vocabulary import read_vocabulary as read_vocabulary
-from whence.runs.vocabulary import write_vocabulary as write_vocabulary
+from whence.runs.tables import read_vocabulary as read_vocabulary
+from whence.runs.tables import write_flag as write_flag
+from whence.runs.tables import write_vocabulary as write_vocabulary

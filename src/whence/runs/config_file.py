@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from whence.core import RunDirectoryError, parse_document, show, suggest
+from whence.runs.files import check_links, is_empty
 
 FORMAT = "whence-run"
 """The mark of a run's config.json."""
@@ -122,6 +123,18 @@ def check_content(path: Path, content: Content) -> None:
         raise RunDirectoryError(
             f"{path} holds a {other}, and a {content} needs a directory of its own. Choose a new or empty directory."
         )
+
+
+def check_place(path: Path, *, shared: bool) -> None:
+    """Refuse to write a run into a directory that holds something else; a `shared` one may hold other files, too."""
+    if (path / "config.json").exists():
+        check_config_file(path / "config.json")
+        check_links(path)
+    elif path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
+        raise RunDirectoryError(
+            f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
+        )
+    check_content(path, "run")
 
 
 def explain_no_run(path: Path) -> str:

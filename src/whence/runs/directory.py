@@ -1,6 +1,5 @@
 """A run on disk: typed, versioned files, each written atomically, no pickles."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -11,24 +10,15 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import polars as pl
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, describe, write_atomically
+from whence.core import RunDirectoryError, WhenceError, describe, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.runs.config_file import (
-    FORMAT,
-    VERSION,
-    check_config_file,
-    check_content,
-    check_same,
-    read_config_file,
-)
+from whence.runs.config_file import FORMAT, VERSION, check_place, check_same, read_config_file
 from whence.runs.files import (
     FOLDERS,
     PerRound,
     RoundTensors,
     Table,
-    check_links,
     explain_rounds,
-    is_empty,
     list_numbered,
     read_table,
     read_tensor_file,
@@ -37,11 +27,9 @@ from whence.runs.files import (
     write_table,
     write_tensor_file,
 )
-from whence.runs.flags import FLAGS, read_flags
 from whence.runs.locks import Lock, check_writer, lock_run
-from whence.runs.row_tables import RowTable
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
-from whence.runs.vocabulary import VOCABULARY
+from whence.runs.tables import FLAGS, VOCABULARY, RowTable, read_flags
 
 log = logging.getLogger("whence")
 
@@ -51,7 +39,7 @@ POLICIES_EVERY = "policies_every"
 _REPLACING = "replacing"
 """The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
 
-_TABLES = *get_args(Table), Path(FLAGS).stem
+_TABLES = *get_args(Table), FLAGS
 """The names of the tables that have rows of rounds."""
 
 Start: TypeAlias = Literal["latest", "anew"] | Checkpoint
@@ -132,7 +120,7 @@ class RunDirectory:
                 another process does so.
         """
         run = cls(Path(path), describe(config), dict(versions or {}))
-        run._check_place(shared=shared)
+        check_place(run.path, shared=shared)
         run.hold()
         try:
             # Under the lock: the directory may be that of a process that held it until now.
@@ -207,18 +195,6 @@ class RunDirectory:
             check(checkpoint)
         return None if rounds is None else stored
 
-    def _check_place(self, *, shared: bool) -> None:
-        """Refuse a directory whose files are no run's."""
-        if (self.path / "config.json").exists():
-            check_config_file(self.path / "config.json")
-            check_links(self.path)
-        elif self.path.exists() and (not self.path.is_dir() or not (shared or is_empty(self.path))):
-            raise RunDirectoryError(
-                f"{self.path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty "
-                "directory."
-            )
-        check_content(self.path, "run")
-
     def _replace(self) -> None:
         """Put this run in the place of what the directory holds."""
         if (self.path / "config.json").exists():
@@ -281,11 +257,9 @@ class RunDirectory:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
 
     def _write_config(self, *, sign: bool = False) -> None:
-        document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
         self._prepare_writing()
-        with write_atomically(self.path / "config.json") as temporary:
-            text = json.dumps({**document, "notes": self.notes}, indent=2)
-            temporary.write_text(text + "\n", encoding="utf-8")
+        content = {"config": self.config, "versions": self.versions, "notes": self.notes}
+        write_json(self.path / "config.json", {"format": FORMAT, "version": VERSION, **content})
         if sign:
             self.sign()
 

@@ -31,7 +31,7 @@ from whence.runs.config_file import list_changes
 from whence.runs.directory import POLICIES_EVERY, RunDirectory
 from whence.runs.files import PerRound, RoundTensors
 from whence.runs.stopwatch import Stopwatch, flatten_seconds
-from whence.runs.vocabulary import VOCABULARY, write_vocabulary
+from whence.runs.tables import VOCABULARY, write_vocabulary
 
 log = logging.getLogger("whence")
 

@@ -4,18 +4,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
-from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest
+from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, describe_scoring
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
-    Last,
     Names,
     Ongoing,
     Recorder,
@@ -41,7 +40,6 @@ from whence.sb3.round_result import (
     RoundResult,
     can_train,
     check_selection,
-    describe_scoring,
     estimate_errors,
     measure_choice,
     read_settings,
@@ -104,7 +102,6 @@ class InfluenceCallback(BaseCallback):
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
-        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records, instead of skipping its training.
         env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
             "module:function". Episodes are played again in what it makes. None: the environment is made again by its
@@ -134,7 +131,6 @@ class InfluenceCallback(BaseCallback):
         overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
-        last: Last = "keep",
         strict: bool = False,
         env: str | None = None,
         names: Names | None = None,
@@ -145,9 +141,7 @@ class InfluenceCallback(BaseCallback):
         check_rule(rule, AGENT_UNITS)
         check_engine(engine)
         check_memory(memory)
-        if last not in get_args(Last):
-            raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
-        self.rule, self.last, self.strict = rule, last, strict
+        self.rule, self.strict = rule, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
         self.env, self._factory = env, describe_factory(env)
@@ -219,7 +213,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with select_from(buffer, selection, last=self.last, recorder=recorder):
+        with select_from(buffer, selection, recorder=recorder):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
@@ -230,8 +224,8 @@ class InfluenceCallback(BaseCallback):
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
         return {
-            **describe_scoring(self.rule, self.target, self.objective, self.engine),
-            **({} if self.last == "keep" else {"last": self.last}),
+            **describe_scoring(self.rule, self.target, self.objective),
+            "engine": self.engine,
             **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
             **self._factory,

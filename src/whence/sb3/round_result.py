@@ -10,11 +10,11 @@ import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
 
-from whence.core import Objective, RecordBatch, Target, WhenceError, describe_part, target_name
+from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
 from whence.sb3.base import EnvironmentSteps, model_objective
 from whence.scores import Influence, NoMean, add_errors, usable_folds
-from whence.selection import Selection, SelectionRule, summarise_selection
+from whence.selection import Selection, summarise_selection
 
 log = logging.getLogger("whence")
 
@@ -111,16 +111,6 @@ def read_train_metrics(logger: Logger) -> dict[str, float]:
             with suppress(TypeError, ValueError):
                 numbers[name] = float(value)
     return numbers
-
-
-def describe_scoring(rule: SelectionRule, target: Target, objective: Objective | None, engine: str) -> dict[str, Any]:
-    """Return how records are scored and selected, in JSON types; without an objective, it is the model's own."""
-    return {
-        "rule": describe_part("rule", rule),
-        "target": describe_part("target", target),
-        "objective": None if objective is None else describe_part("objective", objective),
-        "engine": engine,
-    }
 
 
 def estimate_errors(

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from whence.core import describe, describe_part
+from whence.core import describe, describe_scoring
 from whence.selection import SelectionRule
 
 _SECRET = re.compile(r"(^|_)(token|password|secret|credentials?)$|(api|access|private)_?key|auth_token", re.IGNORECASE)
@@ -59,34 +59,21 @@ def describe_rows(rows: Any) -> dict[str, Any] | None:
     return {"rows": count, "digest": digest.hexdigest()}
 
 
-def describe_scoring(model: Any, rule: SelectionRule, scoring: Any) -> dict[str, Any]:
+def describe_rows_scored(model: Any, rule: SelectionRule, scoring: Any) -> dict[str, Any]:
     """Return which model's rows are scored, and how, in JSON types."""
     network = getattr(model, "language_model", model)
     return {
         "kind": "language",
         "model": getattr(network.config, "_name_or_path", "") or None,
-        "rule": describe_part("rule", rule),
-        "target": describe_part("target", scoring.target),
+        **describe_scoring(rule, scoring.target, scoring.objective),
         "leave_one_out": scoring.leave_one_out,
-        "objective": describe_part("objective", scoring.objective),
     }
 
 
-def describe_run(
-    trainer: Any,
-    model: Any,
-    *,
-    about: Mapping[str, Any],
-    rewards: Sequence[Any],
-    data: Mapping[str, Any],
-    rounds: int,
-    seed: int,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the run directory's description of a training, in JSON types, with further settings of the trainer."""
+def describe_run(trainer: Any, model: Any, rewards: Iterable[Any], **data: Any) -> dict[str, Any]:
+    """Return the run directory's description of a training, in JSON types; `data` are the data sets by their names."""
     return {
-        **about,
-        **describe_scoring(model, trainer.rule, trainer.scoring),
+        **describe_rows_scored(model, trainer.rule, trainer.scoring),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "rewards": [*map(describe_reward, rewards)],
@@ -94,7 +81,4 @@ def describe_run(
         "engine": trainer.scoring.engine,
         "processes": trainer.accelerator.num_processes,
         "device": str(trainer.accelerator.device),
-        "rounds": rounds,
-        "seed": seed,
-        **settings,
     }

@@ -9,7 +9,7 @@ import polars as pl
 
 from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions
 from whence.llm.base import TokenRows, average_rows, list_infos, list_tokens, make_table_rows, pad_rows
-from whence.llm.base.run_description import describe_scoring
+from whence.llm.base.run_description import describe_rows_scored
 from whence.llm.files.rollout_files import read_steps
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
@@ -87,7 +87,7 @@ def score_rollouts(
     leave_one_out = None if getattr(target, "rows", None) is not None else leave_one_out
     scoring = Scoring(target, objective, temperature, "auto", memory, batch_size, leave_one_out=leave_one_out)
     description = {
-        **describe_scoring(model, ScoreAll(), scoring),
+        **describe_rows_scored(model, ScoreAll(), scoring),
         "algorithm": SCORED,
         "rollouts": str(path),
         "columns": dict(columns),

@@ -25,14 +25,16 @@ _MAY_CHANGE = (
 )
 
 
-def open_run(recorder: RunRecorder, trainer: Any, *, overwrite: bool, is_trained: bool) -> Checkpoint | None:
-    """Open a trainer's run, and return the checkpoint to continue from, if there is one; call it in every process.
+def open_run(trainer: Any, *, overwrite: bool, is_trained: bool) -> tuple[RunRecorder, Checkpoint | None]:
+    """Open a trainer's run, in every process; return its recorder, and the checkpoint to continue from, if any.
 
     Raises:
         RunDirectoryError: see `RunDirectory.begin`; or the run has more rounds, or belongs to another model.
         WhenceError: the training would start anew with a model that `is_trained`.
     """
-    rounds, several = trainer.config.rounds, trainer.processes.number > 1
+    config, processes, rounds = trainer.config, trainer.processes, trainer.config.rounds
+    keep, writes = config.keep_checkpoints, processes.rank == 0
+    recorder = RunRecorder(config.output_dir, save_every=config.save_every, keep=keep, writes=writes)
 
     def check(checkpoint: Checkpoint | None) -> None:
         if checkpoint is None and is_trained:
@@ -52,7 +54,7 @@ def open_run(recorder: RunRecorder, trainer: Any, *, overwrite: bool, is_trained
     checkpoint = recorder.begin(
         _describe(trainer),
         versions=library_versions(_LIBRARIES),
-        wait=trainer.processes.wait if several else None,
+        wait=processes.wait if processes.number > 1 else None,
         overwrite=overwrite,
         may_change=_MAY_CHANGE,
         check=check,
@@ -62,26 +64,21 @@ def open_run(recorder: RunRecorder, trainer: Any, *, overwrite: bool, is_trained
         done = checkpoint.round
         state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"
         log.warning("%s: %s.", recorder.path, state)
-    return checkpoint
+    return recorder, checkpoint
 
 
 def _describe(trainer: Any) -> dict[str, Any]:
     """Return the run directory's description of a training, in JSON types."""
+    config, data = trainer.config, {"prompts": trainer.prompts, "held_out": trainer.held_out}
     elsewhere = ("output_dir", "rounds", "seed")
-    return describe_run(
-        trainer,
-        trainer.model,
-        about=trainer.about,
-        rewards=[trainer.reward],
-        data={"prompts": trainer.prompts, "held_out": trainer.held_out},
-        rounds=trainer.config.rounds,
-        seed=trainer.config.seed,
-        settings={
-            "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
-            "select": None if trainer._chooser is None else "in_step",
-            "ppo": {name: value for name, value in trainer.config.to_json().items() if name not in elsewhere},
-        },
-    )
+    return {
+        **trainer.about,
+        **describe_run(trainer, trainer.model, [trainer.reward], **data),
+        **{"rounds": config.rounds, "seed": config.seed},
+        "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
+        "select": None if trainer._chooser is None else "in_step",
+        "ppo": {name: value for name, value in config.to_json().items() if name not in elsewhere},
+    }
 
 
 def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import Checkpoint, RunRecorder, time_stage
+from whence.runs import Checkpoint, time_stage
 from whence.scores import Influence, check_parameters, name_round
 from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
@@ -202,16 +202,12 @@ class PPOTrainer:
                 something else than a run; or another process writes to it. Nothing was changed.
             WhenceError: the training would start anew with a model that this trainer has trained already.
         """
-        config, writes = self.config, self.processes.rank == 0
-        self._recorder = RunRecorder(
-            config.output_dir, save_every=config.save_every, keep=config.keep_checkpoints, writes=writes
-        )
-        checkpoint = open_run(self._recorder, self, overwrite=overwrite, is_trained=self._has_begun)
+        self._recorder, checkpoint = open_run(self, overwrite=overwrite, is_trained=self._has_begun)
         self._has_begun = True
         try:
             if checkpoint is not None:
                 self._restore(checkpoint)
-            if len(self.metrics) < config.rounds:
+            if len(self.metrics) < self.config.rounds:
                 self._train_rounds()
         finally:
             self._recorder.end()

@@ -279,19 +279,15 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def _describe(self, rounds: int) -> dict[str, Any]:
         trainer = self._trainer
-        return describe_run(
-            trainer,
-            trainer.accelerator.unwrap_model(trainer.model),
-            about={"algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo", **self._about},
-            rewards=trainer.reward_funcs,
-            data={"prompts": trainer.train_dataset},
-            rounds=rounds,
-            seed=trainer.args.seed,
-            settings={
-                **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
-                "trl": _list_settings(trainer.args),
-            },
-        )
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return {
+            "algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo",
+            **self._about,
+            **describe_run(trainer, model, trainer.reward_funcs, prompts=trainer.train_dataset),
+            **{"rounds": rounds, "seed": trainer.args.seed},
+            **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
+            "trl": _list_settings(trainer.args),
+        }
 
 
 def read_progress(checkpoint: Path) -> Mapping[str, Any]:

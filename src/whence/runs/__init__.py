@@ -4,15 +4,16 @@ from whence.runs.checkpoints import Checkpoint as Checkpoint
 from whence.runs.checkpoints import CheckpointClock as CheckpointClock
 from whence.runs.checkpoints import checkpoint_path as checkpoint_path
 from whence.runs.checkpoints import list_checkpoints as list_checkpoints
+from whence.runs.checkpoints import load_states as load_states
 from whence.runs.checkpoints import load_tree as load_tree
 from whence.runs.checkpoints import read_latest as read_latest
+from whence.runs.checkpoints import read_states as read_states
 from whence.runs.checkpoints import save_tree as save_tree
 from whence.runs.config_file import check_content as check_content
 from whence.runs.config_file import find_content as find_content
 from whence.runs.directory import POLICIES_EVERY as POLICIES_EVERY
 from whence.runs.directory import RunDirectory as RunDirectory
 from whence.runs.files import CHANGED as CHANGED
-from whence.runs.files import RoundTensors as RoundTensors
 from whence.runs.files import Table as Table
 from whence.runs.files import check_links as check_links
 from whence.runs.files import read_digests as read_digests

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,6 +118,17 @@ def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any],
     save_tree(checkpoint_path(folder, number), content)
     for old in list_checkpoints(folder)[:-keep]:
         checkpoint_path(folder, old).unlink(missing_ok=True)
+
+
+def read_states(parts: Iterable[Any]) -> list[Any]:
+    """Return the states of those of a user's parts, such as a rule and rewards, that have one to keep."""
+    return [part.state_dict() for part in parts if hasattr(part, "load_state_dict")]
+
+
+def load_states(parts: Iterable[Any], states: Iterable[Any]) -> None:
+    """Put parts into the states that `read_states` returned."""
+    for part, state in zip([part for part in parts if hasattr(part, "load_state_dict")], states, strict=True):
+        part.load_state_dict(state)
 
 
 def save_tree(path: Path, tree: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from whence.advice import log_new_advice
 from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, describe_scoring
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, time_stage
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
     Names,
@@ -34,6 +34,7 @@ from whence.sb3.base import (
     watch_training,
     wrap_next,
 )
+from whence.sb3.episodes import ResetTracker
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
@@ -155,7 +156,8 @@ class InfluenceCallback(BaseCallback):
         self.optimisation_clock = Stopwatch()
         self._logged: set[str] = set()
         self._recorder = None if run is None else RunRecorder(run, save_every=save_every)
-        self._overwrite, self._tracker = overwrite, None
+        self._overwrite = overwrite
+        self._tracker: ResetTracker | None = None
         self.skipped_rounds, self._rounds_done, self._learns, self._last_timestep = 0, 0, 0, 0
         self._ongoing: Ongoing | None = None
         self._checkpoint: Checkpoint | None = None
@@ -287,8 +289,7 @@ class InfluenceCallback(BaseCallback):
         # A model goes on after a learn() that had ended: another begins. Otherwise the interrupted one goes on, or the
         # script of the one that had ended was changed to train longer.
         self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
-        if state["rule"] is not None:
-            self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]
+        load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
         self._recorder.continue_after(checkpoint, [] if reason is None else [reason])
         if reason is not None:
@@ -296,14 +297,13 @@ class InfluenceCallback(BaseCallback):
 
     def _read_state(self) -> dict[str, Any]:
         """Return the callback's own state between two rounds, for a checkpoint."""
-        read_rule = getattr(self.rule, "state_dict", None)
         return {
             "learns": self._learns,
             "last_timestep": self._last_timestep,
             "ongoing": vars(self._ongoing),
             "skipped_rounds": self.skipped_rounds,
             "advice": sorted(self._logged),
-            "rule": None if read_rule is None else read_rule(),
+            "rule": read_states([self.rule]),
         }
 
     def _on_rollout_start(self) -> None:
@@ -358,8 +358,8 @@ class InfluenceCallback(BaseCallback):
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
         if self._recorder is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            tensors = {"policies": named_tensors(self.model.policy), "states": getattr(records.history, "states", {})}
-            write_round(self._recorder, self._tracker, self.round.number, table, self._steps, tensors)
+            states = getattr(records.history, "states", {})
+            write_round(self._recorder, self._tracker, self.model, self.round.number, table, self._steps, states)
         return metrics
 
     def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:

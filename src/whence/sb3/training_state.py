@@ -15,7 +15,7 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
 from whence.core import RunDirectoryError, library_versions, load_rng_state, read_rng_state
-from whence.runs import Checkpoint, RoundTensors, RunRecorder
+from whence.runs import Checkpoint, RunRecorder
 from whence.sb3.base import (
     LIBRARIES,
     EnvironmentSteps,
@@ -84,20 +84,22 @@ def open_run(
 def write_round(
     recorder: RunRecorder,
     tracker: ResetTracker | None,
+    model: Any,
     number: int,
     table: pl.DataFrame,
     steps: EnvironmentSteps,
-    tensors: Mapping[RoundTensors, Mapping[str, Tensor]],
+    lstm_states: Mapping[str, Tensor],
 ) -> None:
     """Write a round before its training.
 
     Args:
         recorder: the run's recorder.
         tracker: what followed the environments.
+        model: the model that collected it.
         number: the round's number, from 1.
         table: the buffer's records, to which are added what the environments returned and digests of observations.
         steps: what the environments returned.
-        tensors: the policy, and a recurrent policy's states before the first step; see `History`.
+        lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
     """
     assert tracker is not None
     records, digests = (
@@ -109,8 +111,12 @@ def write_round(
     episodes = records.filter("episode_start").select("episode_id", "env_index")
     states = [tracker.take_state(env) for env in episodes["env_index"]]
     episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
-    tensors = {**tensors, "statistics": steps.statistics}
-    recorder.write_round(number, records, tables={"episodes": episodes}, tensors=tensors)
+    policy = named_tensors(model.policy)
+    recorder.write_round(
+        *(number, records),
+        tables={"episodes": episodes},
+        tensors={"policies": policy, "statistics": steps.statistics, "states": lstm_states},
+    )
 
 
 def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:

@@ -51,7 +51,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import Checkpoint, time_stage
+from whence.runs import Checkpoint, load_states, read_states, time_stage
 from whence.scores import Influence, check_parameters, name_round
 from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
@@ -181,7 +181,7 @@ class PPOTrainer:
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []
-        self._has_begun = False
+        self._recorder: Any = None  # until `train`
         set_seed(self._derive_seed())
 
     def _derive_seed(self, *purpose: int) -> int:
@@ -202,8 +202,7 @@ class PPOTrainer:
                 something else than a run; or another process writes to it. Nothing was changed.
             WhenceError: the training would start anew with a model that this trainer has trained already.
         """
-        self._recorder, checkpoint = open_run(self, overwrite=overwrite, is_trained=self._has_begun)
-        self._has_begun = True
+        self._recorder, checkpoint = open_run(self, overwrite=overwrite, is_trained=self._recorder is not None)
         try:
             if checkpoint is not None:
                 self._restore(checkpoint)
@@ -367,7 +366,7 @@ class PPOTrainer:
             "generator": self._generator.get_state(),
             "advice": sorted(self._kinds_of_advice),
             "target": None if self._chooser is None else self._chooser.gradient,
-            "processes": self.processes.gather_states({"user": [part.state_dict() for part in self._stateful_parts()]}),
+            "processes": self.processes.gather_states({"user": read_states((self.rule, self.reward))}),
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -384,13 +383,7 @@ class PPOTrainer:
         self._kinds_of_advice = set(content["advice"])
         if self._chooser is not None and content.get("target") is not None:
             self._chooser.gradient = {name: t.to(self.accelerator.device) for name, t in content["target"].items()}
-        state = self.processes.load_state(content["processes"])
-        for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
-            part.load_state_dict(stored)
-
-    def _stateful_parts(self) -> list[Any]:
-        """Return what has a state of its own to keep, of rule and reward."""
-        return [part for part in (self.rule, self.reward) if hasattr(part, "load_state_dict")]
+        load_states((self.rule, self.reward), self.processes.load_state(content["processes"])["user"])
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, in Transformers' format."""

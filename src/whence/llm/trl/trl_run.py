@@ -25,7 +25,16 @@ from whence.llm.base import average_rows, list_infos, list_tokens
 from whence.llm.base.run_description import describe_run, describe_settings, is_secret
 from whence.llm.text import join_messages, list_chats, list_vocabulary
 from whence.llm.trl.pass_signals import PassSignals, list_pass_signals
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, load_tree, read_digests, save_tree
+from whence.runs import (
+    Checkpoint,
+    RunDirectory,
+    RunRecorder,
+    load_states,
+    load_tree,
+    read_digests,
+    read_states,
+    save_tree,
+)
 from whence.selection import Selection, add_selection, summarise_selection
 
 log = logging.getLogger("whence")
@@ -105,6 +114,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             RunDirectoryError: see `RunDirectory.find_start`; or there is no checkpoint, or it lies within a round.
         """
         latest, folder = self._find_latest(), self.recorder.path
+        self.recorder = RunRecorder(folder, writes=self.recorder.writes)  # the one of an earlier training has ended
         if resume is True and latest is None:
             raise RunDirectoryError(
                 f"{self._trainer.args.output_dir} holds no whole checkpoint of the run in {folder}. Train without "
@@ -191,7 +201,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         reference = trainer.accelerator.unwrap_model(trainer.ref_model) if self._moves_reference() else None
         return {
-            "user": [part.state_dict() for part in self._stateful_parts()],
+            "user": read_states(self._list_parts()),
             "reference": None if reference is None else dict(reference.state_dict()),
         }
 
@@ -205,19 +215,17 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if trainer.chooser is not None and (gradient := content.get("target_gradient")) is not None:
             trainer.chooser.gradient = {n: each.to(trainer.accelerator.device) for n, each in gradient.items()}
         state = content["processes"][trainer.args.process_index]
-        for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
-            part.load_state_dict(stored)
+        load_states(self._list_parts(), state["user"])
         if state["reference"] is not None and self._moves_reference():
             trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(state["reference"])
 
     def _moves_reference(self) -> bool:
         return getattr(self._trainer.args, "sync_ref_model", False) and self._trainer.ref_model is not None
 
-    def _stateful_parts(self) -> list[Any]:
-        """Return what has a state to keep, among the rule and the rewards too; a reward model has none."""
-        trainer = self._trainer
-        parts = (trainer.rule, *trainer.reward_funcs)
-        return [part for part in parts if hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module)]
+    def _list_parts(self) -> list[Any]:
+        """Return the rule, and the rewards but reward models, which do not change."""
+        rewards = [each for each in self._trainer.reward_funcs if not isinstance(each, torch.nn.Module)]
+        return [self._trainer.rule, *rewards]
 
     def note_batch(self) -> None:
         """Take a generation batch from TRL's table of completions, of which an evaluation would soon leave nothing."""

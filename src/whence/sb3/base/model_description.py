@@ -83,7 +83,7 @@ def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def describe_vec_wrappers(env: VecEnv) -> list[dict[str, Any]]:
     """Return the wrappers around vectorised environments as data, the outermost first; some with their argument."""
-    wrappers = []
+    wrappers = list[dict[str, Any]]()
     while isinstance(env, VecEnvWrapper):
         wrappers.append({"class": type(env).__name__})
         if isinstance(env, VecFrameStack):

@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,7 +114,7 @@ app.add_typer(
 
 def _show_version(show: bool) -> None:
     if show:
-        print_line(f"whence {version('whence')}")
+        print_line(f"whence {library_versions(['whence'])['whence']}")
         raise typer.Exit
 
 

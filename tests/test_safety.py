@@ -30,16 +30,15 @@ from run_audit import judge
 from whence import IIF, Action, RoundRecording, RunDirectory, WhenceError, cli
 from whence.causes import find_causes, play_episode
 from whence.cli.terminal import console, make_table
-from whence.core import RunDirectoryError, hide_working_directory, write_atomically
+from whence.core import RunDirectoryError, describe, hide_working_directory, write_atomically
 from whence.lab import load_comparison
 from whence.lab.agents import configure, run
 from whence.page import ExploredRun, write_report
 from whence.page.explored.rounds import build_detail, build_round
 from whence.page.server import make_app
 from whence.page.server.questions import Questions
-from whence.runs import SIGNATURE, signatures
+from whence.runs import SIGNATURE, Checkpoint, signatures
 from whence.sb3 import InfluenceCallback, resume
-from whence.sb3.base.model_description import to_json_types
 from whence.sb3.base.stored_spaces import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
 from whence.stored.agents.rounds import load_agent
@@ -83,6 +82,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_language_run(path / "language")
     (path / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n' * 4, encoding="utf-8")
     return path
+
+
+def begin_after(path: Path, config: Any, number: int) -> RunDirectory:
+    """Continue a run after a round."""
+    return RunDirectory.begin(path, config, start=Checkpoint(number, {}, path), overwrite=True)
 
 
 def write_language_run(path: Path) -> None:
@@ -352,7 +356,7 @@ class TestRunsOfStrangers:
         model, callback = resume(moved, gym.make("CartPole-v1"))
         model.learn(96, callback=callback)
         assert (RunDirectory.open(moved).rounds(), is_trusted(moved)) == ([1, 2, 3], False)
-        RunDirectory.resume(moved, stranger.config, rounds=1).remove_later()
+        begin_after(moved, stranger.config, 1).remove_later()
         assert is_trusted(moved)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other user"))
         assert not is_trusted(moved)
@@ -399,7 +403,7 @@ class TestRunsOfStrangers:
         ids=str,
     )
     def test_spaces_come_back_from_json_in_their_order(self, space: Any) -> None:
-        again: Any = make_space(json.loads(json.dumps(to_json_types(describe_space(space)))))
+        again: Any = make_space(json.loads(json.dumps(describe(describe_space(space)))))
         assert (again, again.dtype) == (space, space.dtype)
         assert list(getattr(again, "spaces", ())) == list(getattr(space, "spaces", ()))
 
@@ -448,7 +452,7 @@ class TestDirectories:
         (stage / "agent" / "records").symlink_to(precious)
         before = {file.name: file.read_bytes() for file in precious.iterdir()}
         run = RunDirectory.open(stage / "agent")
-        for begin in (RunDirectory.create, lambda path, config: RunDirectory.resume(path, config, rounds=0)):
+        for begin in (RunDirectory.create, lambda path, config: begin_after(path, config, 0)):
             with pytest.raises(RunDirectoryError, match=r"records is a link to .*precious, outside of the run"):
                 begin(run.path, run.config)
         assert run.rounds() == [1, 2]  # and it can be read
@@ -468,7 +472,7 @@ class TestDirectories:
     def test_a_link_to_a_run_is_a_run(self, stage: Path, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(stage / "agent")
         run = RunDirectory.open(tmp_path / "link")
-        RunDirectory.resume(run.path, run.config, rounds=1).remove_later()
+        begin_after(run.path, run.config, 1).remove_later()
         assert run.rounds() == [1]
 
     @pytest.mark.parametrize("arm", ["../../../elsewhere", "/elsewhere", "iif/../../.."])

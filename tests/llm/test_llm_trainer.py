@@ -46,7 +46,7 @@ from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
 from whence.llm.base import Reference, WithValueHead, make_rows
 from whence.llm.base import token_losses as losses
-from whence.llm.base.run_description import describe_rows, name_object, to_json
+from whence.llm.base.run_description import describe_reward, describe_rows, describe_settings
 from whence.llm.ppo import PPOTrainer, make_rollout
 from whence.llm.ppo import trainer as trainer_module
 from whence.llm.ppo.ppo_round import optimise
@@ -237,7 +237,7 @@ class Options:
 def test_settings_in_json_types():
     settings = {"options": Options(), "sizes": (1, 2.5, None), "names": {"b", "a"}, "limit": float("inf"), 3: vowels}
     settings |= {"array": np.array([1, 2]), "tensor": torch.tensor(0.5)}
-    assert to_json(settings) == {
+    assert describe_settings(settings) == {
         "options": {"level": "high"},
         "sizes": [1, 2.5, None],
         "names": ["a", "b"],
@@ -247,11 +247,18 @@ def test_settings_in_json_types():
         "tensor": 0.5,
     }
     secrets = {"token": 1, "hub_token": 1, "OPENAI_API_KEY": 1, "password": 1, "use_auth_token": 1}
-    assert to_json(secrets | {"max_new_tokens": 2, "eos_token": "x"}) == {"max_new_tokens": 2, "eos_token": "x"}
-    assert to_json("http://me:hidden@host:80/path") == "http://host:80/path"
-    assert name_object(partial(vowels, factor=2)) == 'helpers.language_training.vowels with [[], {"factor": 2}]'
-    assert name_object(Options()) == "test_llm_trainer.Options"
-    assert name_object(make_model()).startswith("transformers.models.llama.modeling_llama.LlamaForCausalLM")
+    assert describe_settings(secrets | {"max_new_tokens": 2, "eos_token": "x"}) == {
+        "max_new_tokens": 2,
+        "eos_token": "x",
+    }
+    assert describe_settings("http://me:hidden@host:80/path") == "http://host:80/path"
+    assert describe_reward(partial(vowels, factor=2)) == {
+        "call": "helpers.language_training.vowels",
+        "args": [],
+        "kwargs": {"factor": 2},
+    }
+    assert describe_reward(Options()) == "test_llm_trainer.Options"
+    assert describe_reward(make_model()).startswith("transformers.models.llama.modeling_llama.LlamaForCausalLM")
 
 
 def test_digests_of_rows():

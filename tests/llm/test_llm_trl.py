@@ -412,6 +412,16 @@ class TestRunDirectory:
         assert read_run(tmp_path)[0].rounds() == [1]
         assert [file.name for file in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
+    def test_the_same_trainer_goes_on(self, tmp_path):
+        saving = {"save_strategy": "steps", "save_steps": 1}
+        trainer = make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, run=tmp_path / "run", **saving)
+        trainer.train()
+        trainer.args.max_steps = 3
+        trainer.train(resume_from_checkpoint=True)
+        run, _ = read_run(tmp_path / "run")
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3]
+        assert run.config["rounds"] == 3
+
     def test_what_is_refused(self, tmp_path):
         with pytest.raises(WhenceError, match="steps_per_generation is 3 and gradient_accumulation_steps 2"):
             make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=3)

@@ -79,7 +79,9 @@ def responses_of(**columns):
 
 class TestResponses:
     def test_the_responses_to_the_same_prompt(self, tmp_path):
-        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "target": "ValidationLoss(16 rows 1a)"})
+        run = run_of(
+            tmp_path / "sums", responses_of(), {"kind": "language", "target": {"target": "ValidationLoss", "rows": 16}}
+        )
         opened = plain(build_detail(run, 1, 1))
         assert len(opened["prompt"]) == 20_000
         assert opened["targets"][0]["name"] == "likelihood of the demonstrations"

@@ -260,7 +260,8 @@ class TestRunPage:
         assert [len(figure["data"]) for figure in page.data("figures-data")[:4]] == [1] * 4
 
     def test_a_run_before_its_first_round(self, tmp_path):
-        page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "rule": "IIF(drop=0.5, warmup=0)"}))
+        rule = {"rule": "IIF", "drop": 0.5, "warmup": 0, "unit": "record"}
+        page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "rule": rule}))
         assert page.of("h2") == ["No rounds yet", "What was run"]
         assert page.of("bdi") == ["Some-v0: IIF(drop=0.5, warmup=0)"]
         assert "0 rounds." in page.of("p")
@@ -285,14 +286,35 @@ class TestRunPage:
         ("target", "words"),
         [
             (None, "target, here the return:"),
-            ("TokenReturn()", "target, here the expected reward, token by token:"),
-            ("M()", "target:"),
+            ({"target": "TokenReturn"}, "target, here the expected reward, token by token:"),
+            ({"target": "mine.M"}, "target:"),
         ],
     )
     def test_it_says_what_scores_are_of(self, tmp_path, target, words):
         directory = run_of(tmp_path / "lake", {"target": target}, rounds=(1,))
         write_report(directory, tmp_path / "page.html")
         assert f"training on it raises the {words}" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    def test_what_was_run_is_shown_in_words(self, tmp_path):
+        rule = {
+            "rule": "RandomDrop",
+            "seed": 0,
+            "like": {"rule": "FromMask", "ids": {"digest": "1a"}, "unit": "episode"},
+        }
+        schedules = {"learning_rate": {"schedule": "linear", "start": 0.1, "end": 0.0, "end_fraction": 1.0}}
+        schedules |= {"clip_range": {"schedule": "function", "code": "0f"}, "max_grad_norm": "inf"}
+        wrappers = [{"class": "VecFrameStack", "n_stack": 4}, {"class": "VecTransposeImage"}]
+        parts = {"env_wrappers": [{"class": "mine:Walk", "kwargs": {}}, {"class": "mine:Wrap", "kwargs": {"n": 2}}]}
+        config = {"rule": rule, "objective": None, "hyperparameters": schedules, "vec_wrappers": wrappers, **parts}
+        assert page_of(run_of(tmp_path / "lake", config)).facts() == {
+            "rule": "RandomDrop(seed=0, like=FromMask(ids=<digest 1a>, unit='episode'))",
+            "objective": "the model's",
+            "learning_rate": "a schedule: linear(start=0.1, end=0.0, end_fraction=1.0)",
+            "clip_range": "a schedule of the code 0f",
+            "max_grad_norm": "inf",
+            "vec_wrappers": '["VecFrameStack(4)", "VecTransposeImage"]',
+            "env_wrappers": "Walk < Wrap",
+        }
 
     def test_without_evaluations_the_training_episodes_make_the_curve(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "lake", {"env": "Some-v0"})

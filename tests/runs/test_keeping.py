@@ -17,7 +17,7 @@ from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, 
 from whence import IIF, RunDirectory
 from whence.cli.terminal import find_round, print_line
 from whence.core import RunDirectoryError
-from whence.runs import RunWriter
+from whence.runs import RunRecorder
 from whence.sb3 import InfluenceCallback
 
 
@@ -105,7 +105,7 @@ WRITES = {
     "records": lambda run: run.write_round("records", 2, pl.DataFrame({"record_id": [2]})),
     "policy": lambda run: run.write_policy(2, {"w": torch.ones(1)}),
     "note": lambda run: run.note(more=1),
-    "checkpoint": lambda run: RunWriter(run, save_every=1).save_checkpoint(2, dict),
+    "checkpoint": lambda run: RunRecorder(run, save_every=1).save_checkpoint(2, dict),
     "another object": lambda run: RunDirectory(run.path, {}, {}).append("evaluations", {"round": 2}),
 }
 

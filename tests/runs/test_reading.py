@@ -117,7 +117,7 @@ def edit(key: str, name: str, value: Any) -> Any:
 
 def read_minibatches(texts: dict[str, str], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the tensor of a recording's minibatches."""
-    return tensors[json.loads(texts["about"])["minibatches"]["name"]]
+    return tensors[json.loads(texts["about"])["minibatches"]["tensor"]]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def read_minibatches(texts: dict[str, str], tensors: dict[str, torch.Tensor]) ->
     [
         (RECORDING, edit("about", "sizes", [1]), "does not hold what RoundRecording.save writes"),
         (RECORDING, edit("about", "epochs", []), "epochs and minibatches"),
-        (RECORDING, lambda texts, tensors: texts.update(about="["), "header of .* is not readable as JSON"),
+        (RECORDING, lambda texts, tensors: texts.update(about="["), "header of .* cannot be read as JSON"),
         (RECORDING, lambda texts, tensors: read_minibatches(texts, tensors).fill_(99), "a record that is not there"),
         (SCORES, edit("provenance", "more", 1), "unexpected keyword argument 'more'"),
         (SCORES, lambda texts, tensors: tensors.pop("scores"), "'scores'"),

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import whence.runs.files
 import whence.scores.influence
 from whence.core import InvalidInfluence, RunDirectoryError, write_atomically
-from whence.runs import RunDirectory, list_checkpoints, time_stage
+from whence.runs import Checkpoint, RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint
 from whence.runs.locks import lock_run
 from whence.runs.stopwatch import flatten_seconds
@@ -158,11 +158,21 @@ class TestCreate:
         assert files(tmp_path) == [name]
         assert (tmp_path / name).read_text() == "ten years of work"
 
-    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, {1, 2}, np.float32(1)])
-    def test_what_json_lacks_is_refused_and_nothing_is_made(self, tmp_path, value):
-        with pytest.raises(RunDirectoryError, match=r"The configuration is not JSON .*max_grad_norm.* inf as text"):
-            RunDirectory.create(tmp_path / "run", {"hyperparameters": {"max_grad_norm": value}})
-        assert not (tmp_path / "run").exists()
+    @pytest.mark.parametrize(
+        ("value", "stored"),
+        [
+            *((math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan"), ({2, 1}, ["1", "2"]), (np.float32(1), 1.0)),
+            *((Path("a/b"), "a/b"), (np.arange(2), [0, 1]), ((1, (2.5, None)), [1, [2.5, None]])),
+            (math.hypot, "math.hypot"),
+        ],
+    )
+    def test_what_json_lacks_is_described(self, tmp_path, value, stored):
+        created = RunDirectory.create(tmp_path, {"hyperparameters": {"max_grad_norm": value}})
+        created.check_same({"hyperparameters": {"max_grad_norm": value}})
+        for run in (created, RunDirectory.open(tmp_path)):
+            assert run.config == {"hyperparameters": {"max_grad_norm": stored}}
+        with pytest.raises(RunDirectoryError, match="max_grad_norm was"):
+            created.check_same({"hyperparameters": {"max_grad_norm": 0.5}})
 
 
 class TestOpen:
@@ -175,13 +185,13 @@ class TestOpen:
         ("document", "marked"),
         [
             (
-                {"format": "whence-run", "version": 1, "config": {}, "versions": {}},
-                "is marked as version 1; .* reads 'whence-run', version 2",
+                {"format": "whence-run", "version": 2, "config": {"rule": "IIF(drop=0.125, warmup=0)"}, "versions": {}},
+                "is marked as version 2; .* reads 'whence-run', version 3",
             ),
-            ({"format": "other", "version": 2, "config": {}, "versions": {}}, "is marked 'other'.*no run directory"),
+            ({"format": "other", "version": 3, "config": {}, "versions": {}}, "is marked 'other'.*no run directory"),
             ({"config": {}, "versions": {}}, "is marked None"),
-            ([1, 2], "is marked None"),
-            ("whence-run", "is marked None"),
+            ([1, 2], "holds list as JSON"),
+            ("whence-run", "holds str as JSON"),
         ],
     )
     def test_another_format_or_version(self, tmp_path, document, marked):
@@ -356,7 +366,7 @@ class TestInfluenceOnDisk:
             Influence.load(tmp_path / "model.safetensors")
 
 
-def test_resume_forgets_what_came_later(tmp_path):
+def test_continuing_forgets_what_came_later(tmp_path):
     config = {"seed": 1, "rounds": 3, "ppo": {"gamma": 0.5, "save_every": 1}}
     run = RunDirectory.create(tmp_path / "run", config, versions={"torch": "9"})
     for number in (1, 2, 3):
@@ -366,7 +376,8 @@ def test_resume_forgets_what_came_later(tmp_path):
         run.write_round("answers", number, pl.DataFrame({"prompt": ["?"]}))
     (tmp_path / "run" / "records" / ".round_00004.parquet.4711.tmp").write_text("half")
     longer = {"seed": 1, "rounds": 5, "ppo": {"gamma": 0.5, "save_every": 2}}
-    again = RunDirectory.resume(tmp_path / "run", longer, rounds=2, may_change=["rounds", "ppo.save_every"])
+    after = {"start": Checkpoint(2, {}, tmp_path), "overwrite": True}
+    again = RunDirectory.begin(tmp_path / "run", longer, may_change=["rounds", "ppo.save_every"], **after)
     assert again.rounds() == [1, 2, 3]  # until something is written
     assert again.table("metrics")["round"].to_list() == [1, 2]
     again.append("metrics", {"round": 3})
@@ -377,14 +388,14 @@ def test_resume_forgets_what_came_later(tmp_path):
     assert RunDirectory.open(tmp_path / "run").config == longer
     assert again.versions == {"torch": "9"}
     with pytest.raises(RunDirectoryError, match=r"ppo\.gamma was 0\.5, now 0\.6"):
-        RunDirectory.resume(tmp_path / "run", {**longer, "ppo": {"gamma": 0.6, "save_every": 2}}, rounds=2)
+        RunDirectory.begin(tmp_path / "run", {**longer, "ppo": {"gamma": 0.6, "save_every": 2}}, **after)
     with pytest.raises(RunDirectoryError, match=r"none is not there\. Did you mean .*/run\?"):
-        RunDirectory.resume(tmp_path / "none", longer, rounds=2)
+        RunDirectory.open(tmp_path / "none")
 
 
 def write_rounds(path, checkpoint=2):
     """Write a run of two rounds with a checkpoint after one of them, as a process does that then ends."""
-    run = RunDirectory.begin(path, {"seed": 1})
+    run = RunDirectory.begin(path, {"seed": 1}, save_every=1)
     for number in (1, 2):
         run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
         run.append("metrics", {"round": number})

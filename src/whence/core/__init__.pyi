@@ -24,6 +24,15 @@ from .objectives import Objective as Objective
 from .objectives import PPOClip as PPOClip
 from .objectives import as_objective as as_objective
 from .objectives import policy_part as policy_part
+from .plain_json import decode as decode
+from .plain_json import describe as describe
+from .plain_json import describe_part as describe_part
+from .plain_json import describe_scoring as describe_scoring
+from .plain_json import encode as encode
+from .plain_json import parse_document as parse_document
+from .plain_json import read_numbers as read_numbers
+from .plain_json import show as show
+from .plain_json import strip_addresses as strip_addresses
 from .plugins import call_plugin as call_plugin
 from .plugins import load_plugin as load_plugin
 from .policies import COLUMNS as COLUMNS
@@ -65,3 +74,4 @@ from .units import Unit as Unit
 from .units import check_unit as check_unit
 from .units import label_units as label_units
 from .units import resolve_unit as resolve_unit
+from .versions import library_versions as library_versions

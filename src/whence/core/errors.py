@@ -24,11 +24,19 @@ class NonFinite(WhenceError):
         message: what came, what is needed and how to fix it.
         record_ids: ids of the record, or of the minibatch, that it was found in; empty: of none.
         parameter: the first parameter whose gradient is not finite, or None.
+        round: the number of the round that it was found in, or None.
     """
 
-    def __init__(self, message: str, *, record_ids: Iterable[int] = (), parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.record_ids, self.parameter = tuple(record_ids), parameter
+    def __init__(
+        self,
+        message: str,
+        *,
+        record_ids: Iterable[int] = (),
+        parameter: str | None = None,
+        round: int | None = None,
+    ) -> None:
+        super().__init__(message if round is None else f"Round {round}: {message}")
+        self.record_ids, self.parameter, self.round = tuple(record_ids), parameter, round
 
 
 class InvalidInfluence(WhenceError):

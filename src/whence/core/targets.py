@@ -278,6 +278,10 @@ class Action:
         place: Any = {} if (of := self.records) is None else {"record_ids": of.ids, "history": of.history}
         return RecordBatch(**columns, log_probs=zeros, advantages=zeros, **place)
 
+    def describe(self) -> dict[str, Any]:
+        """Return what tells the target from another of its kind, for a run's configuration."""
+        return {"observation": self.observation, "action": self.action, "action_mask": self.action_mask}
+
     def __repr__(self) -> str:
         arguments = [self.observation, self.action] + ([] if self.action_mask is None else [self.action_mask])
         return f"Action({', '.join(_shorten(argument) for argument in arguments)})"

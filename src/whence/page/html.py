@@ -13,7 +13,7 @@ import polars.selectors as cs
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from whence.core import write_atomically
+from whence.core import show, write_atomically
 from whence.page.answers import read_answers
 from whence.page.embedding import OnRound, embed_rounds, spread
 from whence.page.explored.moment_view import TARGETS, name_target
@@ -249,7 +249,11 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
 
 def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return what was run, in groups with headings: plain values, a group for each nested object, versions."""
-    nested = {name: value for name, value in config.items() if isinstance(value, Mapping) and value}
+    config = {name: show(value) for name, value in config.items()}
+    if "rule" in config and config.get("objective", "") is None:
+        config["objective"] = "the model's"
+    tables = {name: value for name, value in config.items() if isinstance(value, Mapping) and value}
+    nested = {name: {key: show(entry) for key, entry in value.items()} for name, value in tables.items()}
     plain = {name: value for name, value in config.items() if name not in nested}
     versions: dict[str, dict[str, None]] = {}
     for run in runs:

@@ -3,9 +3,8 @@
 import json
 import logging
 import math
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, first_line
-from whence.runs.files import CHANGED, parse_document, read_tensor_file, write_tensor_file
+from whence.core import RunDirectoryError, WhenceError, decode, encode, first_line, parse_document
+from whence.runs.files import CHANGED, list_numbered, read_tensor_file, write_tensor_file
 
-FORMAT, VERSION = "whence-checkpoint", "1"
+FORMAT, VERSION = "whence-checkpoint", "2"
 
 log = logging.getLogger("whence")
 
@@ -93,9 +92,7 @@ def checkpoint_path(folder: str | Path, number: int) -> Path:
 
 def list_checkpoints(folder: str | Path) -> list[int]:
     """List the rounds after which a run directory has a checkpoint."""
-    files = (Path(folder) / "checkpoints").glob("round_*.safetensors")
-    matches = (re.fullmatch(r"round_([0-9]{5,18})", file.stem) for file in files)
-    return sorted(int(match[1]) for match in matches if match)
+    return sorted(number for _, number in list_numbered(Path(folder) / "checkpoints"))
 
 
 def read_latest(folder: str | Path) -> Checkpoint | None:
@@ -123,6 +120,17 @@ def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any],
         checkpoint_path(folder, old).unlink(missing_ok=True)
 
 
+def read_states(parts: Iterable[Any]) -> list[Any]:
+    """Return the states of those of a user's parts, such as a rule and rewards, that have one to keep."""
+    return [part.state_dict() for part in parts if hasattr(part, "load_state_dict")]
+
+
+def load_states(parts: Iterable[Any], states: Iterable[Any]) -> None:
+    """Put parts into the states that `read_states` returned."""
+    for part, state in zip([part for part in parts if hasattr(part, "load_state_dict")], states, strict=True):
+        part.load_state_dict(state)
+
+
 def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
     """Write a tree to one safetensors file, atomically, with a checksum; what it cannot hold is a `TypeError`.
 
@@ -130,7 +138,7 @@ def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
     and tensors.
     """
     tensors: dict[str, Tensor] = {}
-    about = json.dumps(_encode(tree, tensors))
+    about = json.dumps({name: _encode(value, tensors) for name, value in tree.items()})
     write_tensor_file(path, tensors, {"format": FORMAT, "version": VERSION, "about": about})
 
 
@@ -145,38 +153,30 @@ def load_tree(path: Path) -> dict[str, Any]:
             "--overwrite)."
         )
     try:
-        tree: dict[str, Any] = _decode(parse_document(path, metadata.get("about", ""), RunDirectoryError), tensors)
+        about = parse_document(f"The header of {path}", metadata.get("about", ""), RunDirectoryError)
+        return {name: _decode(value, tensors) for name, value in about.items()}
     except CHANGED as crafted:
         raise RunDirectoryError(f"{path} holds what whence does not write ({first_line(crafted)}).") from None
-    return tree
-
-
-TAG = "whence"
-"""The key that marks what JSON has no type for."""
 
 
 def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a value in JSON types; arrays and tensors are put into `tensors`, and referred to by name."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Mapping):
-        if not all(type(key) is str and key != TAG for key in value):
-            raise TypeError(f"A checkpoint's keys are text other than {TAG!r}; these are {list(value)}.")
-        return {key: _encode(entry, tensors) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_encode(entry, tensors) for entry in value]
-    if isinstance(value, tuple):
-        return {TAG: "tuple", "entries": [_encode(entry, tensors) for entry in value]}
-    if isinstance(value, Tensor):
-        return {TAG: "tensor", "name": _add(value, tensors)}
-    if isinstance(value, np.ndarray):
-        # The layout in memory comes back, too: on images, convolutions round otherwise if channels lie otherwise.
-        axes = sorted(range(value.ndim), key=lambda axis: -abs(value.strides[axis]))
-        stored = _to_tensor(np.array(value.transpose(axes), order="C"))
-        return {TAG: "array", "name": _add(stored, tensors), "axes": axes, "dtype": value.dtype.name}
-    if isinstance(value, np.generic):
-        return {TAG: "number", "name": _add(_to_tensor(np.array(value)), tensors), "dtype": value.dtype.name}
-    raise TypeError(f"A checkpoint holds plain values, arrays and tensors, and no {type(value).__name__}: {value!r}.")
+
+    def store(value: Any) -> dict[str, Any] | None:
+        if isinstance(value, Tensor):
+            return {"tensor": _add(value, tensors)}
+        if isinstance(value, np.ndarray | np.generic):
+            # The layout in memory comes back, too: on images, convolutions round otherwise if channels lie otherwise.
+            array = np.asarray(value)
+            axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+            stored = _to_tensor(np.array(array.transpose(axes), order="C"))
+            number = {} if isinstance(value, np.ndarray) else {"number": True}
+            return {"entry": _add(stored, tensors), "axes": axes, "dtype": array.dtype.name, **number}
+        if isinstance(value, bool | int | float | str) and type(value) is not float:
+            raise TypeError(f"A checkpoint would not give back {value!r} as a {type(value).__name__}.")
+        return None
+
+    return encode(value, store)
 
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:
@@ -193,18 +193,13 @@ def _add(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that `_encode` was given; tensors are on the CPU."""
-    if isinstance(value, list):
-        return [_decode(entry, tensors) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(TAG)
-    if kind is None:
-        return {key: _decode(entry, tensors) for key, entry in value.items()}
-    if kind == "tuple":
-        return tuple(_decode(entry, tensors) for entry in value["entries"])
-    # A copy in memory of its own: in the file's, entries begin anywhere, and matrix products round otherwise there.
-    tensor = tensors[value["name"]].clone()
-    if kind == "tensor":
-        return tensor
-    array = np.array(tensor.numpy()).view(np.dtype(value["dtype"]))
-    return array.transpose(np.argsort(value["axes"])) if kind == "array" else array[()]
+
+    def load(value: Mapping[str, Any]) -> Any:
+        # A copy in memory of its own: in the file's, entries begin anywhere, and matrix products round otherwise there.
+        tensor = tensors[value.get("tensor", value.get("entry"))].clone()
+        if "tensor" in value:
+            return tensor
+        array = np.array(tensor.numpy()).view(np.dtype(value["dtype"]))
+        return array[()] if "number" in value else array.transpose(np.argsort(value["axes"]))
+
+    return decode(value, load)

@@ -1,17 +1,16 @@
 """The config.json of run directories: read and compared; and by it, what a directory holds."""
 
-import json
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from whence.core import RunDirectoryError, suggest
+from whence.core import RunDirectoryError, parse_document, show, suggest
+from whence.runs.files import check_links, is_empty
 
 FORMAT = "whence-run"
 """The mark of a run's config.json."""
 
-VERSION = 2
+VERSION = 3
 """Of a run's config.json."""
 
 Content: TypeAlias = Literal["run", "comparison", "sweep"]
@@ -24,20 +23,18 @@ def check_config_file(path: Path) -> dict[str, Any]:
         RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise RunDirectoryError(explain_no_run(path.parent)) from None
-    except (OSError, ValueError, RecursionError) as broken:
-        raise RunDirectoryError(
-            f"{path} cannot be read as JSON: {broken}. Restore it, or run again into a new directory."
-        ) from None
-    mark = document.get("format") if isinstance(document, dict) else None
-    if mark != FORMAT:
+    except OSError as broken:
+        raise RunDirectoryError(f"{path} cannot be read: {broken}. Restore it, or run into a new directory.") from None
+    document = parse_document(path, text, RunDirectoryError)
+    if (mark := document.get("format")) != FORMAT:
         raise RunDirectoryError(
             f"{path} is marked {mark!r}, and a run's config.json {FORMAT!r}: {path.parent} is no run directory. Choose "
             "another one."
         )
-    return document  # type: ignore[no-any-return]
+    return document
 
 
 def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
@@ -56,21 +53,6 @@ def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def to_plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as it comes back from JSON, which turns tuples into lists.
-
-    Raises:
-        RunDirectoryError: it is not JSON.
-    """
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(config, allow_nan=False))
-    except (TypeError, ValueError) as wrong:
-        raise RunDirectoryError(
-            f"The configuration is not JSON ({wrong}): {config}. Write numbers like inf as text."
-        ) from None
-    return plain
-
-
 def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
     """List, for people, the settings in which two configurations differ, but those named `outer.inner` in `but`.
 
@@ -78,8 +60,8 @@ def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Coll
     """
     old, new = _flatten_settings(before), _flatten_settings(now)
     return [
-        f"{name} was {repr(old[name]) if name in old else 'not set'}, "
-        f"now {repr(new[name]) if name in new else 'not set'}"
+        f"{name} was {repr(show(old[name])) if name in old else 'not set'}, "
+        f"now {repr(show(new[name])) if name in new else 'not set'}"
         for name in sorted((old.keys() | new.keys()) - set(but))
         if old.get(name) != new.get(name)
     ]
@@ -99,7 +81,7 @@ def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *,
                 "another directory for the changed one, or pass overwrite=True (--overwrite) to replace the run. To go "
                 "on with this run, restore the source."
             )
-    # An older run has no digests.
+    # A run may have no digests.
     now = {name: value for name, value in now.items() if name not in _SOURCES or name in before}
     if changes := list_changes(before, now, but=but):
         rest = [f"and {len(changes) - 5} more"] if len(changes) > 5 else []
@@ -111,17 +93,12 @@ def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *,
 
 
 def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under names such as `outer.inner`."""
+    """Return nested settings under names such as `outer.inner`; a rule, a schedule and their like are one setting."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        nested = isinstance(value, Mapping)
+        nested = isinstance(show(value), Mapping)
         flat |= _flatten_settings(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
-
-
-def strip_addresses(text: str) -> str:
-    """Return an object's text without memory addresses, which differ from run to run."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def find_content(path: Path) -> Content | None:
@@ -146,6 +123,18 @@ def check_content(path: Path, content: Content) -> None:
         raise RunDirectoryError(
             f"{path} holds a {other}, and a {content} needs a directory of its own. Choose a new or empty directory."
         )
+
+
+def check_place(path: Path, *, shared: bool) -> None:
+    """Refuse to write a run into a directory that holds something else; a `shared` one may hold other files, too."""
+    if (path / "config.json").exists():
+        check_config_file(path / "config.json")
+        check_links(path)
+    elif path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
+        raise RunDirectoryError(
+            f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
+        )
+    check_content(path, "run")
 
 
 def explain_no_run(path: Path) -> str:

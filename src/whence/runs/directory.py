@@ -1,35 +1,24 @@
 """A run on disk: typed, versioned files, each written atomically, no pickles."""
 
-import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import polars as pl
 from torch import Tensor
 
-from whence.core import RunDirectoryError, write_atomically
+from whence.core import RunDirectoryError, WhenceError, describe, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.runs.config_file import (
-    FORMAT,
-    VERSION,
-    check_config_file,
-    check_content,
-    check_same,
-    read_config_file,
-    to_plain_json,
-)
+from whence.runs.config_file import FORMAT, VERSION, check_place, check_same, read_config_file
 from whence.runs.files import (
     FOLDERS,
     PerRound,
     RoundTensors,
     Table,
-    check_links,
     explain_rounds,
-    is_empty,
     list_numbered,
     read_table,
     read_tensor_file,
@@ -38,11 +27,9 @@ from whence.runs.files import (
     write_table,
     write_tensor_file,
 )
-from whence.runs.flags import FLAGS, read_flags, remove_flags
 from whence.runs.locks import Lock, check_writer, lock_run
-from whence.runs.row_tables import RowTable
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
-from whence.runs.vocabulary import VOCABULARY
+from whence.runs.tables import FLAGS, VOCABULARY, RowTable, read_flags
 
 log = logging.getLogger("whence")
 
@@ -51,6 +38,12 @@ POLICIES_EVERY = "policies_every"
 
 _REPLACING = "replacing"
 """The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
+
+_TABLES = *get_args(Table), FLAGS
+"""The names of the tables that have rows of rounds."""
+
+Start: TypeAlias = Literal["latest", "anew"] | Checkpoint
+"""Where a training begins: after the latest checkpoint if there is one, with a first round, or after a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -105,75 +98,115 @@ class RunDirectory:
         config: Mapping[str, Any],
         *,
         versions: Mapping[str, str] | None = None,
-        save_every: int = 1,
-        overwrite: bool = False,
-        may_change: Collection[str] = (),
+        save_every: int | None = None,
+        shared: bool = False,
+        **choice: Any,
     ) -> Self:
-        """Start a run, or go on with the one that the directory holds, after the round of its latest checkpoint.
+        """Start a run or continue the one that the directory holds, as `find_start` decides, and hold its lock.
 
-        What later rounds wrote is deleted as soon as something is written, so that a start that is refused deletes
-        nothing. `checkpoint` holds the checkpoint to go on from; None: the run starts with its first round.
+        Continuing deletes what later rounds wrote as soon as something is written, so that a start that fails deletes
+        nothing. `checkpoint` holds the checkpoint to continue from; None: training begins with its first round.
 
         Args:
             path: the directory; made if it is missing.
-            config: the run's configuration, in JSON types.
+            config: the run's configuration; see `describe`.
             versions: versions of the libraries in use; stored, not compared.
-            save_every: rounds from one checkpoint to the next; 0: there will be none.
-            overwrite: delete the run that the directory holds, and start anew.
-            may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
+            save_every: rounds from one checkpoint to the next, which is noted; 0: there will be none.
+            shared: whether the directory may hold files of another program.
+            choice: further arguments of `find_start`.
 
         Raises:
-            RunDirectoryError: see `create` and `resume`.
+            RunDirectoryError: see `find_start`; or the directory holds files that are no run, cannot be written, or
+                another process does so.
         """
-        path = Path(path)
-        if not overwrite and (path / "config.json").exists() and cls.open(path).count_rounds() is not None:
-            run = cls.resume(path, config, may_change=may_change)
-        else:
-            run = cls.create(path, config, versions=versions, overwrite=overwrite)
-        run.note(save_every=save_every)
+        run = cls(Path(path), describe(config), dict(versions or {}))
+        check_place(run.path, shared=shared)
+        run.hold()
+        try:
+            # Under the lock: the directory may be that of a process that held it until now.
+            if (stored := cls.find_start(path, config, **choice)) is not None:
+                stored.config, stored._lock, stored.is_trusted, run = run.config, run._lock, True, stored
+                run._kept_rounds = 0 if run.checkpoint is None else run.checkpoint.round
+                if (rows := run.table("metrics").height) < run._kept_rounds:
+                    message = "%s holds %d of %d rows: a file of metrics was lost."
+                    log.warning(message, run.path, rows, run._kept_rounds)
+            else:
+                run._replace()
+            if save_every is not None:
+                run.note(save_every=save_every)
+        except WhenceError:
+            run.release()
+            raise
         return run
 
     @classmethod
-    def create(
+    def create(cls, path: str | Path, config: Mapping[str, Any], **options: Any) -> Self:
+        """Start a run anew; the options are those of `begin`, and of `find_start` but `start`."""
+        return cls.begin(path, config, start="anew", **options)
+
+    @classmethod
+    def find_start(
         cls,
         path: str | Path,
         config: Mapping[str, Any],
         *,
-        versions: Mapping[str, str] | None = None,
+        start: Start = "latest",
         overwrite: bool = False,
-        shared: bool = False,
-    ) -> Self:
-        """Start a run. One in the directory is deleted first if this is to overwrite it.
+        may_change: Collection[str] = (),
+        find: Callable[[Path], Checkpoint | None] | None = None,
+        check: Callable[[Checkpoint | None], None] | None = None,
+        remedy: str = "",
+    ) -> Self | None:
+        """Decide whether a training continues a run, starts anew or is refused; this alone does, and changes nothing.
 
-        The arguments are those of `begin`. A `shared` directory may hold files of another program.
+        Args:
+            path: the directory.
+            config: the training's configuration.
+            start: where it is to begin; see `Start`.
+            overwrite: start anew in place of a run; with a checkpoint for `start`, in place of its later rounds.
+            may_change: names of settings that may differ from the stored ones; `outer.inner` for nested settings.
+            find: returns the run's latest checkpoint that is whole; None: `read_latest`.
+            check: refuses a training that does not fit the checkpoint that it would continue from.
+            remedy: what else a refusal says can be done.
+
+        Returns:
+            The run that it continues, with `checkpoint`; None: it starts anew.
 
         Raises:
-            RunDirectoryError: the directory holds a run that wrote something, or files that are no run; the
-                configuration is not JSON; or the directory cannot be written, or another process does so.
+            RunDirectoryError: the directory holds a run of another configuration, or finished rounds that no checkpoint
+                to continue from holds.
         """
-        path, plain = Path(path), to_plain_json(config)
-        if (path / "config.json").exists():
-            check_config_file(path / "config.json")  # refuses a file that whence did not write
-            check_links(path)
-        elif path.exists() and (not path.is_dir() or not (shared or is_empty(path))):
-            raise RunDirectoryError(
-                f"{path} exists and holds no config.json, so it is no run of whence's. Choose a new or empty directory."
-            )
-        check_content(path, "run")
-        run = cls(path, plain, dict(versions or {}))
-        run.hold()
-        try:
-            if (path / "config.json").exists():  # perhaps of a process that had the lock until now
-                if not overwrite and (rounds := cls.open(path).count_rounds()) is not None:
-                    raise RunDirectoryError(explain_rounds(path, rounds, list_checkpoints(path)))
-                run.note(**{_REPLACING: True})
-                run._remove_rounds()
-                run.notes = {}
-            run._write_config(sign=True)
-        except RunDirectoryError:
-            run.release()
-            raise
-        return run
+        path, checkpoint, rounds = Path(path), None, None
+        is_anew = not (path / "config.json").exists() or (overwrite and isinstance(start, str))
+        stored = None if is_anew else cls.open(path)
+        if stored is not None and (rounds := stored.count_rounds()) is not None:
+            latest, done, kept = None, None, -1
+            if start != "anew":
+                stored.check_same(config, but=may_change)
+                latest = (find or read_latest)(path)
+                checkpoint = latest if isinstance(start, str) else start
+                done = None if checkpoint is None else checkpoint.round
+                kept = stored.notes.get("save_every", 0) if done is None else done
+            is_latest = checkpoint is not None and latest is not None and checkpoint.path == latest.path
+            if rounds > kept and not (is_latest or overwrite):
+                raise RunDirectoryError(explain_rounds(path, rounds, done, list_checkpoints(path), remedy))
+            stored.checkpoint = checkpoint
+        if check is not None:
+            check(checkpoint)
+        return None if rounds is None else stored
+
+    def _replace(self) -> None:
+        """Put this run in the place of what the directory holds."""
+        if (self.path / "config.json").exists():
+            self.note(**{_REPLACING: True})
+            remove_leftovers(self.path)
+            (self.path / VOCABULARY).unlink(missing_ok=True)
+            for table in _TABLES:
+                self._row_table(table).remove()
+            for name in (*get_args(PerRound), *FOLDERS):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            self.notes = {}
+        self._write_config(sign=True)
 
     def count_rounds(self) -> int | None:
         """Return the number of rounds that were finished, by any file of theirs; None if the run wrote none."""
@@ -183,67 +216,18 @@ class RunDirectory:
         begun = [*self.rounds("records"), *self.rounds("policies"), *self.rounds("recordings")]
         return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
 
-    @classmethod
-    def resume(
-        cls,
-        path: str | Path,
-        config: Mapping[str, Any],
-        *,
-        rounds: int | None = None,
-        may_change: Collection[str] = (),
-        trust: bool = True,
-    ) -> Self:
-        """Continue a run after one of its rounds, and delete what later rounds wrote before something is written.
-
-        The arguments are those of `begin`. So many `rounds` are kept; None: those of the latest checkpoint, which is
-        then in `checkpoint`; or none, if the run was interrupted before its first one. Without `trust`, as of a
-        configuration that a stranger's run holds, it is not signed.
-
-        Raises:
-            RunDirectoryError: the directory holds no run, one of another configuration, or no checkpoint that can be
-                read; or it cannot be written, or another process does so.
-        """
-        run = cls.open(path)
-        check_links(run.path)
-        run.check_same(config, but=may_change)
-        run.hold()
-        try:
-            if rounds is None:
-                run.checkpoint = read_latest(run.path)
-                rounds = 0 if run.checkpoint is None else run.checkpoint.round
-            if not rounds and (finished := run.count_rounds() or 0) > run.notes.get("save_every", 0):
-                raise RunDirectoryError(explain_rounds(run.path, finished, []))
-            if (rows := run.table("metrics").height) < rounds:
-                log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, rounds)
-        except RunDirectoryError:
-            run.release()
-            raise
-        run.config, run._kept_rounds, run.is_trusted = to_plain_json(config), rounds, run.is_trusted or trust
-        return run
-
     def remove_later(self) -> None:
         """Delete what rounds wrote after those that a resumed run goes on from."""
         if (rounds := self._kept_rounds) is None:
             return
         self._kept_rounds = None
         self._write_config(sign=self.is_trusted)
-        for name in get_args(Table):
-            self.keep_rows(name, range(rounds + 1))
+        for table in _TABLES:
+            self._row_table(table).keep(range(rounds + 1))
         remove_leftovers(self.path)
-        remove_flags(self.path, after=rounds)
         for folder in (*get_args(PerRound), *FOLDERS):
             # The policy that collects the next round stays.
             remove_after(self.path / folder, rounds + (folder == "policies"))
-
-    def _remove_rounds(self) -> None:
-        """Delete everything that a run wrote except its configuration."""
-        remove_leftovers(self.path)
-        for name in (FLAGS, VOCABULARY):
-            (self.path / name).unlink(missing_ok=True)
-        for name in get_args(Table):
-            self._row_table(name).remove()
-        for name in (*get_args(PerRound), *FOLDERS):
-            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def hold(self) -> None:
         """Take the directory's lock, unless it is held already; see `lock_run`."""
@@ -273,11 +257,9 @@ class RunDirectory:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
 
     def _write_config(self, *, sign: bool = False) -> None:
-        document = {"format": FORMAT, "version": VERSION, "config": self.config, "versions": self.versions}
         self._prepare_writing()
-        with write_atomically(self.path / "config.json") as temporary:
-            text = json.dumps({**document, "notes": self.notes}, indent=2)
-            temporary.write_text(text + "\n", encoding="utf-8")
+        content = {"config": self.config, "versions": self.versions, "notes": self.notes}
+        write_json(self.path / "config.json", {"format": FORMAT, "version": VERSION, **content})
         if sign:
             self.sign()
 
@@ -304,7 +286,7 @@ class RunDirectory:
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
         """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`."""
-        check_same(self.path, self.config, to_plain_json(config), but=but)
+        check_same(self.path, self.config, describe(config), but=but)
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table, in the place of those of its round and later ones, and write the table."""
@@ -328,7 +310,7 @@ class RunDirectory:
         table, last = self._row_table(name).read(), self._kept_rounds
         return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
 
-    def _row_table(self, name: Table) -> RowTable:
+    def _row_table(self, name: str) -> RowTable:
         return self._tables.setdefault(name, RowTable(self.path / f"{name}.parquet", self._write))
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:

@@ -2,13 +2,12 @@
 
 import hashlib
 import io
-import json
 import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import polars as pl
 from safetensors import SafetensorError, safe_open
@@ -80,12 +79,13 @@ def remove_after(folder: Path, last: int) -> None:
                 (folder / name).unlink()
 
 
-def explain_rounds(path: Path, rounds: int, checkpoints: Sequence[int]) -> str:
-    """Return why a run is not begun anew in the place of another one, and what to do."""
+def explain_rounds(path: Path, rounds: int, start: int | None, checkpoints: Sequence[int], remedy: str) -> str:
+    """Return why a training that does not continue a run after its last round is refused, and what to do."""
     rest = "" if checkpoints else " and no checkpoint to go on from"
+    rest = rest if start is None else f", and this training starts after {start}"
     return (
-        f"{path} holds a run with {rounds} finished rounds{rest}. To replace it, pass overwrite=True (--overwrite); to "
-        "keep it, choose another directory."
+        f"{path} holds a run with {rounds} finished rounds{rest}. {remedy}To replace it, pass overwrite=True "
+        "(--overwrite); to keep it, choose another directory."
     )
 
 
@@ -190,14 +190,3 @@ def read_digests(folder: Path) -> dict[str, str]:
         with file.open("rb") as content:
             digests[name] = hashlib.file_digest(content, "blake2b").hexdigest()
     return digests
-
-
-def parse_document(path: str | Path, text: str, error: type[WhenceError]) -> dict[str, Any]:
-    """Return the JSON object in a file's header; the text of no object is an error of the class `error`."""
-    try:
-        document = json.loads(text)
-    except (RecursionError, ValueError) as broken:
-        raise error(f"The header of {path} is not readable as JSON: {broken}. Restore the file.") from None
-    if not isinstance(document, dict):
-        raise error(f"The header of {path} holds {type(document).__name__}, and an object is needed. Restore the file.")
-    return document

@@ -14,9 +14,9 @@ from .round_result import RoundResult as RoundResult
 from .base.environment_steps import load_statistics as load_statistics
 from .base.gsde import use_fresh_noise as use_fresh_noise
 from .base.model_description import HYPERPARAMETERS as HYPERPARAMETERS
-from .base.model_description import describe as describe
-from .base.model_description import library_versions as library_versions
-from .base.model_description import to_json_types as to_json_types
+from .base.model_description import LIBRARIES as LIBRARIES
+from .base.model_description import describe_model as describe_model
+from .base.model_description import is_schedule as is_schedule
 from .base.model_tensors import copy_tensors as copy_tensors
 from .base.model_tensors import load_tensors as load_tensors
 from .base.model_tensors import named_tensors as named_tensors

@@ -1,21 +1,28 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, call_plugin, suggest
+from whence.core import (
+    Objective,
+    RecordBatch,
+    Return,
+    Target,
+    WhenceError,
+    as_objective,
+    call_plugin,
+    describe_scoring,
+)
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
-from whence.runs import Checkpoint, RunDirectory, Stopwatch, time_stage
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
-    Last,
     Names,
     Ongoing,
     Recorder,
@@ -28,27 +35,35 @@ from whence.sb3.base import (
     claim_learn,
     describe_factory,
     model_objective,
+    named_tensors,
     read_buffer,
     read_names,
     select_from,
     watch_training,
     wrap_next,
 )
+from whence.sb3.episodes import ResetTracker
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
     RoundResult,
     can_train,
     check_selection,
-    describe_scoring,
     estimate_errors,
     measure_choice,
     read_settings,
     read_train_metrics,
 )
 from whence.sb3.supported_models import check_model
-from whence.sb3.training_run import TrainingRun, holds_policy
-from whence.scores import FOLDS, Influence, NoMean, attribute, check_folds, name_round
+from whence.sb3.training_state import (
+    holds_policy,
+    open_run,
+    read_training,
+    record_next_rollout,
+    restore_training,
+    write_round,
+)
+from whence.scores import FOLDS, Influence, attribute, check_folds, name_round
 from whence.selection import (
     AGENT_UNITS,
     Progress,
@@ -60,8 +75,6 @@ from whence.selection import (
     choose_target,
     score_for,
 )
-
-log = logging.getLogger("whence")
 
 
 class InfluenceCallback(BaseCallback):
@@ -98,7 +111,6 @@ class InfluenceCallback(BaseCallback):
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
-        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records, instead of skipping its training.
         env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
             "module:function". Episodes are played again in what it makes. None: the environment is made again by its
@@ -128,7 +140,6 @@ class InfluenceCallback(BaseCallback):
         overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
-        last: Last = "keep",
         strict: bool = False,
         env: str | None = None,
         names: Names | None = None,
@@ -139,22 +150,22 @@ class InfluenceCallback(BaseCallback):
         check_rule(rule, AGENT_UNITS)
         check_engine(engine)
         check_memory(memory)
-        if last not in get_args(Last):
-            raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
-        self.rule, self.last, self.strict = rule, last, strict
+        self.rule, self.strict = rule, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
         self.env, self._factory = env, describe_factory(env)
         self.names = check_names(names or {})
         self.engine, self.memory = engine, memory
-        self.folds, self._has_errors = check_folds(folds), True
+        self.folds = check_folds(folds)
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recordings = check_recordings(recordings)
         self.recording: RoundRecording | None = None
         self.optimisation_clock = Stopwatch()
         self._logged: set[str] = set()
-        self._run = None if run is None else TrainingRun(run, save_every=save_every, overwrite=overwrite)
+        self._recorder = None if run is None else RunRecorder(run, save_every=save_every)
+        self._overwrite = overwrite
+        self._tracker: ResetTracker | None = None
         self.skipped_rounds, self._rounds_done, self._learns, self._last_timestep = 0, 0, 0, 0
         self._ongoing: Ongoing | None = None
         self._checkpoint: Checkpoint | None = None
@@ -212,18 +223,19 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with select_from(buffer, selection, last=self.last, recorder=recorder):
+        with select_from(buffer, selection, recorder=recorder):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
-            if self._run is not None:
-                self._run.write_recording(self.recording)
+            if self._recorder is not None:
+                self._recorder.directory.check_writer()
+                self.recording.save(self._recorder.directory.round_path("recordings", self.recording.number))
 
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
         return {
-            **describe_scoring(self.rule, self.target, self.objective, self.engine),
-            **({} if self.last == "keep" else {"last": self.last}),
+            **describe_scoring(self.rule, self.target, self.objective),
+            "engine": self.engine,
             **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
             **self._factory,
@@ -244,17 +256,18 @@ class InfluenceCallback(BaseCallback):
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         self.check_model()
         claim_learn(self.model)
-        if self._run is not None:
+        if self._recorder is not None:
             self.names = read_names(self.model, self.names)
-            self._checkpoint = self._run.open(self.model, self.settings())
+            self._checkpoint, self._tracker = open_run(
+                self._recorder, self.model, self.settings(), self._tracker, overwrite=self._overwrite
+            )
 
     def _on_training_start(self) -> None:
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
         else:
             self._continue_episodes()
-        if self._run is not None:
-            self._run.record_next_rollout(self.model)
+        record_next_rollout(self.model, self._tracker)
 
     def _continue_episodes(self) -> None:
         self._learns += 1
@@ -262,47 +275,46 @@ class InfluenceCallback(BaseCallback):
         # unless steps were taken that no rollout of this callback holds, or the environments are others.
         starts = self.locals["self"]._last_episode_starts
         continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts) and not starts.all()
-        is_new = self._run is not None and not self._run.tracker.has_started
+        is_new = self._tracker is not None and not self._tracker.has_started
         if is_new or not continues or self.model.num_timesteps != self._last_timestep:
             self._begin_episodes(len(starts))
-            if self._run is not None:
-                self._run.tracker.start(starts)
+            if self._tracker is not None:
+                self._tracker.start(starts)
 
     def _begin_episodes(self, n_envs: int) -> None:
         self._ongoing = Ongoing.unknown(n_envs, 0 if self._ongoing is None else self._ongoing.next_id)
 
     def _load_state(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
-        assert self._run is not None
+        assert self._recorder is not None
+        assert self._tracker is not None
         state, self._checkpoint = checkpoint.content["callback"], None
         self._rounds_done, self._last_timestep = checkpoint.round, state["last_timestep"]
         self._ongoing = Ongoing(**state["ongoing"])
         self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
-        self.metrics = self._run.directory.table("metrics").to_dicts()
+        self.metrics = self._recorder.directory.table("metrics").to_dicts()
         ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
         # A model goes on after a learn() that had ended: another begins. Otherwise the interrupted one goes on, or the
         # script of the one that had ended was changed to train longer.
         self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
-        if state["rule"] is not None:
-            self.rule.load_state_dict(state["rule"])  # type: ignore[attr-defined]
-        if not self._run.restore(self.model, checkpoint):
+        load_states([self.rule], state["rule"])
+        reason = restore_training(self.model, self._tracker, checkpoint)
+        self._recorder.continue_after(checkpoint, [] if reason is None else [reason])
+        if reason is not None:
             self._begin_episodes(self.training_env.num_envs)
 
     def _read_state(self) -> dict[str, Any]:
         """Return the callback's own state between two rounds, for a checkpoint."""
-        read_rule = getattr(self.rule, "state_dict", None)
         return {
             "learns": self._learns,
             "last_timestep": self._last_timestep,
             "ongoing": vars(self._ongoing),
             "skipped_rounds": self.skipped_rounds,
             "advice": sorted(self._logged),
-            "rule": None if read_rule is None else read_rule(),
+            "rule": read_states([self.rule]),
         }
 
     def _on_rollout_start(self) -> None:
-        if self._run is not None:
-            self._run.note_differences()
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
             check_observation(self.model, self.model._last_obs)
@@ -316,9 +328,9 @@ class InfluenceCallback(BaseCallback):
             )
         dones, step = self.locals["dones"], self.locals
         ended, infos = dones.nonzero()[0], list(step["infos"]) or [{}] * len(dones)  # a VecEnv may have none
-        if self._run is not None:
+        if self._tracker is not None:
             actions = step.get("clipped_actions", step["actions"])  # a MaskablePPO clips none
-            self._run.tracker.step(actions, ended, infos)
+            self._tracker.step(actions, ended, infos)
         check_step(self.model, step, self.next_round)
         self._steps.add(step["rewards"], dones, ended, infos)
         return True
@@ -339,7 +351,10 @@ class InfluenceCallback(BaseCallback):
             choice = self.choose(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
-            choice = replace(choice, influence=self._estimate_errors(records, choice.influence))
+            if self._recorder is not None and self.folds is not None:
+                settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
+                scores = choice.influence, records, self.target, self.folds
+                choice = replace(choice, influence=estimate_errors(self.model, *scores, self._logged, **settings))
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self.skipped_rounds += not can_train(choice.selection)
@@ -349,25 +364,11 @@ class InfluenceCallback(BaseCallback):
         if self.verbose:
             skipped = ": skipped, training needs two" if metrics["skipped"] else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
-        if self._run is not None:
+        if self._recorder is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            statistics, states = self._steps.statistics, getattr(records.history, "states", {})
-            self._run.write_round(self.round.number, self._steps.add_columns(table), statistics, states, self.model)
+            states = getattr(records.history, "states", {})
+            write_round(self._recorder, self._tracker, self.model, self.round.number, table, self._steps, states)
         return metrics
-
-    def _estimate_errors(self, records: RecordBatch, influence: Influence | None) -> Influence | None:
-        """Add errors to snapshot scores that a run directory will hold, if they can be had."""
-        if self._run is None or self.folds is None or not self._has_errors:
-            return influence
-        if influence is None or influence.errors is not None:
-            return influence
-        settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
-        try:
-            return estimate_errors(influence, self.model, records, self.target, self.folds, **settings)
-        except NoMean as reason:
-            log.warning("round %d: scores are written without errors. %s", self._rounds_done + 1, reason)
-            self._has_errors = False
-            return influence
 
     def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:
         """Score the rollout, train on the selection, unless that keeps too little, and write the round's rows."""
@@ -378,19 +379,27 @@ class InfluenceCallback(BaseCallback):
             with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
                 self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
-        if self._run is not None:
-            self._run.record_next_rollout(self.model)
+        record_next_rollout(self.model, self._tracker)
 
     def _on_training_end(self) -> None:
         cancel_hook(self.model)
-        if self._run is not None:
-            ends_after_round = self.model.num_timesteps == self._last_timestep
-            self._run.end_training(self._rounds_done, self.model, self._read_state() if ends_after_round else None)
+        if self._recorder is not None:
+            self._recorder.directory.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))
+            if self.model.num_timesteps == self._last_timestep:  # no checkpoint holds a part of a round
+                self._save_if_due(last=True)
+            self._recorder.end()
 
     def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
         call_plugin("whence.advice", "settings", self.metrics, read_settings(self.model), self._logged)
-        if self._run is not None:
-            self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())
+        if self._recorder is not None:
+            self._recorder.write_rows(self.metrics[-1], seconds)
+            self._save_if_due()
+
+    def _save_if_due(self, *, last: bool = False) -> None:
+        """Write the checkpoint after the round if one is due; after the last one in any case."""
+        recorder, tracker, number = self._recorder, self._tracker, self._rounds_done
+        if recorder is not None and tracker is not None and recorder.is_due(number, last=last):
+            recorder.save_checkpoint(number, lambda: read_training(self.model, tracker, self._read_state()))

@@ -3,7 +3,6 @@
 No class is looked up but known ones.
 """
 
-import ast
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -13,16 +12,17 @@ from typing import Any
 
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence import selection
-from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, target_name
+from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, describe_part, read_numbers, show
 from whence.runs import RunDirectory, list_checkpoints
-from whence.sb3.base.model_description import HYPERPARAMETERS, describe
+from whence.sb3.base.model_description import HYPERPARAMETERS, describe_model, is_schedule
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.base.stored_spaces import make_space
 from whence.sb3.callback import InfluenceCallback
-from whence.sb3.training_run import NAMES, restore_model
+from whence.sb3.training_state import NAMES, restore_model
 from whence.scores import FOLDS
 from whence.selection import SelectionRule
 
@@ -50,8 +50,8 @@ def build_model(
     Args:
         run: the run.
         env: its environments; None: there are none, and the policy is built from the stored spaces.
-        changes: hyper-parameters in place of stored ones; a schedule is stored in words only. None: the model is to
-            score, not to train, and gets neither schedules nor the optimiser.
+        changes: hyper-parameters in place of stored ones, such as functions, which are not stored. None: the model is
+            to score, not to train, and gets neither schedules nor the optimiser.
         device: where it is trained.
 
     Raises:
@@ -62,24 +62,20 @@ def build_model(
     algorithm = _look_up(run, "algorithm", config.get("algorithm"), _ALGORITHMS)
     policy = _look_up(run, "policy", config.get("policy"), _POLICIES)
     parameters = inspect.signature(algorithm).parameters
-    stored = {
-        name: value
-        for name, value in config.get("hyperparameters", {}).items()
-        if name in (*HYPERPARAMETERS, "seed") and name in parameters
-    }
-    schedules = [name for name, value in stored.items() if str(value).startswith("a schedule")]
-    if changes is not None and (missing := [name for name in schedules if name not in changes]):
+    stored = read_numbers(config.get("hyperparameters", {}))
+    functions = [name for name, value in stored.items() if is_schedule(value) and value["schedule"] != "linear"]
+    if changes is not None and (missing := [name for name in functions if name not in changes]):
         raise RunDirectoryError(
-            f"{run.path} was trained with {missing[0]} as {stored[missing[0]]}. Pass the schedule: "
+            f"{run.path} was trained with {missing[0]} as {show(stored[missing[0]])}. Pass the schedule: "
             f"{missing[0]}=lambda remaining: ..."
         )
     policy_kwargs = config.get("policy_kwargs") or {}
     if changes is None:
         policy_kwargs = {name: value for name, value in policy_kwargs.items() if not name.startswith("optimizer_")}
     settings = {
-        name: float(value) if value in ("inf", "-inf", "nan") else value  # as JSON holds them
+        name: value
         for name, value in stored.items()
-        if name not in schedules
+        if name in (*HYPERPARAMETERS, "seed") and name in parameters and name not in functions
     }
     if "use_rms_prop" in parameters:  # A2C's own optimiser, which is among the policy's arguments if it is used
         settings["use_rms_prop"] = "optimizer_class" in policy_kwargs
@@ -90,7 +86,8 @@ def build_model(
             "...)."
         )
     try:
-        arguments = {**settings, **(changes or {}), "policy_kwargs": resolve_classes(policy_kwargs)}
+        arguments = {name: _make_schedule(value) if is_schedule(value) else value for name, value in settings.items()}
+        arguments |= {**(changes or {}), "policy_kwargs": resolve_classes(policy_kwargs)}
         with warnings.catch_warnings():
             # The model may have fewer environments than the one that was trained.
             warnings.filterwarnings("ignore", "You have specified a mini-batch size")
@@ -116,31 +113,32 @@ def _look_up(run: RunDirectory, what: str, name: object, classes: Mapping[str, A
     return classes[name]
 
 
-def build_rule(text: str) -> SelectionRule:
-    """Return the rule of whence whose text this is, such as "IIF(drop=0.5, warmup=0)".
+def _make_schedule(stored: Mapping[str, Any]) -> LinearSchedule:
+    return LinearSchedule(**{name: value for name, value in stored.items() if name != "schedule"})
+
+
+def build_rule(stored: Any) -> SelectionRule:
+    """Return the rule of whence that a run's configuration holds, such as {"rule": "IIF", "drop": 0.5, "warmup": 0}.
 
     Raises:
         WhenceError: it is no rule of whence's with plain arguments.
     """
     try:
-        call = ast.parse(text, mode="eval").body
-        if isinstance(call, ast.Call):
-            rule: SelectionRule = _build(call)
-            return rule
-        failure: Exception | None = None
-    except (SyntaxError, TypeError, ValueError) as error:
-        failure = error
-    raise WhenceError(f"The rule {text!r} cannot be built from its text. Pass it: rule=...") from failure
+        rule: SelectionRule = _build(stored)
+        return rule
+    except (LookupError, TypeError, ValueError) as failure:
+        raise WhenceError(f"The rule {show(stored)!r} cannot be built from the run. Pass it: rule=...") from failure
 
 
-def _build(node: ast.expr) -> Any:
-    """Return a plain value, or a rule, whose arguments may be rules."""
-    if not isinstance(node, ast.Call):
-        return ast.literal_eval(node)
-    kind = getattr(selection, node.func.id, None) if isinstance(node.func, ast.Name) else None
+def _build(stored: Any) -> Any:
+    """Return a rule, whose settings are plain values, lists of numbers, or rules."""
+    kind = getattr(selection, str(stored["rule"]), None)
     if not isinstance(kind, type) or not hasattr(kind, "needs_influence") or kind is SelectionRule:
         raise ValueError("no rule of whence's")
-    return kind(*map(_build, node.args), **{str(keyword.arg): _build(keyword.value) for keyword in node.keywords})
+    settings = {name: value for name, value in stored.items() if name != "rule"}
+    if isinstance(settings.get("ids"), str):
+        raise ValueError("the name of a file")
+    return kind(**{name: _build(value) if isinstance(value, dict) else value for name, value in settings.items()})
 
 
 def resume(
@@ -166,7 +164,7 @@ def resume(
         target: the target; None: `Return()`.
         objective: the objective; None: the model's own.
         device: where the model is trained.
-        hyperparameters: schedules, which a configuration holds in words only: `learning_rate=lambda left: 3e-4 * left`.
+        hyperparameters: schedules that are functions, which are not stored: `learning_rate=lambda left: 3e-4 * left`.
 
     Returns:
         The model as it was after the last checkpoint's round, and the callback. `model.learn(total, callback=callback)`
@@ -175,7 +173,7 @@ def resume(
     Raises:
         RunDirectoryError: the directory holds no run of an agent, no checkpoint, or a model that cannot be
             built from its configuration.
-        WhenceError: the rule cannot be built from its text.
+        WhenceError: the rule cannot be built from the configuration.
 
     Example:
         ```
@@ -189,12 +187,10 @@ def resume(
         raise RunDirectoryError(f"{run} is a language model's run, which goes on with its trainer.")
     if not list_checkpoints(run):
         raise RunDirectoryError(f"{run} holds no checkpoint to go on from. {_REMEDY}")
-    if target is None and config.get("target") != target_name(Return()):
-        raise RunDirectoryError(f"{run} was scored for the target {config.get('target')!r}. Pass it: target=...")
-    if objective is None and config.get("objective") != "the model's":
-        raise RunDirectoryError(
-            f"{run} was scored by the objective {config.get('objective')!r}. Pass it: objective=..."
-        )
+    if target is None and config.get("target") != describe_part("target", Return()):
+        raise RunDirectoryError(f"{run} was scored for the target {show(config.get('target'))}. Pass it: target=...")
+    if objective is None and (stored_objective := config.get("objective")) is not None:
+        raise RunDirectoryError(f"{run} was scored by the objective {show(stored_objective)}. Pass it: objective=...")
     if config.get("factory_source"):
         stored.check_trust()  # the function is imported by its name
     make_callback = partial(
@@ -203,15 +199,15 @@ def resume(
         target=target,
         objective=objective,
         engine=config["engine"],
-        last=config.get("last", "keep"),
         folds=config.get("folds", FOLDS),
         env=config["env"] if config.get("factory_source") else None,
         names=config.get("names", {}),
     )
     model = build_model(stored, env, changes=hyperparameters, device=device)
     experiment = {"experiment": stored.experiment} if stored.experiment else {}
-    settings = {**describe(model), **make_callback().settings(), **experiment}
-    directory = RunDirectory.resume(run, settings, may_change=NAMES, trust=stored.is_trusted)
+    settings = {**describe_model(model), **make_callback().settings(), **experiment}
+    directory = RunDirectory.begin(run, settings, may_change=NAMES)
+    directory.is_trusted = stored.is_trusted  # a stranger's configuration does not become this user's
     assert directory.checkpoint is not None
     restore_model(model, directory.checkpoint.content["model"])
     directory.release()  # until learn() takes it

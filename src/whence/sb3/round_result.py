@@ -1,5 +1,6 @@
 """A round as the callback sees it: what was chosen, what happened, and its row of metrics."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,10 +12,11 @@ from stable_baselines3.common.logger import Logger
 
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
-from whence.runs import strip_addresses
 from whence.sb3.base import EnvironmentSteps, model_objective
-from whence.scores import Influence, add_errors, usable_folds
-from whence.selection import Selection, SelectionRule, summarise_selection
+from whence.scores import Influence, NoMean, add_errors, usable_folds
+from whence.selection import Selection, summarise_selection
+
+log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True)
@@ -111,46 +113,35 @@ def read_train_metrics(logger: Logger) -> dict[str, float]:
     return numbers
 
 
-def describe_scoring(rule: SelectionRule, target: Target, objective: Objective | None, engine: str) -> dict[str, Any]:
-    """Return how records are scored and selected, in JSON types."""
-    return {
-        "rule": strip_addresses(repr(rule)),
-        "target": strip_addresses(target_name(target)),
-        "objective": "the model's" if objective is None else strip_addresses(repr(objective)),
-        "engine": engine,
-    }
-
-
 def estimate_errors(
-    influence: Influence,
     model: Any,
+    influence: Influence | None,
     records: RecordBatch,
     target: Target,
     folds: int,
+    logged: set[str],
     *,
     objective: Objective | None,
     engine: str,
     memory: int | None,
-) -> Influence:
+) -> Influence | None:
     """Return snapshot scores of a rollout with errors over folds of its episodes; unchanged where there can be none.
 
-    Raises:
-        NoMean: the target is no mean over records.
+    A target that is no mean over records has none, which is logged once, and noted in `logged`.
     """
+    if influence is None or influence.errors is not None or "errors" in logged:
+        return influence
     usable = usable_folds(target, records, folds)
     is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
     if usable is None or not is_snapshot or len(influence) != len(records):
         return influence
-    return add_errors(
-        influence,
-        model.policy,
-        records,
-        target=target,
-        folds=usable,
-        objective=objective or model_objective(model),
-        engine=engine,
-        memory=memory,
-    )
+    settings: Any = {"objective": objective or model_objective(model), "engine": engine, "memory": memory}
+    try:
+        return add_errors(influence, model.policy, records, target=target, folds=usable, **settings)
+    except NoMean as reason:
+        logged.add("errors")
+        log.warning("Scores are written without errors. %s", reason)
+        return influence
 
 
 def read_settings(model: Any) -> dict[str, Any]:

@@ -4,9 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import version
-from types import MappingProxyType
 from typing import overload
 
 import torch
@@ -30,6 +27,7 @@ from whence.core import (
     check_unit,
     eval_mode,
     label_units,
+    library_versions,
     preserve_attributes,
     preserve_rng_state,
     target_name,
@@ -211,7 +209,7 @@ def score_targets(
                 engine_reason=reason,
                 parameters=tuple(problem.params),
                 records=records.fingerprint,
-                versions=dict(_versions()),
+                versions=library_versions(("whence", "torch")),
             ),
         )
         for (name, each), row in zip(targets.items(), products, strict=True)
@@ -313,11 +311,6 @@ def _check_mixing(problem: Problem, module: nn.Module | None) -> None:
     dropouts = [each for each in problem.modules.values() if isinstance(each, _DropoutNd)]
     with nullcontext() if module is None else train_mode(module), eval_mode(dropouts):
         check_mixing(problem)
-
-
-@cache
-def _versions() -> Mapping[str, str]:
-    return MappingProxyType({"whence": version("whence-rl"), "torch": version("torch")})
 
 
 def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:

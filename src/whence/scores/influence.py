@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import InvalidInfluence, to_numpy
-from whence.runs import parse_document, read_tensor_file, write_tensor_file
+from whence.core import InvalidInfluence, parse_document, to_numpy
+from whence.runs import read_tensor_file, write_tensor_file
 
 SIGNIFICANT = 2.0
 """A number differs from 0 if it is more than this many of its errors away. By chance, 5% of those of mean 0 do."""
@@ -165,7 +165,7 @@ class Influence:
         try:
             if (metadata["format"], metadata["version"]) != ("whence-influence", "1"):
                 raise TypeError("it is marked otherwise")
-            about = parse_document(path, metadata["provenance"], InvalidInfluence)
+            about = parse_document(f"The header of {path}", metadata["provenance"], InvalidInfluence)
             provenance = Provenance(**{**about, "parameters": tuple(about["parameters"])})
             errors = [tensors.get(name) for name in ("errors", "by_fold", "folds")]
             return cls(tensors["scores"], tensors["record_ids"], provenance, *errors)

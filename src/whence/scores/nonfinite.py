@@ -15,10 +15,10 @@ def name_round(number: int) -> Iterator[None]:
     try:
         yield
     except NonFinite as error:
-        if str(error).startswith("Round "):
+        if error.round is not None:
             raise
-        text = f"Round {number}: {error}"
-        raise NonFinite(text, record_ids=error.record_ids, parameter=error.parameter) from error
+        about = {"record_ids": error.record_ids, "parameter": error.parameter}
+        raise NonFinite(str(error), **about, round=number) from error  # type: ignore[arg-type]
 
 
 def measure_gradients(params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

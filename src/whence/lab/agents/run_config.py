@@ -7,10 +7,10 @@ from typing import Annotated, Any, Self
 
 from stable_baselines3 import PPO
 
-from whence.core import Action, Return, Target, WhenceError, suggest
+from whence.core import Action, Return, Target, WhenceError, describe, read_numbers, suggest
 from whence.engines import ENGINES
 from whence.lab.arms import ARMS, CONTROL, find_arm
-from whence.sb3 import HYPERPARAMETERS, to_json_types
+from whence.sb3 import HYPERPARAMETERS
 from whence.selection import AGENT_UNITS, DEFAULT_SHARE, IIF, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 
@@ -119,7 +119,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
-        return to_json_types(asdict(self))  # type: ignore[no-any-return]
+        return describe(asdict(self))  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -128,13 +128,4 @@ class RunConfig:
         Raises:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
-        return read_table(cls, "A run", _read_numbers(values))
-
-
-def _read_numbers(value: Any) -> Any:
-    """Return JSON types with the numbers that are not finite, which JSON holds as text."""
-    if isinstance(value, Mapping):
-        return {key: _read_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_read_numbers(entry) for entry in value]
-    return float(value) if value in ("inf", "-inf", "nan") else value
+        return read_table(cls, "A run", read_numbers(values))

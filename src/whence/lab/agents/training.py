@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, library_versions
 from whence.lab import efficiency
 from whence.lab.agents.environments import make_evaluation_env, make_training_env
 from whence.lab.agents.run_config import RunConfig
@@ -20,11 +20,11 @@ from whence.lab.arms import ARMS, counts_scoring, find_arm
 from whence.runs import RunDirectory
 from whence.sb3 import (
     HYPERPARAMETERS,
+    LIBRARIES,
     InfluenceCallback,
     Pool,
     copy_tensors,
-    describe,
-    library_versions,
+    describe_model,
     load_tensors,
     named_tensors,
     resolve_classes,
@@ -100,8 +100,8 @@ def run(
         settings = make_callback(config, None, recordings).settings()
         directory = RunDirectory.begin(
             path,
-            {**describe(model), **settings, "experiment": config.to_json()},
-            versions=library_versions(),
+            {**describe_model(model), **settings, "experiment": config.to_json()},
+            versions=library_versions(LIBRARIES),
             overwrite=overwrite,
             may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )

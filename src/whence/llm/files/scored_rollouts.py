@@ -7,20 +7,18 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, rows_of, target_name
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of
 from whence.llm.base import TokenRows, average_rows, list_infos, list_tokens, make_table_rows, pad_rows
-from whence.llm.base.run_description import read_versions
+from whence.llm.base.run_description import describe_rows_scored
 from whence.llm.files.rollout_files import read_steps
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
-from whence.runs import Checkpoint, RunDirectory, RunWriter, strip_addresses, time_stage, write_vocabulary
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
 SCORED = "scored"
 """The `algorithm` of a run whose rollouts come from files."""
-
-_LIBRARIES = ("whence", "torch", "transformers")
 
 
 def score_rollouts(
@@ -89,22 +87,21 @@ def score_rollouts(
     leave_one_out = None if rows_of(target) is not None else leave_one_out
     scoring = Scoring(target, objective, temperature, "auto", memory, batch_size, leave_one_out=leave_one_out)
     description = {
-        "kind": "language",
+        **describe_rows_scored(model, ScoreAll(), scoring),
         "algorithm": SCORED,
         "rollouts": str(path),
-        "model": getattr(model.config, "_name_or_path", "") or None,
-        "rule": repr(ScoreAll()),
-        "target": strip_addresses(target_name(target)),
-        "leave_one_out": leave_one_out,
-        "objective": strip_addresses(repr(objective)),
         "columns": dict(columns),
         "max_tokens": max_tokens,
         "temperature": temperature,
         **about,
     }
-    directory, writer = _open(Path(run), description, overwrite=overwrite)
-    write_vocabulary(directory.path, list_vocabulary(tokenizer))
-    done, first_id = directory.table("metrics").height, 0
+    recorder = RunRecorder(run)
+    versions = library_versions(("whence", "torch", "transformers"))
+    checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=_find_last_round)
+    if checkpoint is not None:
+        recorder.continue_after(checkpoint)
+    recorder.write_vocabulary(lambda: list_vocabulary(tokenizer))
+    done, first_id = 0 if checkpoint is None else checkpoint.round, 0
     try:
         for number, step in enumerate(read_steps(Path(path), columns), 1):
             if number > done:
@@ -117,27 +114,20 @@ def score_rollouts(
                         rows = add_reference(rows, reference, temperature, batch_size)
                     influence = score(model, rows, scoring)
                 table = _add_scores(table, rows, influence)
-                directory.write_round("records", number, table)
+                recorder.write_round(number, table)
                 summary = summarise_selection(ScoreAll().select(rows), influence)
-                writer.write_rows({"round": number, **average_rows(table), **summary}, seconds)
+                recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
                 if on_round is not None:
                     on_round(number, len(step))
             first_id += len(step)
     finally:
-        directory.release()
+        recorder.end()
     return RunDirectory.open(run)
 
 
-def _open(run: Path, description: dict[str, Any], *, overwrite: bool) -> tuple[RunDirectory, RunWriter]:
-    exists = (run / "config.json").exists() and not overwrite
-    if exists and RunDirectory.open(run).count_rounds() is not None:
-        directory = RunDirectory.resume(run, description, rounds=RunDirectory.open(run).table("metrics").height)
-        directory.remove_later()
-        writer = RunWriter(directory, save_every=0)
-        writer.go_on(Checkpoint(directory.table("metrics").height, {}, run))
-        return directory, writer
-    directory = RunDirectory.create(run, description, versions=read_versions(_LIBRARIES), overwrite=overwrite)
-    return directory, RunWriter(directory, save_every=0)
+def _find_last_round(run: Path) -> Checkpoint:
+    """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
+    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
 def _read_tokens(

@@ -1,19 +1,17 @@
-"""The run directory of `PPOTrainer`: rounds, their tables, and checkpoints to go on from."""
+"""The run of `PPOTrainer`: how it is described, opened, and put back where a checkpoint was written."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
 from torch import Tensor, nn
 
-from whence.core import RunDirectoryError, WhenceError
-from whence.llm.base import Processes
-from whence.llm.base.run_description import describe_run, read_versions
+from whence.core import RunDirectoryError, WhenceError, library_versions
+from whence.llm.base.run_description import describe_run
 from whence.llm.text import list_vocabulary
-from whence.runs import Checkpoint, RunDirectory, RunWriter, load_tree, read_latest, write_vocabulary
+from whence.runs import Checkpoint, RunRecorder, load_tree
 
 log = logging.getLogger("whence")
 
@@ -27,85 +25,60 @@ _MAY_CHANGE = (
 )
 
 
-class TrainingRun:
-    """The run directory of a training by `PPOTrainer` in one or several processes, of which the first one writes."""
+def open_run(trainer: Any, *, overwrite: bool, is_trained: bool) -> tuple[RunRecorder, Checkpoint | None]:
+    """Open a trainer's run, in every process; return its recorder, and the checkpoint to continue from, if any.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._folder = trainer, Path(trainer.config.output_dir)
-        self._processes: Processes = trainer.processes
-        self.directory: RunDirectory | None = None
+    Raises:
+        RunDirectoryError: see `RunDirectory.begin`; or the run has more rounds, or belongs to another model.
+        WhenceError: the training would start anew with a model that `is_trained`.
+    """
+    config, processes, rounds = trainer.config, trainer.processes, trainer.config.rounds
+    keep, writes = config.keep_checkpoints, processes.rank == 0
+    recorder = RunRecorder(config.output_dir, save_every=config.save_every, keep=keep, writes=writes)
 
-    def begin(self, *, overwrite: bool, trained: bool) -> Checkpoint | None:
-        """Open the directory, and return the checkpoint to go on from, if there is one; call it in every process.
-
-        Raises:
-            RunDirectoryError: see `RunDirectory.begin`; or the run has more rounds, or belongs to another model.
-            WhenceError: the training would start anew with a `trained` model.
-        """
-        settings, description = self._trainer.config, self._describe()
-        checkpoint = None if overwrite else self._read_checkpoint(description)
-        if checkpoint is None and trained:
+    def check(checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None and is_trained:
             raise WhenceError(
-                f"This trainer has trained its model already, and {self._folder} has no checkpoint to go on from. "
+                f"This trainer has trained its model already, and {recorder.path} has no checkpoint to go on from. "
                 "Build model and trainer anew."
             )
-        self._processes.wait()  # until all have read what the first one may change
-        self.writer = RunWriter(self._folder, save_every=settings.save_every, keep=settings.keep_checkpoints)
-        if self._processes.rank == 0:
-            versions = read_versions(_LIBRARIES)
-            self.writer.begin(description, versions=versions, overwrite=overwrite, may_change=_MAY_CHANGE)
-            self.directory = self.writer.directory
-            self.directory.remove_later()
-            write_vocabulary(self._folder, list_vocabulary(self._trainer.tokenizer))
-            if checkpoint is not None:
-                done, rounds = checkpoint.round, settings.rounds
-                state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"
-                log.warning("%s: %s.", self._folder, state)
-                self.writer.go_on(checkpoint)
-                self.writer.note_resumption([], versions)
-        return checkpoint
-
-    def _read_checkpoint(self, description: Mapping[str, Any]) -> Checkpoint | None:
-        if not (self._folder / "config.json").exists() or (checkpoint := read_latest(self._folder)) is None:
-            return None
-        RunDirectory.open(self._folder).check_same(description, but=_MAY_CHANGE)
-        check_model(self._trainer.model, checkpoint.content, checkpoint.path)
-        if checkpoint.round > description["rounds"]:
+        if checkpoint is None:
+            return
+        check_model(trainer.model, checkpoint.content, checkpoint.path)
+        if checkpoint.round > rounds:
             raise RunDirectoryError(
-                f"rounds is {description['rounds']}, and {checkpoint.path} has {checkpoint.round} rounds already. Ask "
-                "for more rounds, or start the run over (overwrite=True, --overwrite)."
+                f"rounds is {rounds}, and {checkpoint.path} has {checkpoint.round} rounds already. Ask for more "
+                "rounds, or start the run over (overwrite=True, --overwrite)."
             )
-        return checkpoint
 
-    def read_metrics(self, rounds: int) -> list[dict[str, Any]]:
-        """Return the rows of the first rounds; call it in any process."""
-        table = RunDirectory.open(self._folder).table("metrics")
-        return [] if table.is_empty() else table.filter(pl.col("round") <= rounds).to_dicts()
+    checkpoint = recorder.begin(
+        _describe(trainer),
+        versions=library_versions(_LIBRARIES),
+        wait=processes.wait if processes.number > 1 else None,
+        overwrite=overwrite,
+        may_change=_MAY_CHANGE,
+        check=check,
+    )
+    recorder.write_vocabulary(lambda: list_vocabulary(trainer.tokenizer))
+    if checkpoint is not None and recorder.writes:
+        done = checkpoint.round
+        state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"
+        log.warning("%s: %s.", recorder.path, state)
+    return recorder, checkpoint
 
-    def save_if_due(self, number: int, read: Callable[[], Mapping[str, Any]], *, last: bool) -> None:
-        """Write the checkpoint after a round if one is due, after the last in any case; call it in every process."""
-        # The first process's clock decides: others' clocks may differ, and all have to take part.
-        if self._processes.agree(self.writer.is_due(number, last=last)):
-            self.writer.save_checkpoint(number, read, writes=self._processes.rank == 0)
 
-    def _describe(self) -> dict[str, Any]:
-        """Return the run directory's description of the training, in JSON types."""
-        trainer = self._trainer
-        elsewhere = ("output_dir", "rounds", "seed")
-        return describe_run(
-            trainer,
-            trainer.model,
-            about=trainer.about,
-            rewards=[trainer.reward],
-            data={"prompts": trainer.prompts, "held_out": trainer.held_out},
-            rounds=trainer.config.rounds,
-            seed=trainer.config.seed,
-            settings={
-                "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
-                "select": None if trainer._chooser is None else "in_step",
-                "ppo": {name: value for name, value in trainer.config.to_json().items() if name not in elsewhere},
-            },
-        )
+def _describe(trainer: Any) -> dict[str, Any]:
+    """Return the run directory's description of a training, in JSON types."""
+    config, data = trainer.config, {"prompts": trainer.prompts, "held_out": trainer.held_out}
+    elsewhere = ("output_dir", "rounds", "seed")
+    return {
+        **trainer.about,
+        **describe_run(trainer, trainer.model, [trainer.reward], **data),
+        **{"rounds": config.rounds, "seed": config.seed},
+        "held_out": 0 if trainer.held_out is None else len(trainer.held_out),
+        "select": None if trainer._chooser is None else "in_step",
+        "ppo": {name: value for name, value in config.to_json().items() if name not in elsewhere},
+    }
 
 
 def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:

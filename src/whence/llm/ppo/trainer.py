@@ -27,7 +27,7 @@ from whence.core import (
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
 from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
 from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
-from whence.llm.ppo.ppo_run import TrainingRun, read_model, restore_model
+from whence.llm.ppo.ppo_run import open_run, read_model, restore_model
 from whence.llm.scores import (
     RoundChooser,
     Scoring,
@@ -51,7 +51,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import Checkpoint, time_stage
+from whence.runs import Checkpoint, load_states, read_states, time_stage
 from whence.scores import Influence, check_parameters, name_round
 from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
@@ -178,11 +178,10 @@ class PPOTrainer:
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
         self.kl_coef = config.init_kl_coef
         self.metrics: list[dict[str, Any]] = []
-        self._run = TrainingRun(self)
         self._kinds_of_advice: set[str] = set()
         self._generator = torch.Generator().manual_seed(config.seed)  # of prompts and of the order of rows
         self._prompt_queue: list[int] = []
-        self._has_begun = False
+        self._recorder: Any = None  # until `train`
         set_seed(self._derive_seed())
 
     def _derive_seed(self, *purpose: int) -> int:
@@ -203,15 +202,14 @@ class PPOTrainer:
                 something else than a run; or another process writes to it. Nothing was changed.
             WhenceError: the training would start anew with a model that this trainer has trained already.
         """
-        checkpoint = self._run.begin(overwrite=overwrite, trained=self._has_begun)
-        self._has_begun = True
+        self._recorder, checkpoint = open_run(self, overwrite=overwrite, is_trained=self._recorder is not None)
         try:
             if checkpoint is not None:
                 self._restore(checkpoint)
             if len(self.metrics) < self.config.rounds:
                 self._train_rounds()
         finally:
-            self._run.writer.end()
+            self._recorder.end()
         return self.metrics
 
     def _train_rounds(self) -> None:
@@ -230,7 +228,9 @@ class PPOTrainer:
             bar.set_postfix(
                 reward=f"{row['reward']:.3g}", kl=f"{row['kl']:.3g}", kept=f"{1 - row['dropped_share']:.0%}"
             )
-            self._run.save_if_due(number, self._read_state, last=number == config.rounds)
+            # The first process's clock decides: others' clocks may differ, and all have to take part.
+            if self.processes.agree(self._recorder.is_due(number, last=number == config.rounds)):
+                self._recorder.save_checkpoint(number, self._read_state)
         for tracker in self.accelerator.trackers:  # `end_training` would also disconnect the processes
             tracker.finish()
 
@@ -331,11 +331,11 @@ class PPOTrainer:
         seconds: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Write a round to the run directory, log it to trackers, and call `on_rollout`."""
-        if (directory := self._run.directory) is None:
+        if not self._recorder.writes:
             return
         number = row["round"]
-        directory.write_round("records", number, make_response_table(rollout, selection, influence))
-        self._run.writer.write_rows(row, seconds)
+        self._recorder.write_round(number, make_response_table(rollout, selection, influence))
+        self._recorder.write_rows(row, seconds)
         call_plugin("whence.advice", "settings", self.metrics, {}, self._kinds_of_advice)
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
         walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
@@ -344,11 +344,10 @@ class PPOTrainer:
             self.on_rollout(rollout, influence, selection, row)
 
     def _evaluate(self, number: int) -> None:
-        directory = self._run.directory
-        if not self.config.eval_every or directory is None:
+        if not self.config.eval_every or not self._recorder.writes:
             return
         measures = write_evaluation(
-            *(directory, number, self.model.language_model, self.tokenizer),
+            *(self._recorder.directory, number, self.model.language_model, self.tokenizer),
             prompts=self.sample_prompts,
             reward=self.reward,
             config=self.config,
@@ -367,13 +366,15 @@ class PPOTrainer:
             "generator": self._generator.get_state(),
             "advice": sorted(self._kinds_of_advice),
             "target": None if self._chooser is None else self._chooser.gradient,
-            "processes": self.processes.gather_states({"user": [part.state_dict() for part in self._stateful_parts()]}),
+            "processes": self.processes.gather_states({"user": read_states((self.rule, self.reward))}),
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
         content = checkpoint.content
-        self.metrics = self._run.read_metrics(checkpoint.round)
+        self._recorder.continue_after(checkpoint)
+        rows = self._recorder.directory.table("metrics").to_dicts()
+        self.metrics = [row for row in rows if row["round"] <= checkpoint.round]
         restore_model(self.model, self.optimizer.optimizer, content)
         if self.accelerator.scaler is not None and content.get("scaler") is not None:
             self.accelerator.scaler.load_state_dict(content["scaler"])  # of gradients in float16
@@ -382,13 +383,7 @@ class PPOTrainer:
         self._kinds_of_advice = set(content["advice"])
         if self._chooser is not None and content.get("target") is not None:
             self._chooser.gradient = {name: t.to(self.accelerator.device) for name, t in content["target"].items()}
-        state = self.processes.load_state(content["processes"])
-        for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
-            part.load_state_dict(stored)
-
-    def _stateful_parts(self) -> list[Any]:
-        """Return what has a state of its own to keep, of rule and reward."""
-        return [part for part in (self.rule, self.reward) if hasattr(part, "load_state_dict")]
+        load_states((self.rule, self.reward), self.processes.load_state(content["processes"])["user"])
 
     def save_model(self, folder: str | Path | None = None) -> None:
         """Write model (or adapter), value head and tokenizer, in Transformers' format."""

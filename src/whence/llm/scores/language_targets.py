@@ -82,8 +82,13 @@ class _MeanOverRows(MeanTarget, SummedTarget):
         base = MeanTarget if self.rows is None else SummedTarget
         return base.__call__(self, view, params, records)
 
+    def describe(self) -> dict[str, Any]:
+        """Return what tells the target from another of its kind, for a run's configuration."""
+        return {} if self.rows is None else {"rows": len(self.rows), "digest": _digest_rows(self.rows)}
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self.rows is None else _describe_rows(self.rows)})"
+        about = "" if self.rows is None else f"{len(self.rows)} rows {_digest_rows(self.rows)}"
+        return f"{type(self).__name__}({about})"
 
 
 def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objective]:
@@ -156,13 +161,13 @@ def _mask_log_probs(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]
     return torch.where(rows.observations["response_mask"], outputs.log_prob, 0.0)
 
 
-def _describe_rows(rows: RecordBatch) -> str:
-    """Return the number of rows and a digest that identifies them."""
+def _digest_rows(rows: RecordBatch) -> str:
+    """Return a digest that identifies rows."""
     digest = hashlib.sha256()
     tokens = (rows.actions, rows.observations["input_ids"], rows.observations["response_mask"])
     for column in (*tokens, rows.advantages, *([] if rows.rewards is None else [rows.rewards])):
         digest.update(column.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return f"{len(rows)} rows {digest.hexdigest()[:8]}"
+    return digest.hexdigest()[:8]
 
 
 class SequenceReturn(_MeanOverRows):

@@ -138,7 +138,7 @@ class _SelectingTrainer:
         try:
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)  # type: ignore[misc]
         finally:
-            self._run.release()
+            self._run.recorder.end()
 
     def find_checkpoint(self) -> Path | None:
         """Return the run's last whole checkpoint, which `train(resume_from_checkpoint=True)` goes on from."""

@@ -20,19 +20,20 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, library_versions
 from whence.llm.base import average_rows, list_infos, list_tokens
-from whence.llm.base.run_description import describe_run, is_secret, read_versions, to_json
+from whence.llm.base.run_description import describe_run, describe_settings, is_secret
 from whence.llm.text import join_messages, list_chats, list_vocabulary
 from whence.llm.trl.pass_signals import PassSignals, list_pass_signals
 from whence.runs import (
     Checkpoint,
     RunDirectory,
-    RunWriter,
+    RunRecorder,
+    load_states,
     load_tree,
     read_digests,
+    read_states,
     save_tree,
-    write_vocabulary,
 )
 from whence.selection import Selection, add_selection, summarise_selection
 
@@ -71,7 +72,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, trainer: Any, folder: str | Path, about: Mapping[str, Any] | None = None, *, overwrite: bool = False
     ) -> None:
-        self._trainer, self._folder, self._about, self._overwrite = trainer, Path(folder), dict(about or {}), overwrite
+        self._trainer, self._about, self._overwrite = trainer, dict(about or {}), overwrite
+        self.recorder = RunRecorder(folder, writes=trainer.accelerator.is_main_process)
         batches, accumulation = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
         if batches % accumulation:
             raise WhenceError(
@@ -81,20 +83,23 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._steps = trainer.args.num_iterations * (batches // accumulation)
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self.signals = PassSignals()
-        self._directory: RunDirectory | None = None
-        self._checkpoint: Path | None = None
+        self._start: Checkpoint | None = None
+        self._choice: dict[str, Any] = {}
 
     def find_checkpoint(self) -> Path | None:
         """Return the last whole checkpoint of this run, not of one that was in the directory before."""
-        if not (self._folder / "config.json").exists():
+        return None if (latest := self._find_latest()) is None else latest.path
+
+    def _find_latest(self) -> Checkpoint | None:
+        if not (self.recorder.path / "config.json").exists():
             return None
-        run_id = RunDirectory.open(self._folder).notes.get(_RUN_ID, "")
-        folders = reversed(_list_checkpoints(self._trainer.args.output_dir).values())
-        for folder in (folder for folder in folders if (folder / _FILE).exists()):
+        run_id = RunDirectory.open(self.recorder.path).notes.get(_RUN_ID, "")
+        folders = reversed(_list_checkpoints(self._trainer.args.output_dir).items())
+        for step, folder in folders:
             try:
-                if load_tree(folder / _FILE)["run"] == run_id:
+                if (folder / _FILE).exists() and load_tree(folder / _FILE)["run"] == run_id:
                     _check_files(folder)
-                    return folder
+                    return Checkpoint(step // self._steps, {}, folder)
             except RunDirectoryError as damage:
                 log.warning("%s The checkpoint before it is taken, if there is one.", damage)
         return None
@@ -106,38 +111,38 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             resume: `resume_from_checkpoint` of Transformers: a checkpoint's folder; True: the last whole one.
 
         Raises:
-            RunDirectoryError: the directory holds a run of another configuration, or finished rounds that this training
-                would delete; or there is no checkpoint, or it lies within a round.
+            RunDirectoryError: see `RunDirectory.find_start`; or there is no checkpoint, or it lies within a round.
         """
-        last, done = self.find_checkpoint(), 0
-        self._checkpoint = last if resume is True else Path(resume) if isinstance(resume, str | Path) else None
-        if resume is True and last is None:
+        latest, folder = self._find_latest(), self.recorder.path
+        self.recorder = RunRecorder(folder, writes=self.recorder.writes)  # the one of an earlier training has ended
+        if resume is True and latest is None:
             raise RunDirectoryError(
-                f"{self._trainer.args.output_dir} holds no whole checkpoint of the run in {self._folder}. Train "
-                "without resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
+                f"{self._trainer.args.output_dir} holds no whole checkpoint of the run in {folder}. Train without "
+                "resume_from_checkpoint; if the directory holds a run, pass overwrite=True to replace it."
             )
-        if self._checkpoint is not None:
-            if self._checkpoint != last:  # which was checked as it was found
-                _check_files(self._checkpoint)
-            done, rest = divmod(int(read_progress(self._checkpoint)["global_step"]), self._steps)
-            if rest:
-                raise RunDirectoryError(
-                    f"{self._checkpoint} lies within a round, whose responses would be drawn again. Take another one."
-                )
-        if (self._folder / "config.json").exists() and (done or not self._overwrite):
-            run = RunDirectory.open(self._folder)
-            rows = run.count_rounds()
-            if rows is not None:
-                run.check_same(self._describe(run.config.get("rounds", 0)), but=_MAY_CHANGE)
-            goes_on = self._checkpoint is not None and self._checkpoint == last
-            before_the_first = run.notes.get("save_every", 0) if last is None else 0
-            if (rows or 0) > max(done, before_the_first) and not self._overwrite and not goes_on:
-                raise RunDirectoryError(
-                    f"{self._folder} holds a run with {rows} finished rounds, and this training starts after {done}. "
-                    "To go on with the run, call trainer.train(resume_from_checkpoint=True); to delete later rounds, "
-                    "pass overwrite=True (--overwrite); to keep it, choose another run directory."
-                )
-        return self._checkpoint
+        self._start = latest if resume is True else None
+        if isinstance(resume, str | Path):
+            self._start = self._read_start(Path(resume))
+        # Without an argument a training starts anew; one that was killed before its first checkpoint did so, too.
+        start = ("latest" if latest is None else "anew") if self._start is None else self._start
+        self._choice = {
+            "start": start,
+            "overwrite": self._overwrite,
+            "may_change": _MAY_CHANGE,
+            "find": lambda path: latest,  # its files were read, which takes long
+            "remedy": "To go on with the run, call trainer.train(resume_from_checkpoint=True). ",
+        }
+        RunDirectory.find_start(folder, self._describe(0), **self._choice)
+        return None if self._start is None else self._start.path
+
+    def _read_start(self, folder: Path) -> Checkpoint:
+        _check_files(folder)
+        done, rest = divmod(int(read_progress(folder)["global_step"]), self._steps)
+        if rest:
+            raise RunDirectoryError(
+                f"{folder} lies within a round, whose responses would be drawn again. Take another one."
+            )
+        return Checkpoint(done, {}, folder)
 
     def is_finished(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint is that of a training's last step."""
@@ -145,44 +150,30 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         same_epochs = progress.get("num_train_epochs") == args.num_train_epochs
         total = args.max_steps if args.max_steps > 0 else progress["max_steps"] if same_epochs else math.inf
         if finished := progress["global_step"] >= total:
-            log.warning("%s holds this run, finished: nothing is trained.", self._folder)
+            log.warning("%s holds this run, finished: nothing is trained.", self.recorder.path)
         return bool(finished)
-
-    def release(self) -> None:
-        """Let others write the directory."""
-        if self._directory is not None:
-            self._directory.release()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Open the directory, and put back what Transformers' checkpoint does not hold."""
-        if self._checkpoint is not None:
-            self._load_state(self._checkpoint, state.global_step)
+        if self._start is not None:
+            self._load_state(self._start.path, state.global_step)
         self._trainer._processes.wait()  # until all have read what the first one may change
-        if not state.is_world_process_zero:
+        recorder = self.recorder
+        if not recorder.writes:
             return
-        done, description = state.global_step // self._steps, self._describe(-(-state.max_steps // self._steps))
-        versions = read_versions(_LIBRARIES)
-        shared = Path(args.output_dir).resolve().is_relative_to(self._folder.resolve())
-        begun = (self._folder / "config.json").exists() and (done or not self._overwrite)
-        if begun and RunDirectory.open(self._folder).count_rounds() is not None:
-            self._directory = RunDirectory.resume(self._folder, description, rounds=done, may_change=_MAY_CHANGE)
-            self._directory.remove_later()
-            log.warning("%s: going on after round %d of %d.", self._folder, done, description["rounds"])
-            if shared or done:
-                _delete_later(args.output_dir, state.global_step)
-            self._writer = RunWriter(self._directory, save_every=0)
-            self._writer.go_on(Checkpoint(done, {}, self._folder))
-            self._writer.note_resumption([], versions)
-        else:
-            self._directory = RunDirectory.create(
-                self._folder, description, versions=versions, shared=shared, overwrite=self._overwrite
-            )
-            self._writer = RunWriter(self._directory, save_every=0)
-            if shared and not done:
-                _delete_later(args.output_dir, 0)  # those of the run that was here before
-        if _RUN_ID not in self._directory.notes:
-            self._directory.note(**{_RUN_ID: uuid.uuid4().hex})
-            write_vocabulary(self._folder, list_vocabulary(self._trainer._tokenizer))
+        rounds, versions = -(-state.max_steps // self._steps), library_versions(_LIBRARIES)
+        shared = Path(args.output_dir).resolve().is_relative_to(recorder.path.resolve())
+        checkpoint = recorder.begin(self._describe(rounds), versions=versions, shared=shared, **self._choice)
+        recorder.directory.remove_later()
+        if checkpoint is not None:
+            log.warning("%s: going on after round %d of %d.", recorder.path, checkpoint.round, rounds)
+            recorder.continue_after(checkpoint)
+            recorder.note_resumption()
+        if checkpoint is not None or (shared and not state.global_step):
+            _delete_later(args.output_dir, state.global_step)  # perhaps of the run that was here before
+        if _RUN_ID not in recorder.directory.notes:
+            recorder.directory.note(**{_RUN_ID: uuid.uuid4().hex})
+        recorder.write_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Complete a checkpoint that Transformers has written; one without an optimiser cannot be gone on from."""
@@ -194,9 +185,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         states = [self._read_state()]
         if args.world_size > 1:
             states = gather_object(states)  # all processes have written their files now
-        if self._directory is not None:
+        if self.recorder.writes:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            content = {"run": self._directory.notes[_RUN_ID], "processes": states, "files": read_digests(folder)}
+            content = {
+                "run": self.recorder.directory.notes[_RUN_ID],
+                "processes": states,
+                "files": read_digests(folder),
+            }
             if (chooser := self._trainer.chooser) is not None:
                 content["target_gradient"] = chooser.gradient
             save_tree(folder / _FILE, content)
@@ -206,7 +201,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         reference = trainer.accelerator.unwrap_model(trainer.ref_model) if self._moves_reference() else None
         return {
-            "user": [part.state_dict() for part in self._stateful_parts()],
+            "user": read_states(self._list_parts()),
             "reference": None if reference is None else dict(reference.state_dict()),
         }
 
@@ -220,24 +215,22 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if trainer.chooser is not None and (gradient := content.get("target_gradient")) is not None:
             trainer.chooser.gradient = {n: each.to(trainer.accelerator.device) for n, each in gradient.items()}
         state = content["processes"][trainer.args.process_index]
-        for part, stored in zip(self._stateful_parts(), state["user"], strict=True):
-            part.load_state_dict(stored)
+        load_states(self._list_parts(), state["user"])
         if state["reference"] is not None and self._moves_reference():
             trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(state["reference"])
 
     def _moves_reference(self) -> bool:
         return getattr(self._trainer.args, "sync_ref_model", False) and self._trainer.ref_model is not None
 
-    def _stateful_parts(self) -> list[Any]:
-        """Return what has a state to keep, among the rule and the rewards too; a reward model has none."""
-        trainer = self._trainer
-        parts = (trainer.rule, *trainer.reward_funcs)
-        return [part for part in parts if hasattr(part, "load_state_dict") and not isinstance(part, torch.nn.Module)]
+    def _list_parts(self) -> list[Any]:
+        """Return the rule, and the rewards but reward models, which do not change."""
+        rewards = [each for each in self._trainer.reward_funcs if not isinstance(each, torch.nn.Module)]
+        return [self._trainer.rule, *rewards]
 
     def note_batch(self) -> None:
         """Take a generation batch from TRL's table of completions, of which an evaluation would soon leave nothing."""
         trainer, size = self._trainer, self._trainer.args.generation_batch_size
-        if self._directory is None:
+        if not self.recorder.writes:
             return
         logs = {name: list(trainer._logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
         parts = [
@@ -281,32 +274,28 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if rest_of_round:
             return
         passes = self.signals.take(args.world_size)
-        if self._directory is None or self._batch is None:
+        if self._batch is None:
             return
         (table, metrics), seconds = self._batch, self._trainer.seconds
         if passes and self._trainer.rows is not None:
             lengths = table["response_ids"].list.len().to_list()
             table = table.with_columns(list_pass_signals(passes, self._trainer.rows, lengths, args))
         ids = pl.Series("record_id", range((number - 1) * len(table), number * len(table)), dtype=pl.Int64)
-        self._directory.write_round("records", number, table.select(ids, pl.all()))
-        self._writer.write_rows({"round": number, **average_rows(table), **metrics}, seconds)
+        self.recorder.write_round(number, table.select(ids, pl.all()))
+        self.recorder.write_rows({"round": number, **average_rows(table), **metrics}, seconds)
         seconds.clear()
 
     def _describe(self, rounds: int) -> dict[str, Any]:
         trainer = self._trainer
-        return describe_run(
-            trainer,
-            trainer.accelerator.unwrap_model(trainer.model),
-            about={"algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo", **self._about},
-            rewards=trainer.reward_funcs,
-            data={"prompts": trainer.train_dataset},
-            rounds=rounds,
-            seed=trainer.args.seed,
-            settings={
-                **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
-                "trl": _list_settings(trainer.args),
-            },
-        )
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return {
+            "algorithm": "rloo" if "RLOO" in type(trainer.args).__name__ else "grpo",
+            **self._about,
+            **describe_run(trainer, model, trainer.reward_funcs, prompts=trainer.train_dataset),
+            **{"rounds": rounds, "seed": trainer.args.seed},
+            **({} if trainer.chooser is None else {"select": "in_step", "refresh": trainer.refresh_target_every}),
+            "trl": _list_settings(trainer.args),
+        }
 
 
 def read_progress(checkpoint: Path) -> Mapping[str, Any]:
@@ -347,6 +336,6 @@ def _list_settings(args: Any) -> dict[str, Any]:
         default = one.default_factory() if one.default_factory is not MISSING else one.default
         if one.name in _ELSEWHERE or one.name.startswith(_OF_THE_HUB) or is_secret(one.name):
             continue
-        if (value := to_json(getattr(args, one.name))) != to_json(default):
+        if (value := describe_settings(getattr(args, one.name))) != describe_settings(default):
             settings[one.name] = value
     return settings

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from whence.core import show
 from whence.page.explored.frames import encode_frames, replay_moments
 from whence.page.explored.grid import cut_text, round_number, round_numbers
 from whence.page.explored.responses import describe_response
@@ -22,14 +23,14 @@ CONTINUATIONS = 16
 """Fresh rollouts by which an advantage is measured, with the record's action and with the policy's."""
 
 TARGETS = {
-    "Return()": "return",
+    "Return": "return",
     "ValidationLoss": "likelihood of the demonstrations",
     "SequenceReturn": "expected reward",
     "SequenceReward": "expected reward, without a baseline",
     "TokenReturn": "expected reward, token by token",
     "MeanObjective": "round's own objective",
 }
-"""What targets raise, in words, by the beginnings of their names in the configuration."""
+"""What targets raise, in words, by their names in the configuration."""
 
 NUMBERS = {
     "tokens": "tokens",
@@ -295,8 +296,8 @@ def _describe_policy(change: PolicyChange) -> dict[str, Any]:
 
 def name_target(target: Any) -> str:
     """Return what a target of a run's configuration raises, in words; another target's own name."""
-    text = str(target or "Return()")
-    return cut_text(next((words for name, words in TARGETS.items() if text.startswith(name)), text), 80)
+    name = target.get("target") if isinstance(target, Mapping) else target
+    return TARGETS.get(str(name or "Return"), cut_text(str(show(target)), 80))
 
 
 def format_number(number: float | None) -> str:

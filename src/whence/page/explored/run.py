@@ -14,7 +14,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.causes import has_map, map_extremes
-from whence.core import RunDirectoryError, WhenceError, first_line
+from whence.core import RunDirectoryError, WhenceError, first_line, show
 from whence.findings import Finding, find
 from whence.page.explored.scored_round import Round, read_round
 from whence.runs import RunDirectory, read_vocabulary
@@ -306,9 +306,9 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     hyperparameters = config.get("hyperparameters")
     inner = hyperparameters.get("seed") if isinstance(hyperparameters, dict) else None
     seed = run.experiment.get("seed", config.get("seed", inner))
-    label = run.experiment.get("arm") or config.get("rule")
-    if label in (None, "KeepAll()", "ScoreAll()"):  # no selection
-        label = config.get("algorithm", "run")
+    rule = config.get("rule")
+    selects = rule is not None and rule not in ({"rule": "KeepAll"}, {"rule": "ScoreAll"})
+    label = run.experiment.get("arm") or (show(rule) if selects else config.get("algorithm", "run"))
     return str(label), seed if isinstance(seed, int) else None
 
 

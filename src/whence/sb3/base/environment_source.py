@@ -13,17 +13,16 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.core import WhenceError
-from whence.runs import strip_addresses
-from whence.sb3.base.wrappers import describe_environments, find_object, iterate_wrappers
+from whence.core import WhenceError, strip_addresses
+from whence.sb3.base.wrappers import describe_environments, find_object, iterate_vec_wrappers, iterate_wrappers
 
 _VERSIONED = sys.stdlib_module_names | {
     *("gymnasium", "stable_baselines3", "sb3_contrib", "numpy", "torch", "whence"),
     *("envpool", "minigrid", "highway_env", "Box2D"),
 }
-"""Packages whose code is left out: a run notes their versions, see `library_versions`."""
+"""Packages whose code is left out: a run notes their versions, see `LIBRARIES`."""
 
 _DIGESTS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The first digest of each class or function: its file may be edited while a script that has imported it trains."""
@@ -50,13 +49,10 @@ def digest_sources(vec_env: VecEnv) -> dict[str, str]:
 
 def _iterate_code(vec_env: VecEnv) -> Iterator[Any]:
     """Yield the classes of environments and wrappers, and the functions that wrappers hold."""
-    each: Any = vec_env
-    while isinstance(each, VecEnvWrapper):
-        yield type(each)
-        each = each.venv
-    yield type(each)
-    if isinstance(each, DummyVecEnv):
-        for env in each.envs:
+    base = vec_env.unwrapped
+    yield from map(type, (*iterate_vec_wrappers(vec_env), base))
+    if isinstance(base, DummyVecEnv):
+        for env in base.envs:
             for part in (*iterate_wrappers(env), env.unwrapped):
                 yield type(part)
                 yield from filter(inspect.isfunction, vars(part).values())

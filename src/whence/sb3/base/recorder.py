@@ -1,7 +1,6 @@
 """What SB3's `train()` raises and how: its objective, and a recording of what it does in a round."""
 
 from collections.abc import Collection
-from importlib.metadata import version
 from numbers import Integral
 from typing import Any
 
@@ -12,7 +11,7 @@ from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
-from whence.core import Objective, RecordBatch, Unsupported, WhenceError, objectives
+from whence.core import Objective, RecordBatch, Unsupported, WhenceError, library_versions, objectives
 from whence.rounds.recording import OptimizerState, RoundRecording, Update
 from whence.sb3.base.model_description import is_own_schedule
 from whence.sb3.base.model_tensors import copy_tensors, named_tensors
@@ -87,7 +86,7 @@ class Recorder:
             stopped=self._steps < len(self._minibatches),
             update=read_update(self._model),
             generator=self._generator,
-            versions={"whence": version("whence-rl"), **training_versions(self._model)},
+            versions=library_versions(["whence", *training_libraries(self._model)]),
         )
 
 
@@ -120,10 +119,9 @@ def check_groups(model: Any) -> None:
             )
 
 
-def training_versions(model: Any) -> dict[str, str]:
-    """Return the versions of the libraries that compute a model's training."""
-    extra = ["sb3-contrib"] if isinstance(model, MaskablePPO) else []
-    return {package: version(package) for package in ("torch", "stable-baselines3", *extra)}
+def training_libraries(model: Any) -> list[str]:
+    """Return the names of the libraries that compute a model's training."""
+    return ["torch", "stable-baselines3", *(["sb3-contrib"] if isinstance(model, MaskablePPO) else [])]
 
 
 def read_optimizer(policy: Any) -> OptimizerState:

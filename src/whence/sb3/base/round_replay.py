@@ -11,11 +11,11 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
-from whence.core import Tree, WhenceError, as_view, eval_mode, preserve_rng_state
+from whence.core import Tree, WhenceError, as_view, eval_mode, library_versions, preserve_rng_state
 from whence.rounds.identity import check_collected, check_policy
 from whence.rounds.recording import RoundRecording
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
-from whence.sb3.base.recorder import training_versions
+from whence.sb3.base.recorder import training_libraries
 
 log = logging.getLogger("whence")
 
@@ -63,7 +63,7 @@ def replay_rounds(model: Any, recordings: Iterable[RoundRecording]) -> dict[str,
 
 
 def _warn_about_versions(model: Any, recording: RoundRecording) -> None:
-    installed, recorded = training_versions(model), recording.versions
+    installed, recorded = library_versions(training_libraries(model)), recording.versions
     if differing := [package for package in installed if recorded.get(package) != installed[package]]:
         log.warning(
             "The recording of round %d was made with %s; here is %s. So its replay may differ from the recording by "

@@ -30,7 +30,7 @@ def _shorten(bounds: Any) -> Any:
 
 
 def make_space(stored: Mapping[str, Any]) -> spaces.Space[Any]:
-    """Return the space that `describe_space` described; texts stand for numbers that are not finite."""
+    """Return the space that `describe_space` described."""
     values = {name: value for name, value in stored.items() if name != "type"}
     match stored["type"]:
         case "Dict":  # pairs keep their order, which is that of the extractor's features

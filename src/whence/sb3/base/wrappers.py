@@ -2,16 +2,14 @@
 
 import importlib
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, TypeAlias
 
 import gymnasium as gym
-import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.wrappers import (
@@ -24,9 +22,9 @@ from gymnasium.wrappers import (
 )
 from stable_baselines3.common.atari_wrappers import AtariWrapper
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
-from whence.core import ReplayError
+from whence.core import ReplayError, decode, encode
 
 Part: TypeAlias = Mapping[str, Any]
 """An environment or a wrapper in JSON types: its `class` ("module:name"), `kwargs`, the names of arguments that are
@@ -44,6 +42,13 @@ def iterate_wrappers(env: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, A
     while isinstance(env, gym.Wrapper):
         yield env
         env = env.env
+
+
+def iterate_vec_wrappers(env: VecEnv) -> Iterator[VecEnvWrapper]:
+    """Yield the wrappers around vectorised environments, the outermost first."""
+    while isinstance(env, VecEnvWrapper):
+        yield env
+        env = env.venv
 
 
 def is_watcher(wrapper: gym.Wrapper[Any, Any, Any, Any]) -> bool:
@@ -111,58 +116,23 @@ def _describe_call(create: Any, kwargs: Mapping[str, Any], lost: Sequence[str] =
     encoded, lost = {}, [*lost]
     for name, value in kwargs.items():
         try:
-            encoded[name] = encode(value)
-        except ValueError:
+            encoded[name] = encode(value, _name_object)
+        except TypeError:
             lost.append(name)
     name = create if isinstance(create, str) else f"{create.__module__}:{create.__qualname__}"
     return {"class": name, "kwargs": encoded, **({"lost": lost} if lost else {})}
 
 
-def encode(value: Any) -> Any:
-    """Return a value in JSON types, from which `decode` makes it again.
-
-    Raises:
-        ValueError: it is no plain value or array, nor a class or function that a module holds by its name.
-    """
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float() if math.isfinite(value):
-            return float(value)
-        case float():
-            return {"float": str(value)}
-        case list():
-            return [*map(encode, value)]
-        case tuple():
-            return {"tuple": [*map(encode, value)]}
-        case dict() if all(type(key) is str for key in value):
-            return {"dict": {key: encode(entry) for key, entry in value.items()}}
-        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
-            return {"array": encode(value.tolist()), "dtype": str(value.dtype)}
+def _name_object(value: Any) -> dict[str, str] | None:
+    """Return the name of a class or function that a module holds by it; None: it is none."""
     name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', getattr(value, '__name__', None))}"
     with suppress(ImportError, AttributeError):
-        if find_object(name) is value:
-            return {"object": name}
-    raise ValueError(f"{value!r} cannot be stored.")
+        return {"object": name} if find_object(name) is value else None
+    return None
 
 
-def decode(value: Any, *, finds: bool = True) -> Any:
-    """Return the value that `encode` put into JSON types; unless `finds`, no module is imported."""
-    read = partial(decode, finds=finds)
-    match value:
-        case list():
-            return [*map(read, value)]
-        case {"float": number}:
-            return float(number)
-        case {"tuple": entries}:
-            return tuple(map(read, entries))
-        case {"dict": entries}:
-            return {key: read(entry) for key, entry in entries.items()}
-        case {"array": entries, "dtype": dtype}:
-            return np.array(read(entries), dtype=dtype)[()]
-        case {"object": name} if finds:
-            return find_object(name)
-    return value
+def _find_named(stored: Mapping[str, Any]) -> Any:
+    return find_object(stored["object"]) if "object" in stored else None
 
 
 def find_object(name: str) -> Any:
@@ -198,7 +168,8 @@ def make_parts(parts: Sequence[Part], **options: Any) -> gym.Env[Any, Any]:
             reason = f"its argument {part['lost'][0]} is in no attribute of that name, or nothing that can be stored"
         else:
             try:
-                create, kwargs = find_object(part["class"]), {key: decode(each) for key, each in part["kwargs"].items()}
+                create = find_object(part["class"])
+                kwargs = {key: decode(each, _find_named) for key, each in part["kwargs"].items()}
                 env = create(env, **kwargs) if env is not None else _make_base(part.get("id"), create, kwargs, options)
                 continue
             except Exception as failure:  # a constructor may raise anything

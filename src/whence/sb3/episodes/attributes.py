@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from whence.runs import TAG
-
 _PLAIN = bool, int, float, str, type(None)
 _PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."
 _LEFT_ALONE = frozenset(
@@ -96,7 +94,7 @@ def is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(is_plain, value))
     if type(value) is dict:
-        return all(type(key) is str and key != TAG for key in value) and all(map(is_plain, value.values()))
+        return all(type(key) is str for key in value) and all(map(is_plain, value.values()))
     return type(value) in _PLAIN
 
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import (
 )
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-from whence.core import ReplayError
+from whence.core import ReplayError, read_numbers
 from whence.runs import RunDirectory
 from whence.sb3.base.environment_steps import load_statistics
 from whence.sb3.episodes.episode_replay import MakeEnv, reset_to
@@ -82,18 +82,17 @@ def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int) -> VecEnv:
     Raises:
         ReplayError: a wrapper cannot be made again; the message names it.
     """
-    for name in reversed(run.config.get("vec_wrappers", ())):
-        kind, _, argument = name.rstrip(")").partition("(")
-        match kind:
-            case "VecFrameStack":
-                env = VecFrameStack(env, int(argument))
-            case "VecTransposeImage":
+    for wrapper in reversed(run.config.get("vec_wrappers", ())):
+        match wrapper:
+            case {"class": "VecFrameStack", "n_stack": frames}:
+                env = VecFrameStack(env, frames)
+            case {"class": "VecTransposeImage"}:
                 env = VecTransposeImage(env)
-            case "VecExtractDictObs":
-                env = VecExtractDictObs(env, argument)
-            case "VecNormalize":
+            case {"class": "VecExtractDictObs", "key": key}:
+                env = VecExtractDictObs(env, key)
+            case {"class": "VecNormalize"}:
                 env = _normalise(run, env, number)
-            case _ if kind not in _WATCHERS:
+            case {"class": kind} if kind not in _WATCHERS:
                 raise ReplayError(
                     f"The policy of {run.path} was trained behind {kind}, which cannot be made again around new "
                     "environments. Put what it does into a gymnasium.Wrapper around each environment."
@@ -102,9 +101,8 @@ def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int) -> VecEnv:
 
 
 def _normalise(run: RunDirectory, env: VecEnv, number: int) -> VecNormalize:
-    settings = dict(run.config["VecNormalize"])
-    bounds = {name: float(settings.pop(name)) for name in ("clip_obs", "clip_reward")}  # infinity is a text
-    normalised = VecNormalize(env, **{**settings, **bounds, "training": False, "norm_reward": False})
+    settings = read_numbers(run.config["VecNormalize"])
+    normalised = VecNormalize(env, **{**settings, "training": False, "norm_reward": False})
     stored = [each for each in run.rounds("statistics") if each <= number]
     if not stored:
         raise ReplayError(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.core import ReplayError
-from whence.sb3.base.wrappers import Part, decode, describe_parts, encode, is_watcher, iterate_wrappers
+from whence.core import ReplayError, decode, encode
+from whence.sb3.base.wrappers import Part, describe_parts, is_watcher, iterate_wrappers
 from whence.sb3.episodes.attributes import load_attributes, read_attributes
 
 STATE = "whence_generator_state"
@@ -313,7 +313,7 @@ def _read_wrappers(env: gym.Env[Any, Any]) -> list[tuple[str, Any]]:
     for wrapper in iterate_wrappers(env):
         state: dict[str, Any] = {}
         for name, entry in {} if is_watcher(wrapper) else read_attributes(wrapper).items():
-            with suppress(ValueError):  # it has no JSON types
+            with suppress(TypeError):  # it has no JSON types
                 state |= {name: encode(entry)} if _count(entry) <= _MOST else {}
         if state:
             states.append((type(wrapper).__name__, state))
@@ -333,7 +333,7 @@ def _load_wrappers(env: gym.Env[Any, Any], states: list[tuple[str, Any]]) -> Non
         by_name[name].append(state)
     for wrapper in iterate_wrappers(env):
         if by_name[type(wrapper).__name__]:
-            load_attributes(wrapper, decode({"dict": by_name[type(wrapper).__name__].pop(0)}, finds=False))
+            load_attributes(wrapper, decode({"dict": by_name[type(wrapper).__name__].pop(0)}))
 
 
 def _read_emulator(env: gym.Env[Any, Any], last_action: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Environments of a stored run, made again as they were trained in, and its episodes, played again."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -177,8 +176,7 @@ def observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: sp
             f"The policy of {run.path} read observations that VecNormalize normalised by statistics that changed with "
             "each step, and that were too large to store."
         )
-    stacks = [re.fullmatch(r"VecFrameStack\((\d+)\)", name) for name in run.config.get("vec_wrappers", ())]
-    count = next((int(match[1]) for match in stacks if match), 1)
+    count = next((each["n_stack"] for each in run.config.get("vec_wrappers", ()) if "n_stack" in each), 1)
     observed: dict[int, Any] = {}
     for (episode,), rows in table.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))

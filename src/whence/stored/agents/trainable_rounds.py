@@ -11,7 +11,7 @@ from stable_baselines3.common.logger import Logger
 from whence.core import RunDirectoryError
 from whence.rounds.recording import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3 import copy_tensors, is_recurrent, named_tensors, read_optimizer, read_update
+from whence.sb3 import copy_tensors, is_recurrent, is_schedule, named_tensors, read_optimizer, read_update
 from whence.stored.agents.replaying import AnyEnv
 from whence.stored.agents.rounds import load_agent, read_records
 
@@ -55,7 +55,7 @@ def load_trainable_rounds(
 def _read_schedules(run: RunDirectory, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return what a run's schedules gave in a round, by the hyper-parameters that were schedules."""
     settings = run.config.get("hyperparameters", {})
-    names = [name for name in _SCHEDULED if str(settings.get(name)).startswith("a schedule")]
+    names = [name for name in _SCHEDULED if is_schedule(settings.get(name))]
     if missing := [name for name in names if metrics.get(f"train/{name}") is None]:
         raise RunDirectoryError(
             f"{run.path} was trained with a schedule of {missing[0]}, and its metrics do not hold the numbers. Record "

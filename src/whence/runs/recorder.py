@@ -1,0 +1,188 @@
+"""The recorder of a training's run directory, for agents and language models alike.
+
+Three trainings write runs: `InfluenceCallback`, `PPOTrainer`, and the trainers of TRL; `score_rollouts` writes one
+without training. Each hands its tables, tensors and numbers to a `RunRecorder`, and keeps nothing of a run itself.
+
+1. `begin(config, versions=...)` opens the directory and locks it. Whether the training continues a run, starts anew or
+   is refused is decided in `RunDirectory.find_start` and nowhere else. What only a trainer knows goes there as
+   functions: `find` returns the latest checkpoint (whence's, Transformers', or the rows of a table), `check` refuses
+   one that the model cannot continue from.
+2. The trainer puts itself where it was and calls `continue_after(checkpoint)`. With the first round that is written,
+   the run notes why it continues otherwise than without the interruption, if it does.
+3. For each round: `write_round` with records, further tables and tensors, `write_rows` with metrics and seconds, and
+   `save_checkpoint` if `is_due`.
+4. `end` lets others write the directory.
+
+Of several processes one writes. The others call `begin`, `is_due` and `save_checkpoint` too, which have to agree;
+their rounds and rows are not written.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from torch import Tensor
+
+from whence.core import WhenceError
+from whence.runs.checkpoints import Checkpoint, CheckpointClock, choose_policy_interval, save_checkpoint
+from whence.runs.config_file import list_changes
+from whence.runs.directory import POLICIES_EVERY, RunDirectory
+from whence.runs.files import PerRound, RoundTensors
+from whence.runs.stopwatch import Stopwatch, flatten_seconds
+from whence.runs.tables import VOCABULARY, write_vocabulary
+
+log = logging.getLogger("whence")
+
+Seconds = Mapping[str, Mapping[str, float]]
+"""Seconds by stage and clock."""
+
+
+class RunRecorder:
+    """Writes one training's run directory.
+
+    Args:
+        run: the directory's path; or a directory that was begun.
+        save_every: rounds from one checkpoint to the next; see `CheckpointClock`.
+        keep: the number of checkpoints that stay.
+        writes: whether this process writes; of several processes of one training, the first does.
+    """
+
+    def __init__(
+        self, run: str | Path | RunDirectory, *, save_every: int | None = 0, keep: int = 2, writes: bool = True
+    ) -> None:
+        if not isinstance(run, str | Path | RunDirectory):
+            raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
+        self._directory = run if isinstance(run, RunDirectory) else None
+        self.path, self.writes = Path(run.path if isinstance(run, RunDirectory) else run), writes
+        self._is_begun, self._keep, self._clock = self._directory is not None, keep, CheckpointClock(save_every)
+        self._seconds, self._versions = dict.fromkeys(("cpu", "wall"), 0.0), dict[str, str]()
+        self._differences: list[str] | None = None
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The directory, once `begin` was called; in a process that does not write, as it is read."""
+        return RunDirectory.open(self.path) if self._directory is None else self._directory
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written at all."""
+        return self._clock.save_every > 0
+
+    def begin(
+        self,
+        config: Mapping[str, Any],
+        *,
+        versions: Mapping[str, str],
+        shared: bool = False,
+        wait: Callable[[], None] | None = None,
+        **choice: Any,
+    ) -> Checkpoint | None:
+        """Open the directory, and return the checkpoint to continue from, if there is one.
+
+        Args:
+            config: the training's configuration.
+            versions: the versions of the libraries in use.
+            shared: see `RunDirectory.begin`.
+            wait: waits for the other processes; all have read by then what the first one may change.
+            choice: further arguments of `RunDirectory.find_start`.
+
+        Raises:
+            RunDirectoryError: see `RunDirectory.begin`.
+        """
+        self._versions = dict(versions)
+        if wait is not None:
+            stored = RunDirectory.find_start(self.path, config, **choice)
+            wait()
+            if not self.writes:
+                return None if stored is None else stored.checkpoint
+        if self._directory is None:
+            options = {"versions": versions, "save_every": self._clock.save_every, "shared": shared}
+            self._directory = RunDirectory.begin(self.path, config, **options, **choice)  # type: ignore[arg-type]
+            return self._directory.checkpoint
+        if not self._is_begun:  # an earlier training of this process began it
+            self._directory.check_same(config, but=choice.get("may_change", ()))
+        self._directory.hold()
+        try:
+            if (check := choice.get("check")) is not None:
+                check(self._directory.checkpoint)
+        except WhenceError:
+            self._directory.release()
+            raise
+        return self._directory.checkpoint
+
+    def continue_after(self, checkpoint: Checkpoint, differences: Collection[str] = ()) -> None:
+        """Take note that the training is where it was after a checkpoint's round.
+
+        `differences` are the reasons why it does not continue as if nothing had happened; changed versions of libraries
+        are found here.
+        """
+        self._clock.last_round = checkpoint.round
+        if self._directory is not None:
+            self._directory.checkpoint = None
+            self._differences = [*differences, *list_changes(self._directory.versions, self._versions)]
+
+    def note_resumption(self) -> None:
+        """Log, and add to the run's note "resumed", why the training continues otherwise, if it does; once."""
+        reason, self._differences = "; ".join(self._differences or ()), None
+        if reason:
+            number, notes = self._clock.last_round, self.directory.notes.get("resumed", [])
+            log.warning("The training goes on after round %d, but not as if nothing had happened: %s.", number, reason)
+            self.directory.note(resumed=[*notes, {"after_round": number, "reason": reason}])
+
+    def plan_policies(self, size: int, rounds: int) -> None:
+        """Note how many rounds' policies, of `size` bytes each, are kept of so many rounds, unless the run notes it."""
+        if POLICIES_EVERY not in self.directory.notes:
+            self.directory.note(**{POLICIES_EVERY: choose_policy_interval(size, rounds)})
+
+    def write_vocabulary(self, list_texts: Callable[[], Collection[str]]) -> None:
+        """Write the texts of a language model's tokens, unless the run has them."""
+        if self.writes and not (self.path / VOCABULARY).exists():
+            write_vocabulary(self.path, [*list_texts()])
+
+    def write_round(
+        self,
+        number: int,
+        records: pl.DataFrame,
+        *,
+        tables: Mapping[PerRound, pl.DataFrame] | None = None,
+        tensors: Mapping[RoundTensors, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """Write a round's records, further tables, and tensors, of which those without entries are left out."""
+        if not self.writes:
+            return
+        self.note_resumption()
+        for name, each in (tensors or {}).items():
+            if each and (name != "policies" or (number - 1) % self.directory.notes.get(POLICIES_EVERY, 1) == 0):
+                self.directory.write_policy(number, each, name=name)
+        for table_name, table in (tables or {}).items():
+            self.directory.write_round(table_name, number, table)
+        self.directory.write_round("records", number, records)  # last: a round with records is whole
+
+    def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
+        """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
+        if self.writes:
+            self.directory.append("metrics", metrics)
+            seconds = {**seconds, "checkpoint": self._seconds}
+            self._seconds = dict.fromkeys(("cpu", "wall"), 0.0)
+            self.directory.append("timings", {"round": metrics["round"], **flatten_seconds(seconds)})
+
+    def is_due(self, number: int, *, last: bool = False) -> bool:
+        """Return whether a checkpoint is to be written after a round; after the `last` one in any case."""
+        return self._clock.is_behind(number) if last else self._clock.is_due(number)
+
+    def save_checkpoint(self, number: int, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Write the checkpoint after a round; `read` returns the training's state, in every process."""
+        clock = Stopwatch()
+        with self._clock.time_checkpoint(number):
+            content = read()
+            if self.writes:
+                self.directory.check_writer()
+                save_checkpoint(self.path, number, content, keep=self._keep)
+        self._seconds = clock.seconds()
+
+    def end(self) -> None:
+        """Let others write the directory."""
+        if self._directory is not None:
+            self._directory.release()

@@ -1,0 +1,244 @@
+"""The state of an agent's training between two rounds: opened, read for a checkpoint, and put back from one."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from sb3_contrib import MaskablePPO
+from sb3_contrib.common.recurrent.type_aliases import RNNStates
+from torch import Tensor
+
+from whence.core import RunDirectoryError, library_versions, load_rng_state, read_rng_state
+from whence.runs import Checkpoint, RunRecorder
+from whence.sb3.base import (
+    LIBRARIES,
+    EnvironmentSteps,
+    begin_episodes,
+    describe_model,
+    load_tensors,
+    named_tensors,
+    wrap_next,
+)
+from whence.sb3.episodes import (
+    ResetTracker,
+    accept_resets,
+    explain_inexact,
+    is_plain,
+    read_environments,
+    restore_environments,
+    restore_vec_wrappers,
+)
+
+log = logging.getLogger("whence")
+
+NAMES = "names.actions", "names.observations"
+"""The settings that may be others when a training goes on: they are only shown."""
+
+
+def open_run(
+    recorder: RunRecorder, model: Any, settings: Mapping[str, Any], tracker: ResetTracker | None, *, overwrite: bool
+) -> tuple[Checkpoint | None, ResetTracker]:
+    """Open a run directory as `learn()` begins; return the checkpoint to continue from, if any, and a tracker.
+
+    Args:
+        recorder: the directory's recorder.
+        model: the model, whose environments have been reset.
+        settings: how records are scored and selected, in JSON types.
+        tracker: what followed the environments in an earlier `learn()`; None: this is the first.
+        overwrite: delete the run that the directory holds, and start anew.
+
+    Raises:
+        RunDirectoryError: see `RunDirectory.begin` and `check_continues`.
+    """
+    # In a further learn(), the wrappers' attributes may have changed since they were described.
+    may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
+    checkpoint = recorder.begin(
+        {**describe_model(model), **settings},
+        versions=library_versions(LIBRARIES),
+        overwrite=overwrite,
+        may_change=may_change,
+        check=partial(check_continues, model, recorder.path),
+    )
+    if checkpoint is None:
+        rounds = math.ceil(model._total_timesteps / (model.n_steps * model.n_envs))
+        recorder.plan_policies(sum(tensor.nbytes for tensor in named_tensors(model.policy).values()), rounds)
+    if tracker is None or tracker.vec_env is not model.env:
+        tracker = ResetTracker(model.env)
+    with tracker.wrapped():
+        reason = explain_inexact(model.env) if recorder.saves else None
+    if reason is not None:
+        log.warning(
+            "If this training is interrupted, it can go on, but with new episodes, and not as if nothing had "
+            "happened: %s.",
+            reason,
+        )
+    return checkpoint, tracker
+
+
+def write_round(
+    recorder: RunRecorder,
+    tracker: ResetTracker | None,
+    model: Any,
+    number: int,
+    table: pl.DataFrame,
+    steps: EnvironmentSteps,
+    lstm_states: Mapping[str, Tensor],
+) -> None:
+    """Write a round before its training.
+
+    Args:
+        recorder: the run's recorder.
+        tracker: what followed the environments.
+        model: the model that collected it.
+        number: the round's number, from 1.
+        table: the buffer's records, to which are added what the environments returned and digests of observations.
+        steps: what the environments returned.
+        lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
+    """
+    assert tracker is not None
+    records, digests = (
+        steps.add_columns(table),
+        pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64),
+    )
+    if digests.count():
+        records = records.with_columns(digests)
+    episodes = records.filter("episode_start").select("episode_id", "env_index")
+    states = [tracker.take_state(env) for env in episodes["env_index"]]
+    episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
+    policy = named_tensors(model.policy)
+    recorder.write_round(
+        *(number, records),
+        tables={"episodes": episodes},
+        tensors={"policies": policy, "statistics": steps.statistics, "states": lstm_states},
+    )
+
+
+def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:
+    """Let a tracker's environments note how their episodes begin, during the next rollout and no longer."""
+
+    def record(tracker: ResetTracker, collect: Callable[[], bool]) -> bool:
+        with tracker.wrapped():
+            return collect()
+
+    if tracker is not None:
+        wrap_next(model, "collect_rollouts", partial(record, tracker))
+
+
+_COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"
+_OBSERVED = "_last_obs", "_last_original_obs", "_last_episode_starts"
+_NOISE = "exploration_mat", "exploration_matrices"
+
+
+def read_model(model: Any) -> dict[str, Any]:
+    """Return the state of a model between `train()` and the next rollout, for a checkpoint.
+
+    It holds parameters and buffers, the optimiser, gSDE's matrices, counters, the present observations, and the
+    statistics of the last episodes, but no settings and no environments.
+    """
+    optimizer = model.policy.optimizer.state_dict()
+    noise = {name: getattr(model.policy.action_dist, name, None) for name in _NOISE} if model.use_sde else {}
+    return {
+        "policy": named_tensors(model.policy),
+        "optimizer": {
+            "state": {str(index): dict(state) for index, state in optimizer["state"].items()},
+            "groups": optimizer["param_groups"],
+        },
+        "noise": noise,
+        "counters": {name: getattr(model, name) for name in _COUNTERS},
+        "total_timesteps": model._total_timesteps,
+        "observed": {name: getattr(model, name) for name in _OBSERVED},
+        "lstm_states": getattr(model, "_last_lstm_states", None),
+        "episodes": [_to_plain_dict(episode) for episode in model.ep_info_buffer or ()],
+        "successes": [bool(success) for success in model.ep_success_buffer or ()],
+        "generators": read_rng_state(),
+    }
+
+
+def read_training(model: Any, tracker: ResetTracker, callback: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a training between two rounds, for a checkpoint, with the callback's own."""
+    return {"callback": callback, "model": read_model(model), "environments": read_environments(model.env, tracker)}
+
+
+def restore_model(model: Any, content: Mapping[str, Any]) -> None:
+    """Put a model, and the global generators, into the state that `read_model` returned."""
+    load_tensors(named_tensors(model.policy), content["policy"])
+    optimizer = model.policy.optimizer
+    state = {int(index): dict(values) for index, values in content["optimizer"]["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": content["optimizer"]["groups"]})
+    for name, matrix in content["noise"].items():
+        setattr(model.policy.action_dist, name, matrix.to(model.device) if isinstance(matrix, Tensor) else matrix)
+    for name, value in {**content["counters"], **content["observed"]}.items():
+        setattr(model, name, value)
+    if (states := content.get("lstm_states")) is not None:
+        model._last_lstm_states = RNNStates(*(tuple(each.to(model.device) for each in pair) for pair in states))
+    model.ep_info_buffer = deque(content["episodes"], maxlen=model._stats_window_size)
+    model.ep_success_buffer = deque(content["successes"], maxlen=model._stats_window_size)
+    load_rng_state(content["generators"])
+
+
+def _to_plain_dict(episode: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an episode's statistics, with text in place of what a checkpoint does not hold."""
+    return {str(name): value if is_plain(value) else str(value) for name, value in episode.items()}
+
+
+def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> None:
+    """Refuse a model that does not continue the run in a directory, as `learn()` begins.
+
+    Raises:
+        RunDirectoryError: the run is longer than this `learn()`, or the model has learned something else since.
+    """
+    if checkpoint is None:
+        return
+    content = checkpoint.content["model"]
+    done, total, steps = content["counters"]["num_timesteps"], model._total_timesteps, model.n_steps * model.n_envs
+    is_same, learns = holds_policy(model, checkpoint), checkpoint.content["callback"]["learns"]
+    wrong = None
+    if learns > 1 and not is_same:
+        wrong = f"{learns} calls of learn(), and a script that starts over would go on in its first"
+    elif model.num_timesteps and not (model.num_timesteps == done and is_same):
+        wrong = f"{done:,} steps, and this model has learned otherwise, for {model.num_timesteps:,} steps"
+    elif done >= total + steps:
+        wrong = f"{done:,} steps, more than the {total:,} of this learn()"
+    if wrong is not None:
+        raise RunDirectoryError(
+            f"{path} holds a run of {wrong}. Pass overwrite=True to replace the run, choose another directory, or go "
+            "on with it: model, callback = whence.sb3.resume(run, env)."
+        )
+    if done >= total:
+        log.warning("%s holds this run, finished after %d rounds: nothing is trained.", path, checkpoint.round)
+    elif not model.num_timesteps:
+        log.warning("%s: going on after round %d (%s of %s steps).", path, checkpoint.round, f"{done:,}", f"{total:,}")
+
+
+def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:
+    """Return whether a model has a checkpoint's policy: it is the model that was trained, or `resume` returned it."""
+    policy = checkpoint.content["model"]["policy"]
+    return all(tensor.cpu().equal(policy[name]) for name, tensor in named_tensors(model.policy).items())
+
+
+def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) -> str | None:
+    """Put a model and its environments where they were; if that cannot be had exactly, new episodes begin.
+
+    Returns:
+        Why new episodes begin; None: the ongoing episodes go on.
+    """
+    content, env = checkpoint.content, model.env
+    with tracker.wrapped():
+        reason = explain_inexact(env)
+        if reason is None:
+            reason = restore_environments(env, tracker, content["environments"], masked=isinstance(model, MaskablePPO))
+        restore_model(model, content["model"])  # last, since environments may draw from global generators
+        if reason is not None:
+            restore_vec_wrappers(env, content["environments"])
+            # Seeds that the training has not used.
+            env.seed(int(np.random.SeedSequence([model.seed or 0, checkpoint.round]).generate_state(1)[0] % 2**31))
+            accept_resets(env)
+            begin_episodes(model)
+            tracker.start(model._last_episode_starts)
+    return reason

@@ -148,7 +148,7 @@ def test_a_callbacks_run_is_played_again(tmp_path, name):
     make, again, count = PLAYED[name]
     directory = learn(tmp_path / "run", make())
     assert check_all(directory, **({} if again is None else {"env": again})) == count
-    assert name != "normalised" or directory.config["vec_wrappers"] == ["VecNormalize"]
+    assert name != "normalised" or directory.config["vec_wrappers"] == [{"class": "VecNormalize"}]
 
 
 def test_a_walkers_world_is_fresh_in_its_first_episode(tmp_path):

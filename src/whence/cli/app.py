@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from whence.cli.terminal import errors, make_printable, print_line
-from whence.core import WhenceError
+from whence.core import WhenceError, library_versions
 
 COMMANDS: Mapping[str, str] = {
     "train": "train_command:train",
@@ -115,7 +114,7 @@ app.add_typer(
 
 def _show_version(show: bool) -> None:
     if show:
-        print_line(f"whence {version('whence')}")
+        print_line(f"whence {library_versions(['whence'])['whence']}")
         raise typer.Exit
 
 

@@ -8,9 +8,10 @@ from math import prod
 from typing import Any
 
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecFrameStack
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
 
 from whence.core import WhenceError
+from whence.sb3.base.wrappers import iterate_vec_wrappers
 
 Names = Mapping[str, Sequence[str]]
 """Under "actions" the names of discrete actions, or of the axes of others; under "observations" those of entries."""
@@ -41,13 +42,11 @@ def read_names(model: Any, names: Names) -> dict[str, list[str]]:
         WhenceError: `names` has other numbers of names.
     """
     counts = {"actions": _count(model.action_space), "observations": _count(model.observation_space)}
-    frames, env = 1, model.get_env()
-    while isinstance(env, VecEnvWrapper):
-        frames = env.stacked_obs.n_stack if isinstance(env, VecFrameStack) else frames
-        env = env.venv
-    lists = {}
+    env, lists = model.get_env(), {}
+    stacks = [each.stacked_obs.n_stack for each in iterate_vec_wrappers(env) if isinstance(each, VecFrameStack)]
+    frames = stacks[-1] if stacks else 1
     for kind, count in counts.items():
-        listed = names.get(kind) or _ask(env, kind) or []
+        listed = names.get(kind) or _ask(env.unwrapped, kind)
         if kind == "observations" and len(listed) * frames == count:
             ages = [f" ({age} back)" if age else "" for age in reversed(range(frames))]
             listed = [f"{name}{age}" for age in ages for name in listed]
@@ -67,23 +66,24 @@ def _count(space: spaces.Space[Any]) -> int:
     return prod(space.shape) if space.shape and len(space.shape) == 1 else 0
 
 
-def _ask(env: Any, kind: str) -> Sequence[str] | None:
-    """Return the names that the first environment tells, if it does."""
+def _ask(env: Any, kind: str) -> Sequence[str]:
+    """Return the names that the first environment tells; none if it does not."""
     with suppress(Exception):  # it may be of another library, or tell something else
-        if kind == "observations":
-            return _check(env.get_attr("observation_names", [0])[0] if env.has_attr("observation_names") else None)
-        if env.has_attr("action_names"):
-            return _check(env.get_attr("action_names", [0])[0])
-        if env.has_attr("get_action_meanings"):
-            return _check(env.env_method("get_action_meanings", indices=[0])[0])
+        attribute, listed = f"{kind[:-1]}_names", None
+        if env.has_attr(attribute):
+            listed = env.get_attr(attribute, [0])[0]
+        elif kind == "actions" and env.has_attr("get_action_meanings"):
+            listed = env.env_method("get_action_meanings", indices=[0])[0]
+        if _are_names(listed):
+            return listed
         # Only in this process: a class need not go through to another, which would end.
-        for name in ("Actions", "actions") if isinstance(env, DummyVecEnv) else ():
+        for name in ("Actions", "actions") if isinstance(env, DummyVecEnv) and kind == "actions" else ():
             each = env.get_attr(name, [0])[0] if env.has_attr(name) else None
             if inspect.isclass(each) and issubclass(each, Enum):
                 entries = sorted((entry.value, entry.name) for entry in each)
                 if [value for value, _ in entries] == [*range(len(entries))]:
                     return [name.lower().replace("_", " ") for _, name in entries]
-    return None
+    return []
 
 
 def _are_names(value: object) -> bool:
@@ -92,7 +92,3 @@ def _are_names(value: object) -> bool:
         isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
     )
     return is_list and len({*value}) == len(value)  # type: ignore[misc,arg-type]
-
-
-def _check(value: Any) -> Sequence[str] | None:
-    return value if _are_names(value) else None

@@ -13,10 +13,10 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import WhenceError, strip_addresses
-from whence.sb3.base.wrappers import describe_environments, find_object, iterate_wrappers
+from whence.sb3.base.wrappers import describe_environments, find_object, iterate_vec_wrappers, iterate_wrappers
 
 _VERSIONED = sys.stdlib_module_names | {
     *("gymnasium", "stable_baselines3", "sb3_contrib", "numpy", "torch", "whence"),
@@ -49,13 +49,10 @@ def digest_sources(vec_env: VecEnv) -> dict[str, str]:
 
 def _iterate_code(vec_env: VecEnv) -> Iterator[Any]:
     """Yield the classes of environments and wrappers, and the functions that wrappers hold."""
-    each: Any = vec_env
-    while isinstance(each, VecEnvWrapper):
-        yield type(each)
-        each = each.venv
-    yield type(each)
-    if isinstance(each, DummyVecEnv):
-        for env in each.envs:
+    base = vec_env.unwrapped
+    yield from map(type, (*iterate_vec_wrappers(vec_env), base))
+    if isinstance(base, DummyVecEnv):
+        for env in base.envs:
             for part in (*iterate_wrappers(env), env.unwrapped):
                 yield type(part)
                 yield from filter(inspect.isfunction, vars(part).values())

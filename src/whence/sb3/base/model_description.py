@@ -9,19 +9,13 @@ from typing import Any
 
 from stable_baselines3 import PPO
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, LinearSchedule
-from stable_baselines3.common.vec_env import (
-    VecEnv,
-    VecEnvWrapper,
-    VecExtractDictObs,
-    VecFrameStack,
-    unwrap_vec_normalize,
-)
+from stable_baselines3.common.vec_env import VecEnv, VecExtractDictObs, VecFrameStack, unwrap_vec_normalize
 from torch.nn.parameter import is_lazy
 
 from whence.core import describe
 from whence.sb3.base.environment_source import digest_sources, list_code
 from whence.sb3.base.stored_spaces import describe_space
-from whence.sb3.base.wrappers import describe_environments
+from whence.sb3.base.wrappers import describe_environments, iterate_vec_wrappers
 
 # The arguments of PPO's constructor that are no hyper-parameters: what is trained, where, and what is logged.
 _OTHERS = (
@@ -84,13 +78,13 @@ def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
 def describe_vec_wrappers(env: VecEnv) -> list[dict[str, Any]]:
     """Return the wrappers around vectorised environments as data, the outermost first; some with their argument."""
     wrappers = list[dict[str, Any]]()
-    while isinstance(env, VecEnvWrapper):
-        wrappers.append({"class": type(env).__name__})
-        if isinstance(env, VecFrameStack):
-            wrappers[-1]["n_stack"] = env.stacked_obs.n_stack
-        elif isinstance(env, VecExtractDictObs):
-            wrappers[-1]["key"] = env.key
-        env = env.venv
+    for wrapper in iterate_vec_wrappers(env):
+        arguments: dict[str, Any] = {}
+        if isinstance(wrapper, VecFrameStack):
+            arguments = {"n_stack": wrapper.stacked_obs.n_stack}
+        elif isinstance(wrapper, VecExtractDictObs):
+            arguments = {"key": wrapper.key}
+        wrappers.append({"class": type(wrapper).__name__, **arguments})
     return wrappers
 
 

@@ -22,7 +22,7 @@ from gymnasium.wrappers import (
 )
 from stable_baselines3.common.atari_wrappers import AtariWrapper
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from whence.core import ReplayError, decode, encode
 
@@ -42,6 +42,13 @@ def iterate_wrappers(env: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, A
     while isinstance(env, gym.Wrapper):
         yield env
         env = env.env
+
+
+def iterate_vec_wrappers(env: VecEnv) -> Iterator[VecEnvWrapper]:
+    """Yield the wrappers around vectorised environments, the outermost first."""
+    while isinstance(env, VecEnvWrapper):
+        yield env
+        env = env.venv
 
 
 def is_watcher(wrapper: gym.Wrapper[Any, Any, Any, Any]) -> bool:

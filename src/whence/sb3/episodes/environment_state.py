@@ -10,9 +10,9 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.sb3.base.wrappers import iterate_wrappers
+from whence.sb3.base.wrappers import iterate_vec_wrappers, iterate_wrappers
 from whence.sb3.episodes.attributes import load_attributes, read_attributes
 from whence.sb3.episodes.resets import RecordResets, ResetTracker, digest_observation, reuses_world
 
@@ -62,7 +62,7 @@ def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:
     """Return the state of environments between two rollouts, for a checkpoint."""
     return {
         "episodes": tracker.read_state(),
-        "vec_wrappers": [read_attributes(wrapper) for wrapper in _iterate_vec_wrappers(env)],
+        "vec_wrappers": [read_attributes(wrapper) for wrapper in iterate_vec_wrappers(env)],
         "wrappers": [
             [[type(wrapper).__name__, read_attributes(wrapper)] for wrapper in _iterate_user_wrappers(single)]
             for single in _single_envs(env)
@@ -97,7 +97,7 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
 
 def restore_vec_wrappers(env: VecEnv, content: Mapping[str, Any]) -> None:
     """Set what the wrappers around vectorised environments had gathered, such as statistics of normalisation."""
-    for vec_wrapper, attributes in zip(_iterate_vec_wrappers(env), content["vec_wrappers"], strict=True):
+    for vec_wrapper, attributes in zip(iterate_vec_wrappers(env), content["vec_wrappers"], strict=True):
         load_attributes(vec_wrapper, attributes)
 
 
@@ -134,12 +134,6 @@ def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any], *,
 def _single_envs(env: VecEnv) -> list[gym.Env[Any, Any]]:
     """Return the environments that are in this process."""
     return list(env.unwrapped.envs) if isinstance(env.unwrapped, DummyVecEnv) else []
-
-
-def _iterate_vec_wrappers(env: VecEnv) -> Iterator[VecEnvWrapper]:
-    while isinstance(env, VecEnvWrapper):
-        yield env
-        env = env.venv
 
 
 def _iterate_user_wrappers(env: gym.Env[Any, Any]) -> Iterator[gym.Wrapper[Any, Any, Any, Any]]:

@@ -395,12 +395,24 @@ def test_continuing_forgets_what_came_later(tmp_path):
 
 def write_rounds(path, checkpoint=2):
     """Write a run of two rounds with a checkpoint after one of them, as a process does that then ends."""
-    run = RunDirectory.begin(path, {"seed": 1}, save_every=1)
+    run = RunDirectory.begin(path, {"seed": 1})
     for number in (1, 2):
         run.write_round("records", number, pl.DataFrame({"record_id": [number]}))
         run.append("metrics", {"round": number})
     save_checkpoint(path, checkpoint, {}, keep=2)
     run.release()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(tmp_path):
+    for _ in range(2):
+        run = RunDirectory.begin(tmp_path, {"seed": 1})
+        assert run.checkpoint is None
+        run.append("metrics", {"round": 1})
+        run.release()
+    run.append("metrics", {"round": 2})
+    with pytest.raises(RunDirectoryError, match="2 finished rounds and no checkpoint to go on from"):
+        RunDirectory.begin(tmp_path, {"seed": 1})
+    assert RunDirectory.open(tmp_path).table("metrics").height == 2
 
 
 def test_an_interrupted_overwrite_is_not_gone_on_with(tmp_path, monkeypatch):

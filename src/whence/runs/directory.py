@@ -98,7 +98,7 @@ class RunDirectory:
         config: Mapping[str, Any],
         *,
         versions: Mapping[str, str] | None = None,
-        save_every: int | None = None,
+        save_every: int | None = 1,
         shared: bool = False,
         **choice: Any,
     ) -> Self:
@@ -111,7 +111,7 @@ class RunDirectory:
             path: the directory; made if it is missing.
             config: the run's configuration; see `describe`.
             versions: versions of the libraries in use; stored, not compared.
-            save_every: rounds from one checkpoint to the next, which is noted; 0: there will be none.
+            save_every: rounds from one checkpoint to the next, which is noted; 0: there will be none. None: no note.
             shared: whether the directory may hold files of another program.
             choice: further arguments of `find_start`.
 
@@ -142,7 +142,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any], **options: Any) -> Self:
         """Start a run anew; the options are those of `begin`, and of `find_start` but `start`."""
-        return cls.begin(path, config, start="anew", **options)
+        return cls.begin(path, config, start="anew", save_every=None, **options)
 
     @classmethod
     def find_start(

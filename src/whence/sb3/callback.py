@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
 
@@ -17,12 +17,14 @@ from whence.core import (
     as_objective,
     call_plugin,
     describe_scoring,
+    suggest,
 )
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
+    Last,
     Names,
     Ongoing,
     Recorder,
@@ -111,6 +113,7 @@ class InfluenceCallback(BaseCallback):
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
+        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records, instead of skipping its training.
         env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
             "module:function". Episodes are played again in what it makes. None: the environment is made again by its
@@ -140,6 +143,7 @@ class InfluenceCallback(BaseCallback):
         overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
+        last: Last = "keep",
         strict: bool = False,
         env: str | None = None,
         names: Names | None = None,
@@ -150,7 +154,9 @@ class InfluenceCallback(BaseCallback):
         check_rule(rule, AGENT_UNITS)
         check_engine(engine)
         check_memory(memory)
-        self.rule, self.strict = rule, strict
+        if last not in get_args(Last):
+            raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
+        self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
         self.env, self._factory = env, describe_factory(env)
@@ -223,7 +229,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with select_from(buffer, selection, recorder=recorder):
+        with select_from(buffer, selection, last=self.last, recorder=recorder):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
@@ -236,6 +242,7 @@ class InfluenceCallback(BaseCallback):
         return {
             **describe_scoring(self.rule, self.target, self.objective),
             "engine": self.engine,
+            **({} if self.last == "keep" else {"last": self.last}),
             **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
             **self._factory,

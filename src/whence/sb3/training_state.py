@@ -102,21 +102,15 @@ def write_round(
         lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
     """
     assert tracker is not None
-    records, digests = (
-        steps.add_columns(table),
-        pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64),
-    )
+    records = steps.add_columns(table)
+    digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
     if digests.count():
         records = records.with_columns(digests)
     episodes = records.filter("episode_start").select("episode_id", "env_index")
     states = [tracker.take_state(env) for env in episodes["env_index"]]
     episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
-    policy = named_tensors(model.policy)
-    recorder.write_round(
-        *(number, records),
-        tables={"episodes": episodes},
-        tensors={"policies": policy, "statistics": steps.statistics, "states": lstm_states},
-    )
+    tensors: Any = {"policies": named_tensors(model.policy), "statistics": steps.statistics, "states": lstm_states}
+    recorder.write_round(number, records, tables={"episodes": episodes}, tensors=tensors)
 
 
 def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:

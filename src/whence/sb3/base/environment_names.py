@@ -69,7 +69,7 @@ def _count(space: spaces.Space[Any]) -> int:
 def _ask(env: Any, kind: str) -> Sequence[str]:
     """Return the names that the first environment tells; none if it does not."""
     with suppress(Exception):  # it may be of another library, or tell something else
-        attribute, listed = f"{kind[:-1]}_names", cast(Any, None)
+        attribute, listed = f"{kind[:-1]}_names", cast("Sequence[str]", None)
         if env.has_attr(attribute):
             listed = env.get_attr(attribute, [0])[0]
         elif kind == "actions" and env.has_attr("get_action_meanings"):

@@ -22,9 +22,9 @@ from whence.lab import read_rows
 from whence.lab.arms import STANDARD
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.language import check
+from whence.lab.language.training import read_curve
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig
-from whence.stored.language.language_config import read_curve
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),

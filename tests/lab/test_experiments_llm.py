@@ -15,7 +15,7 @@ from helpers.language_runs import QUICK, QUICK_TRL, invoke, tiny
 from helpers.language_training import make_model, make_tokenizer
 from helpers.launching import run_one_by_one
 from whence import lab
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, Unsupported, WhenceError
 from whence.engines import memory
 from whence.lab.arms import split_arm
 from whence.lab.language import SIZES, check
@@ -26,7 +26,7 @@ from whence.lab.language.training import is_finished, prepare, read_curve, run
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import DTV, IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
-from whence.stored.language import LanguageConfig
+from whence.stored.language import LanguageConfig, rebuild_round
 from whence.stored.language.language_config import digest_source
 from whence.stored.language.loading import load_function
 from whence.stored.language.tasks import make_trainer_config, scoring_memory
@@ -213,6 +213,9 @@ class TestRun:
         reported.clear()
         run(config, tmp_path, lambda number, row: reported.append(number))
         assert reported == [2]  # it was finished
+        if arm == "dtv-loo":
+            with pytest.raises(Unsupported, match="the objective of the steps that were taken"):
+                rebuild_round(directory, 1)
         with pytest.raises(RunDirectoryError, match=f"arm was '{arm}', now 'iif'"):
             is_finished(tiny("iif", algorithm=algorithm), tmp_path)
 
@@ -279,6 +282,8 @@ class TestRun:
         assert len({prompt for number in (1, 2) for prompt in directory.round("records", number)["prompt"]}) <= 8
         assert directory.config["held_out"] == 120
         assert (directory.table("timings")["held_out_wall"] > 0).all()
+        with pytest.raises(Unsupported, match="over responses that were drawn in each round and not kept"):
+            rebuild_round(directory, 1)
         with pytest.raises(WhenceError, match="held_out is 128, and there are 128 prompts"):
             run(tiny("iif", held_out=128), tmp_path / "all")
 

@@ -259,6 +259,12 @@ class TestRunPage:
         # One seed has no spread.
         assert [len(figure["data"]) for figure in page.data("figures-data")[:4]] == [1] * 4
 
+    def test_a_run_alone_has_the_colour_that_it_has_in_comparisons(self, tiny, tmp_path):
+        for config, colour in zip(tiny.configs[:2], COLOURS, strict=False):  # ppo and iif
+            write_report(tiny.run(config), tmp_path / "page.html")
+            page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+            assert page.data("figures-data")[0]["data"][0]["line"]["color"] == colour
+
     def test_a_run_before_its_first_round(self, tmp_path):
         rule = {"rule": "IIF", "drop": 0.5, "warmup": 0, "unit": "record"}
         page = page_of(run_of(tmp_path / "lake", {"env": "Some-v0", "rule": rule}))

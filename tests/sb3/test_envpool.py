@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -16,12 +17,13 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import whence
 from whence import IIF, RunDirectory, WhenceError
+from whence.core import preserve_rng_state
 from whence.lab.agents import RunConfig, configure, make_evaluation_env, make_training_env, run
 from whence.lab.agents.environments import EnvPoolVecEnv
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_model
 from whence.sb3 import InfluenceCallback, Pool, evaluate_pool
-from whence.stored.agents import load_round
+from whence.stored.agents import load_round, measure_returns
 from whence.stored.agents.environments import evaluate
 
 pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
@@ -297,3 +299,16 @@ def test_state_dependent_noise_is_each_episodes_own(every: int, played: Any, mon
     assert {name: id(value) for name, value in vars(own).items()} == before
     assert torch.equal(own.exploration_mat, noise[0])
     assert torch.equal(own.exploration_matrices, noise[1])
+
+
+def test_a_run_that_was_evaluated_in_a_pool_is_measured_in_one(tmp_path: Path) -> None:
+    config = configure(env="CartPole-v1", evaluate_with="envpool", rounds=1, hyperparameters={"n_steps": 64})
+    with preserve_rng_state():
+        run(config, tmp_path)
+    directory = RunDirectory.open(tmp_path)
+    model, _ = load_round(directory, 1)
+    params = {name: tensor.detach().clone() for name, tensor in model.policy.named_parameters()}
+    seed = int(np.random.SeedSequence([7, 0]).generate_state(1)[0])
+    with measure_returns(directory, model, 1, episodes=8, seed=7) as measure:
+        measured = measure(params, 0)
+    assert measured == evaluate_pool(model, Pool("CartPole-v1", {}), episodes=8, seed=seed >> 1).mean()

@@ -30,7 +30,6 @@ from .progress import RoundBar as RoundBar
 from .progress import RunBar as RunBar
 from .progress import SweepBars as SweepBars
 from .progress import describe_round as describe_round
-from .proofs import check_ways as check_ways
 from .proofs import print_proof as print_proof
 from .runs import find_round as find_round
 from .runs import make_target as make_target

@@ -148,7 +148,8 @@ def prove(
     """
     if behaviour is None and left_out is None:
         raise WhenceError(
-            "Nothing says what to leave out: give a behaviour, for which a finder names records, or left_out."
+            "Nothing says what to leave out. Name a behaviour, and a finder looks for its causes: --record 60437, of a "
+            "language model --prompt and --response. Or name the records: --flagged, of an agent --where."
         )
     check_links(run.path)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))

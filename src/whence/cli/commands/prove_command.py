@@ -11,7 +11,6 @@ from whence.causes import AgentTraining, LanguageTraining, check_kind
 from whence.causes import prove as prove_behaviour
 from whence.cli.commands.why_command import choose_decision
 from whence.cli.terminal import (
-    check_ways,
     errors,
     make_field_options,
     options,
@@ -91,9 +90,8 @@ def prove(
         language={"--prompt": prompt or None, **_name_options(language)},
     )
     has_decision = any(option is not None for option in (*agents.values(), *written.values()))
-    ways = {"--flagged": flagged} | ({} if directory.is_language else {"--where": where is not None})
-    example = "--prompt and --response" if directory.is_language else "--record 60437"
-    check_ways(ways, example, has_behaviour=has_decision or bool(prompt))
+    if flagged and where is not None:
+        raise WhenceError("--flagged and --where both name the records to leave out; give one of them.")
     numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
     torch.set_num_threads(1)
     with resumable(), errors.status("reading") as status:

@@ -32,7 +32,6 @@ from .progress import PlannedBars as PlannedBars
 from .progress import RoundBar as RoundBar
 from .progress import RunBar as RunBar
 from .progress import describe_round as describe_round
-from .proofs import check_ways as check_ways
 from .proofs import print_proof as print_proof
 from .runs import find_round as find_round
 from .runs import make_target as make_target

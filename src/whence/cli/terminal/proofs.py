@@ -1,24 +1,11 @@
-"""Proofs in the terminal, and what the commands that make them share."""
+"""Proofs in the terminal."""
 
 from typing import Any
 
 from whence.causes import Proof, format_outcome
 from whence.cli.terminal.console import console, make_table, print_json, print_line
-from whence.core import WhenceError
 
 _TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
-
-
-def check_ways(ways: dict[str, bool], behaviour: str, *, has_behaviour: bool) -> None:
-    """Refuse options that name records to leave out in two ways, or neither records nor a behaviour."""
-    chosen = [way for way, is_chosen in ways.items() if is_chosen]
-    if len(chosen) > 1:
-        raise WhenceError(f"{chosen[0]} and {chosen[1]} both name the records to leave out; give one of them.")
-    if not chosen and not has_behaviour:
-        raise WhenceError(
-            f"Nothing says what to leave out. Name a behaviour, and a finder looks for its causes: {behaviour}. Or "
-            f"name the records: {', '.join(ways)}."
-        )
 
 
 def print_proof(proof: Proof, *, json: bool) -> None:

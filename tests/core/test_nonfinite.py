@@ -187,7 +187,12 @@ class TestSteps:
 
     def test_a_zero_gradient_is_finite(self) -> None:
         model = make(max_grad_norm=0.0)
+        start = params(model)
         model.learn(64, callback=InfluenceCallback(KeepAll()))
+        steps = [state["step"] for state in model.policy.optimizer.state.values()]
+        assert steps
+        assert set(map(int, steps)) == {4}
+        assert same(start, params(model))
 
     def test_another_error_stays_as_it_is(self) -> None:
         class Wrong(InfluenceCallback):
@@ -279,7 +284,14 @@ class TestTRL:
         assert raised.value.record_ids == (1,)
 
     def test_a_reward_that_does_not_apply_is_trls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.make(tmp_path, math.nan, monkeypatch, "rloo").train()
+        ends = []
+        for own in (True, False):
+            trainer = self.make(tmp_path, math.nan, monkeypatch, "rloo", own=own)
+            start = params_of(trainer)
+            trainer.train()
+            ends.append(params_of(trainer))
+            assert not same(start, ends[-1])
+        assert same(*ends)
 
     def test_a_loss_is_checked_before_a_backward_pass_that_steps(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

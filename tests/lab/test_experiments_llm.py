@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -15,7 +16,7 @@ from helpers.language_runs import QUICK, QUICK_TRL, invoke, tiny
 from helpers.language_training import make_model, make_tokenizer
 from helpers.launching import run_one_by_one
 from whence import lab
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, Unsupported, WhenceError
 from whence.engines import memory
 from whence.lab.language import SIZES, check
 from whence.lab.language.laboratory import make_character_tokenizer
@@ -177,8 +178,11 @@ class TestConfig:
         assert not list(tmp_path.iterdir())
 
     def test_an_arm_that_keeps_all_takes_what_others_cannot(self):
-        for settings in ({"entropy_coef": 0.1}, {"loss_type": "bnpo"}):
-            make_trainer_config(LanguageConfig("ppo", 0, algorithm="grpo", settings=settings), "runs/checked")
+        for name, value in (("entropy_coef", 0.1), ("loss_type", "bnpo")):
+            config = LanguageConfig("ppo", 0, algorithm="grpo", settings={name: value})
+            assert getattr(make_trainer_config(config), name) == value
+            with pytest.raises(Unsupported, match=name):
+                make_trainer_config(replace(config, arm="iif"))
 
 
 class TestRun:

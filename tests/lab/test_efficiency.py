@@ -239,11 +239,9 @@ class TestSummarise:
         for name in PAIR_METRICS:
             entry = summary["ppo"][name]
             assert entry["mean"] is not None
-            assert (entry["mean"], entry["low"], entry["high"]) == (
-                entry["null"],
-                entry["null_low"],
-                entry["null_high"],
-            )
+            assert [entry[key] for key in ("mean", "low", "high")] == [
+                entry[key] for key in ("null", "null_low", "null_high")
+            ]
         # Each seed against the two others only: (1/2 + 3/4) / 2, (-1 + 1/2) / 2, (-3 - 1) / 2.
         assert summary["ppo"]["se_ave"]["per_seed"] == pytest.approx([5 / 8, -1 / 4, -2])
 

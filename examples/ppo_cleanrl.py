@@ -8,7 +8,7 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from whence import IIF, ModuleView, Outputs, PPOClip, Return, attribute, flatten_rollout
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
 
 
 def read_agent(agent, inputs):
@@ -39,7 +39,7 @@ def main(rule=None, rounds=20, num_steps=128, gamma=0.99, gae_lambda=0.95):
         for t in reversed(range(num_steps - 1)):
             advantages[t] += gamma * gae_lambda * ~ends[t] * advantages[t + 1]
         columns = {"observations": obs, "actions": actions, "log_probs": logprobs, "advantages": advantages}
-        b = flatten_rollout(**columns, values=values, returns=advantages + values, episode_starts=dones)
+        b = RecordBatch.from_rollout(**columns, values=values, returns=advantages + values, episode_starts=dones)
         influence = attribute(ModuleView(agent, read_agent), b, target=Return(), objective=PPOClip(0.2, ent_coef=0.01))
         b_inds = (rule or IIF(0.25)).select(b, influence).keep.nonzero().flatten()
         for mb in (mb for _ in range(4) for mb in b_inds[torch.randperm(len(b_inds))].split(128) if len(mb) > 1):

@@ -10,7 +10,7 @@ from rsl_rl.models import MLPModel
 from rsl_rl.storage import RolloutStorage
 from tensordict import TensorDict
 
-from whence import IIF, ModuleView, Outputs, PPOClip, Return, attribute, flatten_rollout
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
 
 
 def read_actor(actor, inputs):
@@ -28,7 +28,7 @@ class SelectivePPO(PPO):
             raise ValueError("The rows of recurrent models and of symmetry are no single records: leave them out.")
         st, objective = self.storage, PPOClip(self.clip_param, ent_coef=self.entropy_coef)
         columns = {"observations": st.observations.to_dict(), "actions": st.actions, "log_probs": st.actions_log_prob}
-        self.records = flatten_rollout(**columns, advantages=st.returns - st.values, values=st.values)
+        self.records = RecordBatch.from_rollout(**columns, advantages=st.returns - st.values, values=st.values)
         influence = attribute(ModuleView(self.actor, read_actor), self.records, target=Return(), objective=objective)
         self.keep = (rule or IIF(0.25)).select(self.records, influence).keep
         rows = RolloutStorage("rl", 1, int(self.keep.sum()), st.observations[0, :1], st.actions_shape, st.device)

@@ -12,7 +12,7 @@ from skrl.memories.torch import RandomMemory
 from skrl.trainers.torch import SequentialTrainer
 from skrl.utils.model_instantiators.torch import categorical_model, deterministic_model
 
-from whence import IIF, ModuleView, Outputs, PPOClip, Return, attribute, flatten_rollout
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
 
 
 def read_policy(policy, inputs):
@@ -32,7 +32,8 @@ class SelectiveMemory(RandomMemory):
             if cfg.observation_preprocessor or cfg.value_preprocessor:
                 raise ValueError("Preprocessors change in update(), after the records were scored: leave them out.")
             columns = {"observations": t["observations"], "actions": t["actions"], "log_probs": t["log_prob"]}
-            self.records = flatten_rollout(**columns, advantages=t["returns"] - t["values"], values=t["values"])
+            columns |= {"advantages": t["returns"] - t["values"], "values": t["values"]}
+            self.records = RecordBatch.from_rollout(**columns)
             objective = PPOClip(cfg.ratio_clip, ent_coef=cfg.entropy_loss_scale)
             influence = attribute(ModuleView(policy, read_policy), self.records, target=Return(), objective=objective)
             self.rows = (rule or IIF(0.25)).select(self.records, influence).keep.nonzero().flatten()

@@ -14,7 +14,7 @@ from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from whence import IIF, ModuleView, Outputs, PPOClip, Return, attribute, flatten_rollout
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
 
 KEYS = {"observations": "observation", "actions": "action", "log_probs": "action_log_prob", "advantages": "advantage"}
 KEYS |= {"values": "state_value", "returns": "value_target", "episode_starts": "is_init"}
@@ -40,7 +40,8 @@ def main(rule=None, rounds=8, frames=512):
     env.set_seed(0)
     for rollout in Collector(env, actor, frames_per_batch=frames, total_frames=rounds * frames):
         rows = gae(rollout)
-        records = flatten_rollout(**{name: rows[key].unsqueeze(1) for name, key in KEYS.items()})  # one environment
+        columns = {name: rows[key].unsqueeze(1) for name, key in KEYS.items()}  # one environment
+        records = RecordBatch.from_rollout(**columns)
         objective = PPOClip(0.2, ent_coef=0.01)
         influence = attribute(ModuleView(actor, read_actor), records, target=Return(), objective=objective)
         keep = (rule or IIF(0.25)).select(records, influence).keep

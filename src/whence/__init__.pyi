@@ -18,7 +18,6 @@ from .core.records import RecordBatch as RecordBatch
 from .core.targets import Action as Action
 from .core.targets import MeanObjective as MeanObjective
 from .core.targets import Return as Return
-from .rollouts import flatten_rollout as flatten_rollout
 from .rounds import RoundRecording as RoundRecording
 from .runs import RunDirectory as RunDirectory
 from .scores import Influence as Influence

@@ -18,7 +18,6 @@ from whence.core import (
     RecordBatch,
     Target,
     WhenceError,
-    compute_outputs,
     eval_mode,
     label_units,
     preserve_rng_state,
@@ -73,7 +72,7 @@ def measure_outcomes(
         with seed_outcomes(repetition), torch.no_grad():
             with eval_mode(modules):
                 outcomes["target"].append(float(target(round.view, params, round.records)))
-                log_probs = compute_outputs(round.view, {"log_prob"}, params, round.inputs).log_prob
+                log_probs = round.view.only({"log_prob"}, params, round.inputs).log_prob
             ratios = (log_probs - round.records.log_probs).exp()
             outcomes["surrogate"].append(float((ratios * round.records.advantages).mean()))
             if evaluate is not None:

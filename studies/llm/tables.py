@@ -21,10 +21,10 @@ from whence.core import write_atomically
 from whence.lab import read_rows
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.language import check
+from whence.lab.language.results import read_curve
 from whence.runs import RunDirectory
 from whence.stored import STANDARD
 from whence.stored.language import LanguageConfig
-from whence.stored.language.language_config import read_curve
 
 FINAL = {
     "arithmetic": ("exact_match", "majority_vote", "pass@1", "pass@4", "unfaithful", "well_formed"),

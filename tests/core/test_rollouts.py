@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from whence import TDErrorPriority, flatten_rollout
+from whence import RecordBatch, TDErrorPriority
 from whence.advantages import td_errors
 from whence.scores.moments import find_moments
 from whence.selection import compute_td_errors, measure_by_visits
@@ -25,7 +25,7 @@ def make_rollout(**changed):
 
 def test_rows_are_those_of_flattened_columns():
     columns = make_rollout(values=torch.rand(4, 2), episode_starts=STARTS)
-    records = flatten_rollout(**columns, gamma=0.9, gae_lambda=0.8)
+    records = RecordBatch.from_rollout(**columns, gamma=0.9, gae_lambda=0.8)
     assert records.log_probs.tolist() == [0, -1, -10, -11, -20, -21, -30, -31]
     keep = torch.arange(8) % 3 == 0
     kept = records.take(keep)
@@ -37,14 +37,14 @@ def test_rows_are_those_of_flattened_columns():
 
 
 def test_episodes_by_hand():
-    records = flatten_rollout(**make_rollout(episode_starts=STARTS))
+    records = RecordBatch.from_rollout(**make_rollout(episode_starts=STARTS))
     # Environment 0: an episode of three steps, and the beginning of another. Environment 1: two steps of an episode
     # that began before the rollout, then another episode.
     assert records.steps.reshape(4, 2).tolist() == [[0, -1], [1, -1], [2, 0], [0, 1]]
     ids = records.episode_ids.reshape(4, 2)
     assert (ids[0, 0] == ids[1, 0] == ids[2, 0]) & (ids[0, 1] == ids[1, 1]) & (ids[2, 1] == ids[3, 1])
     assert len({int(ids[0, 0]), int(ids[3, 0]), int(ids[0, 1]), int(ids[2, 1])}) == 4
-    assert flatten_rollout(**make_rollout()).episode_ids is None
+    assert RecordBatch.from_rollout(**make_rollout()).episode_ids is None
 
 
 def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
@@ -53,7 +53,7 @@ def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
     actions = torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1]])
     columns = {"advantages": advantages, "rewards": rewards, "values": values, "actions": actions}
     columns |= {"observations": torch.zeros(4, 2, 1), "episode_starts": STARTS}
-    records = flatten_rollout(**make_rollout(**columns), gamma=0.9, gae_lambda=0.8)
+    records = RecordBatch.from_rollout(**make_rollout(**columns), gamma=0.9, gae_lambda=0.8)
     by_environment = records.take(torch.arange(8).reshape(4, 2).T.flatten())
     expected = td_errors(
         by_environment.advantages.numpy(), by_environment.episode_starts.numpy(), np.repeat([0, 1], 4), 0.9, 0.8
@@ -68,7 +68,7 @@ def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
 
 
 def test_moments_are_stretches_of_one_environments_episode():
-    records = flatten_rollout(**make_rollout(episode_starts=STARTS))
+    records = RecordBatch.from_rollout(**make_rollout(episode_starts=STARTS))
     scores = torch.tensor([[-3.0, 9.0], [-2.9, 9.0], [-2.8, 9.0], [9.0, 9.0]]).flatten()
     table = records.to_polars().with_columns(score=scores.numpy())
     (moment,) = find_moments(table, lowest=True, most=1)

@@ -65,12 +65,17 @@ class Recipe:
         self.view = self.records = self.settings = self.owner = None
         self.columns: dict[str, Any] = {}
         self.at_scoring: Any = None
-        maker = "RecordBatch" if name == "tianshou" else "flatten_rollout"
-        make, attribute = getattr(self.module, maker), self.module.attribute
+        attribute, recipe = self.module.attribute, self
+        make = whence.RecordBatch if name == "tianshou" else whence.RecordBatch.from_rollout
 
-        def make_records(**columns: Any) -> whence.RecordBatch:
-            self.columns = columns
-            return make(**columns)
+        class Records:
+            def __new__(cls, **columns: Any) -> whence.RecordBatch:  # type: ignore[misc]
+                return cls.from_rollout(**columns)
+
+            @staticmethod
+            def from_rollout(**columns: Any) -> whence.RecordBatch:
+                recipe.columns = columns
+                return make(**columns)
 
         def score(view: Any, records: whence.RecordBatch, **settings: Any) -> whence.Influence:
             self.view, self.records, self.settings = view, records, settings
@@ -78,7 +83,7 @@ class Recipe:
                 self.at_scoring()
             return attribute(view, records, **settings)
 
-        monkeypatch.setattr(self.module, maker, make_records)
+        monkeypatch.setattr(self.module, "RecordBatch", Records)
         monkeypatch.setattr(self.module, "attribute", score)
         self.selective = {"skrl": "SelectiveMemory", "tianshou": "SelectivePPO", "rsl_rl": "SelectivePPO"}.get(name)
         if self.selective is not None:

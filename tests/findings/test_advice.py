@@ -10,8 +10,8 @@ import pytest
 import whence
 from helpers.toys import model
 from whence import RunDirectory
-from whence.advice import give_advice
 from whence.findings import find
+from whence.findings.settings import give_advice
 from whence.page import write_report
 from whence.sb3 import InfluenceCallback
 

@@ -13,8 +13,8 @@ import pytest
 
 from whence.cli.commands.findings_command import findings
 from whence.findings import agreement, environments, learning, observations
+from whence.findings.claims import CHANCE
 from whence.findings.evidence import Evidence, summarise
-from whence.findings.finding import CHANCE
 from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
 from whence.findings.subgroups import Condition, cut, refine, search
 from whence.runs import RunDirectory

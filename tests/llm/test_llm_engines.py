@@ -14,7 +14,7 @@ import whence
 from helpers.languages import STYLES, alone, language_model, rows_for, shaken, tokens
 from helpers.toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
-from whence.core import BatchTarget, notes_on
+from whence.core import notes_on, reads_scored_records
 from whence.engines import ghost, memory, problem, rules
 from whence.llm import (
     SequenceReturn,
@@ -262,8 +262,8 @@ def test_returns_by_hand() -> None:
     with pytest.raises(InvalidRecords, match="pass rewards to make_rows"):
         SequenceReward().from_outputs(said, ROWS)
     assert repr(SequenceReward(ROWS)) != repr(SequenceReward(rewarded))
-    assert isinstance(SequenceReturn(), BatchTarget)
-    assert not isinstance(SequenceReturn(ROWS), BatchTarget)
+    assert reads_scored_records(SequenceReturn())
+    assert not reads_scored_records(SequenceReturn(ROWS))
     assert repr(SequenceReturn()) == "SequenceReturn()"
     assert repr(TokenReturn(ROWS)).startswith("TokenReturn(3 rows ")
 

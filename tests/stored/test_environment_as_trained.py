@@ -319,7 +319,6 @@ def test_other_names_are_refused_before_anything_is_written(tmp_path, names, mes
 WORLD = """
 from gymnasium import RewardWrapper
 from gymnasium.wrappers import TransformReward
-from test_environment_as_trained import Plain
 
 BONUS = 2.0
 shift = [BONUS]

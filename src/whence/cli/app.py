@@ -115,7 +115,7 @@ app.add_typer(
 
 def _show_version(show: bool) -> None:
     if show:
-        print_line(f"whence {version('whence')}")
+        print_line(f"whence {version('whence-rl')}")
         raise typer.Exit
 
 

@@ -2,18 +2,20 @@
 
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, is_dataclass
 from importlib.metadata import entry_points
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from whence.core.errors import Unsupported
+from whence.core.plugins import load_plugin
 from whence.core.records import RecordBatch
 from whence.core.trees import Tree, map_tree
 
@@ -43,31 +45,51 @@ class LazyOutputs(NamedTuple):
 COLUMNS = frozenset(Outputs._fields)
 
 
-@runtime_checkable
-class PolicyView(Protocol):
-    """A policy as a function of its parameters, which engines differentiate.
+class PolicyView(ABC):
+    """Base of policies as functions of their parameters, which engines differentiate.
 
     `prepare` runs once and does what needs no derivative (one-hot, image scaling, device). The first axis of each
-    output is the records', and a record's outputs may depend on that record's inputs only. An optional attribute
-    `action_space` is a Gymnasium space; targets refuse actions outside it.
+    output is the records', and a record's outputs may depend on that record's inputs only.
+
+    Attributes:
+        module: the policy.
+        in_train_mode: whether training puts the module in train mode, whatever mode it has now.
     """
 
     module: nn.Module
+    in_train_mode: bool = False
 
+    @property
+    def action_space(self) -> Any:
+        """A Gymnasium space, outside which targets refuse actions; None: not known."""
+        return None
+
+    @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
-        """The trainable parameters by name."""
-        ...
+        """Return the trainable parameters by name."""
 
+    @abstractmethod
     def prepare(self, records: RecordBatch) -> Tree:
         """Return the inputs of the records: tensors, or nested dicts and tuples of tensors, records first."""
-        ...
 
+    @abstractmethod
     def __call__(self, params: Params, inputs: Tree) -> Outputs:
         """Evaluate the policy at `params`."""
-        ...
+
+    def only(self, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
+        """Evaluate the policy at `params`; outputs outside `columns` may be None."""
+        return self(params, inputs)
+
+    def cast(self, dtype: torch.dtype) -> "PolicyView | None":
+        """Return a view whose inputs are of a floating dtype, for such parameters; None: there is none."""
+        return None
+
+    def identity(self) -> Hashable:
+        """Return a key of what the view computes, the same for all views of its module that compute it; or None."""
+        return None
 
 
-class ModuleView:
+class ModuleView(PolicyView):
     """A view of any `nn.Module` through a plain function.
 
     Args:
@@ -135,10 +157,21 @@ class ModuleView:
                 return Outputs(outputs.log_prob, value, entropy)
         return Outputs(outputs) if isinstance(outputs, Tensor) else outputs
 
+    def cast(self, dtype: torch.dtype) -> "ModuleView | None":
+        """Return a view whose inputs are of a floating dtype; None: buffers or frozen parameters are of another."""
+        frozen = (parameter for parameter in self.module.parameters() if not parameter.requires_grad)
+        if any(tensor.is_floating_point() for tensor in (*self.module.buffers(), *frozen)):
+            return None
 
-def compute_outputs(view: PolicyView, columns: Collection[str], params: Params, inputs: Tree) -> Outputs:
-    """Evaluate any view at `params`; outputs outside `columns` may be None."""
-    return view.only(columns, params, inputs) if isinstance(view, ModuleView) else view(params, inputs)
+        def prepare(records: RecordBatch) -> Tree:
+            return map_tree(lambda each: each.to(dtype) if each.is_floating_point() else each, self.prepare(records))
+
+        return ModuleView(self.module, self._outputs, prepare)
+
+    def identity(self) -> Hashable:
+        """Return a key of the view's functions; None where code and module do not determine what they compute."""
+        codes = tuple(_identify_function(function, self.module) for function in (self._outputs, self._prepare))
+        return None if None in codes else (type(self), *codes)
 
 
 def _default_inputs(records: RecordBatch) -> Tree:
@@ -188,10 +221,8 @@ def notes_on(view: PolicyView) -> dict[Hashable, Any]:
 
     Views of one module with the same functions share their notes, since `as_view` makes a view for each call.
     """
-    functions = (view._outputs, view._prepare) if type(view) is ModuleView else ()
-    codes = tuple(_identify_function(function, view.module) for function in functions)
-    if codes and None not in codes:
-        return _NOTES.setdefault(view.module, {}).setdefault(codes, {})  # type: ignore[no-any-return]
+    if (identity := view.identity()) is not None:
+        return _NOTES.setdefault(view.module, {}).setdefault(identity, {})  # type: ignore[no-any-return]
     try:
         return _NOTES.setdefault(view, {})
     except TypeError:  # the view has no hash, or allows no weak references
@@ -223,9 +254,7 @@ def register_view(package: str, make: Callable[[Any], PolicyView]) -> None:
 
 def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
     """Return the function that makes views of a package's policies, loaded from its entry point at first use."""
-    if package not in _VIEWS and (points := entry_points(group="whence.views", name=package)):
-        _VIEWS[package] = next(iter(points)).load()
-    return _VIEWS.get(package)
+    return _VIEWS.get(package) or load_plugin("whence.views", package)
 
 
 def unwrap_compiled(policy: object) -> object:
@@ -244,7 +273,7 @@ def as_view(policy: object) -> PolicyView:
             f"policy is a {type(policy).__name__} algorithm of Stable-Baselines3; a policy is needed. Pass its policy: "
             "model.policy."
         )
-    if not isinstance(policy, nn.Module) and isinstance(policy, PolicyView):
+    if isinstance(policy, PolicyView):
         return policy
     policy = unwrap_compiled(policy)
     for base in type(policy).__mro__:

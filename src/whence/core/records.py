@@ -1,7 +1,6 @@
 """The records of one round as columns; each record has an id that never changes."""
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
@@ -11,10 +10,11 @@ import numpy as np
 import polars as pl
 import torch
 from jaxtyping import Bool, Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from whence.core.errors import InvalidRecords, NonFinite
+from whence.core.record_tables import add_observations, make_series, read_numbers, read_observations
+from whence.core.rollouts import flatten_rollout
 from whence.core.trees import Tree, map_tree, named_leaves, take
 
 Array: TypeAlias = Any  # anything torch.as_tensor takes
@@ -49,11 +49,6 @@ def check_records(records: object) -> None:
             "actions=..., log_probs=..., advantages=...). Of a model of Stable-Baselines3, whence.sb3.collect(model) "
             "collects one, and in a callback whence.sb3.snapshot(model) reads its rollout buffer."
         )
-
-
-def to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,6 +111,44 @@ class RecordBatch:
             object.__setattr__(self, "record_ids", torch.arange(len(self.log_probs)))
         _check_ids(self.ids)
         _check_finite(self, (*_FLOATING, "observations", "actions"))
+
+    @classmethod
+    def from_rollout(
+        cls,
+        *,
+        observations: Tree,
+        actions: Any,
+        log_probs: Any,
+        advantages: Any,
+        gamma: float | None = None,
+        gae_lambda: float | None = None,
+        **columns: Any,
+    ) -> Self:
+        """Return the records of a rollout, step by step: all environments' at step 0, then all at step 1, and so on.
+
+        A selection's mask is in the order of `column.flatten(0, 1)`, so `column.flatten(0, 1)[selection.keep]` are the
+        kept rows of any column of the rollout. Columns of one number per record may be (steps, environments) or (steps,
+        environments, 1).
+
+        Args:
+            observations: (steps, environments, ...) array or tensor, or a nested dict of such.
+            actions: (steps, environments, ...).
+            log_probs: log-probability of the action under the policy that took it.
+            advantages: advantage estimates, not normalised; where a library has normalised them, `returns - values`.
+            gamma: discount factor, or None.
+            gae_lambda: lambda of the advantage estimator, or None.
+            columns: `values`, `returns`, `rewards`, `episode_starts` or `action_masks`, each (steps, environments, ...)
+                or None. `episode_starts` gives the records `episode_ids` and `steps`; an episode that began before the
+                rollout has an id, and steps of -1.
+
+        Raises:
+            InvalidRecords: a column does not begin with the axes of `log_probs`, is unknown, or is refused.
+        """
+        if unknown := sorted(columns.keys() - _OF_ROLLOUTS):
+            raise InvalidRecords(f"from_rollout() got {unknown[0]!r}; further columns are {', '.join(_OF_ROLLOUTS)}.")
+        columns |= {"observations": observations, "actions": actions, "log_probs": log_probs, "advantages": advantages}
+        flat: dict[str, Any] = flatten_rollout(columns)
+        return cls(**flat, gamma=gamma, gae_lambda=gae_lambda)
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -216,7 +249,7 @@ class RecordBatch:
         series = [pl.Series("record_id", self.ids.cpu().numpy())]
         for name, singular in _IN_TABLES.items():
             if (column := getattr(self, name)) is not None:
-                values = _make_series(singular, column)
+                values = make_series(singular, column)
                 series.append(values.set(values == UNKNOWN, None) if name in _INTEGER else values)
         if observations:
             return add_observations(pl.DataFrame(series), dict(named_leaves(self.observations, "observation")))
@@ -242,58 +275,16 @@ class RecordBatch:
         for name, singular in {"record_ids": "record_id", **_IN_TABLES}.items():
             if singular in table.columns:
                 column = table["trained_reward" if f"trained_{singular}" in table.columns else singular]
-                columns[name] = _read_numbers(singular, column.fill_null(UNKNOWN) if name in _INTEGER else column)
+                columns[name] = read_numbers(singular, column.fill_null(UNKNOWN) if name in _INTEGER else column)
         needed = {"action": "actions", "log_prob": "log_probs", "advantage": "advantages"}
         if missing := [singular for singular, name in needed.items() if name not in columns]:
             raise InvalidRecords(f"The table has no column `{missing[0]}`, which records need; it has {table.columns}.")
-        observations = _read_observations(table, space, "observation")
+        observations = read_observations(table, space, "observation")
         return cls(observations=observations, **columns, gamma=gamma, gae_lambda=gae_lambda)
 
 
-def _read_numbers(name: str, column: pl.Series) -> NDArray[Any]:
-    array = np.asarray(column.to_numpy())
-    if array.dtype.kind not in "biuf":
-        raise InvalidRecords(f"The column `{name}` holds {column.dtype} or nulls; numbers of one shape are needed.")
-    return array.astype(np.int64) if array.dtype in (np.uint16, np.uint32, np.uint64) else array  # torch has few
-
-
-def _read_observations(table: pl.DataFrame, space: Any, name: str) -> Tree:
-    """Return the observations of a table's column, or of its columns NAME.KEY as a nested dict."""
-    if name in table.columns:
-        array = _read_numbers(name, table[name])
-        shape = getattr(space, "shape", None)
-        # SB3 gives a Discrete observation no axis of its own, except inside a Dict.
-        if shape is None or (shape == () and name == "observation"):
-            return array
-        if array.size != len(array) * math.prod(shape or (1,)):
-            raise InvalidRecords(f"The column `{name}` holds {table[name].dtype}; observations of {space} are needed.")
-        return array.reshape(len(array), *(shape or (1,)))
-    keys = dict.fromkeys(
-        column.removeprefix(f"{name}.").split(".")[0] for column in table.columns if column.startswith(f"{name}.")
-    )
-    spaces = getattr(space, "spaces", None)
-    names = list(keys) if spaces is None else list(spaces)
-    if not keys or any(key not in keys for key in names):
-        raise InvalidRecords(
-            f"The table has no column `{name}`: observations of more than 4 KiB a record are not stored. Rebuild them "
-            "with whence.stored.load_round(run, round), or collect anew with whence.sb3.collect(model)."
-        )
-    return {key: _read_observations(table, None if spaces is None else spaces[key], f"{name}.{key}") for key in names}
-
-
-def add_observations(table: pl.DataFrame, columns: Mapping[str, Tensor | NDArray[Any]]) -> pl.DataFrame:
-    """Return a table of records with columns of observations, unless those of one record take more than 4 KiB."""
-    if sum(column[0].nbytes for column in columns.values()) > 4096:
-        return table
-    return table.with_columns(_make_series(name, column) for name, column in columns.items())
-
-
-def _make_series(name: str, column: Tensor | NDArray[Any]) -> pl.Series:
-    array = (to_numpy(column) if isinstance(column, Tensor) else column).reshape(len(column), -1)
-    return pl.Series(name, array[:, 0] if array.shape[1] == 1 else array)
-
-
 _COLUMNS = tuple(field.name for field in fields(RecordBatch) if field.name not in ("gamma", "gae_lambda", "history"))
+_OF_ROLLOUTS = ("values", "returns", "rewards", "episode_starts", "action_masks")
 _INTEGER = ("record_ids", "env_index", "episode_ids", "steps", "group_ids")
 _BOOLEAN = ("episode_starts", "action_masks")
 _FLOATING = ("log_probs", "advantages", "values", "returns", "rewards")

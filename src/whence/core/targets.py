@@ -1,10 +1,11 @@
 """Targets: the quantities that records influence (LDA §3.2), each written so that higher is better."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from whence.core.errors import WhenceError
 from whence.core.objectives import Objective, policy_part
-from whence.core.policies import COLUMNS, compute_outputs
+from whence.core.policies import COLUMNS
 from whence.core.records import RecordBatch, check_one_per_record
 from whence.core.trees import Tree, named_leaves
 from whence.core.units import Unit, check_unit, label_units
@@ -27,53 +28,131 @@ Target: TypeAlias = Callable[["PolicyView", "Params", RecordBatch], Tensor]
 """
 
 
-@runtime_checkable
-class BatchTarget(Protocol):
-    """A target that reads only the policy's outputs for the scored records.
+class BatchTarget(ABC):
+    """Base of targets that read only the policy's outputs for the scored records.
 
-    Engines pass it outputs that they have computed already, so one forward and one backward pass can give all that the
-    scores need. An optional attribute `reads` names the outputs that it reads; without it all are computed. Another,
-    `linear`, is True if its derivatives in the outputs do not depend on them, which saves a forward pass over the
-    records where they do not fit into one. A subclass needs `from_outputs` alone.
+    Engines pass such a target outputs that they have computed already, so one forward and one backward pass can give
+    all that the scores need. A subclass needs `from_outputs` alone; the other members have defaults, and a subclass may
+    set them as plain attributes.
     """
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of the outputs that the target reads."""
+        return COLUMNS
+
+    @property
+    def linear(self) -> bool:
+        """Whether the derivatives in the outputs do not depend on them; it saves a pass where records take several."""
+        return False
+
+    @property
+    def reads_prepared(self) -> bool:
+        """Whether the target reads the records that the objective prepared, rather than the user's."""
+        return False
+
+    @property
+    def rows(self) -> RecordBatch | None:
+        """Other records that the target is over; None: the scored ones."""
+        return None
+
+    def with_objective(self, objective: Objective) -> Self:
+        """Return the target for a scoring's objective; most do not depend on it."""
+        return self
+
+    @abstractmethod
     def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
-        ...
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target after running the policy, for engines that have not computed the outputs."""
-        columns = getattr(self, "reads", COLUMNS)
-        return self.from_outputs(compute_outputs(view, columns, params, view.prepare(records)), records)
+        return self.from_outputs(view.only(self.reads, params, view.prepare(records)), records)
 
 
-@runtime_checkable
-class MeanTarget(BatchTarget, Protocol):
-    """A batch target that is a mean over the scored records, so that some of them can be left out of it."""
+class MeanTarget(BatchTarget):
+    """Base of batch targets that are means over the records, so that some of them can be left out."""
 
+    @property
+    def total(self) -> float | None:
+        """The mean's denominator, where the records are a part of those that it is over; None: their weights."""
+        return None
+
+    @abstractmethod
     def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the values whose mean the target is; a record's value does not depend on other records."""
-        ...
 
+    @abstractmethod
     def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the values' weights in the mean, from all records."""
-        ...
+
+    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the mean from the outputs of all records."""
+        weights = self.weights(records)
+        return (weights * self.values(outputs, records)).sum() / (self.total or weights.sum())
 
 
-@runtime_checkable
-class SummedTarget(Protocol):
-    """A target that is a sum of parts, each of which runs the policy on other records.
+@dataclass(frozen=True, eq=False)
+class WrappedTarget(BatchTarget):
+    """Base of targets that are made of another, and read what it reads.
+
+    Attributes:
+        target: the other one.
+    """
+
+    target: BatchTarget
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of the outputs that the target reads."""
+        return self.target.reads
+
+    @property
+    def linear(self) -> bool:
+        """Whether the derivatives in the outputs do not depend on them."""
+        return self.target.linear
+
+    @property
+    def reads_prepared(self) -> bool:
+        """Whether the target reads the records that the objective prepared."""
+        return self.target.reads_prepared
+
+    def with_objective(self, objective: Objective) -> Self:
+        """Return the target for a scoring's objective."""
+        return replace(self, target=self.target.with_objective(objective))
+
+
+class SummedTarget(ABC):
+    """Base of targets that are sums of parts, each of which runs the policy on other records.
 
     Engines differentiate one part after the other, so that only one part's graph takes memory at a time.
     """
 
+    @abstractmethod
     def parts(self) -> Iterable[Target]:
         """Return the parts, each a target."""
-        ...
+
+    def spare_part(self) -> Target | None:
+        """Return a part for processes that have fewer than others, which counts nothing; None: any pass will do."""
+        return None
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the sum of the parts."""
         return torch.stack([part(view, params, records) for part in self.parts()]).sum()
+
+
+def reads_scored_records(target: object) -> TypeGuard[BatchTarget]:
+    """Return whether a target reads the outputs of the scored records and nothing else."""
+    return isinstance(target, BatchTarget) and target.rows is None
+
+
+def is_mean(target: object) -> TypeGuard[MeanTarget]:
+    """Return whether a target is a mean over the scored records, so that some can be left out of it."""
+    return isinstance(target, MeanTarget) and target.rows is None
+
+
+def rows_of(target: object) -> RecordBatch | None:
+    """Return the other records that a target is over, if it says so."""
+    return target.rows if isinstance(target, BatchTarget) else None
 
 
 @dataclass(frozen=True)
@@ -147,17 +226,6 @@ class MeanObjective(MeanTarget):
         units = label_units(records, self.unit)
         return (1 / units.bincount()[units]).to(records.advantages)
 
-    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
-        """Return the target from the outputs of all records."""
-        weights = self.weights(records)
-        return (weights * self.values(outputs, records)).sum() / (self.total or weights.sum())
-
-
-def bind_objective(target: Target, objective: Objective) -> Target:
-    """Return a target as it is with a scoring's objective; most do not depend on it."""
-    bind: Callable[[Objective], Target] | None = getattr(target, "with_objective", None)
-    return target if bind is None else bind(objective)
-
 
 @dataclass(frozen=True, eq=False)
 class Action:
@@ -178,7 +246,7 @@ class Action:
 
     def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
-        states = self.as_records(records, getattr(view, "action_space", None))
+        states = self.as_records(records, view.action_space)
         return check_one_per_record("log_prob", view(params, view.prepare(states)).log_prob).mean()
 
     def as_records(self, like: RecordBatch, space: Any = None) -> RecordBatch:

@@ -48,7 +48,7 @@ def label_units(records: RecordBatch, unit: Unit | None = "record") -> Int[Tenso
     if ids is None:
         raise InvalidRecords(
             "These records do not say where episodes begin: pass episode_ids, or episode_starts and env_index, to "
-            "RecordBatch. whence.flatten_rollout makes them of a rollout's episode_starts."
+            "RecordBatch. whence.RecordBatch.from_rollout makes them of a rollout's episode_starts."
         )
     return _number_pairs(ids, environments)
 

@@ -1,41 +1,6 @@
 """Engines: they compute all per-record products with the gradients of one or several targets."""
 
-from whence.engines.auto import ENGINES as ENGINES
-from whence.engines.auto import check_engine as check_engine
-from whence.engines.auto import register_engine as register_engine
-from whence.engines.auto import solve as solve
-from whence.engines.forward import derive_along as derive_along
-from whence.engines.forward import outputs_along as outputs_along
-from whence.engines.gradient_masks import add_masks as add_masks
-from whence.engines.in_step import Step as Step
-from whence.engines.in_step import record_step as record_step
-from whence.engines.memory import check_memory as check_memory
-from whence.engines.memory import choose_memory as choose_memory
-from whence.engines.memory import measure_bytes as measure_bytes
-from whence.engines.own_parts import subtract_own_parts as subtract_own_parts
-from whence.engines.per_record import record_gradient as record_gradient
-from whence.engines.probing import Along as Along
-from whence.engines.probing import Precision as Precision
-from whence.engines.probing import check_against_loop as check_against_loop
-from whence.engines.probing import check_mixing as check_mixing
-from whence.engines.probing import spread_evenly as spread_evenly
-from whence.engines.problem import Gradient as Gradient
-from whence.engines.problem import Problem as Problem
-from whence.engines.problem import Refused as Refused
-from whence.engines.problem import Summed as Summed
-from whence.engines.problem import add_gradients as add_gradients
-from whence.engines.problem import check_scalar as check_scalar
-from whence.engines.problem import compute_seeds as compute_seeds
-from whence.engines.problem import target_gradients as target_gradients
-from whence.engines.rules import LayerRule as LayerRule
-from whence.engines.rules import LayerTensors as LayerTensors
-from whence.engines.rules import dot as dot
-from whence.engines.rules import linear_gradient as linear_gradient
-from whence.engines.rules import linear_product as linear_product
-from whence.engines.rules import register_rule as register_rule
-from whence.engines.rules import rule_for as rule_for
-from whence.engines.rules import weigh as weigh
-from whence.engines.sharded import agree_on_most as agree_on_most
-from whence.engines.tape import Layer as Layer
-from whence.engines.tape import covered_layers as covered_layers
-from whence.engines.tape import record_pass as record_pass
+import lazy_loader
+
+# What is imported is in __init__.pyi; it loads at first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from whence.core import BatchTarget, Outputs, first_line
+from whence.core import Outputs, first_line, reads_scored_records
 from whence.engines.forward import derive_along
 from whence.engines.problem import (
     Gradient,
@@ -108,7 +108,7 @@ def _products_from_one_quantity(tape: Tape, unit: Tensor, weights: Tensor, targe
     gradients: list[Gradient] = []
     remaining = iter(target_weights)
     for target in tape.problem.targets:
-        if isinstance(target, BatchTarget):
+        if reads_scored_records(target):
             of_target = next(remaining)
             directions.append(partial(_weighted_direction, of_target))
             gradients.append(_weighted_plain_gradient(tape, unit, of_target))
@@ -143,7 +143,7 @@ def _gradients_in_order(problem: Problem, of_batch: Iterator[Gradient]) -> list[
     """Return every target's gradient; `of_batch` yields those of the batch targets, in their order."""
     return [
         complete_gradient(problem, next(of_batch), target)
-        if isinstance(target, BatchTarget)
+        if reads_scored_records(target)
         else plain_target_gradient(problem, target)
         for target in problem.targets
     ]

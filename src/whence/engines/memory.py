@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from whence.core import COLUMNS, BatchTarget, Outputs, RecordBatch, Target, WhenceError, named_leaves, notes_on
+from whence.core import (
+    BatchTarget,
+    Outputs,
+    RecordBatch,
+    Target,
+    WhenceError,
+    named_leaves,
+    notes_on,
+    reads_scored_records,
+)
 from whence.engines.problem import Problem
 
 _PROBES = (8, 16)
@@ -104,7 +113,7 @@ def kind_of(problem: Problem) -> Hashable:
     columns = (problem.records.observations, problem.records.actions, problem.records.action_masks)
     shapes = tuple((tuple(t.shape[1:]), t.dtype) for c in columns if c is not None for _, t in named_leaves(c))
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in problem.params.items())
-    targets = tuple(isinstance(target, BatchTarget) for target in problem.targets)
+    targets = tuple(reads_scored_records(target) for target in problem.targets)
     return parameters, shapes, targets, problem.columns, _code_of(problem.objective)
 
 
@@ -142,8 +151,8 @@ def _take_first(problem: Problem, size: int) -> Problem:
 
 def replace_target(target: Target) -> Target:
     """Return a cheap target of the same kind; the user's may hold a tensor of all records, or run the policy."""
-    if isinstance(target, BatchTarget):
-        return _SumOfOutputs(frozenset(getattr(target, "reads", COLUMNS)))
+    if reads_scored_records(target):
+        return _SumOfOutputs(target.reads)
     return _sum_parameters
 
 
@@ -153,10 +162,14 @@ def _sum_parameters(view: Any, params: Mapping[str, Tensor], records: RecordBatc
 
 @dataclass(frozen=True)
 class _SumOfOutputs(BatchTarget):
-    reads: frozenset[str]
+    columns: frozenset[str]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.columns
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Tensor:
-        columns = (getattr(outputs, name) for name in self.reads)
+        columns = (getattr(outputs, name) for name in self.columns)
         return torch.stack([column.mean() for column in columns if column is not None]).sum()
 
 

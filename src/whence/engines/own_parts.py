@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import COLUMNS, BatchTarget, Outputs, RecordBatch, Unsupported, is_in_shards
+from whence.core import MeanTarget, Outputs, RecordBatch, Unsupported, WrappedTarget, is_in_shards
 from whence.engines.auto import ENGINES, run_engine
 from whence.engines.gradient_masks import add_masks
 from whence.engines.problem import (
@@ -24,22 +24,14 @@ from whence.engines.tape import Tape, covered_layers, record_pass
 
 
 @dataclass(frozen=True, eq=False)
-class _Part(BatchTarget):
+class _Part(WrappedTarget):
     """The sum of the records' values of a `MeanTarget`, each with its weight; None: 1."""
 
-    target: Any
+    target: MeanTarget
     weights: Float[Tensor, " n"] | None = None
 
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset(getattr(self.target, "reads", COLUMNS))
-
-    @property
-    def reads_prepared(self) -> bool:
-        return bool(getattr(self.target, "reads_prepared", False))
-
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
-        values: Tensor = self.target.values(outputs, records)
+        values = self.target.values(outputs, records)
         return (values if self.weights is None else self.weights * values).sum()
 
 
@@ -68,7 +60,7 @@ def subtract_own_parts(
     targets: Any = problem.targets
     weights = torch.stack([target.weights(problem.read_by(target)) for target in targets])
     own_weights = torch.zeros_like(weights).index_add(1, units.to(weights.device), weights)[:, units]
-    totals = weights.new_tensor([getattr(target, "total", None) or 0.0 for target in targets])
+    totals = weights.new_tensor([target.total or 0.0 for target in targets])
     totals = torch.where(totals > 0, totals, weights.sum(1))[:, None]
     # Rounding leaves something of a total that one unit has whole.
     others = torch.where(totals - own_weights > 1e-6 * totals, totals - own_weights, torch.inf)
@@ -88,7 +80,7 @@ def _solve_own_parts(
     its own where every parameter belongs to a layer with a rule; other units are problems of their own.
     """
     masks = add_masks(problem.parameters, None)
-    whole = [_Part(target) for target in problem.targets]
+    whole = [_Part(cast(MeanTarget, target)) for target in problem.targets]
     problem = replace(problem, targets=whole, summed=masks)
     if engine == "ghost" and masks is None and len(units.unique()) == len(units):
         try:

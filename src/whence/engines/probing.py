@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from whence.core import BatchTarget, Outputs, Unsupported, first_line, notes_on
+from whence.core import Outputs, Unsupported, first_line, notes_on, reads_scored_records
 from whence.engines.memory import kind_of, replace_target
 from whence.engines.per_record import differentiate, loop, multiply, record_gradient
 from whence.engines.problem import Engine, Gradient, Problem, Refused
@@ -87,7 +87,7 @@ def check_against_loop(problem: Problem, engine: Engine) -> None:
             return max(_measure_precision(probe).tolerance(1e-3), 10 * _measure_noise(probe, direction))
 
         targets: list[Any] = [Along(direction)]
-        targets += [replace_target(target) for target in problem.targets if isinstance(target, BatchTarget)][:1]
+        targets += [replace_target(target) for target in problem.targets if reads_scored_records(target)][:1]
         compared = [_compare(engine, replace(probe, targets=[target]), tolerance) for target in targets]
     if all(compared):
         notes[key] = True

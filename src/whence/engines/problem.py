@@ -23,10 +23,10 @@ from whence.core import (
     Target,
     Tree,
     WhenceError,
-    compute_outputs,
     map_tree,
     preserve_buffers,
     preserve_rng_state,
+    reads_scored_records,
     take,
     target_name,
 )
@@ -78,8 +78,8 @@ class Problem:
     @cached_property
     def columns(self) -> frozenset[str]:
         """The outputs that the objective or a batch target reads."""
-        readers = [self.objective, *(target for target in self.targets if isinstance(target, BatchTarget))]
-        return frozenset().union(*(getattr(reader, "reads", COLUMNS) for reader in readers))
+        of_targets = [target.reads for target in self.targets if reads_scored_records(target)]
+        return frozenset(getattr(self.objective, "reads", COLUMNS)).union(*of_targets)
 
     @cached_property
     def inputs(self) -> Tree:
@@ -90,7 +90,7 @@ class Problem:
 
     def read_by(self, target: object) -> RecordBatch:
         """Return the records as a target reads them: the user's own, or those that the objective prepared."""
-        return self.prepared if getattr(target, "reads_prepared", False) else self.records
+        return self.prepared if isinstance(target, BatchTarget) and target.reads_prepared else self.records
 
     def part(self, index: slice | Tensor) -> "Problem":
         """Return the problem of the records at `index`, for the same targets."""
@@ -115,7 +115,7 @@ class Problem:
     def outputs(self, params: Params | None = None) -> Outputs:
         """Evaluate the policy on the records at `params`, by default the problem's own, with a graph."""
         params = self.params if params is None else params
-        outputs = compute_outputs(self.view, self.columns, params, self.inputs)
+        outputs = self.view.only(self.columns, params, self.inputs)
         n = len(self.records)
         for name, column in zip(Outputs._fields, outputs, strict=True):
             if column is not None and (column.ndim == 0 or len(column) != n):
@@ -186,7 +186,7 @@ def bind_batch_targets(problem: Problem) -> list[Callable[[Outputs], Tensor]]:
     def bind(target: BatchTarget) -> Callable[[Outputs], Tensor]:
         return lambda outputs: check_scalar(target.from_outputs(outputs, problem.read_by(target)), target)
 
-    return [bind(target) for target in problem.targets if isinstance(target, BatchTarget)]
+    return [bind(target) for target in problem.targets if reads_scored_records(target)]
 
 
 def target_gradients(problem: Problem) -> list[Gradient]:
@@ -195,7 +195,7 @@ def target_gradients(problem: Problem) -> list[Gradient]:
 
 
 def _target_gradient(problem: Problem, target: Target) -> Gradient:
-    if not isinstance(target, BatchTarget):
+    if not reads_scored_records(target):
         return plain_target_gradient(problem, target)
     like = compute_like(problem, target, problem.parts())
     (seed,) = compute_seeds(bind_batch_targets(replace(problem, targets=[target])), like)
@@ -224,7 +224,7 @@ def compute_like(problem: Problem, target: BatchTarget, parts: Iterable[Problem]
     Of a linear target any will do: zeros of their shapes, from a pass over the first record.
     """
     with torch.no_grad():
-        if getattr(target, "linear", False):
+        if target.linear:
             n, one = len(problem.records), problem.part(slice(0, 1)).outputs()
             return map_outputs(lambda column: column.new_zeros(n, *column.shape[1:]), one)
         by_part = [part.outputs() for part in parts]

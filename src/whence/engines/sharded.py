@@ -16,7 +16,16 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.core import BatchTarget, SummedTarget, Target, WhenceError, release_whole, target_name, whole_shape
+from whence.core import (
+    BatchTarget,
+    SummedTarget,
+    Target,
+    WhenceError,
+    reads_scored_records,
+    release_whole,
+    target_name,
+    whole_shape,
+)
 from whence.engines.problem import (
     Gradient,
     Problem,
@@ -101,7 +110,7 @@ def _pull(tape: Tape, seed: Seeds) -> list[Tensor | None]:
 def _compute_target_gradient(problem: Problem, layers: list[Layer], target: Target) -> Shards:
     """Return this process's shards of a target's gradient, summed over all processes."""
     shards: Shards = {}
-    if isinstance(target, BatchTarget):
+    if reads_scored_records(target):
         passes = _pass_over_records(problem, layers, target)
     else:
         passes = _pass_over_parts(problem, layers, target)
@@ -137,7 +146,7 @@ def _pass_over_parts(problem: Problem, layers: list[Layer], target: Target) -> I
     parts: list[Any] = list(target.parts()) if isinstance(target, SummedTarget) else [target]
     most = agree_on_most(len(parts), next(iter(problem.params.values())).device)
     # Where the records' passes begin at a later block, one of them would gather less than another part does.
-    spare = target.spare_part() if hasattr(target, "spare_part") else None
+    spare = target.spare_part() if isinstance(target, SummedTarget) else None
     for number in range(most):
         part = parts[number] if number < len(parts) else spare
         if part is None:

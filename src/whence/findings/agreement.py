@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from whence.findings.claims import CHANCE, Claim, Claims, say_chance
 from whence.findings.evidence import Evidence, Mask, Numbers
-from whence.findings.finding import CHANCE, Claim, Claims, say_chance
 from whence.findings.models import Matrix, expand, predict_each
 from whence.findings.subgroups import Condition, Subgroup, Votes, list_conditions, refine, search
 

@@ -3,8 +3,8 @@
 import numpy as np
 from jaxtyping import Float
 
+from whence.findings.claims import Claim, Claims, say_chance
 from whence.findings.evidence import Evidence
-from whence.findings.finding import Claim, Claims, say_chance
 from whence.findings.subgroups import list_conditions, refine, search
 
 _LEAST_RECORDS = 1000

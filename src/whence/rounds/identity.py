@@ -12,7 +12,6 @@ from whence.core import (
     Unsupported,
     WhenceError,
     check_one_per_record,
-    compute_outputs,
     eval_mode,
     preserve_buffers,
     preserve_rng_state,
@@ -100,7 +99,7 @@ def compare_outputs(view: PolicyView, params: Params, records: RecordBatch, at_o
     with preserve_rng_state(), eval_mode(list(view.module.modules())), torch.no_grad():
         for first in range(0, len(records), at_once):
             part = records.take(slice(first, first + at_once))
-            outputs = compute_outputs(view, {"log_prob", "value"}, params, view.prepare(part))
+            outputs = view.only({"log_prob", "value"}, params, view.prepare(part))
             pairs = {"log-probs": (check_one_per_record("log_prob", outputs.log_prob), part.log_probs)}
             if outputs.value is not None and part.values is not None:
                 pairs["values"] = (check_one_per_record("value", outputs.value), part.values)

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from whence.advice import log_new_advice
-from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, suggest
+from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, call_plugin, suggest
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, Stopwatch, time_stage
@@ -392,6 +391,6 @@ class InfluenceCallback(BaseCallback):
         # The logger of a skipped round still holds an earlier round's.
         train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
         self.metrics.append({**metrics, **train_metrics})
-        log_new_advice(self.metrics, read_settings(self.model), self._logged)
+        call_plugin("whence.advice", "settings", self.metrics, read_settings(self.model), self._logged)
         if self._run is not None:
             self._run.end_round(self.metrics[-1], seconds, self.model, self._read_state())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.core import (
+    BatchTarget,
     NonFinite,
     Objective,
     RecordBatch,
@@ -25,7 +26,6 @@ from whence.core import (
     as_objective,
     as_target,
     as_view,
-    bind_objective,
     check_records,
     check_unit,
     eval_mode,
@@ -273,7 +273,9 @@ def open_problem(
         Unsupported: whence cannot read this kind of policy, or its outputs for a record depend on other records.
     """
     view, objective = as_view(policy), as_objective(objective)
-    targets = [bind_objective(as_target(target), objective) for target in targets]
+    targets = [
+        each.with_objective(objective) if isinstance(each, BatchTarget) else each for each in map(as_target, targets)
+    ]
     modules = dict(view.module.named_modules())
     with (
         preserve_rng_state(),
@@ -299,7 +301,7 @@ def open_problem(
         prepared, size = objective.prepare(records), chunk_size or len(records)
         summed = add_masks(parameters, summed)
         problem = Problem(view, modules, parameters, params, records, prepared, objective, targets, size, summed=summed)
-        _check_mixing(problem, view.module if getattr(view, "in_train_mode", False) else None)
+        _check_mixing(problem, view.module if view.in_train_mode else None)
         with eval_mode(modules.values()):
             yield problem
 
@@ -315,7 +317,7 @@ def _check_mixing(problem: Problem, module: nn.Module | None) -> None:
 
 @cache
 def _versions() -> Mapping[str, str]:
-    return MappingProxyType({package: version(package) for package in ("whence", "torch")})
+    return MappingProxyType({"whence": version("whence-rl"), "torch": version("torch")})
 
 
 def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:

@@ -1,8 +1,8 @@
 """Folds of a rollout's episodes, targets on one fold's records, and the errors of scores that these give."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapreplace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from whence.core import (
     BatchTarget,
-    MeanTarget,
-    Objective,
     Outputs,
     RecordBatch,
     Target,
     WhenceError,
-    bind_objective,
+    WrappedTarget,
+    is_mean,
     label_units,
+    reads_scored_records,
     target_name,
 )
 from whence.scores.influence import widen_errors
@@ -37,35 +37,14 @@ class NoMean(WhenceError):
 
 
 @dataclass(frozen=True, eq=False)
-class PartialTarget:
+class PartialTarget(WrappedTarget):
     """A target on some of the records.
 
     Attributes:
-        target: the target.
         index: (m,) the positions of its records.
     """
 
-    target: BatchTarget
     index: Int[Tensor, " m"] = field(repr=False)  # to print a tensor takes a millisecond
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The outputs that the target reads."""
-        return frozenset(getattr(self.target, "reads", Outputs._fields))
-
-    @property
-    def reads_prepared(self) -> bool:
-        """Whether the target reads the records that the objective prepared."""
-        return bool(getattr(self.target, "reads_prepared", False))
-
-    def with_objective(self, objective: Objective) -> Self:
-        """Return the target for the scoring's objective."""
-        return replace(self, target=bind_objective(self.target, objective))  # type: ignore[arg-type]
-
-    @property
-    def linear(self) -> bool:
-        """Whether the target's derivatives in the outputs do not depend on them."""
-        return bool(getattr(self.target, "linear", False))
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
@@ -84,7 +63,7 @@ def check_batch_target(target: Target) -> BatchTarget:
     Raises:
         WhenceError: it does not.
     """
-    if not isinstance(target, BatchTarget):
+    if not reads_scored_records(target):
         raise WhenceError(
             f"The target {target_name(target)} has no from_outputs, so it does not read the scored records, and none "
             "can be left out of it. Pass Return(), or a target with from_outputs(outputs, records); or use attribute "
@@ -99,7 +78,7 @@ def check_mean_target(target: Target) -> None:
     Raises:
         WhenceError: see above.
     """
-    if not isinstance(target, MeanTarget):
+    if not is_mean(target):
         raise WhenceError(
             f"leave_one_out needs a target that is a mean over the scored records, and {target_name(target)} is none: "
             "pass Return(), MeanObjective() or, for language models, SequenceReturn() or TokenReturn() without rows of "
@@ -120,7 +99,7 @@ def check_folds(folds: int | None) -> int | None:
 
 def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> int | None:
     """Return the folds for the errors of a target's scores; None if there can be no errors."""
-    if not isinstance(target, BatchTarget) or records.episode_ids is None:
+    if not reads_scored_records(target) or records.episode_ids is None:
         return None
     return folds if int(label_units(records, "episode").max()) + 1 >= LEAST else None
 

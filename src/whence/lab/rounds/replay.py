@@ -17,7 +17,6 @@ from torch import Tensor
 
 from whence.core import (
     COLUMNS,
-    ModuleView,
     NonFinite,
     Objective,
     Params,
@@ -29,7 +28,6 @@ from whence.core import (
     WhenceError,
     as_target,
     as_view,
-    compute_outputs,
     eval_mode,
     map_tree,
     preserve_rng_state,
@@ -189,17 +187,12 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
 def _make_cast_view(policy: object, dtype: torch.dtype) -> PolicyView:
     """Return a view whose inputs have another dtype; it is called with parameters of that dtype."""
     view = as_view(policy)
-    fixed = [*view.module.buffers(), *(p for p in view.module.parameters() if not p.requires_grad)]
-    if not isinstance(view, ModuleView) or any(tensor.is_floating_point() for tensor in fixed):
+    if (cast_view := view.cast(dtype)) is None:
         raise WhenceError(
             f"A {type(view.module).__name__} cannot be read in {dtype}: it has buffers or frozen parameters of "
             "another dtype, or a custom view. Pass dtype=None."
         )
-
-    def prepare(records: RecordBatch) -> Tree:
-        return map_tree(lambda tensor: _cast(tensor, dtype), view.prepare(records))
-
-    return ModuleView(view.module, view._outputs, prepare)
+    return cast_view
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -250,7 +243,7 @@ def objective_values(
     if round.recording.update.normalize_advantage:
         records = records.with_columns({"advantages": normalise_advantages(records.advantages, weights)})
     columns = getattr(round.objective, "reads", COLUMNS)
-    return round.objective(compute_outputs(round.view, columns, params, minibatch.inputs), records)
+    return round.objective(round.view.only(columns, params, minibatch.inputs), records)
 
 
 def normalise_advantages(advantages: Float[Tensor, " b"], weights: Float[Tensor, " b"]) -> Float[Tensor, " b"]:

@@ -78,7 +78,7 @@ def describe_rows(rows: Any) -> dict[str, Any] | None:
 
 def read_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the installed version of each library."""
-    return {name: version(name) for name in libraries}
+    return {name: version("whence-rl" if name == "whence" else name) for name in libraries}
 
 
 def describe_run(

@@ -1,7 +1,6 @@
 """Rollouts that any trainer wrote to files: read in one form, and scored into a run directory."""
 
-from whence.llm.files.rollout_files import NAMES as NAMES
-from whence.llm.files.rollout_files import read_steps as read_steps
-from whence.llm.files.scored_rollouts import SCORED as SCORED
-from whence.llm.files.scored_rollouts import add_advantages as add_advantages
-from whence.llm.files.scored_rollouts import score_rollouts as score_rollouts
+import lazy_loader
+
+# What is imported is in __init__.pyi; it loads at first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, target_name
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, rows_of, target_name
 from whence.llm.base import TokenRows, average_rows, list_infos, list_tokens, make_table_rows, pad_rows
 from whence.llm.base.run_description import read_versions
 from whence.llm.files.rollout_files import read_steps
@@ -86,7 +86,7 @@ def score_rollouts(
             f"beta is {getattr(objective, 'beta', 0.0)}, and reference is {reference and 'a model'}: a divergence has "
             "a weight above 0 and a model that it is measured from (--beta and --reference), or neither."
         )
-    leave_one_out = None if getattr(target, "rows", None) is not None else leave_one_out
+    leave_one_out = None if rows_of(target) is not None else leave_one_out
     scoring = Scoring(target, objective, temperature, "auto", memory, batch_size, leave_one_out=leave_one_out)
     description = {
         "kind": "language",

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers.utils.logging import tqdm
 
-from whence.advice import log_new_advice
 from whence.core import (
     MeanObjective,
     Objective,
@@ -22,6 +21,7 @@ from whence.core import (
     Unit,
     WhenceError,
     as_objective,
+    call_plugin,
     preserve_rng_state,
 )
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
@@ -336,7 +336,7 @@ class PPOTrainer:
         number = row["round"]
         directory.write_round("records", number, make_response_table(rollout, selection, influence))
         self._run.writer.write_rows(row, seconds)
-        log_new_advice(self.metrics, {}, self._kinds_of_advice)
+        call_plugin("whence.advice", "settings", self.metrics, {}, self._kinds_of_advice)
         numbers = {name: value for name, value in row.items() if value is not None and name != "round"}
         walls = {f"seconds/{stage}": clocks["wall"] for stage, clocks in seconds.items()}
         self.accelerator.log(numbers | walls, step=number)

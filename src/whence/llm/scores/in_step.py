@@ -18,6 +18,7 @@ from whence.core import (
     eval_mode,
     first_line,
     preserve_rng_state,
+    rows_of,
     target_name,
 )
 from whence.engines import Gradient, Layer, Precision, Refused, Step, covered_layers, record_step, spread_evenly
@@ -115,7 +116,7 @@ class RoundChooser:
     def __init__(self, model: nn.Module, rule: SelectionRule, scoring: Scoring, refresh_every: int) -> None:
         self._model, self._rule, self._scoring, self._target = model, rule, scoring, scoring.target
         self._is_own = isinstance(scoring.target, MeanObjective) and scoring.target.unit in ("record", "row")
-        self._has_rows = getattr(scoring.target, "rows", None) is not None
+        self._has_rows = rows_of(scoring.target) is not None
         self._refresh_every = refresh_every
         self.parameters: dict[str, Any] = language_view(model).parameters()
         self.layers: list[Layer] = covered_layers(dict(model.named_modules()), self.parameters)

@@ -1,9 +1,9 @@
 """Targets for language models: the rows' own return, that of held-out rows, or trusted demonstrations."""
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -15,6 +15,7 @@ from torch import Tensor
 from whence.core import (
     InvalidRecords,
     MeanObjective,
+    MeanTarget,
     Objective,
     Outputs,
     Params,
@@ -23,7 +24,6 @@ from whence.core import (
     SummedTarget,
     Target,
     WhenceError,
-    compute_outputs,
     target_name,
 )
 from whence.llm.base import Processes, make_rows
@@ -31,21 +31,15 @@ from whence.llm.text import encode_demonstrations
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _MeanTarget(ABC):
+class _MeanOverRows(MeanTarget, SummedTarget):
     """A mean over rows or their tokens: the scored rows, or other rows, which run through the policy in parts."""
 
     rows: RecordBatch | None = None
     batch_size: int = 16
     total: float | None = None  # the denominator of a share of a mean: of a process's rows, or of those with a gradient
-    from_outputs: Callable[[Outputs, RecordBatch], Tensor] = field(init=False)
 
     reads: ClassVar[frozenset[str]] = frozenset(["log_prob"])
     linear: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.rows is None:
-            # Only then may engines compute it from the scored rows' outputs: this attribute makes a `BatchTarget`.
-            object.__setattr__(self, "from_outputs", self._from_outputs)
 
     @abstractmethod
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
@@ -64,7 +58,8 @@ class _MeanTarget(ABC):
         """Return the denominator of the mean."""
         return int(self.weights(rows).double().sum())
 
-    def _from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
+        """Return the mean from the outputs of the scored rows."""
         return self._terms(outputs, records).sum() / (self.total or max(self._count(records), 1))
 
     def parts(self) -> Iterator[Target]:
@@ -84,9 +79,8 @@ class _MeanTarget(ABC):
 
     def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
-        if self.rows is None:
-            return self._from_outputs(compute_log_probs(view, params, records), records)
-        return torch.stack([part(view, params, records) for part in self.parts()]).sum()
+        base = MeanTarget if self.rows is None else SummedTarget
+        return base.__call__(self, view, params, records)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.rows is None else _describe_rows(self.rows)})"
@@ -100,7 +94,7 @@ def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objectiv
     Raises:
         WhenceError: the target is no mean over rows.
     """
-    if not isinstance(target, _MeanTarget):
+    if not isinstance(target, _MeanOverRows):
         raise WhenceError(
             f"The target {target_name(target)} is no mean over rows, so it cannot be split into their terms. "
             "SequenceReturn, SequenceReward, TokenReturn and ValidationLoss can."
@@ -113,9 +107,9 @@ def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objectiv
 class _Terms:
     """Each row's term of a mean over `count` rows or tokens."""
 
-    mean: _MeanTarget
+    mean: _MeanOverRows
     count: int
-    reads: ClassVar[frozenset[str]] = _MeanTarget.reads
+    reads: ClassVar[frozenset[str]] = _MeanOverRows.reads
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         return records
@@ -128,7 +122,7 @@ def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> T
     """Return the share of process `rank` of `number` in a target over all processes' rows; shares sum to the target."""
     if isinstance(target, MeanObjective):
         return replace(target, total=target.total or float(target.weights(rows).sum()))
-    if not isinstance(target, _MeanTarget):
+    if not isinstance(target, _MeanOverRows):
         # A user's function may combine rows in any way, so each process evaluates it over all of them.
         return lambda view, params, records: target(view, params, rows) / number
     if target.rows is None:
@@ -140,7 +134,7 @@ def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> T
 class _ShareOfParts(SummedTarget):
     """Every `number`-th part of a mean over other rows, beginning with part `rank`."""
 
-    mean: _MeanTarget
+    mean: _MeanOverRows
     rank: int
     number: int
 
@@ -154,7 +148,7 @@ class _ShareOfParts(SummedTarget):
 
 def compute_log_probs(view: PolicyView, params: Params, rows: RecordBatch) -> Outputs:
     """Return the outputs of a view for rows, with log-probs alone."""
-    return compute_outputs(view, {"log_prob"}, params, view.prepare(rows))
+    return view.only({"log_prob"}, params, view.prepare(rows))
 
 
 def _mask_log_probs(outputs: Outputs, rows: RecordBatch) -> Float[Tensor, "n R"]:
@@ -171,7 +165,7 @@ def _describe_rows(rows: RecordBatch) -> str:
     return f"{len(rows)} rows {digest.hexdigest()[:8]}"
 
 
-class SequenceReturn(_MeanTarget):
+class SequenceReturn(_MeanOverRows):
     """`mean(log pi(y|x) A_last)` over rows: log-probs summed over a response, advantage of its last token (LDA §5.3).
 
     LDA finds it much better than `TokenReturn` for language models. Advantages are not normalised again.
@@ -202,7 +196,7 @@ class SequenceReward(SequenceReturn):
         return _mask_log_probs(outputs, rows).sum(dim=1) * rows.rewards.to(outputs.log_prob)
 
 
-class TokenReturn(_MeanTarget):
+class TokenReturn(_MeanOverRows):
     """`mean(log pi(token) A)` over the response tokens of all rows, each with its own advantage (LDA §5.3).
 
     Attributes:
@@ -215,7 +209,7 @@ class TokenReturn(_MeanTarget):
         return (outputs.log_prob * advantages).sum(dim=1)
 
 
-class ValidationLoss(_MeanTarget):
+class ValidationLoss(_MeanOverRows):
     """Minus the mean negative log-likelihood of the response tokens of trusted demonstrations (I-PPO).
 
     The mean is over all tokens of all demonstrations, as in supervised training, at the view's temperature.

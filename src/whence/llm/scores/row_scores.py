@@ -8,7 +8,18 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from whence.core import MeanObjective, MeanTarget, Objective, Outputs, RecordBatch, Target, Unit, Unsupported, eval_mode
+from whence.core import (
+    MeanObjective,
+    Objective,
+    Outputs,
+    RecordBatch,
+    Target,
+    Unit,
+    Unsupported,
+    eval_mode,
+    is_mean,
+    rows_of,
+)
 from whence.engines import Gradient, Summed, target_gradients
 from whence.llm.base import ONE, Processes, language_view
 from whence.llm.scores.language_targets import SequenceReturn, TokenReturn, target_share
@@ -63,7 +74,7 @@ def _score_signal(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     if has_signal.all():
         return _score_rows(model, rows, scoring)
     target: Any = scoring.target
-    if getattr(target, "rows", None) is None:  # a mean over the rows, in which the others count
+    if rows_of(target) is None:  # a mean over the rows, in which the others count
         scoring = replace(scoring, target=replace(target, total=float(target.weights(rows).double().sum())))
     places = has_signal.nonzero().flatten() if has_signal.any() else torch.arange(1)
     influence = _score_rows(model, rows.take(places), scoring)
@@ -80,14 +91,14 @@ def _find_signal(rows: RecordBatch, scoring: Scoring) -> Bool[Tensor, " n"]:
     over_rows |= isinstance(target, MeanObjective) and target.unit in ("record", "row")
     columns: Any = rows.observations
     advantages: Tensor = columns["advantages"]
-    if follows and (over_rows or getattr(target, "rows", None) is not None):
+    if follows and (over_rows or rows_of(target) is not None):
         return (advantages != 0).any(dim=1)
     return torch.ones(len(rows), dtype=torch.bool, device=advantages.device)
 
 
 def _score_rows(model: Any, rows: RecordBatch, scoring: Scoring) -> Influence:
     # A target that is no mean over the rows has none of their votes.
-    leave_one_out = scoring.leave_one_out if isinstance(scoring.target, MeanTarget) else None
+    leave_one_out = scoring.leave_one_out if is_mean(scoring.target) else None
     # Of fewer rows than processes, each process scores all.
     processes = scoring.processes if len(rows) >= scoring.processes.number else ONE
     if processes.number > 1 and "group" in (leave_one_out, getattr(scoring.target, "unit", None)):

@@ -140,7 +140,8 @@ def _describe_setting(value: Any) -> Any:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries that a run's results depend on."""
-    versions = {package: version(package) for package in ("whence", "torch", "stable-baselines3", "gymnasium", "numpy")}
+    versions = {"whence": version("whence-rl")}
+    versions |= {package: version(package) for package in ("torch", "stable-baselines3", "gymnasium", "numpy")}
     for package in ("sb3-contrib", "envpool", "minigrid", "highway-env", "Box2D"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)

@@ -87,7 +87,7 @@ class Recorder:
             stopped=self._steps < len(self._minibatches),
             update=read_update(self._model),
             generator=self._generator,
-            versions={"whence": version("whence"), **training_versions(self._model)},
+            versions={"whence": version("whence-rl"), **training_versions(self._model)},
         )
 
 

@@ -11,7 +11,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
-from whence.core import Tree, WhenceError, as_view, compute_outputs, eval_mode, preserve_rng_state
+from whence.core import Tree, WhenceError, as_view, eval_mode, preserve_rng_state
 from whence.rounds.identity import check_collected, check_policy
 from whence.rounds.recording import RoundRecording
 from whence.sb3.base.model_tensors import copy_tensors, load_tensors, named_tensors, preserve_model
@@ -99,7 +99,7 @@ def _begin_on_policy(model: Any, recording: RoundRecording) -> None:
     with torch.no_grad(), eval_mode(model.policy.modules()):
         parts = [records.take(slice(first, first + 2048)) for first in range(0, len(records), 2048)]
         params = view.parameters()
-        log_probs = [compute_outputs(view, {"log_prob"}, params, view.prepare(part)).log_prob for part in parts]
+        log_probs = [view.only({"log_prob"}, params, view.prepare(part)).log_prob for part in parts]
     present = torch.cat(log_probs).reshape(-1, 1).cpu().numpy()
     if abs(present - model.rollout_buffer.log_probs).mean() > ROUNDING:
         model.rollout_buffer.log_probs = present

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
-from whence.core import Objective, RecordBatch, RunDirectoryError, Target, Unsupported, WhenceError, preserve_rng_state
+from whence.core import (
+    Objective,
+    RecordBatch,
+    RunDirectoryError,
+    Target,
+    Unsupported,
+    WhenceError,
+    preserve_rng_state,
+    rows_of,
+)
 from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
 from whence.llm.files import SCORED
 from whence.llm.ppo import load_parameters, make_rollout
@@ -124,7 +133,7 @@ def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
         reference, _ = load_checkpoint(config["reference"], config["dtype"])
         rows = add_reference(rows, reference, config["temperature"], size)
     target: Any = make_scored_target(config["target_kind"], config["demonstrations"], tokenizer, size)
-    if getattr(target, "rows", None) is None:
+    if rows_of(target) is None:
         target = replace(target, rows=rows)
     scoring = Scoring(target, GroupObjective("sum", beta, corrected=True), config["temperature"], "auto", None, size)
     return RebuiltRound(model, tokenizer, table, rows, scoring)

@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from whence.core import Target, WhenceError
+from whence.core import Target, WhenceError, load_plugin
 from whence.llm.base import PPOConfig, list_tokens
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
@@ -132,12 +131,11 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
 def _load_laboratory(config: LanguageConfig, rewards: bool) -> Task:
     """Return the task of a laboratory, a plug-in: opening a run imports nothing that makes models and data."""
     try:
-        (entry,) = entry_points(group="whence.tasks", name=str(config.task))
-        load: Callable[[LanguageConfig], Task] = entry.load()
-    except (ValueError, ImportError) as missing:
-        raise WhenceError(
-            f"The task {config.task!r} is of the laboratory, whence.lab, which cannot be loaded: {missing}."
-        ) from missing
+        load: Callable[[LanguageConfig], Task] | None = load_plugin("whence.tasks", str(config.task))
+    except ImportError:
+        load = None
+    if load is None:
+        raise WhenceError(f"The task {config.task!r} is of the laboratory, whence.lab, which is not installed.")
     return load(config)
 
 

@@ -328,9 +328,7 @@ def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     before = state_of(model)
     score = lambda: attribute_round(model.policy, recording, target=Return())  # noqa: E731
     for refused in (lambda: replay(model.policy, recording), score):
-        with pytest.raises(
-            Unsupported, match=r"The policy's log_prob differs between train mode and eval mode.*whence\.sb3\.replay"
-        ):
+        with pytest.raises(Unsupported, match=r"log_prob differs between train .* eval mode.*sb3\.replay"):
             refused()
     assert_untouched(before, state_of(model))
     modes = {name: module.training for name, module in model.policy.named_children()}
@@ -351,14 +349,14 @@ class Centred(FlattenExtractor):
 
 def test_a_policy_that_mixes_records_is_refused_for_that():
     model = model_of(policy_kwargs={"features_extractor_class": Centred})
-    with pytest.raises(Unsupported, match=r"of a record changes by up to .* with the other records"):
+    with pytest.raises(Unsupported, match=r"changes by up to .* the other records"):
         replay(model.policy, recorded(model))
 
 
 def test_an_optimiser_of_some_parameters_is_recorded_if_the_others_are_frozen():
     model = model_of()
     model.policy.optimizer = torch.optim.Adam(model.policy.action_net.parameters())
-    with pytest.raises(Unsupported, match=r"does not hold `mlp_extractor\.policy_net\.0\.weight`, whose gradient"):
+    with pytest.raises(Unsupported, match=r"does not hold `mlp_extractor\.policy_net\.0\.weight`"):
         recorded(model)
     model.policy.mlp_extractor.requires_grad_(False)
     model.policy.value_net.requires_grad_(False)
@@ -423,9 +421,9 @@ class TestRefusals:
         _, recording = round
         with pytest.raises(WhenceError, match=r"of another policy: `.*` has shape"):
             replay(model_of(policy_kwargs={"net_arch": [9]}).policy, recording)
-        with pytest.raises(WhenceError, match="of another policy: only one of the two has"):
+        with pytest.raises(WhenceError, match="of another policy: only one"):
             replay(model_of(policy_kwargs={"net_arch": [8, 8]}).policy, recording)
-        with pytest.raises(WhenceError, match="its optimiser is Adam, the model's SGD"):
+        with pytest.raises(WhenceError, match="optimiser is Adam, the model's SGD"):
             replay_sb3(model_of("SGD"), recording)
 
     @pytest.mark.parametrize("env", ["CartPole-v1", Dicts, "Pendulum-v1"])
@@ -446,10 +444,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("weights", "message"),
         [
-            (-torch.ones(64), "A weight is negative or not finite"),
-            (torch.full((64,), float("nan")), "A weight is negative or not finite"),
-            (torch.zeros(64), "keeps 0 of 64 records that the round trained on, fewer than two"),
-            (torch.eye(64)[3], "keeps 1 of 64 records .*, fewer than two.*at least two of them a weight above 0"),
+            (-torch.ones(64), "weight is negative or not finite"),
+            (torch.full((64,), float("nan")), "weight is negative or not finite"),
+            (torch.zeros(64), "keeps 0 of 64 records .*fewer than two"),
+            (torch.eye(64)[3], "keeps 1 of 64 records .*weight above 0"),
         ],
     )
     def test_weights_that_cannot_be(self, round, weights, message):
@@ -466,5 +464,5 @@ class TestRefusals:
         recording = recorded(model, rounds=1)
         again = replay_sb3(model, recording)
         assert all(torch.equal(again[name], recording.end[name]) for name in again)
-        with pytest.raises(Unsupported, match=r"The optimiser Custom cannot be replayed step by step"):
+        with pytest.raises(Unsupported, match="optimiser Custom cannot be replayed"):
             replay(model.policy, recording)

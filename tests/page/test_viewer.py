@@ -272,10 +272,9 @@ class TestRefusals:
             assert response.getheader("server") is None
 
 
-class TestAddresses:
-    def test_a_port_that_is_taken(self):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            with pytest.raises(WhenceError, match="cannot be listened to"):
-                serve([], port=taken.getsockname()[1])
+def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(WhenceError, match="cannot be listened to"):
+            serve([], port=taken.getsockname()[1])

@@ -77,7 +77,7 @@ oldest: .venv-oldest/stamp
 	$(TEST) .venv-oldest/bin/python -m pytest --numprocesses 2 --dist loadfile \
 		tests/sb3/test_sb3.py tests/sb3/test_callback.py tests/sb3/test_resume.py \
 		tests/runs/test_runs.py tests/lab/test_rounds.py tests/sb3/test_episode_replay.py \
-		tests/scores/test_moments.py tests/hosts/test_llm_contract.py tests/llm/test_llm_trl.py \
+		tests/scores/test_moments.py tests/hosts tests/llm/test_llm_trl.py \
 		tests/llm/test_llm_engines.py tests/llm/test_llm_trainer.py tests/lab/test_experiments_llm.py
 
 ## The time and memory of scoring policies, compared with a plain forward and backward pass and with SB3's training.

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from studies.markdown import table
 from whence import RecordBatch, Unsupported, attribute
 from whence.core import write_atomically
-from whence.engines import ENGINES, Refused, covered_layers, record_step
+from whence.engines import ENGINES, Refused, covered_layers, record_training_pass
 from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows, score_tokens
 from whence.llm.base import EXTRA_PADDING
 
@@ -189,7 +189,7 @@ def score_in_step(model: Any, rows: RecordBatch) -> Tensor:
     layers = covered_layers(dict(model.named_modules()), parameters)
     target = TARGET.from_outputs(view(parameters, view.prepare(rows)), rows)
     gradient = torch.autograd.grad(target, [*parameters.values()], allow_unused=True, materialize_grads=True)
-    with record_step(layers, parameters, len(rows)) as step:
+    with record_training_pass(layers, parameters, len(rows)) as step:
         loss = -OBJECTIVE(view(parameters, view.prepare(rows)), rows).sum()
     scores = step.backward(loss, dict(zip(parameters, gradient, strict=True)))
     assert scores is not None

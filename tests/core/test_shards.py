@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from whence.core import is_in_shards, release_whole, whole_shape
+from whence.core import ModuleView
+from whence.engines import is_in_shards, release_whole, whole_shape
 from whence.engines.rules import rule_for
 from whence.llm.base.layer_rules import register_rules
 
@@ -55,8 +56,9 @@ def test_a_layer_of_fsdp2_is_recognised_and_released():
     assert not is_in_shards(layer.parameters())
     fully_shard(layer, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
     assert is_in_shards(layer.parameters())
-    layer(torch.ones(1, 3))
-    assert not isinstance(layer.weight, DTensor)  # the outermost module's stay whole
+    view = ModuleView(layer, lambda module, x: module(x)[:, 0])
+    view({name: torch.zeros_like(each) for name, each in view.parameters().items()}, torch.ones(1, 3))
+    assert not isinstance(layer.weight, DTensor)  # the outermost module's stay whole, and a view puts none in place
     release_whole(layer.modules())
     assert isinstance(layer.weight, DTensor)
 

@@ -1,9 +1,11 @@
 """What scoring holds at a time, counted tensor by tensor and seen from outside the process."""
 
+import functools
 import gc
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,3 +190,16 @@ def test_the_process_stays_under_256_mib_for_100_000_records(engine: str) -> Non
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert run.returncode == 0, run.stderr
     assert 16 * MIB < int(run.stdout) < budget
+
+
+@pytest.mark.parametrize("part", ["auto.check_against_loop", "own_parts._solve_record_by_record"])
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("of a GPU"), RuntimeError("DefaultCPUAllocator: no")])
+def test_a_lack_of_memory_is_raised_and_another_failure_worked_around(part, failure, monkeypatch) -> None:
+    view = mlp_view()
+    score = functools.partial(attribute, view, records_for(view, 12), target=Return(), leave_one_out="record")
+    expected = score()
+    monkeypatch.setattr(f"whence.engines.{part}", Mock(side_effect=RuntimeError("no rule of vmap")))
+    assert difference(score(), expected) <= 1e-5
+    monkeypatch.setattr(f"whence.engines.{part}", Mock(side_effect=failure))
+    with pytest.raises(type(failure), match=str(failure)):
+        score()

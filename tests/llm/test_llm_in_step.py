@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.language_training import copy_state, make_model, make_tokenizer, make_trainer, refuse
 from whence import NonPositive, Selection, WhenceError, attribute
-from whence.engines import Step
+from whence.engines import TrainingPass
 from whence.llm import language_view
 from whence.llm.scores import SequenceReturn, TokenPPO, ValidationLoss, in_step
 from whence.selection import ScoreAll
@@ -62,8 +62,10 @@ def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
     rule = ScoreAll() if scaled or refused else None  # whose steps the other names compare with those of none
     plain, others = train(tmp_path / "plain", rule, model=make(), **settings)
     if refused:  # every second pass, without the comparison before the first
-        calls, backward = itertools.count(), Step.backward
-        monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
+        calls, backward = itertools.count(), TrainingPass.backward
+        monkeypatch.setattr(
+            TrainingPass, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse()
+        )
     arguments = {"model": make(), "target": target and target(), "scaled": scaled}
     trainer, rounds = train(tmp_path / "in step", ScoreAll(), **arguments, **settings)
     assert [influence is not None for _, influence, *_ in rounds] == [target is not None, True]

@@ -1,6 +1,7 @@
 """Choosing completions inside TRL's own steps, against TRL's trainers, choosing before the steps, and the loop."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers.language_training import make_model, refuse
 from helpers.languages import language_model, shaken
 from helpers.trl_training import Watch, count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
-from whence.engines import Step
+from whence.engines import TrainingPass
 from whence.llm import language_view
 from whence.llm.trl import fused_head
 from whence.llm.trl.choosing import PassChooser
@@ -82,8 +83,8 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
 def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     settings = {"target": make_target(), "num_iterations": 2, "max_steps": 4}
     plain, calls = train(tmp_path, kind, "llama", None, own=False, **settings), itertools.count()
-    backward = Step.backward
-    monkeypatch.setattr(Step, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
+    backward = TrainingPass.backward
+    monkeypatch.setattr(TrainingPass, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
     assert trainer.influence.scores.count_nonzero() == 4
     assert_close(trainer, plain)
@@ -144,13 +145,48 @@ def test_rows_dropped_in_the_first_step_cost_later_ones_no_pass(tmp_path, monkey
     assert sum(sizes[4:]) == 5
 
 
-def test_where_two_rows_differ_from_a_plain_pass_rows_are_chosen_before(tmp_path, monkeypatch, caplog):
-    gradient = fused_head._sum_rows
-    monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+@pytest.mark.parametrize("is_checked", [True, False], ids=["at first", "on two rows"])
+@pytest.mark.parametrize("change", ["names", "numbers"])
+def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, monkeypatch, caplog, change, is_checked):
+    said, (known, gradient) = (
+        ["its numbers are others", "lm_head.weight` differs"],
+        (find_function(), fused_head._sum_rows),
+    )
+    if change == "names":
+        said = ["AttributeError: ", "has no attribute 'backward'"]
+        monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, SimpleNamespace(apply=known.apply))
+    else:
+        monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+    if not is_checked:
+        monkeypatch.setattr("whence.llm.trl.choosing.find_changed_head", lambda: None)
     chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True))
-    assert "the gradient of `lm_head.weight` differs" in caplog.text
+    assert caplog.text.count("passes of their own") == 1
+    assert said[not is_checked] in caplog.text
     assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
     assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False)))
+
+
+def test_another_number_of_saved_tensors_is_seen_before_training(monkeypatch):
+    class Changed(known := find_function()):
+        @staticmethod
+        def forward(ctx, *args):
+            columns = known.forward(ctx, *args)
+            ctx.save_for_backward(*ctx.to_save, columns[0])
+            return columns
+
+    monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, Changed)
+    assert "ValueError: too many values to unpack" in fused_head.find_changed_head()
+
+
+def test_another_output_layer_ends_no_training_before_rows_are_compared(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, SimpleNamespace(apply=find_function().apply))
+    flat = train(tmp_path, "grpo", "llama", ScoreAll(), reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    assert not flat.chooser.is_confirmed
+    assert "A pass trains on all its rows, unscored" in caplog.text
+
+
+def find_function():
+    return pytest.importorskip("trl.kernels").ChunkedLogProbFunction  # since TRL 1.16
 
 
 def test_accelerates_backward_pass_is_put_back_if_a_rule_fails(tmp_path):

@@ -1,7 +1,6 @@
-"""Reading SB3's policies and buffers, and the contract with SB3 that this rests on."""
+"""Reading SB3's policies and buffers, and training on a selection."""
 
 import copy
-import inspect
 import json
 import random
 from typing import Any
@@ -10,7 +9,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from sb3_contrib import TRPO, MaskablePPO
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -22,7 +20,6 @@ from helpers.toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, attribute
 from whence.core import as_view, named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
-from whence.sb3.base.model_description import HYPERPARAMETERS
 from whence.sb3.base.rollout_buffer import Ongoing, number_episodes
 from whence.sb3.base.sampling import select_from
 from whence.sb3.episodes.resets import STATE
@@ -286,22 +283,3 @@ def test_resets_are_recorded_without_being_changed() -> None:
     assert all((a == b).all() for a, b in zip(plain, wrapped, strict=True))
     assert json.loads(states[0])["seed"] == 7
     assert "PCG64" in states[1]
-
-
-def test_the_seams_in_sb3_that_whence_relies_on() -> None:
-    """An upgrade of SB3 that moves one of these must fail here, not in somebody's training."""
-    assert list(inspect.signature(RolloutBuffer.get).parameters) == ["self", "batch_size"]
-    assert list(inspect.signature(RolloutBuffer._get_samples).parameters) == ["self", "batch_inds", "env"]
-    get, collecting = inspect.getsource(RolloutBuffer.get), inspect.getsource(PPO.collect_rollouts)
-    assert get.count("np.random.permutation") == 1
-    assert "self._get_samples(indices[" in get
-    assert collecting.index("compute_returns_and_advantage") < collecting.index("callback.on_rollout_end()")
-    assert "self.rollout_buffer.get(self.batch_size)" in inspect.getsource(PPO.train)
-    assert "self.rollout_buffer.get(batch_size=None)" in inspect.getsource(A2C.train)
-    assert "rollout_buffer" in PPO._excluded_save_params(model())
-    assert isinstance(model().observation_space, spaces.Box)
-    assert set(HYPERPARAMETERS) == {  # whatever else PPO takes is listed as no hyper-parameter
-        *("learning_rate", "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "clip_range_vf"),
-        *("normalize_advantage", "ent_coef", "vf_coef", "max_grad_norm", "use_sde", "sde_sample_freq", "target_kl"),
-    }
-    assert all(hasattr(model(), name) for name in HYPERPARAMETERS)

@@ -9,6 +9,7 @@ from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
 from .errors import first_line as first_line
+from .errors import require_names as require_names
 from .errors import suggest as suggest
 from .guards import eval_mode as eval_mode
 from .guards import hide_working_directory as hide_working_directory
@@ -32,12 +33,10 @@ from .policies import Outputs as Outputs
 from .policies import Params as Params
 from .policies import PolicyView as PolicyView
 from .policies import as_view as as_view
-from .policies import is_in_shards as is_in_shards
 from .policies import notes_on as notes_on
+from .policies import register_placement as register_placement
 from .policies import register_view as register_view
-from .policies import release_whole as release_whole
 from .policies import unwrap_compiled as unwrap_compiled
-from .policies import whole_shape as whole_shape
 from .record_tables import add_observations as add_observations
 from .record_tables import to_numpy as to_numpy
 from .records import UNKNOWN as UNKNOWN

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from importlib.metadata import version
 
 
 class WhenceError(ValueError):
@@ -59,6 +60,24 @@ def suggest(name: str, known: Iterable[str], *, otherwise: str | None = None) ->
         return otherwise
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     return f" Known: {shown}."
+
+
+def require_names(package: str, thing: object, names: Iterable[str]) -> None:
+    """Refuse a library of which an object lacks a name that whence relies on, before anything is trained.
+
+    Args:
+        package: the library's package, whose release the error names.
+        thing: an object of the library's.
+        names: attributes and methods that it needs.
+
+    Raises:
+        Unsupported: it lacks one.
+    """
+    if missing := [name for name in names if not hasattr(thing, name)]:
+        raise Unsupported(
+            f"{package} {version(package)} has no `{missing[0]}`, which whence needs. Install an earlier release of "
+            "it, or a later one of whence."
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """Views of policies: log-probabilities, values and entropies as functions of the parameters."""
 
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -8,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, is_dataclass
 from importlib.metadata import entry_points
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -147,9 +146,9 @@ class ModuleView(PolicyView):
         """Evaluate the policy at `params`; lazy columns outside `columns` are None."""
         if self._slots is None:
             self._slots = self._list_slots()
-        # FSDP and ZeRO put a layer's whole parameters in place themselves, as leaves of their own.
-        in_shards = is_in_shards([*params.values(), *(slot.parameter for slot in self._slots)])
-        with nullcontext() if in_shards else _swap_in(self._slots, params):
+        tensors = [*params.values(), *(slot.parameter for slot in self._slots)]
+        is_placed = any(places(tensors) for places in _PLACEMENTS)
+        with nullcontext() if is_placed else _swap_in(self._slots, params):
             outputs = self._outputs(self.module, inputs)
             if isinstance(outputs, LazyOutputs):
                 value = outputs.value() if "value" in columns else None
@@ -199,6 +198,17 @@ def _list_slots(module: nn.Module) -> list[_Slot]:
         for key, p in submodule._parameters.items()
         if p is not None and p.requires_grad
     ]
+
+
+_PLACEMENTS: list[Callable[[Iterable[Tensor]], bool]] = []
+
+
+def register_placement(places: Callable[[Iterable[Tensor]], bool]) -> None:
+    """Register a test that tells whether a pass on some of these parameters puts them in place itself.
+
+    A view then leaves the module's parameters as they are, and evaluates it at these.
+    """
+    _PLACEMENTS.append(places)
 
 
 @contextmanager
@@ -285,51 +295,3 @@ def as_view(policy: object) -> PolicyView:
         f"Pass a policy of {', '.join(packages) or 'a registered library'}, or wrap your own: "
         "whence.ModuleView(module, lambda module, inputs: log_probs)."
     )
-
-
-# Processes may hold parameters in shards. FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole
-# tensors. ZeRO-3 keeps the parameter, empties its data, and fills it while the layer runs; its shape is in `ds_shape`.
-# FSDP's classes are looked up, not imported: an import takes half a second, and before it no object of theirs exists.
-
-
-def is_in_shards(parameters: Iterable[Tensor]) -> bool:
-    """Tell whether processes hold any of the parameters in shards; a detached copy does not tell it of ZeRO-3."""
-    sharded = _find_class("torch.distributed.tensor", "DTensor")
-    return any(isinstance(parameter, sharded) or _is_zero(parameter) for parameter in parameters)
-
-
-def _find_class(module: str, name: str) -> type | tuple[()]:
-    """Return a class; where its module was not imported, an empty tuple, of which nothing is an instance."""
-    return getattr(sys.modules.get(module), name, ())
-
-
-def _is_zero(parameter: Tensor) -> bool:
-    return hasattr(parameter, "ds_status")
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a whole parameter, of which this process may hold a shard."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def release_whole(modules: Iterable[nn.Module]) -> None:
-    """Free whole parameters that modules keep after a pass, so that they hold their shards again.
-
-    FSDP2 keeps those of the outermost module. ZeRO-3 keeps those of layers whose inputs need no gradient, such as
-    embeddings; every process has to call this after the same passes.
-    """
-    whole: list[Any] = []
-    wrapped = _find_class("torch.distributed.fsdp", "FSDPModule")
-    for module in modules:
-        if isinstance(module, wrapped):
-            cast(Any, module).reshard()
-        whole += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
-    if whole:
-        for parameter in whole:
-            parameter.ds_active_sub_modules.clear()  # the layers whose passes have not ended, as ZeRO sees it
-        whole[0].partition(param_list=whole)
-
-
-def _is_kept(parameter: Any) -> bool:
-    is_whole = _is_zero(parameter) and parameter.ds_status.name == "AVAILABLE"
-    return is_whole and not getattr(parameter, "ds_persist", False)

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.core import WhenceError, first_line, is_in_shards, suggest
+from whence.core import WhenceError, first_line, suggest
 from whence.engines.forward import forward
 from whence.engines.ghost import ghost
-from whence.engines.memory import fit_chunk_size
+from whence.engines.memory import fit_chunk_size, is_out_of_memory
 from whence.engines.per_record import loop, vmap
 from whence.engines.probing import check_against_loop, check_mixing
 from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.sharded import sharded
+from whence.engines.shards import is_in_shards
 
 log = logging.getLogger("whence")
 
@@ -94,9 +94,9 @@ def _run_checked(problem: Problem, engine: str, memory: int | None) -> Float[Ten
     try:
         check_against_loop(problem, ENGINES[engine])
         return run_engine(problem, ENGINES[engine], memory)
-    except torch.OutOfMemoryError:
-        raise
     except (AttributeError, RuntimeError) as missing:  # what the engine's transform lacks, or all engines fail on
+        if is_out_of_memory(missing):
+            raise
         raise Refused(f"It fails on this policy: {first_line(missing)} Use engine='auto'.") from missing
 
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from whence.core import Unsupported, is_in_shards
+from whence.core import Unsupported
 from whence.engines.problem import Gradient, Summed
+from whence.engines.shards import is_in_shards
 
 
 def add_masks(parameters: Mapping[str, Tensor], summed: Summed | None) -> Summed | None:

@@ -49,6 +49,12 @@ def choose_memory(device: torch.device) -> int:
     return min(total // 4, free // 2)
 
 
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Tell whether a pass failed for lack of memory; such a failure is raised, since another engine would hide it."""
+    # On a CPU, torch raises a plain RuntimeError that its allocator names.
+    return isinstance(failure, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(failure)
+
+
 def check_memory(memory: object) -> None:
     """Refuse what is neither None nor a number of bytes."""
     if memory is None:

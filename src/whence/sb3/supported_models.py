@@ -12,13 +12,18 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from whence.core import Unsupported, unwrap_compiled
+from whence.core import Unsupported, require_names, unwrap_compiled
 
 _ALGORITHMS = (PPO, A2C, MaskablePPO, RecurrentPPO)
 _BUFFERS = (
     *(RolloutBuffer, DictRolloutBuffer, MaskableRolloutBuffer, MaskableDictRolloutBuffer),
     *(RecurrentRolloutBuffer, RecurrentDictRolloutBuffer),
 )
+MODEL_NAMES = (
+    *("_last_obs", "_last_original_obs", "_last_episode_starts", "_vec_normalize_env", "_stats_window_size"),
+    *("_total_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining", "_init_callback"),
+)
+"""What a training needs of a model beyond SB3's documentation; a rollout buffer's is `_get_samples`."""
 _RECURRENT = "evaluate_actions", "extract_features", "_process_sequence", "_get_action_dist_from_latent"
 """The methods of a recurrent policy that whence computes from its parts."""
 STAND_IN = "_whence_wraps_train"
@@ -48,6 +53,8 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             f"{name} overrides train(), so whence cannot know which records it trains on. Use {base.__name__}."
         )
+    require_names("stable_baselines3", model, MODEL_NAMES)
+    require_names("stable_baselines3", model.rollout_buffer, ["_get_samples"])
     check_policy(model.policy)
     buffer = type(model.rollout_buffer)
     is_known = any(buffer.get is known.get for known in _BUFFERS)

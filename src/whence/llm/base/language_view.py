@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError, is_in_shards
+from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError
+from whence.engines import is_in_shards
 from whence.llm.base.layer_rules import register_rules
 from whence.llm.base.value_head import accepts_argument
 

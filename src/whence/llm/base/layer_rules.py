@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whence.core import Unsupported, whole_shape
-from whence.engines import LayerRule, LayerTensors, dot, linear_product, register_rule, rule_for, weigh
+from whence.core import Unsupported
+from whence.engines import LayerRule, LayerTensors, dot, linear_product, register_rule, rule_for, weigh, whole_shape
 
 
 def register_rules(model: nn.Module) -> None:

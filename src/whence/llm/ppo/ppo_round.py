@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.core import ModuleView, RecordBatch, train_mode
-from whence.engines import record_step
+from whence.engines import record_training_pass
 from whence.llm.base import PPOConfig, Processes, WithValueHead, language_view
 from whence.llm.base import token_losses as losses
 from whence.llm.scores import RoundChooser, scale_gradients
@@ -147,7 +147,7 @@ def _choose_in_step(
     for pass_rows in step_rows.split(config.mini_batch_size * processes.number):
         chunk, step, loss = pass_rows[processes.part(len(pass_rows))], None, None
         if len(chunk):
-            with record_step(chooser.layers, chooser.parameters, len(chunk)) as step:
+            with record_training_pass(chooser.layers, chooser.parameters, len(chunk)) as step:
                 terms = evaluate_terms(view, rows.take(chunk), config, accelerator)
                 loss = terms.add_up(torch.ones(len(chunk)), len(step_rows), config.vf_coef)
                 loss = loss if scaler is None else scaler.scale(loss)

@@ -21,7 +21,16 @@ from whence.core import (
     rows_of,
     target_name,
 )
-from whence.engines import Gradient, Layer, Precision, Refused, Step, covered_layers, record_step, spread_evenly
+from whence.engines import (
+    Gradient,
+    Layer,
+    Precision,
+    Refused,
+    TrainingPass,
+    covered_layers,
+    record_training_pass,
+    spread_evenly,
+)
 from whence.llm.base import Processes, language_view
 from whence.llm.scores.row_scores import Scoring, compute_target_gradient
 from whence.scores import Influence, Provenance
@@ -143,7 +152,7 @@ class RoundChooser:
         with eval_mode(each for each in modules if not getattr(each, "gradient_checkpointing", False)):
             try:
                 reason = _compare_with_plain(self.layers, self.parameters, compute_loss)
-            except (Refused, RuntimeError) as failure:
+            except Exception as failure:  # a trainer's own pass may have changed with its release
                 reason = first_line(failure).rstrip(".")
         differs_elsewhere = self._scoring.processes.agree_on_most(int(reason is not None))
         return reason or ("another process's pass differs from a plain one" if differs_elsewhere else None)
@@ -182,7 +191,7 @@ class RoundChooser:
             self.gradient, self._name = gradient, target_name(target)
 
     def run_backward(
-        self, step: Step | None, loss: Tensor | None, positions: Int[Tensor, " b"], scale: float
+        self, step: TrainingPass | None, loss: Tensor | None, positions: Int[Tensor, " b"], scale: float
     ) -> Float[Tensor, " c"]:
         """Add the gradient of the rows of a pass that are chosen among all processes' rows.
 
@@ -320,7 +329,7 @@ def _compare_with_plain(
     try:
         for parameter in parameters.values():
             parameter.grad = None
-        with preserve_rng_state(), record_step(layers, parameters, 2) as step:
+        with preserve_rng_state(), record_training_pass(layers, parameters, 2) as step:
             loss = compute_loss(False)
         scores = step.backward(loss, direction)
         step.add_gradient(torch.tensor([1.0, 0.0]))

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from whence.core import NonFinite, Objective, RecordBatch, Target, Unsupported, as_objective, is_in_shards
+from whence.core import NonFinite, Objective, RecordBatch, Target, Unsupported, as_objective
 from whence.engines import (
     ENGINES,
     Along,
@@ -23,6 +23,7 @@ from whence.engines import (
     Refused,
     check_against_loop,
     compute_seeds,
+    is_in_shards,
     outputs_along,
     record_gradient,
     target_gradients,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from whence.core import RecordBatch
-from whence.engines import Step, record_step
+from whence.engines import TrainingPass, record_training_pass
 from whence.llm.scores import RoundChooser, scale_gradients
 from whence.llm.trl.completions import ROW, disable_autocast, take_rows
-from whence.llm.trl.fused_head import FusedHead
+from whence.llm.trl.fused_head import FusedHead, find_changed_head
 from whence.llm.trl.supported_settings import averages_rows, measure_denominator
 from whence.scores import Influence
 from whence.selection import Progress, Selection
@@ -33,9 +33,11 @@ class PassChooser(RoundChooser):
         model = trainer.accelerator.unwrap_model(trainer.model)
         super().__init__(model, trainer.rule, trainer.scoring, refresh_every)
         self._trainer = trainer
-        self._step: Step | None = None
+        self._step: TrainingPass | None = None
         self._loss: Tensor | None = None
-        self._head = FusedHead(model.get_output_embeddings())
+        self._head, self._change = FusedHead(model.get_output_embeddings()), find_changed_head()
+        if self._change is not None:
+            self._head.function = None
         layer = self._head.describe({id(p): name for name, p in self.parameters.items()})
         self.layers += [layer] if layer.names else []
         self.choice: tuple[Influence | None, Selection] | None = None
@@ -62,7 +64,8 @@ class PassChooser(RoundChooser):
             with nullcontext() if alone else self._head.replace(inputs["completion_mask"]):
                 return self._compute_plain_loss(inputs) * measure_denominator(trainer, inputs)
 
-        return self.confirm(compute_loss)
+        difference = self.confirm(compute_loss)
+        return difference and (self._change or difference)
 
     def _compute_plain_loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return TRL's loss on a minibatch, without an effect on what TRL logs."""
@@ -83,7 +86,7 @@ class PassChooser(RoundChooser):
         with (
             self._trainer.accelerator.no_sync(model),
             self._head.replace(mask),
-            record_step(self.layers, self.parameters, len(mask)) as self._step,
+            record_training_pass(self.layers, self.parameters, len(mask)) as self._step,
         ):
             loss: Tensor = self._trainer._compute_trl_loss(model, inputs)
         self._loss = loss

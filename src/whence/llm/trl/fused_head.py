@@ -13,10 +13,11 @@ import trl.trainer.utils as trl_utils
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from whence.core import first_line
 from whence.engines import Layer, LayerRule, LayerTensors, dot, weigh
 
 _NAME = "_ChunkedLogProbFunction"
-"""The function that TRL calls; before TRL 1.16 there is none."""
+"""The function that TRL calls; before TRL 1.16 it is another one, and the trainers call the layer instead."""
 
 
 class FusedHead(nn.Module):
@@ -55,7 +56,7 @@ class FusedHead(nn.Module):
         numbers = torch.where(mask, mask.flatten().cumsum(0).reshape(mask.shape) - 1, -1)
 
         def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any) -> Any:
-            if weight is not self.weight or not weight.requires_grad:
+            if weight is not self.weight:  # a reference's
                 return self.function.apply(hidden, weight, bias, targets, *settings)
             places = torch.arange(len(hidden), device=hidden.device)
             if len(hidden) != mask.sum():  # without Triton, TRL computes prompts, too, and masks them afterwards
@@ -69,7 +70,7 @@ class FusedHead(nn.Module):
                 for column in columns
             )
 
-        if self.function is None:
+        if self.function is None or not self.weight.requires_grad:
             yield
             return
         setattr(trl_utils, _NAME, SimpleNamespace(apply=apply))
@@ -77,6 +78,41 @@ class FusedHead(nn.Module):
             yield
         finally:
             setattr(trl_utils, _NAME, self.function)
+
+
+def find_changed_head() -> str | None:
+    """Return how TRL's function differs from the one that `FusedHead` knows; None: it does not, or there is none.
+
+    What it keeps for its backward pass is no interface of TRL's, and may change with any release. So a tiny layer is
+    compared with a plain one before anything is trained.
+    """
+    if getattr(trl_utils, _NAME, None) is None:
+        return None
+    weight, bias = torch.linspace(-1, 2, 10).reshape(5, 2), torch.linspace(0, 1, 5)
+    tiny = FusedHead(SimpleNamespace(weight=nn.Parameter(weight), bias=nn.Parameter(bias)))
+    try:
+        failure = None if _is_as_plain(tiny) else "its numbers are others"
+    except Exception as error:  # whatever a changed function raises
+        failure = f"{type(error).__name__}: {first_line(error)}"
+    return failure and f"TRL's fused output layer is not the one that whence knows ({failure.rstrip('.')})"
+
+
+def _is_as_plain(head: FusedHead) -> bool:
+    """Tell whether log-probs, gradients and products of a layer, 5 tokens by 2 units, are those of a plain layer."""
+    hidden, targets = torch.linspace(-1, 1, 6).reshape(3, 2).requires_grad_(), torch.tensor([4, 0, 2])
+    numbers, g = torch.tensor([[0, -1], [1, 2]]), torch.tensor([[1.0, 0.0], [2.0, -1.0]])
+    logits = nn.functional.linear(hidden, head.weight, head.bias) / 0.5
+    log_probs = logits.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+    expected = torch.autograd.grad((log_probs * g[numbers >= 0]).sum(), (head.weight, head.bias))
+    with head.replace((numbers >= 0).long()):
+        outputs = getattr(trl_utils, _NAME).apply(hidden, head.weight, head.bias, targets, 0.5, 2)
+    with torch.no_grad():
+        gradient = _sum_rows(head, numbers, g, None)
+        product = _multiply(head, dict(zip(("weight", "bias"), expected, strict=True)), numbers, g).sum()
+    square = torch.stack([each.square().sum() for each in expected]).sum()
+    computed = outputs[0], gradient["weight"], gradient["bias"], product
+    pairs = zip(computed, (log_probs, *expected, square), strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
 
 
 def _find_tokens(head: FusedHead, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:

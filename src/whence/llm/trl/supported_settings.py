@@ -3,13 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from whence.core import Unsupported
+from whence.core import Unsupported, require_names
 from whence.llm.scores import GroupObjective
 
 # Loss types that average rows (and have to be rescaled), with how each reduces the tokens of a row; and loss types
 # that divide by the number of tokens.
 ROW_LOSSES = {"grpo": "mean", "sapo": "mean", "dr_grpo": "sum", "luspo": "sum"}
 TOKEN_LOSSES = ("dapo", "cispo", "vespo", "bnpo")
+
+TRAINER_METHODS = (
+    *("_generate_and_score_completions", "_calculate_rewards", "_compute_loss", "_get_per_token_logps_and_entropies"),
+    *("_get_train_sampler", "training_step"),
+)
+"""The methods of TRL's trainers that whence extends; under other names in TRL, whence's would never be called."""
+
+TRAINER_ATTRIBUTES = ("_buffered_inputs", "_step", "_logs", "_metrics", "_tokenizer", "_load_from_checkpoint")
+"""What else whence needs of a trainer of TRL's beyond its documentation."""
 
 # Under these settings dropped completions affect a step, or scores do not account for what a step does: an entropy
 # bonus and a threshold are over the tokens of each pass, and Liger's layers have no rules.
@@ -20,6 +29,12 @@ _OFF = {
     "off_policy_mask_threshold": None,
     "use_liger_kernel": False,
 }
+
+
+def check_release(trainer: object, base: object) -> None:
+    """Refuse a release of TRL whose trainer, or whose class `base` as `super()` has it, lacks what whence needs."""
+    require_names("trl", base, TRAINER_METHODS)
+    require_names("trl", trainer, TRAINER_ATTRIBUTES)
 
 
 def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:

@@ -49,7 +49,7 @@ from whence.llm.trl.completions import (
     sum_rewards,
     take_kept,
 )
-from whence.llm.trl.supported_settings import averages_rows, check_selectable, make_group_objective
+from whence.llm.trl.supported_settings import averages_rows, check_release, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.runs import time_stage
 from whence.scores import Influence, check_gradients, measure_gradients, name_round
@@ -91,6 +91,7 @@ class _SelectingTrainer:
         check_rule(self.rule, LANGUAGE_UNITS)
         super().__init__(*args, **kwargs)
         trainer: Any = self
+        check_release(trainer, super())
         selects = type(self.rule) is not KeepAll
         if selects and type(self.rule) is not ScoreAll:
             check_selectable(trainer.args, has_router_loss=getattr(self, "aux_loss_enabled", False))

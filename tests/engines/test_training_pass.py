@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from helpers.languages import language_model, tokens
-from whence.engines import Refused, covered_layers, record_step
+from whence.engines import Refused, covered_layers, record_training_pass
 from whence.llm.base.layer_rules import register_rules
 
 ROWS = 6
@@ -51,7 +51,7 @@ def score_plainly(model, compute, target):
 def take_pass(model, compute, target=None):
     register_rules(model)
     layers = covered_layers(dict(model.named_modules()), trained(model))
-    with record_step(layers, trained(model), ROWS) as step:
+    with record_training_pass(layers, trained(model), ROWS) as step:
         loss = compute(torch.ones(ROWS))
     return step, step.backward(loss, target)
 
@@ -144,13 +144,13 @@ def test_a_pass_that_cannot_be_taken_apart_is_refused_and_its_graph_still_serves
         (lambda: model.layer(x[:, None].flatten(0, 1)[:2]).sum(), "on \\(2, 3\\) for 6 records"),
     ):
         layers = covered_layers(dict(model.named_modules()), trained(model))
-        with record_step(layers, trained(model), ROWS) as step:
+        with record_training_pass(layers, trained(model), ROWS) as step:
             loss = compute()
         with pytest.raises(Refused, match=message):
             step.backward(loss, None)
         loss.backward()
     model.scale.register_hook(lambda gradient: gradient)
-    with record_step(layers, trained(model), ROWS) as step:
+    with record_training_pass(layers, trained(model), ROWS) as step:
         loss = model.layer(x).sum()
     with pytest.raises(Refused, match="hook on the parameter `scale`"):
         step.backward(loss, None)

@@ -20,8 +20,8 @@ from whence.engines.problem import Gradient, Refused
 from whence.engines.tape import Call, Layer, check_uses, record_call
 
 
-class Step:
-    """A pass of training whose backward pass waits for a selection; `record_step` makes one.
+class TrainingPass:
+    """A pass of training whose backward pass waits for a selection; `record_training_pass` makes one.
 
     Args:
         layers: the layers that hold the parameters.
@@ -95,9 +95,11 @@ class Step:
 
 
 @contextmanager
-def record_step(layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int) -> Iterator[Step]:
-    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context, for `Step.backward`."""
-    step = Step(layers, parameters, rows)
+def record_training_pass(
+    layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter], rows: int
+) -> Iterator[TrainingPass]:
+    """Record the layers' calls of a forward pass on `rows` rows, which runs in this context."""
+    step = TrainingPass(layers, parameters, rows)
     for name, parameter in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             step._refusal = Refused(f"A hook on the parameter `{name}` runs in a plain backward pass alone.")
@@ -109,7 +111,9 @@ def record_step(layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter],
             handle.remove()
 
 
-def _note_call(step: Step, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+def _note_call(
+    step: TrainingPass, layer: Layer, module: nn.Module, args: tuple[Any, ...], output: Any
+) -> Tensor | None:
     if not torch.is_grad_enabled() or step._refusal is not None:
         return None
     try:

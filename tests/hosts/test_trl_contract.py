@@ -2,7 +2,9 @@
 
 import inspect
 import re
+import tempfile
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
+from helpers.contracts import check_each
 from helpers.trl_training import TRAINERS, make_trainer
-from whence import NonPositive
+from whence import NonPositive, Unsupported
+from whence.llm.trl import fused_head
 from whence.llm.trl import supported_settings as trl_settings
 from whence.llm.trl.completions import SCALE
 
@@ -19,12 +23,45 @@ ROOT = Path(__file__).parents[2]
 HELD = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
 
 
-@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
-def test_the_methods_that_are_extended(trainer):
-    assert list(inspect.signature(trainer._generate_and_score_completions).parameters) == ["self", "inputs"]
-    assert list(inspect.signature(trainer._compute_loss).parameters) == ["self", "model", "inputs"]
-    parameters = list(inspect.signature(trainer.training_step).parameters)
-    assert parameters == ["self", "model", "inputs", "num_items_in_batch"]
+def keeps_what_the_layer_needs():
+    pytest.importorskip("trl.kernels")  # since TRL 1.16
+    return hasattr(fused_head.trl_utils, "_ChunkedLogProbFunction") and fused_head.find_changed_head() is None
+
+
+@cache
+def train_once(kind):
+    """Return a trainer after a step of two passes, and the generation batch that TRL made for it."""
+    batches, make_batch = [], TRAINERS[kind][1]._generate_and_score_completions
+
+    def note(self, inputs):
+        batches.append(make_batch(self, inputs))
+        return batches[-1]
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(TRAINERS[kind][1], "_generate_and_score_completions", note)
+        trainer = make_trainer(kind, Path(folder), NonPositive())
+        trainer.train()
+    return trainer, batches[0]
+
+
+def read_both(name):
+    return [getattr(train_once(kind)[0], name) for kind in TRAINERS]
+
+
+PRIVATE = {
+    "_ChunkedLogProbFunction": keeps_what_the_layer_needs,
+    "_backward_tile": keeps_what_the_layer_needs,
+    "_step": lambda: read_both("_step") == [2, 2],  # a new batch is drawn at multiples of a batch's passes
+    "_buffered_inputs": lambda: [len(parts) for parts in read_both("_buffered_inputs")] == [2, 2],
+    # The table that rounds are read from, and the metrics that scores stand in.
+    "_logs": lambda: all(
+        {"prompt", "completion", "rewards", "advantages", "extra"} <= {*t} for t in read_both("_logs")
+    ),
+    "_metrics": lambda: all({*metrics} == {"train", "eval"} for metrics in read_both("_metrics")),
+    "_tokenizer": lambda: all(each.eos_token_id == 1 for each in read_both("_tokenizer")),
+}
+
+test_private = check_each(PRIVATE)
 
 
 def test_every_loss_type_is_known():
@@ -37,25 +74,16 @@ def test_every_loss_type_is_known():
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_the_batch_that_is_edited(kind, tmp_path, monkeypatch):
-    seen = []
-    made = TRAINERS[kind][1]._generate_and_score_completions
-
-    def noting(self, inputs):
-        found = made(self, inputs)
-        seen.append((self, found))
-        return found
-
-    monkeypatch.setattr(TRAINERS[kind][1], "_generate_and_score_completions", noting)
-    trainer = make_trainer(kind, tmp_path, NonPositive())
-    trainer.train()
-    (_, batch) = seen[0]
+def test_the_batch_that_is_edited(kind):
+    trainer, batch = train_once(kind)
     assert batch.keys() >= HELD | ({"num_items_in_batch"} if kind == "grpo" else {"old_logps"})
     assert batch["advantages"].shape == (len(batch["prompt_ids"]),)
     assert batch["completion_mask"].shape == batch["completion_ids"].shape
-    # The table that rounds are read from, and the metrics that scores stand in.
-    assert {"prompt", "completion", "rewards", "advantages"} <= set(trainer._logs)
-    assert set(trainer._metrics) == {"train", "eval"}
+    # What a run notes of a pass.
+    tokens = [torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
+    keep = {"logits_to_keep": batch["completion_ids"].shape[1], "compute_entropy": True}
+    log_probs, entropies, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, *tokens, **keep)
+    assert log_probs.shape == entropies.shape == batch["completion_ids"].shape
 
 
 def test_what_is_added_to_a_batch_follows_its_rows():
@@ -89,3 +117,12 @@ def test_the_oldest_that_is_supported_is_the_one_that_is_tested():
     oldest = dict(one.split(">=") for one in project["project"]["optional-dependencies"]["llm"])
     for name in ("transformers", "trl"):
         assert f" {name}=={oldest[name]} " in makefile, name
+
+
+def test_a_release_without_a_name_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.delattr(RLOOTrainer, "_calculate_rewards")
+    with pytest.raises(Unsupported, match=r"trl .* has no `_calculate_rewards`"):
+        make_trainer("rloo", tmp_path, NonPositive())
+    monkeypatch.setattr(trl_settings, "TRAINER_ATTRIBUTES", ["_buffered_parts"])
+    with pytest.raises(Unsupported, match=r"trl .* has no `_buffered_parts`"):
+        make_trainer("grpo", tmp_path, NonPositive())

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import MeanTarget, Outputs, RecordBatch, Unsupported, WrappedTarget, is_in_shards
+from whence.core import MeanTarget, Outputs, RecordBatch, Unsupported, WrappedTarget
 from whence.engines.auto import ENGINES, run_engine
 from whence.engines.gradient_masks import add_masks
+from whence.engines.memory import is_out_of_memory
 from whence.engines.problem import (
     Gradient,
     Problem,
@@ -20,6 +21,7 @@ from whence.engines.problem import (
     compute_seeds,
     pullback,
 )
+from whence.engines.shards import is_in_shards
 from whence.engines.tape import Tape, covered_layers, record_pass
 
 
@@ -85,8 +87,9 @@ def _solve_own_parts(
     if engine == "ghost" and masks is None and len(units.unique()) == len(units):
         try:
             return weights * run_engine(problem, _solve_record_by_record, memory)
-        except (Refused, RuntimeError):  # a rule of the user's may not run under vmap
-            pass
+        except (Refused, RuntimeError) as failure:  # a rule of the user's may not run under vmap
+            if is_out_of_memory(failure):
+                raise
     positions, columns = [], []
     for number in units.unique():
         index = (units == number).nonzero().flatten().to(weights.device)

@@ -1,0 +1,62 @@
+"""Parameters that processes hold in shards: recognised, measured, and freed after a pass.
+
+FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. DeepSpeed's ZeRO stage 3 keeps the
+parameter, empties its data, and fills it while the layer runs; its shape is in `ds_shape`. FSDP's classes are looked
+up, not imported: an import takes half a second, and before it no object of theirs exists.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from whence.core import register_placement
+
+
+def is_in_shards(parameters: Iterable[Tensor]) -> bool:
+    """Tell whether processes hold any of the parameters in shards; a detached copy does not tell it of ZeRO-3."""
+    sharded = _find_class("torch.distributed.tensor", "DTensor")
+    return any(isinstance(parameter, sharded) or _is_zero(parameter) for parameter in parameters)
+
+
+# A pass on shards puts a layer's whole parameters in place itself, as leaves of their own.
+register_placement(is_in_shards)
+
+
+def _find_class(module: str, name: str) -> type | tuple[()]:
+    """Return a class; where its module was not imported, an empty tuple, of which nothing is an instance."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _is_zero(parameter: Tensor) -> bool:
+    return hasattr(parameter, "ds_status")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a whole parameter, of which this process may hold a shard."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def release_whole(modules: Iterable[nn.Module]) -> None:
+    """Free whole parameters that modules keep after a pass, so that they hold their shards again.
+
+    FSDP2 keeps those of the outermost module. ZeRO-3 keeps those of layers whose inputs need no gradient, such as
+    embeddings; every process has to call this after the same passes.
+    """
+    whole: list[Any] = []
+    wrapped = _find_class("torch.distributed.fsdp", "FSDPModule")
+    for module in modules:
+        if isinstance(module, wrapped):
+            cast(Any, module).reshard()
+        whole += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
+    if whole:
+        for parameter in whole:
+            parameter.ds_active_sub_modules.clear()  # the layers whose passes have not ended, as ZeRO sees it
+        whole[0].partition(param_list=whole)
+
+
+def _is_kept(parameter: Any) -> bool:
+    is_whole = _is_zero(parameter) and parameter.ds_status.name == "AVAILABLE"
+    return is_whole and not getattr(parameter, "ds_persist", False)

@@ -1,0 +1,22 @@
+"""What whence relies on in Accelerate beyond its documentation."""
+
+import torch
+from accelerate import Accelerator
+
+from helpers.contracts import check_each, takes
+
+
+def keeps_the_forward_without_autocast() -> bool:
+    model = torch.nn.Linear(2, 1)
+    forward = model.forward
+    prepared = vars(Accelerator(cpu=True, mixed_precision="bf16").prepare(model))
+    return prepared["_original_forward"] == forward != prepared["forward"]
+
+
+PRIVATE = {
+    "_original_forward": keeps_the_forward_without_autocast,
+    "backward": lambda: takes(Accelerator.backward, "loss"),
+    "scaler, is_fsdp2": lambda: (Accelerator(cpu=True).scaler, Accelerator(cpu=True).is_fsdp2) == (None, False),
+}
+
+test_private = check_each(PRIVATE)

@@ -13,7 +13,7 @@ import pytest
 
 from whence.cli.app import COMMANDS, LLM_COMMANDS
 from whence.engines import ENGINES
-from whence.stored.agents.run_config import TARGETS
+from whence.lab.agents.run_config import TARGETS
 
 lists = importlib.import_module("whence.cli.commands.list_command")
 
@@ -33,7 +33,7 @@ def test_there_is_no_circle_of_imports_inside_functions_or_for_types_either(grap
 
 def test_imports_inside_functions_and_for_types_are_seen(graph):
     # Otherwise the test above would hold for too little.
-    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.stored.arms")
+    assert "whence.selection" in graph.find_modules_directly_imported_by("whence.lab.arms")
     assert "whence.llm.trl.trainers" in graph.find_modules_directly_imported_by("whence.lab.language.training")
 
 
@@ -92,7 +92,7 @@ def test_scoring_loads_neither_statistics_nor_fsdp():
 
 def test_a_configuration_loads_no_trainer():
     loaded = loaded_by(
-        "from whence.stored.agents import RunConfig; from whence.stored.language import LanguageConfig\n"
+        "from whence.lab.agents import RunConfig; from whence.stored.language import LanguageConfig\n"
         "RunConfig(env='CartPole-v1', arm='iif', seed=0)\n"
         "LanguageConfig('ippo', 0, algorithm='grpo').rounds"
     )

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import run_audit
 from helpers.toys import rewrite
 from run_audit import judge
-from whence import IIF, RoundRecording, RunDirectory, WhenceError, cli
+from whence import IIF, Action, RoundRecording, RunDirectory, WhenceError, cli
 from whence.causes import find_causes, play_episode
 from whence.cli.terminal import console, make_table
 from whence.core import RunDirectoryError, hide_working_directory, write_atomically
@@ -42,8 +42,8 @@ from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.base.model_description import to_json_types
 from whence.sb3.base.stored_spaces import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
-from whence.stored.agents.rounds import load_model as load_agent
-from whence.stored.language.loading import load_model, load_pretrained
+from whence.stored.agents.rounds import load_agent
+from whence.stored.language.loading import load_language_model, load_pretrained
 from whence.stored.language.rounds import list_policies, load_trained_task, rebuild_round
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
@@ -279,7 +279,7 @@ def look(directory: RunDirectory, page: Path | None = None) -> list[str]:
             lambda: load_round(directory, 2),
             lambda: explored.measure(2, first, 2),
             lambda: play_episode(directory),
-            lambda: find_causes(directory, target_states=0, actions=0),
+            lambda: find_causes(directory, Action(0, 0)),
             lambda: measure(directory),
         ]
     for way in ways:
@@ -416,7 +416,7 @@ class TestLanguageModels:
         (tmp_path / "model" / "model.safetensors").unlink()
         (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(marker))))
         with pytest.raises(WhenceError, match=r"safetensors alone.*save_pretrained"):
-            load_model(str(tmp_path / "model"), "float32")
+            load_language_model(str(tmp_path / "model"), "float32")
         assert not marker.exists()
 
 

@@ -27,19 +27,16 @@ from .selection import DTV as DTV
 from .selection import IIF as IIF
 from .selection import IPPO as IPPO
 from .selection import AdvantageMagnitude as AdvantageMagnitude
-from .selection import AdvantageMismatch as AdvantageMismatch
 from .selection import BelowMean as BelowMean
 from .selection import FromMask as FromMask
 from .selection import KeepAll as KeepAll
 from .selection import MaxVariance as MaxVariance
-from .selection import NegativeRandom as NegativeRandom
 from .selection import NonPositive as NonPositive
 from .selection import Progress as Progress
 from .selection import RandomDrop as RandomDrop
 from .selection import ScoreAll as ScoreAll
 from .selection import Selection as Selection
 from .selection import SelectionRule as SelectionRule
-from .selection import TDErrorPriority as TDErrorPriority
 from .selection import ZeroVariance as ZeroVariance
 from .stored import replay_episode as replay_episode
 

@@ -24,7 +24,7 @@ import typer
 
 from studies.stored import round_numbers, write_line
 from whence import RunDirectory
-from whence.lab.language.laboratory import Settings, make_character_tokenizer, make_model
+from whence.lab.language.laboratory_tasks import Settings, make_character_tokenizer, make_model
 from whence.lab.language.problems import SYMBOLS
 
 SETTINGS = Settings(hidden=128, layers=5, intermediate=384)

@@ -18,11 +18,10 @@ from unittest.mock import patch
 import torch
 import typer
 
-from whence.cli.terminal import SweepBars
+from whence.cli.terminal import PlannedBars
 from whence.core import preserve_rng_state, write_atomically
-from whence.lab import Planned, cluster, read_rows, read_sweep, run_sweep
+from whence.lab import KEYS, Planned, cluster, read_rows, read_sweep, run_sweep
 from whence.lab.agents import run
-from whence.lab.sweep import KEYS
 from whence.lab.workers import Job, OnJobRound
 
 SWEEP = """
@@ -121,7 +120,7 @@ def run_here(runs: Sequence[Planned], out: Path) -> None:
                 run(config, path)
             yield place, None
 
-    with patch.object(cluster, "run_all", run_one_by_one), SweepBars(runs) as table:
+    with patch.object(cluster, "run_all", run_one_by_one), PlannedBars(runs) as table:
         run_sweep(runs, out, table)
 
 

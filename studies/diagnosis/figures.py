@@ -63,7 +63,7 @@ def draw_lake(
     run: RunDirectory, rounds: Mapping[int, pl.DataFrame], sides: Mapping[str, str] = SIDES, marks: Marks = ()
 ) -> go.Figure:
     """Draw by state and action, on FrozenLake's map, the records that score lowest and highest (LDA Fig. 3a, 8)."""
-    maps = {number: map_extremes(run, number, records) for number, records in rounds.items()}
+    maps = {number: map_extremes(run, records) for number, records in rounds.items()}
     titles, panels = [], []
     for side, name in sides.items():
         for number, world in maps.items():
@@ -96,7 +96,7 @@ def draw_minigrid(run: RunDirectory) -> go.Figure:
     records = read_scored_round(run, MINIGRID_ROUND).sort("score", "record_id").head(WORST)
     titles, panels = [], []
     for place, advantage in enumerate(records["advantage"]):
-        world = map_extremes(run, MINIGRID_ROUND, records[place : place + 1])
+        world = map_extremes(run, records[place : place + 1])
         assert world is not None
         arrow = world.arrows.row(0, named=True)
         titles.append(f"{arrow['action']}, Â {advantage:+.3f}".replace("-", "−"))

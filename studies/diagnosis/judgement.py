@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import polars as pl
 
-from whence.causes.judgement import compare_signs, measure_visits
+from studies.diagnosis.visits import compare_signs, measure_visits
 from whence.core import ReplayError
 from whence.runs import RunDirectory
 from whence.stored.agents import estimate_advantages, read_reward_scale, score_round

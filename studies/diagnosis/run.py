@@ -26,9 +26,9 @@ from rich.progress import track
 
 from studies.diagnosis.agreement import summarise_judgement
 from studies.diagnosis.judgement import Measure, judge_advantages
+from studies.diagnosis.visits import compare_signs
 from studies.stored import round_numbers, write_line
 from whence import lab, stored
-from whence.causes.judgement import compare_signs
 from whence.lab import read_rows
 from whence.runs import RunDirectory
 from whence.sb3 import open_env

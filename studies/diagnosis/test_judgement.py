@@ -7,8 +7,8 @@ import pytest
 from helpers.episodes import train
 from studies.diagnosis.agreement import compare_bands, partial_spearman, summarise_judgement
 from studies.diagnosis.judgement import draw_by_score, judge_advantages, place_in_bands
+from studies.diagnosis.visits import compare_signs, measure_visits
 from whence import ReplayError
-from whence.causes.judgement import compare_signs
 from whence.runs import RunDirectory
 from whence.stored.agents import estimate_advantages, score_round
 
@@ -122,3 +122,38 @@ class TestAgreement:
         assert partial_spearman(one, one, fixed) == pytest.approx(1)
         assert np.isnan(partial_spearman(one, other, np.ones(3000)))
         assert np.isnan(partial_spearman(one[:1], other[:1], fixed[:1]))
+
+
+class TestVisits:
+    def test_visits_are_lda_s_estimate(self, lake):
+        measured = measure_visits(lake, 2)
+        records = lake.round("records", 2)
+        assert measured["record_id"].to_list() == records["record_id"].to_list()
+        # By hand: returns to go within episodes; the last episode is completed by the critic.
+        returns = np.zeros(len(records))
+        rows = records.to_dicts()
+        for at in range(len(rows) - 1, -1, -1):
+            goes_on = at + 1 < len(rows) and rows[at + 1]["episode_id"] == rows[at]["episode_id"]
+            if at == len(rows) - 1:
+                returns[at] = rows[at]["advantage"] + rows[at]["value"]
+            else:
+                returns[at] = rows[at]["reward"] + (0.99 * returns[at + 1] if goes_on else 0.0)
+        states, actions = records["observation"].to_numpy(), records["action"].to_numpy()
+        for at in (0, 77, 500, 1023):
+            same = states == states[at]
+            expected = returns[same & (actions == actions[at])].mean() - returns[same].mean()
+            assert measured["mc_advantage"][at] == pytest.approx(expected, abs=1e-9)
+            assert measured["mc_value"][at] == pytest.approx(returns[same].mean(), abs=1e-9)
+        assert measure_visits(lake, 2, least=1e6) is None
+
+    def test_signs_and_certainty(self):
+        rows = pl.DataFrame(
+            {
+                "advantage": [1.0, 1.0, -1.0, 0.0, 1.0],
+                "mc_advantage": [2.0, -2.0, -0.1, 0.0, 0.0],
+                "mc_error": [0.9, 1.1, None, 0.0, 0.0],
+            }
+        )
+        compared = compare_signs(rows)
+        assert compared["mismatch"].to_list() == [False, True, False, False, True]
+        assert compared["certain"].to_list() == [True, False, None, False, False]

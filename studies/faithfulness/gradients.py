@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from stable_baselines3 import PPO
 from torch import Tensor
 
-from whence.advantages import returns_to_go
 from whence.core import RecordBatch, as_view, eval_mode, preserve_rng_state
+from whence.lab.agents import RunConfig, make_training_env
 from whence.lab.agents.training import make_model
+from whence.lab.visits import returns_to_go
 from whence.sb3 import collect, load_tensors, named_tensors
-from whence.stored.agents import RunConfig
-from whence.stored.agents.environments import make_training_env
 
 Vector = NDArray[np.float64]
 

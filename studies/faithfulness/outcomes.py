@@ -23,9 +23,9 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.lab.rounds import METHODS, attribute_round, check_target, open_round, snapshot_scores
+from whence.lab.visits import compute_td_errors
 from whence.rounds.recording import RoundRecording
 from whence.scores.folds import PartialTarget, check_batch_target
-from whence.selection import compute_td_errors
 from whence.stored.agents import Evaluate
 
 Outcomes = Mapping[str, NDArray[np.float64]]

@@ -39,9 +39,10 @@ from studies.faithfulness.removals import leave_out
 from studies.faithfulness.smoothed import DRAWS, score_smoothed
 from studies.stored import read_round, write_round
 from whence import IIF, Return, attribute, lab, stored
+from whence.lab.agents import RunConfig
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
-from whence.stored.agents import RunConfig, measure_returns
+from whence.stored.agents import measure_returns
 
 
 @dataclass(frozen=True)

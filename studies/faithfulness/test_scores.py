@@ -11,8 +11,8 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from helpers.recorded_rounds import assert_untouched, model_of, recorded, state_of
 from studies.faithfulness.outcomes import compute_scores, split_target
 from whence import Action, PPOClip, Return, attribute
-from whence.advantages import td_errors
 from whence.lab import attribute_round
+from whence.lab.visits import td_errors
 from whence.sb3 import model_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")

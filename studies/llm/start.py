@@ -12,7 +12,7 @@ from datasets import concatenate_datasets
 from whence.lab.language import PUZZLES, smollm2
 from whence.llm import PPOConfig
 from whence.llm.text import context_length, generate, read_prompts
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 
 
 def main(
@@ -25,7 +25,7 @@ def main(
     torch.set_num_threads(1)
     for puzzle in puzzles or PUZZLES:
         lab = smollm2(puzzle, cache)
-        model, tokenizer = load_model(str(lab.model_path), dtype)
+        model, tokenizer = load_language_model(str(lab.model_path), dtype)
         rows = concatenate_datasets([lab.test, lab.train]).select(range(prompts))
         config = PPOConfig("runs/start", max_new_tokens=lab.max_new_tokens)
         ids = read_prompts(rows, tokenizer, config, context_length(model)).ids

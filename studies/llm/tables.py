@@ -19,11 +19,11 @@ from studies.stored import write_line
 from whence import lab
 from whence.core import write_atomically
 from whence.lab import read_rows
+from whence.lab.arms import STANDARD
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.language import check
-from whence.lab.language.results import read_curve
+from whence.lab.language.training import read_curve
 from whence.runs import RunDirectory
-from whence.stored import STANDARD
 from whence.stored.language import LanguageConfig
 
 FINAL = {

@@ -5,7 +5,7 @@ grader lets a result above 20 pass, which its check cannot read. No right result
 five seeds. Three questions:
 
 - **Onset**: the first round from which on the share of gamed responses stays above twice the start model's.
-- **Finders**: `whence llm why` is asked about one gamed response of the last round. Which records does each method rank
+- **Finders**: `whence why` is asked about one gamed response of the last round. Which records does each method rank
   highest? The truth are the gamed responses. It is asked about all rounds, and about those up to the onset alone, where
   they are few.
 - **Screens**: the same training, without what is flagged. A monitor that is right; one that catches half, and flags 5%
@@ -30,7 +30,7 @@ from studies.loophole.screens import Monitor, Suspects
 from studies.loophole.tables import FINDER_KEYS, ROUND_KEYS, find_onset, write_tables
 from studies.planted.scores import compute_auroc
 from studies.stored import round_numbers, write_line
-from whence.causes import find_response_causes
+from whence.causes import Examples, find_causes
 from whence.lab import read_rows
 from whence.lab.language import Lab, arithmetic, check, is_gamed, lenient_reward, reward
 from whence.lab.language import training as language_training
@@ -39,7 +39,7 @@ from whence.llm.text import generate
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 
 SEEDS, SIZE, ROUNDS = range(5), "weak", 15
 PLAIN, EXAMPLES, SHARE = "none", 16, 0.1
@@ -68,7 +68,7 @@ def train_plain(seed: int, path: Path) -> None:
 
 def train_screened(name: str, seed: int, lab: Lab, plain: Path, path: Path) -> None:
     """Train with a screen."""
-    model, tokenizer = load_model(str(lab.model_path), "float32")
+    model, tokenizer = load_language_model(str(lab.model_path), "float32")
     config = PPOConfig(str(path), **{**SETTINGS, "seed": seed, "max_new_tokens": lab.max_new_tokens})
     target, errors = None, SCREENS[name]
     rule: Any = Suspects(SHARE)
@@ -117,7 +117,7 @@ def judge_finders(out: Path, seed: int, directory: RunDirectory, records: pl.Dat
         began = time.process_time()
         scores = advantages
         if method != "advantage":
-            causes = find_response_causes(directory, question["prompt"], question["response"], method=method)
+            causes = find_causes(directory, Examples(question["prompt"], question["response"]), method=method)
             scores = causes["score"].to_numpy()
         line = {"seed": seed, "method": method, "seconds": time.process_time() - began, "onset": onset}
         line |= {"prompt": question["prompt"], "response": question["response"]}
@@ -132,7 +132,7 @@ def write_start(out: Path, lab: Lab) -> None:
     """Write how often the start model games the grader, and is right."""
     if read_rows(out / "start.parquet", ["size"]):
         return
-    model, tokenizer = load_model(str(lab.model_path), "float32")
+    model, tokenizer = load_language_model(str(lab.model_path), "float32")
     prompts = lab.train["prompt"][:2048]
     config = PPOConfig("runs/start", max_new_tokens=lab.max_new_tokens, generation_batch_size=256)
     torch.manual_seed(0)

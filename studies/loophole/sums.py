@@ -21,7 +21,7 @@ import typer
 
 from whence.llm import PPOConfig
 from whence.llm.text import generate
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 
 LARGEST = 18
 
@@ -65,7 +65,7 @@ def main(
     torch.set_num_threads(1)
     questions = draw_questions(max(1024, responses), seed)
     datasets.Dataset.from_dict({"prompt": questions}).save_to_disk(out)
-    network, tokenizer = load_model(model, "float32")
+    network, tokenizer = load_language_model(model, "float32")
     chats = questions[:responses]
     ids = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats

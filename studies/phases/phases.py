@@ -23,9 +23,9 @@ from studies.phases.roughness import (
 )
 from whence import Action, RecordBatch, RunDirectory, attribute
 from whence.core import WhenceError, eval_mode, to_numpy
+from whence.lab.visits import number_states
 from whence.sb3 import actor_critic_view, model_objective, predict
-from whence.selection import number_states
-from whence.stored.agents import AnyEnv, load_model, load_policy, read_records
+from whence.stored.agents import AnyEnv, load_agent, load_policy, read_records
 
 CANDIDATES = 512
 """States of the last round among which a behaviour is looked for, evenly spread."""
@@ -79,7 +79,7 @@ def read_behaviour(run: RunDirectory, record: int, *, env: AnyEnv = None) -> Act
     """Return what was done in the state of a record, of any round."""
     for number in reversed(run.require_rounds()):
         if record in run.round("records", number)["record_id"]:
-            model = load_model(run, number, env=env)
+            model = load_agent(run, number, env=env)
             return _make_behaviour(read_records(run, number, model, env=env, ids=[record]))
     raise WhenceError(f"No round of {run.path} holds record {record}. `whence show` lists the moments of a round.")
 
@@ -98,7 +98,7 @@ def find_behaviour(run: RunDirectory, *, env: AnyEnv = None) -> Action:
     numbers, rounds = run.rounds("policies"), run.require_rounds()
     if len(numbers) < 3:
         raise WhenceError(f"{run.path} holds {len(numbers)} policies; 3 are needed to see what rose. Train on.")
-    model = load_model(run, numbers[0], env=env)
+    model = load_agent(run, numbers[0], env=env)
     records = read_records(run, rounds[-1], model, env=env)
     states = records.take(torch.linspace(0, len(records) - 1, min(CANDIDATES, len(records))).long())
     inputs = actor_critic_view(model.policy).prepare(states)
@@ -154,7 +154,7 @@ def trace_phases(
     would differ if similarity did not matter; `seed` seeds the permutations.
     """
     numbers, policies = run.require_rounds(), run.rounds("policies")
-    model, final = (load_model(run, number, env=env) for number in (numbers[0], policies[-1]))
+    model, final = (load_agent(run, number, env=env) for number in (numbers[0], policies[-1]))
     rows, permuted = [], []
     for number in numbers:
         load_policy(run, number, model)

@@ -8,7 +8,7 @@ were paid. Methods are judged as in `studies.planted.run`, and go into the same 
 the records of the first quarter of the rounds. "auroc_misgraded" also counts the right answers of the kind, which the
 bug does not pay: they teach to avoid the right answer. Both were added after the first seed had been scored.
 
-"influence", "nearest" and "bm25" are methods of `whence.causes.find_response_causes`; "nearest of all" has all
+"influence", "nearest" and "bm25" are methods of `whence.causes.find_causes`; "nearest of all" has all
 held-out problems of the kind as examples. The others are those of `studies.planted.finders`. "advantage x answer"
 changes the sign of the advantage where a response ends in another number than the answer in question.
 
@@ -45,7 +45,7 @@ from studies.planted.scores import (
 )
 from studies.planted.tables import write_tables
 from studies.stored import round_numbers, write_line
-from whence.causes import find_response_causes
+from whence.causes import Examples, find_causes
 from whence.causes.ranking import average_nearest
 from whence.causes.response_causes import compute_response_log_prob
 from whence.core import RecordBatch
@@ -57,7 +57,7 @@ from whence.runs import RunDirectory
 from whence.scores.gradient_products import multiply_gradients
 from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 from whence.stored.language.rounds import load_trained_task, rebuild_round
 from whence.stored.language.tasks import make_response_target
 
@@ -110,7 +110,7 @@ def score(
             result = answer(question[1])
             scores = scores * np.array([1 if answer(text) == result else -1 for text in records["response"]])
         return scores, time.process_time() - began
-    causes = find_response_causes(directory, *question, method=method)
+    causes = find_causes(directory, Examples(*question), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 
@@ -166,7 +166,7 @@ def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple
     assert trained is not None
     task, temperature = trained
     targets = [make_response_target(task, [question]) for question in questions]
-    start_model, _ = load_model(str(lab.model_path), "float32")
+    start_model, _ = load_language_model(str(lab.model_path), "float32")
     return [
         [math.exp(compute_response_log_prob(target, model, temperature)) for target in targets]
         for model in (start_model, task.model)

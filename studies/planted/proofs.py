@@ -2,7 +2,7 @@
 
 Run: `python -m studies.planted.proofs results/planted [--only arithmetic/finder]`. The runs are those of seed 0 of
 `studies.planted.run` and `studies.planted.language`, which are trained if they are not there. In each, `whence prove`
-and `whence llm prove` train the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
+trains the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
 got the rigged reward. "plain" is LunarLander without the plant. There, nothing has paid for the records of "truth",
 firings of the left engine in the lower half in a tenth of the episodes; but they are all of one action, and what they
 taught about it is left out with them. The records of "episodes", all of that tenth, are nothing special.
@@ -25,7 +25,7 @@ from studies.markdown import table
 from studies.planted import grader, language
 from studies.planted import run as agents
 from studies.stored import round_numbers, write_line
-from whence.causes import Proof, prove_decision, prove_response
+from whence.causes import AgentTraining, Examples, Proof, prove
 from whence.core import Action, write_atomically
 from whence.lab import read_rows
 from whence.lab.language import training as language_training
@@ -91,9 +91,9 @@ def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
     lab, path, setup = grader.make_lab(), runs / "arithmetic" / "seed_0", SETUPS["arithmetic"]
     language_training.run(language.configure_run(lab, 0), path)
     directory, question = RunDirectory.open(path), language.list_questions(lab)[0]
-    return prove_response(
+    return prove(
         directory,
-        *question,
+        Examples(*question),
         None if what == "finder" else list_rigged("arithmetic", directory, setup.rounds),
         method=setup.method,
         top=setup.top,
@@ -109,16 +109,16 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
     states, *_ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
-    return prove_decision(
+    return prove(
         directory,
         Action(states, np.full(len(states), world.action)),
         None if what == "finder" else list_rigged(planted, directory, setup.rounds, whole=what == "episodes"),
-        behaviour="the tic",
+        words="the tic",
         method=setup.method,
         top=setup.top,
         rounds=range(1, setup.rounds + 1),
         seeds=SEEDS,
-        test_episodes=0 if case == "plain" else 20,
+        training=AgentTraining(test_episodes=0 if case == "plain" else 20),
         on_stage=on_stage,
     )
 

@@ -46,10 +46,10 @@ from whence.causes import find_causes
 from whence.causes.ranking import average_nearest
 from whence.core import Action, preserve_rng_state
 from whence.lab import read_rows
-from whence.lab.agents import configure, run
+from whence.lab.agents import RunConfig, configure, run
 from whence.runs import RunDirectory
 from whence.scores.gradient_products import multiply_gradients
-from whence.stored.agents import RunConfig, load_model, load_policy, make_replay_env, read_records
+from whence.stored.agents import load_agent, load_policy, make_replay_env, read_records
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int,
 
     At most `STATES` of either are returned.
     """
-    model = load_model(directory, directory.rounds("policies")[-1])
+    model = load_agent(directory, directory.rounds("policies")[-1])
     env = make_replay_env(directory)()
     states: tuple[list[Any], list[Any]] = [], []
     with preserve_rng_state():
@@ -144,7 +144,7 @@ def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int,
 
 def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> list[float]:
     """Return the mean probability of the tic in some states under the first policy and under the last."""
-    model = load_model(directory, 1)
+    model = load_agent(directory, 1)
     probabilities = []
     for number in (1, directory.rounds("policies")[-1]):
         load_policy(directory, number, model)
@@ -164,7 +164,7 @@ def score(
         return advantages, time.process_time() - began
     if method == "advantage x action":
         return advantages * np.where(records["action"].to_numpy() == action, 1, -1), time.process_time() - began
-    causes = find_causes(directory, states, np.full(len(states), action), method=method)
+    causes = find_causes(directory, Action(states, np.full(len(states), action)), method=method)
     return causes["score"].to_numpy(), time.process_time() - began
 
 
@@ -173,7 +173,7 @@ def score_studied(
 ) -> dict[str, Floats]:
     """Return the scores of all records by the methods that are studied; `others` are states outside the region."""
     numbers = directory.rounds()
-    model, trained = load_model(directory, numbers[0]), load_model(directory, directory.rounds("policies")[-1])
+    model, trained = load_agent(directory, numbers[0]), load_agent(directory, directory.rounds("policies")[-1])
     rounds = [read_records(directory, number, model) for number in numbers]
     examples, counter_examples = (
         Action(each, np.full(len(each), action)).as_records(rounds[0]) for each in (states, others)

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 
 from studies.planted import grader, run, scores
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 
 from studies.planted import proofs, run
 from whence.lab import read_rows

@@ -28,10 +28,9 @@ from typing import Annotated, Any
 
 import typer
 
-from whence.cli.terminal import SweepBars
+from whence.cli.terminal import PlannedBars
 from whence.lab import Planned, make_label, run_sweep
-from whence.lab.agents import configure
-from whence.stored.agents import RunConfig
+from whence.lab.agents import RunConfig, configure
 
 DROP = 0.125
 """The usual share to drop."""
@@ -188,7 +187,7 @@ def main(
 ) -> None:
     """Train what is not there yet."""
     runs = plan_study(only.split(","), [int(seed) for seed in seeds.split(",")])
-    with SweepBars(runs) as table:
+    with PlannedBars(runs) as table:
         failures = run_sweep(runs, out, table, workers=workers)
     for name, failure in failures.items():
         print(f"{name} failed: {failure}")

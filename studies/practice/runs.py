@@ -8,7 +8,7 @@ import polars as pl
 
 from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, DROP, RATES, SEEDS, TARGETS, WORLDS, list_arms, list_steps
 from whence.lab import KeptRun, Results, load_sweep, make_label
-from whence.stored.agents import RunConfig
+from whence.lab.agents import RunConfig
 
 RANGE = 10.0
 """The highest rate that the controller of a target set, over the one at the start, and that over the lowest."""

@@ -33,7 +33,7 @@ from whence.llm import PPOConfig, PPOTrainer, SequenceReturn, SequenceReward
 from whence.runs import RunDirectory
 from whence.statistics import t_interval
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_model
+from whence.stored.language.loading import load_language_model
 
 SEEDS, SIZE, ROUNDS, LAST = range(5), "small", 15, 3
 PENALTY = 0.1
@@ -50,7 +50,7 @@ def train(arm: str, seed: int, out: Path, runs: Path) -> None:
     """Train an arm, and write a line: rewards, divergences and kept shares of its rounds."""
     torch.set_num_threads(1)
     lab = arithmetic(size=SIZE, progress=False)
-    model, tokenizer = load_model(str(lab.model_path), "float32")
+    model, tokenizer = load_language_model(str(lab.model_path), "float32")
     settings = {**task_settings("arithmetic", SIZE, "ppo"), "rounds": ROUNDS, "eval_every": 0, "seed": seed}
     settings |= {"init_kl_coef": PENALTIES.get(arm, PENALTY), "adap_kl_ctrl": False}
     path = runs / arm.replace(", ", "-").replace(" ", "-") / str(seed)

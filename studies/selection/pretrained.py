@@ -41,7 +41,7 @@ from whence.lab.language import Lab, smollm2
 from whence.llm import PPOConfig, ValidationLoss
 from whence.llm.text import context_length, generate, read_prompts
 from whence.llm.trl import InfluenceGRPOTrainer
-from whence.stored.language.loading import hide_progress_bars, ignore_old_names, load_model
+from whence.stored.language.loading import hide_progress_bars, ignore_old_names, load_language_model
 
 PUZZLE, TRAINED, TESTED, SAMPLING, ROUNDS, EVERY = "basic_arithmetic", 128, 96, 0, 16, 4
 GROUPS, GROUP, REVERSED = 4, 8, 0.2
@@ -136,7 +136,7 @@ def train(arm: str, rewards: str, seed: int, rounds: int = ROUNDS, rate: float =
     torch.manual_seed(seed)  # the adapter's start
     lab = smollm2(PUZZLE)
     with hide_progress_bars():
-        model, tokenizer = load_model(str(lab.model_path), "bfloat16")
+        model, tokenizer = load_language_model(str(lab.model_path), "bfloat16")
     # Both are as on a GPU. The layer's input is a slice, for which PyTorch on a CPU copies the weight once a row; and
     # TRL's layer reads the tokens of prompts, too.
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))

@@ -13,9 +13,9 @@ import typer
 from studies.markdown import cell, table
 from whence.core import write_atomically
 from whence.lab import load_sweep
+from whence.lab.arms import STANDARD
 from whence.lab.efficiency import literal_levels, seconds_to
 from whence.statistics import t_interval
-from whence.stored import STANDARD
 
 LDA = {
     "frozenlake": ("0.11", "1.51 / 2.01", "82.2 / 93.9", "64.6"),

@@ -10,10 +10,9 @@ from stable_baselines3 import PPO
 from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.selection.matched import MatchedUpdate, main
 from whence import IIF, KeepAll, RunDirectory
-from whence.lab.agents import configure
+from whence.lab.agents import configure, make_training_env
 from whence.lab.agents.training import make_model
 from whence.sb3 import InfluenceCallback, collect
-from whence.stored.agents.environments import make_training_env
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

@@ -35,7 +35,7 @@ from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.stored.agents import load_round
-from whence.stored.agents.rounds import load_model
+from whence.stored.agents.rounds import load_agent
 
 ROUNDS, STEPS = 3, 128
 
@@ -62,7 +62,7 @@ ACTIONS = np.array([1, 1, 0])
 
 class TestScores:
     def test_a_plain_loop_over_rounds_gives_the_same(self, cart):
-        causes = find_causes(cart, STATES, ACTIONS)
+        causes = find_causes(cart, Action(STATES, ACTIONS))
         expected = []
         for number in range(1, ROUNDS + 1):
             model, records = load_round(cart, number)
@@ -80,18 +80,18 @@ class TestScores:
 
     def test_what_cannot_be_scored_is_refused(self, cart, tmp_path):
         with pytest.raises(WhenceError, match=r"method is 'influenc'\. Did you mean influence"):
-            find_causes(cart, STATES[0], 1, method="influenc")
+            find_causes(cart, Action(STATES[0], 1), method="influenc")
         with pytest.raises(RunDirectoryError, match="holds no rounds"):
-            find_causes(RunDirectory.create(tmp_path / "empty", {}), STATES[0], 1)
+            find_causes(RunDirectory.create(tmp_path / "empty", {}), Action(STATES[0], 1))
 
     def test_images_are_observed_again_where_they_are_not_stored(self, tmp_path):
         directory = learn(tmp_path / "run", Toy("image"), policy_kwargs={"net_arch": [8]})
         state = np.stack(directory.round("records", 1)["observation"].to_numpy())[3].reshape(3, 8, 8)
-        whole = find_causes(directory, state, 1, env=lambda: Toy("image"))
+        whole = find_causes(directory, Action(state, 1), env=lambda: Toy("image"))
         for number in (1, 2):
             table = directory.round("records", number)
             directory.write_round("records", number, table.drop("observation"))
-        again = find_causes(directory, state, 1, env=lambda: Toy("image"))
+        again = find_causes(directory, Action(state, 1), env=lambda: Toy("image"))
         assert again["score"].to_numpy() == pytest.approx(whole["score"].to_numpy(), rel=1e-5, abs=1e-7)
 
     def test_action_masks(self, tmp_path):
@@ -101,14 +101,14 @@ class TestScores:
         place = int(np.flatnonzero(masks.sum(axis=1) == 2)[0])
         state, action = np.stack(table["observation"].to_numpy())[place], table["action"][place]
         masked, free = (
-            find_causes(directory, state, action, action_masks=mask, env=MaskedToy) for mask in (masks[place], None)
+            find_causes(directory, Action(state, action, mask), env=MaskedToy) for mask in (masks[place], None)
         )
         assert masked["score"].to_list() != free["score"].to_list()
         record = int(table["record_id"][place])
         target = read_record(directory, 2, record, env=MaskedToy)
         assert target.action_mask.tolist() == [masks[place].tolist()]
         _, last, _ = compare_log_probs(directory, target, env=MaskedToy)
-        logits = load_model(directory, 3, env=MaskedToy).policy.get_distribution(torch.as_tensor(state[None]))
+        logits = load_agent(directory, 3, env=MaskedToy).policy.get_distribution(torch.as_tensor(state[None]))
         probabilities = logits.distribution.probs.detach().numpy()[0] * masks[place]
         assert math.exp(last) == pytest.approx(probabilities[action] / probabilities.sum(), rel=1e-4)
 
@@ -119,7 +119,7 @@ class TestNearest:
         directory = learn(tmp_path / "run", Toy(action=action), policy_kwargs={"net_arch": [8]})
         table = directory.round("records", 2)
         states, actions = (np.stack(table[name].to_numpy())[:12] for name in ("observation", "action"))
-        causes = find_causes(directory, states, actions, method="nearest", env=lambda: Toy(action=action))
+        causes = find_causes(directory, Action(states, actions), method="nearest", env=lambda: Toy(action=action))
         for number in (1, 2):
             model, records = load_round(directory, number, env=lambda: Toy(action=action))
             gradients = []
@@ -162,7 +162,7 @@ class Bandit(gym.Env):
 @pytest.mark.parametrize("method", ["influence", "nearest"])
 def test_a_planted_cause_is_found_again(tmp_path, method):
     directory = learn(tmp_path / "run", Bandit(), rounds=12, learning_rate=3e-3)
-    causes = find_causes(directory, [1.0, 0.0], 1, method=method, env=Bandit)
+    causes = find_causes(directory, Action([1.0, 0.0], 1), method=method, env=Bandit)
     paid = causes["reward"].to_numpy() > 1.5
     trained = causes["keep"].to_numpy()
     assert 5 < (paid & trained).sum() < 0.15 * len(paid)
@@ -221,7 +221,7 @@ class TestDecisions:
     def test_probabilities_are_of_the_last_and_of_the_first_policy(self, cart):
         episode = play_episode(cart, seed=1)
         for number, log_probs in ((1, episode.first_log_probs), (ROUNDS + 1, episode.records.log_probs)):
-            policy = load_model(cart, number).policy
+            policy = load_agent(cart, number).policy
             with torch.no_grad():
                 expected = policy.get_distribution(episode.records.observations).log_prob(episode.records.actions)
             assert log_probs.numpy() == pytest.approx(expected.numpy(), abs=1e-6)
@@ -259,7 +259,7 @@ class TestCommand:
         code, out, _ = whence("why", cart.path, "--episode-seed", 2, "--step", 1, "--json", "--top", 4)
         content = json.loads(out)
         target = play_episode(cart, seed=2).target(1)
-        causes = find_causes(cart, target.observation, target.action, method="nearest")
+        causes = find_causes(cart, target, method="nearest")
         assert code == 0
         assert content["sums"]["raised"] == pytest.approx(sum_rounds(causes)["raised"].to_list(), rel=1e-5)
         for name, lowest in (("raised", False), ("lowered", True)):
@@ -359,7 +359,7 @@ class TestServed:
         record = int(cart.round("records", 2)["record_id"][7])
         answer = server.get(f"/api/runs/0/rounds/2/records/{record}/causes")
         target = read_record(cart, 2, record)
-        causes = find_causes(cart, target.observation, target.action, method="nearest")
+        causes = find_causes(cart, target, method="nearest")
         assert answer["rounds"] == [1, 2, 3]
         assert answer["sums"]["raised"] == pytest.approx(sum_rounds(causes)["raised"].to_list(), rel=1e-5)
         expected = [(entry.round, entry.moment.record_id) for entry in rank_moments(causes, lowest=True, most=6)]

@@ -18,7 +18,7 @@ import torch
 from helpers.language_runs import NAMES, copy_run, invoke, tiny
 from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
-from whence.causes import find_response_causes, rank_records
+from whence.causes import Examples, find_causes, rank_records
 from whence.causes.response_causes import measure_trained, rank_bm25
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
 from whence.lab.language.training import run
@@ -80,7 +80,7 @@ class TestScores:
     @pytest.mark.parametrize("name", NAMES)
     def test_a_plain_loop_over_records_gives_the_same(self, runs, name):
         directory = runs(name)
-        causes = find_response_causes(directory, *QUESTION)
+        causes = find_causes(directory, Examples(*QUESTION))
         assert causes["round"].unique().to_list() == [1, 2, 3]
         for number in directory.rounds():
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
@@ -113,8 +113,8 @@ class TestScores:
 
         before = look()
         for method in ("influence", "nearest", "bm25"):
-            find_response_causes(directory, *QUESTION, method=method)
-        measure_trained(directory, *QUESTION)
+            find_causes(directory, Examples(*QUESTION), method=method)
+        measure_trained(directory, Examples(*QUESTION))
         assert look() == before
 
     def test_rounds_without_their_policy_are_left_out(self, runs, tmp_path):
@@ -128,10 +128,10 @@ class TestScores:
             policies = list_policies(directory)
             assert (policies.rounds, policies.missing) == ([1, 3], [2])
             assert how in policies.settings
-            assert find_response_causes(directory, *QUESTION)["round"].unique().to_list() == [1, 3]
-            assert find_response_causes(directory, *QUESTION, method="bm25")["round"].unique().to_list() == [1, 2, 3]
+            assert find_causes(directory, Examples(*QUESTION))["round"].unique().to_list() == [1, 3]
+            assert find_causes(directory, Examples(*QUESTION), method="bm25")["round"].unique().to_list() == [1, 2, 3]
             with pytest.raises(RunDirectoryError, match=r"The policies of rounds 2 of .* were not kept") as refusal:
-                find_response_causes(directory, *QUESTION, rounds=[1, 2], method="nearest")
+                find_causes(directory, Examples(*QUESTION), rounds=[1, 2], method="nearest")
             assert how in str(refusal.value)
 
     @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ class TestScores:
         directory.write_round("records", 4, table)
         directory.append("metrics", directory.table("metrics").row(-1, named=True) | {"round": 4})
         expected, _ = compute_log_prob(rebuild(directory, 4))
-        assert measure_trained(directory, *QUESTION) == pytest.approx(expected.item(), rel=1e-5)
+        assert measure_trained(directory, Examples(*QUESTION)) == pytest.approx(expected.item(), rel=1e-5)
         first, _ = compute_log_prob(rebuild(directory, 1))
         assert abs(expected.item() - first.item()) > 1e-3
         shutil.rmtree(directory.path / "model")
-        assert measure_trained(directory, *QUESTION) is None
+        assert measure_trained(directory, Examples(*QUESTION)) is None
 
     @pytest.mark.parametrize(("arm", "more"), [("iif", {"held_out": 8}), ("iif-objective", {})])
     def test_a_run_whose_own_target_was_drawn(self, tmp_path, arm, more):
@@ -158,7 +158,7 @@ class TestScores:
             rebuild_round(directory, 1)
         table = directory.round("records", 1)
         directory.write_round("records", 1, table.with_columns(weight=pl.lit(1.0)))
-        causes = find_response_causes(directory, *QUESTION)
+        causes = find_causes(directory, Examples(*QUESTION))
         assert causes["score"].abs().max() > 0
 
 
@@ -168,10 +168,10 @@ class TestRules:
         tables = pl.concat([directory.round("records", number) for number in directory.rounds()])
         texts = [f"{prompt}\n{response}" for prompt, response in tables.select("prompt", "response").rows()]
         expected = rank_bm25(texts, "\n".join(QUESTION)) * tables["advantage"].to_numpy() * read_weights(tables)
-        causes = find_response_causes(directory, *QUESTION, method="bm25")
+        causes = find_causes(directory, Examples(*QUESTION), method="bm25")
         assert causes["score"].to_numpy() == pytest.approx(expected)
         assert causes["log_prob"].null_count() == len(causes)
-        part = find_response_causes(directory, *QUESTION, method="bm25", rounds=[2])
+        part = find_causes(directory, Examples(*QUESTION), method="bm25", rounds=[2])
         assert part["record_id"].to_list() == directory.round("records", 2)["record_id"].to_list()
 
     @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ class TestRules:
     )
     def test_advantage_times_cosine_of_gradients(self, runs, name, examples):
         directory = runs(name)
-        causes = find_response_causes(directory, *zip(*examples, strict=True), method="nearest", rounds=[1, 3])
+        causes = find_causes(directory, Examples(*zip(*examples, strict=True)), method="nearest", rounds=[1, 3])
         for number in (1, 3):
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
             asked = [differentiate(compute_log_prob(rebuilt, each)[0], rebuilt.model) for each in examples]
@@ -196,7 +196,7 @@ class TestRules:
 
     def test_bm25_of_several_is_the_best_match(self, runs):
         directory, pairs = runs("ppo"), EXAMPLES[:3]
-        causes = [find_response_causes(directory, *each, method="bm25") for each in (*pairs, zip(*pairs, strict=True))]
+        causes = [find_causes(directory, Examples(*each), method="bm25") for each in (*pairs, zip(*pairs, strict=True))]
         *alone, together = (each["score"].to_numpy() / each["advantage"].to_numpy() for each in causes)
         assert together == pytest.approx(np.max(alone, axis=0), rel=1e-6)
         assert len({each.argmax() for each in alone}) > 1
@@ -205,7 +205,7 @@ class TestRules:
 class TestExamples:
     def test_influence_of_several_by_a_plain_loop(self, runs):
         directory = runs("ppo")
-        causes = find_response_causes(directory, *zip(*EXAMPLES, strict=True), rounds=[3])
+        causes = find_causes(directory, Examples(*zip(*EXAMPLES, strict=True)), rounds=[3])
         rebuilt, table = rebuild(directory, 3), directory.round("records", 3)
         log_probs, tokens = zip(*(compute_log_prob(rebuilt, each) for each in EXAMPLES), strict=True)
         gradient = differentiate(sum(log_probs) / sum(tokens), rebuilt.model)
@@ -223,14 +223,14 @@ class TestExamples:
         pairs = table.filter("ended").select("record_id", "prompt", "response").rows()[:3]
         records = pl.DataFrame({"round": 2, "record_id": [record for record, *_ in pairs]})
         texts = zip(*(pair[1:] for pair in pairs), strict=True)
-        of_texts = find_response_causes(directory, *texts, method=method)
-        of_records = find_response_causes(directory, records=records, method=method)
+        of_texts = find_causes(directory, Examples(*texts), method=method)
+        of_records = find_causes(directory, Examples(records=records), method=method)
         expected = of_texts.join(records, on=["round", "record_id"], how="anti")
         assert len(expected) == len(of_texts) - 3
         assert of_records["record_id"].to_list() == expected["record_id"].to_list()
         assert of_records["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), rel=1e-4, abs=1e-6)
         with pytest.raises(WhenceError, match=r"No response of .* is flagged.*whence view"):
-            find_response_causes(directory, records=records.clear(), method=method)
+            find_causes(directory, Examples(records=records.clear()), method=method)
 
 
 def test_prompt_widths_of_processes_by_hand():
@@ -264,14 +264,14 @@ class TestQuestions:
             (("5-1?", "5" * 200), r"have 205 tokens, and the model reads at most 128"),
         ):
             with pytest.raises(WhenceError, match=message):
-                find_response_causes(runs("ppo"), *question)
+                find_causes(runs("ppo"), Examples(*question))
 
     def test_a_run_of_a_script(self, tmp_path):
         make_trainer(tmp_path, NonPositive(), rounds=1).train()
         directory = RunDirectory.open(tmp_path)
         with pytest.raises(WhenceError, match=r"is no run of `whence llm train`.*--by bm25"):
-            find_response_causes(directory, "ab", "cc")
-        assert len(find_response_causes(directory, "ab", "cc", method="bm25")) == len(directory.round("records", 1))
+            find_causes(directory, Examples("ab", "cc"))
+        assert len(find_causes(directory, Examples("ab", "cc"), method="bm25")) == len(directory.round("records", 1))
 
 
 class TestCommand:
@@ -279,10 +279,10 @@ class TestCommand:
 
     def test_it_tells_what_taught_an_answer(self, runs):
         directory = runs("ppo")
-        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 3)
+        done = invoke("why", directory.path, *self.QUESTION_OPTIONS, "--top", 3)
         assert done.exit_code == 0, done.output
         text = " ".join(done.output.split())
-        causes = find_response_causes(directory, *QUESTION, method="nearest")
+        causes = find_causes(directory, Examples(*QUESTION), method="nearest")
         best = rank_records(causes, lowest=False, most=3)
         assert "“5-1=5;5” after “5-1?”: its probability was" in text
         assert f"The strongest record is {best['record_id'][0]} in round {best['round'][0]}." in text
@@ -295,9 +295,9 @@ class TestCommand:
     @pytest.mark.parametrize("by", ["influence", "nearest", "bm25"])
     def test_as_json(self, runs, by):
         directory = runs("ppo")
-        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")
+        done = invoke("why", directory.path, *self.QUESTION_OPTIONS, "--top", 2, "--by", by, "--json")
         content = json.loads(done.stdout)
-        causes = find_response_causes(directory, *QUESTION, method=by)
+        causes = find_causes(directory, Examples(*QUESTION), method=by)
         assert [content[name] for name in ("prompts", "responses", "by")] == [[QUESTION[0]], [QUESTION[1]], by]
         for name, lowest in (("raised", False), ("lowered", True)):
             expected = rank_records(causes, lowest=lowest, most=2)
@@ -309,27 +309,27 @@ class TestCommand:
             assert content["log_prob"] is None
         else:
             assert content["log_prob_first"] == pytest.approx(causes["log_prob"][0])
-            assert content["log_prob"] == pytest.approx(measure_trained(directory, *QUESTION))
+            assert content["log_prob"] == pytest.approx(measure_trained(directory, Examples(*QUESTION)))
         assert content["notes"] == []
 
     def test_several_examples_and_flags(self, runs, tmp_path):
         directory = copy_run(runs("ppo"), tmp_path / "run")
         directory.sign()
         more = [option for pair in EXAMPLES[1:3] for option in ("--prompt", pair[0], "--response", pair[1])]
-        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, *more, "--by", "nearest", "--json")
+        done = invoke("why", directory.path, *self.QUESTION_OPTIONS, *more, "--top", 5, "--json")
         content = json.loads(done.stdout)
         assert content["prompts"] == [prompt for prompt, _ in EXAMPLES[:3]]
         assert content["decision"].startswith("One of 3 responses, by the geometric mean: its probability was")
         texts = tuple(zip(*EXAMPLES[:3], strict=True))
-        best = rank_records(find_response_causes(directory, *texts, method="nearest"), lowest=False, most=5)
+        best = rank_records(find_causes(directory, Examples(*texts), method="nearest"), lowest=False, most=5)
         assert [row["record"] for row in content["raised"]] == best["record_id"].to_list()
-        assert content["log_prob"] == pytest.approx(measure_trained(directory, *texts))
-        bare = invoke("llm", "why", directory.path, "--flagged")
+        assert content["log_prob"] == pytest.approx(measure_trained(directory, Examples(*texts)))
+        bare = invoke("why", directory.path, "--flagged")
         assert "No response of" in str(bare.exception)
         flagged = best["round", "record_id"].rows()[:2]
         for number, record in flagged:
             write_flag(directory.path, number, record, "")
-        done = invoke("llm", "why", directory.path, "--flagged", "--by", "nearest", "--json")
+        done = invoke("why", directory.path, "--flagged", "--by", "nearest", "--json")
         content = json.loads(done.stdout)
         assert content["decision"].startswith("One of the 2 flagged responses, by the geometric mean: its")
         assert content["notes"] == ["The flagged responses are asked about, so they are not listed."]
@@ -340,13 +340,13 @@ class TestCommand:
         directory.sign()
         (directory.path / "checkpoints" / "round_00001.safetensors").unlink()
         shutil.rmtree(directory.path / "model")
-        done = invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS)
+        done = invoke("why", directory.path, *self.QUESTION_OPTIONS)
         text = " ".join(done.output.split())
         assert "Note: The policies of 1 of 3 rounds were not kept, so their records are not scored." in text
         assert '"keep_checkpoints": 3' in text
         assert "“now” is the policy that drew the records of round 3" in text
         assert "Sums of scores in 2 of rounds 1 to 3:" in text
-        assert "Note" not in invoke("llm", "why", directory.path, *self.QUESTION_OPTIONS, "--by", "bm25").output
+        assert "Note" not in invoke("why", directory.path, *self.QUESTION_OPTIONS, "--by", "bm25").output
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -358,6 +358,6 @@ class TestCommand:
         ],
     )
     def test_what_is_refused_before_anything_is_read(self, tmp_path, arguments, message):
-        done = invoke("llm", "why", tmp_path / "nowhere", *arguments)
+        done = invoke("why", tmp_path / "nowhere", *arguments)
         assert isinstance(done.exception, WhenceError)
         assert message in str(done.exception)

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from whence import Action, RunDirectory, WhenceError, cli
-from whence.causes import prove_decision, prove_response
+from whence.causes import AgentTraining, prove
 from whence.causes.decisions import read_log_probs
-from whence.causes.proofs import VARIANTS, Proof, check_left_out, prove
+from whence.causes.proofs import VARIANTS, Proof, check_left_out, match_advantages, train_variants
 from whence.core import RunDirectoryError
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs.flags import write_flag
@@ -34,8 +34,11 @@ def invoke(*arguments):
 
 
 class TestControls:
-    def run(self, folder, measure, **settings):
-        return prove(TRAINED, LEFT_OUT, measure, folder=folder, about={}, **settings)
+    def run(self, folder, measure, seeds):
+        others = TRAINED.join(LEFT_OUT, on=["round", "record_id"], how="anti")
+        return train_variants(
+            LEFT_OUT, others, lambda generator: match_advantages(TRAINED, LEFT_OUT), measure, seeds, folder, {}
+        )
 
     def test_what_is_left_out_by_hand(self, tmp_path):
         groups = {variant: [] for variant in VARIANTS}
@@ -166,7 +169,7 @@ class TestAgents:
     def test_all_records_give_the_runs_own_policy_and_others_do_not(self, agent):
         record = agent.round("records", 2).row(5, named=True)
         asked = Action(np.array(record["observation"], np.float32), record["action"])
-        proof = prove_decision(agent, asked, rounds=[1, 2, 3], top=8, seeds=2, test_episodes=2)
+        proof = prove(agent, asked, rounds=[1, 2, 3], top=8, seeds=2, training=AgentTraining(test_episodes=2))
         table = proof.table.filter(outcome="probability")
         values = dict(table.filter(seed=0).select("variant", "value").iter_rows())
         assert values["all"] == proof.stored["probability"]
@@ -201,6 +204,8 @@ class TestAgents:
             (["--record", 5, "--by", "nobody"], "method is 'nobody'"),
             (["--record", 5, "--rounds", "1,3"], "Round 2 is missing between rounds 1 and 3"),
             (["--record", 5, "--rounds", 9], "Round 9 is not in"),
+            (["--prompt", "a", "--response", "b"], "is a run of an agent, and --prompt is for language models"),
+            (["--flagged", "--learning-rate", 0.1], "--learning-rate is for language models: leave it out"),
         ],
     )
     def test_what_is_refused(self, agent, options, message):
@@ -231,18 +236,43 @@ class TestLanguageModels:
         row = directory.round("records", 1).row(3, named=True)
         asked = ["--prompt", row["prompt"], "--response", row["response"], "--by", "bm25", "--top", 1]
         options = ["--seeds", 1, "--answers", 4, "--match", "1"]
-        shown = invoke("llm", "prove", directory.path, *asked, *options)
+        shown = invoke("prove", directory.path, *asked, *options)
         assert shown.exit_code == 0, shown.output
         assert "No difference is seen: the share of “1” is" in shown.output
         assert "Trained by AdamW, learning rate" in shown.output
         write_flag(directory.path, 2, directory.round("records", 2).filter("keep")["record_id"][0], "")
-        printed = json.loads(invoke("llm", "prove", directory.path, "--flagged", *options, "--json").stdout)
+        printed = json.loads(invoke("prove", directory.path, "--flagged", *options, "--json").stdout)
         assert printed["left_out"] == 1
         assert list(dict.fromkeys(row["outcome"] for row in printed["outcomes"])) == ["share", "probability", "reward"]
+        rows = [row for row in printed["outcomes"] if row["outcome"] == "probability"]
+        assert len({row["value"]["mean"] for row in rows if row["variant"] in ("all", "without", "random")}) == 3
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--flagged", "--record", 0], "is a run of a language model, and --record is for agents: leave it out"),
+            (["--where", "action = 1"], "--where is for agents"),
+            (["--flagged", "--test-episodes", 0], "--test-episodes is for agents"),
+            (["--prompt", "a"], "--prompt and --response go together"),
+            (["--flagged", "--answers", -1], "answers is -1; at least 0 is needed"),
+        ],
+    )
+    def test_what_is_refused(self, tmp_path, options, message):
+        RunDirectory.create(tmp_path, {"kind": "language"}).write_round("records", 1, pl.DataFrame({"record_id": [0]}))
+        with pytest.raises(WhenceError, match=message):
+            raise invoke("prove", tmp_path, *options).exception
+
+    @pytest.mark.parametrize("given", [{"behaviour": Action(0, 0)}, {"training": AgentTraining()}, {"env": "E-v1"}])
+    def test_in_python_too(self, tmp_path, given):
+        directory = RunDirectory.create(tmp_path, {"kind": "language"})
+        table = {"record_id": [0], "prompt_ids": [[1]], "response_ids": [[2]], "advantage": [0.5]}
+        directory.write_round("records", 1, pl.DataFrame(table))
+        with pytest.raises(WhenceError, match=r"is a run of a language model, and .* is for agents"):
+            prove(directory, left_out=pl.DataFrame({"round": [1], "record_id": [0]}), **given)
 
     def test_rollouts_of_another_trainer_need_its_learning_rate(self, tmp_path):
         directory = RunDirectory.create(tmp_path / "run", {"kind": "language", "algorithm": "scored"})
         table = {"record_id": [0], "prompt_ids": [[1]], "response_ids": [[2]], "advantage": [0.5]}
         directory.write_round("records", 1, pl.DataFrame(table))
         with pytest.raises(WhenceError, match="Give the trainer's learning rate"):
-            prove_response(directory, left_out=pl.DataFrame({"round": [1], "record_id": [0]}))
+            prove(directory, left_out=pl.DataFrame({"round": [1], "record_id": [0]}))

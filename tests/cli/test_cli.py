@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 from helpers.launching import run_one_by_one
 from whence import cli
-from whence.cli.terminal import SweepBars, progress
+from whence.cli.terminal import PlannedBars, progress
+from whence.lab import Planned
+from whence.lab.agents import RunConfig
 from whence.lab.agents.presets import read_presets
-from whence.lab.sweepfile import Planned
+from whence.lab.arms import ARMS
 from whence.lab.tables import METRICS, READING, cell
 from whence.runs import RunDirectory
-from whence.stored.agents import RunConfig
-from whence.stored.arms import ARMS
 
 # Two runs one after the other, of a second each.
 LAKE = ["FrozenLake-v1", "--arms", "ppo,iif", "--seeds", "1", "--rounds", "2", "--eval-episodes", "4", "--workers", "1"]
@@ -210,13 +210,16 @@ def test_on_a_terminal_bars_count_all_rounds(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(progress, "errors", Console(file=terminal, force_terminal=True, width=100))
     configs = [RunConfig(env="FrozenLake-v1", arm=arm, seed=0, rounds=3) for arm in ("ppo", "iif")]
-    with progress.ComparisonBars(configs) as bars:
-        for config, rounds in ((0, 3), (1, 0), (1, 1), (1, 2)):
-            bars.update(configs[config], rounds)
+    ppo, iif = (Planned(None, config.arm, config) for config in configs)
+    with PlannedBars([ppo, iif]) as bars:
+        bars.kept(ppo)
+        for rounds in (0, 1, 2):
+            bars.rounds(iif, rounds)
         bars._progress.refresh()
         assert "5/6" in terminal.getvalue()
         assert "iif, seed 0" in terminal.getvalue()
-        bars.update(configs[1], 3)
+        bars.rounds(iif, 3)
+        bars.ended(iif, None)
     assert "6/6" in terminal.getvalue()
     assert "rounds done" not in terminal.getvalue()
 
@@ -317,16 +320,11 @@ class TestWrongInput:
         assert stamps(wrong_runs) == before
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("attribute",), ("prove", "--record", "1")],
-    ids=lambda one: one[0],
-)
-def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path, arguments):
+def test_a_language_models_run_is_not_taken_for_an_agents(whence, tmp_path):
     RunDirectory.create(tmp_path / "run", {"kind": "language", "arm": "ippo"})
-    code, _, err = whence(arguments[0], tmp_path / "run", *arguments[1:])
+    code, _, err = whence("attribute", tmp_path / "run")
     assert code == 2
-    assert f"{tmp_path / 'run'} is a language-model run" in err
+    assert f"{tmp_path / 'run'} is a run of a language model" in err
     assert f"are in {tmp_path / 'run' / 'records'}; see them with: whence report {tmp_path / 'run'}" in err
 
 
@@ -358,7 +356,7 @@ class TestProgress:
     def test_a_sweep_has_one_line_for_all_its_runs(self, capsys, clock):
         configs = [RunConfig(env="FrozenLake-v1", arm="ppo", seed=seed, rounds=3) for seed in (0, 1)]
         first, second = (Planned("lake", "ppo", config) for config in configs)
-        with SweepBars([first, second], clock) as table:
+        with PlannedBars([first, second], clock) as table:
             for planned, done, now in ((first, 0, 0), (first, 1, 1), (second, 1, 2), (second, 2, 11), (first, 3, 11)):
                 clock.now = now
                 table.rounds(planned, done)

@@ -209,7 +209,7 @@ class TestCommand:
         assert "lowers the target" in out
         code, _, err = whence("show", tmp_path / "run", "--out", tmp_path / "m.png")
         assert code == 2
-        assert "responses have no picture. Leave out --out." in err
+        assert "is a run of a language model, and --out is for agents: leave it out" in err
 
 
 @pytest.mark.parametrize("suffix", [".png", ".gif"])

@@ -16,11 +16,11 @@ from whence import Return, RunDirectory, RunDirectoryError, attribute, cli
 from whence.engines import ENGINES
 from whence.lab import attribute_round
 from whence.lab.agents.presets import read_presets
+from whence.lab.agents.run_config import TARGETS
+from whence.lab.arms import ARMS
 from whence.sb3 import model_objective
 from whence.stored.agents import load_recording, load_round
 from whence.stored.agents.rounds import measure_returns
-from whence.stored.agents.run_config import TARGETS
-from whence.stored.arms import ARMS
 
 LAKE = ["FrozenLake-v1", "--n-steps", "64", "--batch-size", "32", "--n-epochs", "2", "--optimizer", "SGD"]
 

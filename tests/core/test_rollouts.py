@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from whence import RecordBatch, TDErrorPriority
-from whence.advantages import td_errors
+from whence import RecordBatch
+from whence.lab.rules import TDErrorPriority
+from whence.lab.visits import compute_td_errors, measure_by_visits, td_errors
 from whence.scores.moments import find_moments
-from whence.selection import compute_td_errors, measure_by_visits
 
 STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])
 

@@ -22,9 +22,9 @@ from whence.core import policies
 from whence.engines import auto, rules
 from whence.lab import read_sweep
 from whence.lab.agents.presets import read_presets
-from whence.stored.arms import ARMS
+from whence.lab.arms import ARMS
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -184,12 +184,10 @@ def test_a_script_that_starts_processes_starts_none_when_these_import_it(page, e
     ],
 )
 def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch, capsys):
-    for module in ("comparison", "sweep"):
-        monkeypatch.setattr(
-            sys.modules[f"whence.lab.{module}"],
-            "start_jobs",
-            lambda jobs, workers, on, on_round: closing(run_one_by_one(jobs, workers, on_round)),
-        )
+    monkeypatch.setattr(
+        "whence.lab.comparison.start_jobs",
+        lambda jobs, workers, on, on_round: closing(run_one_by_one(jobs, workers, on_round)),
+    )
     # The page is served until Ctrl-C.
     monkeypatch.setattr("whence.page.server.serve", lambda runs, *, on_start, **settings: on_start("http://127.0.0.1/"))
     monkeypatch.setattr("webbrowser.open", lambda url: None)

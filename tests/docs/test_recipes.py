@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from helpers.examples import script
 from whence import cli
 from whence.lab.language import training as training
-from whence.lab.language.laboratory import make_character_tokenizer
+from whence.lab.language.laboratory_tasks import make_character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "llm.md").read_text(encoding="utf-8")

@@ -5,10 +5,10 @@ import polars as pl
 
 from helpers.explored_runs import table_of
 from whence.lab import Comparison
+from whence.lab.agents import RunConfig
 from whence.lab.comparison import run_path
 from whence.lab.efficiency import Curve, summarise
 from whence.runs import RunDirectory
-from whence.stored.agents import RunConfig
 
 HOSTILE = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(2)>"
 

@@ -67,7 +67,7 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
         "negative_share": [0.4] * rounds,
     }
     shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
-    commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}", "llm why": "whence llm why RUN"}
+    commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}"}
     finding = {
         "kind": "region",
         "title": f"Fire left harms{HOSTILE}",
@@ -94,11 +94,11 @@ def draw_frame(number: int) -> str:
 
 
 def make_map(text: str = "") -> dict:
-    """Two rows of three cells: a blamed step of the wrong sign, a praised turn to the right, and something else."""
+    """Two rows of three cells: a blamed step, a praised turn to the right, and something else."""
     shared = {"score": -0.5, "praised": 0.0}
-    step = {"side": "worst", "cell": 1, "direction": 1, "turn": 0, "action": f"down{text}", "count": 9, "wrong": 0.9}
-    turn = {"side": "worst", "cell": 4, "direction": 0, "turn": 1, "action": "right", "count": 1, "wrong": 0.1}
-    other = {"side": "best", "cell": 4, "direction": 3, "turn": None, "action": "drop", "count": 4, "wrong": None}
+    step = {"side": "worst", "cell": 1, "direction": 1, "turn": 0, "action": f"down{text}", "count": 9}
+    turn = {"side": "worst", "cell": 4, "direction": 0, "turn": 1, "action": "right", "count": 1}
+    other = {"side": "best", "cell": 4, "direction": 3, "turn": None, "action": "drop", "count": 4}
     arrows = [shared | step, shared | turn | {"praised": 1.0}, shared | other | {"score": 0.25}]
     return {"rows": 2, "cols": 3, "cells": [f"start{text}", "floor", "wall", "hole", "floor", "goal"], "arrows": arrows}
 

@@ -281,7 +281,7 @@ class TestConnecting:
             print("(raylet) A node has been marked dead.")
             return nullcontext((place, "no node") for place in range(len(jobs)))
 
-        monkeypatch.setattr(sys.modules["whence.lab.sweep"], "start_jobs", print_and_fail)
+        monkeypatch.setattr(sys.modules["whence.lab.comparison"], "start_jobs", print_and_fail)
         (tmp_path / "lake.toml").write_text(SWEEP)
         _, out, err = whence("sweep", tmp_path / "lake.toml", "--on", "ray", "--out", tmp_path / "out", "--json")
         assert "marked dead" in err

@@ -16,17 +16,22 @@ from stable_baselines3 import PPO
 from whence import Action
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import Comparison, cluster, compare, load_comparison
-from whence.lab.agents import configure, plan_comparison
-from whence.lab.agents.plan import check_action, reads
+from whence.lab.agents import (
+    RunConfig,
+    configure,
+    default_policy,
+    make_evaluation_env,
+    make_training_env,
+    plan_comparison,
+)
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import is_finished, read_curve, run
+from whence.lab.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
 from whence.lab.comparison import run_path
 from whence.runs import RunDirectory
-from whence.sb3.base.networks import default_policy
-from whence.stored.agents import RunConfig
-from whence.stored.agents.environments import evaluate, make_evaluation_env, make_training_env
-from whence.stored.agents.run_config import HYPERPARAMETERS
-from whence.stored.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
+from whence.sb3 import HYPERPARAMETERS, Pool
+from whence.stored.agents import check_action
+from whence.stored.agents.environments import evaluate
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -80,9 +85,25 @@ def assert_same_tensors(mine, other):
         assert torch.equal(tensor, other[name]), name
 
 
+class Recorder:
+    """A watch that notes the configurations of runs and their numbers of rounds."""
+
+    def __init__(self, reports):
+        self.reports = reports
+
+    def kept(self, planned):
+        self.reports.append((planned.config, planned.config.rounds))
+
+    def rounds(self, planned, done):
+        self.reports.append((planned.config, done))
+
+    def ended(self, planned, failure):
+        assert failure is None
+
+
 @pytest.fixture(scope="module")
 def reported():
-    """The configurations and numbers of rounds that `progress` was called with for `in_worker`."""
+    """The configurations and numbers of rounds that were reported for `in_worker`."""
     return []
 
 
@@ -102,7 +123,7 @@ def in_worker(tmp_path_factory, reported, in_this_process) -> Comparison:
     configs, path = planned(), tmp_path_factory.mktemp("two") / "worker"
     for config in configs[:-1]:
         shutil.copytree(in_this_process.run(config).path, run_path(path, config))
-    return compare(configs, path, progress=lambda config, rounds: reported.append((config, rounds)))
+    return compare(configs, path, watch=Recorder(reported))
 
 
 @pytest.fixture
@@ -124,7 +145,7 @@ def registered():
 def two_libraries(monkeypatch):
     """Stand in for EnvPool: FrozenLake's spaces, unless a test changes them."""
     pool = SimpleNamespace(observation_space=spaces.Discrete(16), action_space=spaces.Discrete(4), close=lambda: None)
-    monkeypatch.setattr("whence.stored.agents.environments.make_pool", lambda *made: pool)
+    monkeypatch.setattr(Pool, "make", lambda *made: pool)
     return pool
 
 
@@ -322,7 +343,7 @@ class TestPlan:
     @pytest.mark.filterwarnings(ENVPOOL_WARNS)
     @pytest.mark.parametrize("name", [name for name in read_presets() if name.startswith("lda-code/")])
     def test_every_preset_can_be_made(self, name):
-        for module in ("Box2D", "envpool", "minigrid"):  # Box2D before EnvPool: see make_pool
+        for module in ("Box2D", "envpool", "minigrid"):  # Box2D before EnvPool: see Pool.make
             pytest.importorskip(module)
         values = read_presets()[name]
         config = configure(preset=name)
@@ -340,7 +361,7 @@ class TestPlan:
     def test_what_each_arm_reads(self):
         made = {name: RunConfig("FrozenLake-v1", name, 0) for name in ARMS}
         fields = ("drop", "warmup", "target", "engine")
-        found = {name: {field for field in fields if reads(config, field)} for name, config in made.items()}
+        found = {name: {field for field in fields if config.reads(field)} for name, config in made.items()}
         assert found["ppo"] == found["td-error"] == set()
         assert found["nonpositive"] == {"warmup", "target", "engine"}
         assert found["advantage-1"] == {"drop", "warmup"}
@@ -559,16 +580,14 @@ class TestComparison:
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
 
-    def test_progress_is_called_with_every_round(self, in_worker, reported):
+    def test_every_round_is_reported(self, in_worker, reported):
         for place, config in enumerate(in_worker.configs):
             rounds = [number for about, number in reported if about == config]
-            assert rounds == ([2] if place < len(in_worker.configs) - 1 else [0, 0, 1, 2])  # the others were finished
+            assert rounds == ([2] if place < len(in_worker.configs) - 1 else [0, 1, 2])  # the others were finished
 
     def test_finished_runs_are_not_repeated(self, in_worker):
         before, calls = stamps(in_worker.path / "runs"), []
-        again = compare(
-            planned(), in_worker.path, workers=2, progress=lambda config, rounds: calls.append((config, rounds))
-        )
+        again = compare(planned(), in_worker.path, workers=2, watch=Recorder(calls))
         assert stamps(in_worker.path / "runs") == before
         assert len(before) == 78
         assert calls == [(config, 2) for config in planned()]
@@ -669,7 +688,7 @@ class TestRefusals:
         RunDirectory.create(run_path(tmp_path, config), {"experiment": config.to_json()})
         before, calls = stamps(tmp_path), []
         with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
-            compare(planned(), tmp_path, workers=1, progress=lambda *about: calls.append(about))
+            compare(planned(), tmp_path, workers=1, watch=Recorder(calls))
         assert stamps(tmp_path) == before
         assert calls == []
 
@@ -706,7 +725,7 @@ class TestRefusals:
         control = RunConfig("FrozenLake-v1", "random-iif", 7, drop=0.3, unit="episode")
         assert repr(control.rule().like) == "IIF(drop=0.3, warmup=0, unit='episode')"
         assert control.rule().seed == 7
-        assert reads(control, "unit")
+        assert control.reads("unit")
         assert not counts_scoring("random-iif")
 
     def test_a_name_that_no_arm_has_is_refused(self, tmp_path):

@@ -18,15 +18,15 @@ from helpers.launching import run_one_by_one
 from whence import lab
 from whence.core import RunDirectoryError, Unsupported, WhenceError
 from whence.engines import memory
+from whence.lab.arms import split_arm
 from whence.lab.language import SIZES, check
-from whence.lab.language.laboratory import make_character_tokenizer
-from whence.lab.language.laboratory import make_model as make_lab_model
-from whence.lab.language.results import is_finished, read_curve
-from whence.lab.language.training import prepare, run
+from whence.lab.language.laboratory_tasks import make_character_tokenizer
+from whence.lab.language.laboratory_tasks import make_model as make_lab_model
+from whence.lab.language.selections import configure_trainer, make_rule, read_arm
+from whence.lab.language.training import is_finished, prepare, read_curve, run
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import DTV, IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
-from whence.stored.arms import split_arm
 from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import digest_source
 from whence.stored.language.loading import load_function
@@ -123,7 +123,7 @@ class TestConfig:
             ("random-iif-token", RandomDrop(seed=3, like=NonPositive()), "token"),
         ):
             config = tiny(arm, seed=3, settings={"num_generations": 4})
-            assert (config.make_rule(), config.target) == (rule, target)
+            assert (make_rule(config), read_arm(arm)[1]) == (rule, target)
 
     def test_it_survives_json(self):
         config = tiny("ippo", lora=2, settings={"learning_rate": 0.5})
@@ -167,7 +167,7 @@ class TestConfig:
     )
     def test_what_is_refused(self, fields, message):
         with pytest.raises(WhenceError, match=message):
-            make_trainer_config(LanguageConfig(**{"seed": 0, **fields}), "runs/checked")
+            configure_trainer(LanguageConfig(**{"seed": 0, **fields}), "runs/checked")
 
     @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
     def test_a_run_refuses_settings_before_anything_is_made(self, tmp_path, monkeypatch, algorithm):
@@ -180,9 +180,9 @@ class TestConfig:
     def test_an_arm_that_keeps_all_takes_what_others_cannot(self):
         for name, value in (("entropy_coef", 0.1), ("loss_type", "bnpo")):
             config = LanguageConfig("ppo", 0, algorithm="grpo", settings={name: value})
-            assert getattr(make_trainer_config(config), name) == value
+            assert getattr(configure_trainer(config), name) == value
             with pytest.raises(Unsupported, match=name):
-                make_trainer_config(replace(config, arm="iif"))
+                configure_trainer(replace(config, arm="iif"))
 
 
 class TestRun:

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whence.core import WhenceError
 from whence.lab.language import SIZES, Difficulty, Habit, arithmetic, check, evaluate, lenient_reward, reward, solution
-from whence.lab.language.evaluation import summarise
-from whence.lab.language.laboratory import (
+from whence.lab.language.laboratory_tasks import (
     IGNORED,
     draw_splits,
     encode_with_labels,
@@ -21,7 +20,7 @@ from whence.lab.language.laboratory import (
     make_character_tokenizer,
     make_model,
 )
-from whence.lab.language.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems
+from whence.lab.language.problems import SYMBOLS, Verdict, answer_by_habit, draw_problems, summarise
 
 PROMPT, ANSWER = "7+8-5*2?", "7+8=15;15-5=10;10*2=20;20"
 TINY = SIZES["tiny"]
@@ -192,7 +191,7 @@ def test_a_second_call_loads_what_the_first_has_made(lab, laboratory_folder, mon
     def made(*arguments):
         raise AssertionError("the laboratory was made again")
 
-    monkeypatch.setattr(sys.modules["whence.lab.language.laboratory"], "_make", made)
+    monkeypatch.setattr(sys.modules["whence.lab.language.laboratory_tasks"], "_make", made)
     again = arithmetic(laboratory_folder, size="tiny")
     assert again.model_path == lab.model_path
     assert list(again.train["prompt"]) == list(lab.train["prompt"])

@@ -12,7 +12,7 @@ from helpers.languages import rows_for
 from helpers.toys import difference
 from whence import NonPositive, attribute
 from whence.core import Unsupported, WhenceError
-from whence.lab.language import PUZZLES, pretrained, smollm2
+from whence.lab.language import PUZZLES, laboratory_tasks, smollm2
 from whence.lab.language.training import run
 from whence.llm import SequenceReturn, TokenPPO, language_view
 from whence.llm.base import pad_rows
@@ -32,7 +32,7 @@ ADAPTED = {"task": "smollm2", "size": "basic_arithmetic", "lora": 4}
 
 @pytest.fixture
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "find_spec", lambda name: sys.__spec__ if name == "gguf" else None)
+    monkeypatch.setattr(laboratory_tasks, "find_spec", lambda name: sys.__spec__ if name == "gguf" else None)
 
 
 @pytest.mark.usefixtures("without_packages")

@@ -15,7 +15,6 @@ from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
-import whence
 from helpers.recorded_rounds import OPTIMIZERS, SMALL, assert_untouched, model_of, recorded, replay, state_of
 from whence import IIF, Return, RoundRecording, WhenceError, attribute
 from whence.core import NonFinite, Unsupported
@@ -29,6 +28,7 @@ from whence.lab.rounds.replay import (
     open_round,
     target_gradient,
 )
+from whence.lab.rules import TDErrorPriority
 from whence.rounds.recording import OptimizerState
 from whence.sb3 import replay_round as replay_sb3
 
@@ -76,7 +76,7 @@ CASES = {
 
 def record_case(name):
     """Return a case's model, and the recording of its second round."""
-    rules = {"filtered": IIF(drop=1.0), "drawn by weight": whence.TDErrorPriority()}
+    rules = {"filtered": IIF(drop=1.0), "drawn by weight": TDErrorPriority()}
     model = model_of(**CASES[name])
     if name == "a2c":
         model = A2C("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, seed=0), n_steps=16, seed=0, device="cpu")

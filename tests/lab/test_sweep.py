@@ -21,16 +21,14 @@ from typer.testing import CliRunner
 from helpers.launching import run_one_by_one
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
-from whence.lab import cluster, comparison, load_sweep, read_sweep, run_sweep, workers
-from whence.lab.agents import configure, plan_comparison, run
+from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
+from whence.lab.agents import configure, make_training_env, plan_comparison, run
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_curve, make_model
 from whence.lab.efficiency import rounds_to
 from whence.lab.rowfile import read_rows, write_rows
-from whence.lab.sweep import KEYS
 from whence.lab.workers import run_all
 from whence.runs import RunDirectory, lock_directory
-from whence.stored.agents.environments import make_training_env
 
 LAKE = """
 [[experiment]]
@@ -133,7 +131,7 @@ class TestReading:
         ]
 
     def test_the_papers_sweep_is_sound(self):
-        pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+        pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
         pytest.importorskip("envpool")
         runs = read_sweep(Path(__file__).parents[2] / "results/paper/sweep.toml")
         assert len({run.name for run in runs}) == len(runs)

@@ -11,9 +11,9 @@ import pytest
 
 from whence.core import WhenceError
 from whence.lab import KeptRun, load_sweep, summarise_sweep, write_tables
+from whence.lab.agents import RunConfig
 from whence.lab.agents.training import make_curve
 from whence.page.figures import COLOURS, arm_colours, over_rounds
-from whence.stored.agents import RunConfig
 
 LAKE = RunConfig(env="FrozenLake-v1", arm="ppo", seed=0, rounds=4, eval_episodes=20)
 
@@ -198,7 +198,7 @@ def shares(**more):
 def test_no_two_arms_look_alike():
     arms = ["ppo", *(f"arm {number}" for number in range(3 * len(COLOURS)))]
     figure = over_rounds(
-        pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}), "test_return", "mean", arm_colours(arms)
+        pl.DataFrame({"arm": arms, "round": 0, "test_return": 1.0}), "test_return", "mean", arm_colours(arms, "ppo")
     )
     looks = [(trace.line.color, trace.line.dash) for trace in figure.data]
     assert len(looks) == len(set(looks)) == len(arms)

@@ -8,10 +8,10 @@ import pytest
 from helpers.browsing import HOSTILE, TURNED, open_page, playwright
 from helpers.compared_runs import by_hand, records_of, run_of
 from whence.lab import write_comparison
+from whence.lab.arms import ARMS
 from whence.lab.comparison import run_path
 from whence.page import write_report
 from whence.runs import RunDirectory
-from whence.stored.arms import ARMS
 
 ENV = f"{HOSTILE} {TURNED} {'x' * 300}"
 

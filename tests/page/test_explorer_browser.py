@@ -104,9 +104,9 @@ class TestRounds:
         expect(page.locator("#map h3")).to_have_text(["10 most harmful records", "4 most helpful records"])
         assert worst.locator("rect.cell").count() == 6
         arrows = worst.locator("g.arrow").all()
-        assert [arrow.get_attribute("class") for arrow in arrows] == ["arrow low wrong", "arrow high"]
+        assert [arrow.get_attribute("class") for arrow in arrows] == ["arrow low", "arrow high"]
         assert "“down” at row 1, column 2: 9 records, mean score −0.5" in arrows[0].locator("title").text_content()
-        assert "the sign was wrong in 90%" in arrows[0].locator("title").text_content()
+        assert "the advantage praised it in 0%" in arrows[0].locator("title").text_content()
         # Down from the middle of its cell, and thicker than the single record's.
         assert arrows[0].locator("path").get_attribute("d") == "M90,30 L90,47"
         widths = [float(arrow.locator("path").get_attribute("stroke-width")) for arrow in arrows]

@@ -11,16 +11,18 @@ import pytest
 
 from helpers.compared_runs import HOSTILE, by_hand, run_of
 from helpers.pages import ASSETS
+from whence.cli.terminal import describe_training
 from whence.core import preserve_rng_state
 from whence.lab import Comparison, compare, write_comparison
 from whence.lab.agents import plan_comparison
 from whence.lab.agents.training import run
 from whence.lab.comparison import run_path
 from whence.lab.tables import METRICS, cell, format_seeds, give_verdict, make_summary
-from whence.page import write_report
+from whence.page import ExploredRun, write_report
 from whence.page.explored.grid import LONGEST, STEPS
 from whence.page.figures import (
     COLOURS,
+    arm_colours,
     influence_distribution,
     kept_share,
     over_rounds,
@@ -233,7 +235,8 @@ class TestPage:
 class TestRunPage:
     def test_a_finished_run(self, tiny, tmp_path):
         config = next(config for config in tiny.configs if (config.arm, config.seed) == ("iif", 1))
-        write_report(tiny.run(config), tmp_path / "deep" / "page.html")
+        run = tiny.run(config)
+        write_report(ExploredRun(run, about=describe_training(run)), tmp_path / "deep" / "page.html")
         page = Page((tmp_path / "deep" / "page.html").read_text(encoding="utf-8"))
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")
@@ -408,6 +411,9 @@ class TestVerdict:
         assert format_seeds("final_return", {**entry, "low": None, "per_seed": [0.25]}) == ("0.25", "")
 
 
+TWO_COLOURS = arm_colours(["ppo", "iif"], "ppo")
+
+
 class TestFigures:
     @pytest.fixture
     def tables(self, tmp_path):
@@ -415,7 +421,7 @@ class TestFigures:
 
     def test_learning_curves(self, tables):
         # ppo: seeds 0 and 1 reach 0, 1, 2 and 0, 3, 4; iif: 0, 2, 3 and 0, 4, 5.
-        figure = over_rounds(tables("evaluations"), "test_return", "mean test return")
+        figure = over_rounds(tables("evaluations"), "test_return", "mean test return", TWO_COLOURS)
         low, high, mean = figure.data[:3]
         assert [list(trace.x) for trace in figure.data] == [[0, 1, 2]] * 6
         assert (list(low.y), list(high.y), list(mean.y)) == ([0, 1, 2], [0, 3, 4], [0, 2, 3])
@@ -427,14 +433,14 @@ class TestFigures:
         assert [trace.fill for trace in figure.data[:3]] == [None, "tonexty", None]
 
     def test_kept_share(self, tables):
-        figure = kept_share(tables("metrics"))
+        figure = kept_share(tables("metrics"), TWO_COLOURS)
         ppo, iif = figure.data[2], figure.data[5]
         assert list(ppo.y) == pytest.approx([0.9, 0.9])  # seeds 0 and 1: 0 and 0.2 dropped
         assert list(iif.y) == pytest.approx([0.8, 0.8])  # 0.1 and 0.3
         assert figure.layout.yaxis.range[0] == 0
 
     def test_influence_is_that_of_one_arm(self, tables):
-        figure = influence_distribution(tables("metrics"), "iif")
+        figure = influence_distribution(tables("metrics"), "iif", TWO_COLOURS)
         # Runs 1 and 3 of four are iif's: quantiles 1 and 3 above their levels.
         assert [list(trace.y) for trace in figure.data] == [[level + 2] * 2 for level in (5, 95, 25, 75, 50)]
         assert [trace.name for trace in figure.data if trace.name] == ["5 to 95%", "25 to 75%", "median"]

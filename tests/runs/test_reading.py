@@ -17,10 +17,11 @@ from helpers.toys import flip_bit, model
 from whence import IIF, Influence, InvalidInfluence, Return, RoundRecording, RunDirectory, WhenceError, attribute
 from whence.core import RunDirectoryError
 from whence.lab import read_config
+from whence.lab.agents import RunConfig
 from whence.runs import read_latest
 from whence.sb3 import InfluenceCallback, collect
 from whence.scores.moments import find_moments
-from whence.stored.agents import RunConfig, load_policy
+from whence.stored.agents import load_policy
 from whence.stored.language import LanguageConfig
 
 RECORDING, SCORES = "recordings/round_00001.safetensors", "scores.safetensors"

@@ -16,16 +16,15 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import whence
 from whence import IIF, RunDirectory, WhenceError
-from whence.lab.agents import configure, run
+from whence.lab.agents import RunConfig, configure, make_evaluation_env, make_training_env, run
+from whence.lab.agents.environments import EnvPoolVecEnv
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_model
-from whence.sb3 import InfluenceCallback
-from whence.sb3.episodes import envpool
-from whence.sb3.episodes.envpool import EnvPoolVecEnv, evaluate_pool
-from whence.stored.agents import RunConfig, load_round
-from whence.stored.agents.environments import evaluate, make_evaluation_env, make_training_env
+from whence.sb3 import InfluenceCallback, Pool, evaluate_pool
+from whence.stored.agents import load_round
+from whence.stored.agents.environments import evaluate
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 pytest.importorskip("envpool")
 
 GRID = RunConfig("minigrid:MiniGrid-Empty-8x8-v0", "ppo", 0, observe="image")
@@ -34,7 +33,7 @@ GRID = RunConfig("minigrid:MiniGrid-Empty-8x8-v0", "ppo", 0, observe="image")
 def test_a_grid_without_chance_is_stepped_alike() -> None:
     # Turned about and walked through at random, until time limits have cut episodes off and goals have ended others.
     plain = make_evaluation_env(GRID, 3)
-    pool = EnvPoolVecEnv("minigrid:MiniGrid-Empty-8x8-v0", {}, 3, 0, "image")
+    pool = EnvPoolVecEnv(Pool("minigrid:MiniGrid-Empty-8x8-v0", {}, "image"), 3, 0)
     rng = np.random.default_rng(0)
     assert np.array_equal(plain.reset(), pool.reset())
     ends = {"reached": 0, "cut off": 0}
@@ -99,7 +98,7 @@ def test_one_policy_has_the_same_mean_return(config: RunConfig, episodes: int, s
     # An environment that is through with its episodes is stepped on until the last one is: fewer waste less.
     envs = make_evaluation_env(config, 1 if config is HIGHWAY else min(episodes // 3, 32))
     mean, error = evaluate(model, envs, episodes=episodes, seed=1)
-    returns = evaluate_pool(model, config.env, config.pool_kwargs, episodes=256, seed=1, key=config.observe)
+    returns = evaluate_pool(model, Pool(config.env, config.pool_kwargs, config.observe), episodes=256, seed=1)
     assert stats.mode(returns).count < 0.3 * len(returns)
     apart = abs(returns.mean() - mean)
     assert apart <= stats.norm.ppf(0.975) * (error + stats.sem(returns))
@@ -109,9 +108,9 @@ def test_evaluations_are_reproducible_and_change_nothing() -> None:
     model = PPO("MlpPolicy", gym.make("CartPole-v1"), device="cpu", seed=0)
     model.policy.train()
     state = torch.get_rng_state()
-    first = evaluate_pool(model, "CartPole-v1", {}, episodes=30, seed=5)
-    assert np.array_equal(first, evaluate_pool(model, "CartPole-v1", {}, episodes=30, seed=5))
-    assert not np.array_equal(first, evaluate_pool(model, "CartPole-v1", {}, episodes=30, seed=6))
+    first = evaluate_pool(model, Pool("CartPole-v1", {}), episodes=30, seed=5)
+    assert np.array_equal(first, evaluate_pool(model, Pool("CartPole-v1", {}), episodes=30, seed=5))
+    assert not np.array_equal(first, evaluate_pool(model, Pool("CartPole-v1", {}), episodes=30, seed=6))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.policy.training
     # In CartPole an episode's return is its length: each is one whole episode, long ones not cut, short ones once.
@@ -123,7 +122,7 @@ def test_continuous_actions_are_clipped_as_sb3_clips_them() -> None:
     model = PPO("MlpPolicy", gym.make("Pendulum-v1"), device="cpu", seed=0, policy_kwargs={"log_std_init": 2.0})
     config = RunConfig("Pendulum-v1", "ppo", 0)
     mean, error = evaluate(model, make_evaluation_env(config, 64), episodes=64, seed=1)
-    returns = evaluate_pool(model, "Pendulum-v1", {}, episodes=128, seed=1)
+    returns = evaluate_pool(model, Pool("Pendulum-v1", {}), episodes=128, seed=1)
     assert abs(returns.mean() - mean) <= stats.norm.ppf(0.975) * (error + stats.sem(returns))
 
 
@@ -143,14 +142,14 @@ def test_training_collects_from_a_pool(tmp_path: Any) -> None:
 
 
 def test_the_callback_takes_a_pool() -> None:
-    env = EnvPoolVecEnv("CartPole-v1", {}, 2, seed=3)
+    env = EnvPoolVecEnv(Pool("CartPole-v1", {}), 2, seed=3)
     model = PPO("MlpPolicy", env, n_steps=32, batch_size=32, device="cpu", seed=0)
     callback = InfluenceCallback(IIF(0.5))
     model.learn(3 * 64, callback=callback)
     assert callback.round is not None
     assert callback.round.number == 3
     twin = PPO(
-        "MlpPolicy", EnvPoolVecEnv("CartPole-v1", {}, 2, seed=3), n_steps=32, batch_size=32, device="cpu", seed=0
+        "MlpPolicy", EnvPoolVecEnv(Pool("CartPole-v1", {}), 2, seed=3), n_steps=32, batch_size=32, device="cpu", seed=0
     )
     twin.learn(3 * 64, callback=InfluenceCallback(IIF(0.5)))
     assert all(torch.equal(a, b) for a, b in zip(model.policy.parameters(), twin.policy.parameters(), strict=True))
@@ -202,7 +201,7 @@ class Flat(BaseFeaturesExtractor):
 
 
 def test_a_policy_of_all_parts_is_trained_and_evaluated_on_a_pool() -> None:
-    env = EnvPoolVecEnv(GRID.env, {}, 2, 0)
+    env = EnvPoolVecEnv(Pool(GRID.env, {}), 2, 0)
     model = PPO(
         "MultiInputPolicy",
         env,
@@ -216,7 +215,7 @@ def test_a_policy_of_all_parts_is_trained_and_evaluated_on_a_pool() -> None:
     model.learn(256, callback=callback)
     assert callback.round is not None
     assert callback.round.records.observations["image"].shape == (256, 3, 7, 7)
-    returns = evaluate_pool(model, GRID.env, {}, episodes=8, seed=1)
+    returns = evaluate_pool(model, Pool(GRID.env, {}), episodes=8, seed=1)
     assert len(set(returns.tolist())) > 1
 
 
@@ -274,8 +273,8 @@ def played_with_gymnasium(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch
 
 def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     envs = [Still(length) for length in (5, 1, 3, 4, 9)]
-    monkeypatch.setattr(envpool, "make_pool", lambda *_: StillPool(envs))
-    evaluate_pool(model, "Still-v0", {}, episodes=5, seed=seed)
+    monkeypatch.setattr(Pool, "make", lambda *_: StillPool(envs))
+    evaluate_pool(model, Pool("Still-v0", {}), episodes=5, seed=seed)
     return [episode for env in envs for episode in env.episodes]
 
 

@@ -17,7 +17,7 @@ from whence import RecordBatch, ReplayError, RunDirectory, attribute, replay_epi
 from whence.sb3 import RecordResets
 from whence.stored.agents import load_round
 
-pytest.importorskip("Box2D")  # before EnvPool: see make_pool
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 
 
 class Summing(gym.Env):

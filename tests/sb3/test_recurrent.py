@@ -16,11 +16,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import whence
 from helpers import toys
 from helpers.gradients import Gradients, fill_buffer
-from whence.causes import compare_log_probs, find_causes, play_episode, prove_decision, read_record
+from whence.causes import compare_log_probs, find_causes, play_episode, prove, read_record
 from whence.core import RunDirectoryError, as_view
+from whence.lab.rules import TDErrorPriority
 from whence.sb3 import InfluenceCallback, collect, model_objective
 from whence.sb3.base.sampling import select_from
-from whence.stored.agents import compare_policies, estimate_advantages, load_model, load_round, replay_episode
+from whence.stored.agents import compare_policies, estimate_advantages, load_agent, load_round, replay_episode
 
 STEPS = 32
 
@@ -207,15 +208,14 @@ def test_what_taught_a_decision_is_told(cart: whence.RunDirectory) -> None:
     table = cart.round("records", 3)
     row = table.filter(pl.col("step") > 3).row(0, named=True)
     target = read_record(cart, 3, row["record_id"])
-    model = load_model(cart, 3)
+    model = load_agent(cart, 3)
     _, records = load_round(cart, 3)
     view = as_view(model.policy)
     log_prob = float(target(view, view.parameters(), records).detach())
     assert log_prob == pytest.approx(row["log_prob"], abs=1e-5)  # which its steps before give it
     assert len(compare_log_probs(cart, target)) == 3
-    pair = {"target_states": target.observation, "actions": target.action, "states_of": target.records}
     for method in ("influence", "nearest"):
-        causes = find_causes(cart, **pair, rounds=[3], method=method)
+        causes = find_causes(cart, target, rounds=[3], method=method)
         # A record that trains on the same action with an advantage speaks for it, if that is positive.
         own = causes.filter(pl.col("record_id") == row["record_id"]).row(0, named=True)
         assert own["score"] * row["advantage"] >= 0
@@ -292,14 +292,14 @@ def test_what_cannot_be_done_is_refused_before(cart: whence.RunDirectory, tmp_pa
     with pytest.raises(whence.Unsupported, match="cannot be recorded"):
         make_model().learn(64, callback=InfluenceCallback(recordings=[1]))
     with pytest.raises(whence.Unsupported, match="drawn by weights"):
-        make_model().learn(64, callback=InfluenceCallback(whence.TDErrorPriority()))
+        make_model().learn(64, callback=InfluenceCallback(TDErrorPriority()))
     with pytest.raises(whence.Unsupported, match=r"overrides evaluate_actions\(\).*MlpLstmPolicy"):
         RecurrentPPO(Other, make_cart(), device="cpu").learn(64, callback=InfluenceCallback())
     kwargs = {"policy_kwargs": {"lstm_kwargs": {"proj_size": 4}, "lstm_hidden_size": 8}}
     with pytest.raises(whence.Unsupported, match="Leave out proj_size"):
         make_model(**kwargs).learn(64, callback=InfluenceCallback())
     with pytest.raises(RunDirectoryError, match="trained a recurrent policy"):
-        prove_decision(cart, read_record(cart, 2, int(cart.round("records", 2)["record_id"][0])))
+        prove(cart, read_record(cart, 2, int(cart.round("records", 2)["record_id"][0])))
     toy = make_model()
     records, others = collect(toy), collect(toy)
     with pytest.raises(whence.WhenceError, match="have no history"):

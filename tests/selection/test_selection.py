@@ -22,7 +22,6 @@ from whence import (
     InvalidRecords,
     KeepAll,
     MaxVariance,
-    NegativeRandom,
     NonPositive,
     Progress,
     RandomDrop,
@@ -32,6 +31,7 @@ from whence import (
     ZeroVariance,
 )
 from whence.core import label_units
+from whence.lab.rules import NegativeRandom
 from whence.scores.influence import Provenance
 
 

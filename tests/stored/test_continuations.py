@@ -15,7 +15,7 @@ from whence.core import preserve_rng_state
 from whence.sb3 import RecordResets
 from whence.sb3.episodes.episode_replay import open_env, read_episode, reset_to, to_env_actions
 from whence.stored.agents import estimate_advantages, make_replay_env
-from whence.stored.agents.rounds import load_model
+from whence.stored.agents.rounds import load_agent
 
 
 class Counting(gym.Env):
@@ -39,7 +39,7 @@ def play_plainly(run, number, record, count, seed):
     """The estimate of one record with environments of its own, each played up to it: what the batch has to equal."""
     row = run.round("records", number).filter(pl.col("record_id") == record)
     stored, step = read_episode(run, row["episode_id"][0]), row["step"][0]
-    model, make_env = load_model(run, number), make_replay_env(run)
+    model, make_env = load_agent(run, number), make_replay_env(run)
     *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(count + 1)
     returns, envs = np.zeros(2 * count), [RecordResets(make_env()) for _ in range(2 * count)]
     observations = [None] * len(envs)
@@ -179,7 +179,7 @@ def test_estimates_are_as_far_from_the_truth_as_their_errors_say(lake, monkeypat
 
     records = lake.round("records", 2)
     rows = records.gather_every(9).head(50)
-    model = load_model(lake, 2)
+    model = load_agent(lake, 2)
     with open_env(make_replay_env(lake)) as env:
         values, advantages = solve(env.unwrapped.P, policy_table(model), model.gamma)
     table = estimate_advantages(lake, 2, rows["record_id"].to_list(), continuations=24)

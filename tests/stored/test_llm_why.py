@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from helpers.language_runs import NAMES, copy_run, invoke
-from whence.cli.commands.llm_why_command import colour_tokens
+from whence.cli.terminal.explanations import colour_tokens
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import RunDirectory
 from whence.stored.language.explanations import explain_response
@@ -75,13 +75,13 @@ class TestCommand:
     def test_it_shows_tokens_and_what_they_pull_at(self, runs):
         directory = runs("ppo")
         worst = directory.round("records", 3).sort("score").row(0, named=True)
-        done = invoke("llm", "why", directory.path, "--top", 2)
+        done = invoke("why", directory.path, "--top", 2)
         assert done.exit_code == 0, done.output
         assert f"Record {worst['record_id']}, round 3" in done.output
         assert worst["prompt"] in done.output
         assert "demonstration" in done.output
         assert "What it pulls against" in done.output
-        again = invoke("llm", "why", directory.path, "--record", worst["record_id"], "--json", "--top", 2)
+        again = invoke("why", directory.path, "--record", worst["record_id"], "--json", "--top", 2)
         found = json.loads(again.stdout)
         assert found["record_id"] == worst["record_id"]
         assert sum(token["part"] for token in found["tokens"]) == pytest.approx(worst["score"], rel=1e-3)
@@ -95,7 +95,7 @@ class TestCommand:
         hostile = "[red]\x1b[2J\u202e</script>\n"
         table = table.with_columns(prompt=pl.lit(hostile), response=pl.lit(hostile))
         directory.write_round("records", 3, table)
-        done = invoke("llm", "why", directory.path, "--record", int(table["record_id"][0]))
+        done = invoke("why", directory.path, "--record", int(table["record_id"][0]))
         assert done.exit_code == 0, done.output
         assert "\x1b[2J" not in done.output
         assert "\u202e" not in done.output
@@ -110,14 +110,22 @@ class TestCommand:
         ],
     )
     def test_what_is_refused(self, runs, arguments, message):
-        done = invoke("llm", "why", runs("ppo").path, *arguments)
+        done = invoke("why", runs("ppo").path, *arguments)
         assert isinstance(done.exception, WhenceError)
         assert message in str(done.exception)
 
-    def test_an_agents_run_is_refused(self, tmp_path):
-        RunDirectory.create(tmp_path, {"rule": "IIF()"})
-        done = invoke("llm", "why", tmp_path)
-        assert "is no language model's run" in str(done.exception)
+    @pytest.mark.parametrize("option", [("--round", 1), ("--flagged",), ("--prompt", "a", "--response", "b")])
+    def test_an_agents_run_is_refused(self, tmp_path, option):
+        RunDirectory.create(tmp_path, {"rule": "IIF()"}).write_round("records", 1, pl.DataFrame({"record_id": [0]}))
+        done = invoke("why", tmp_path, *option)
+        assert f"is a run of an agent, and {option[0]} is for language models" in str(done.exception)
+
+    @pytest.mark.parametrize(
+        "option", [("--episode-seed", 0), ("--step", 0), ("--observation", "[]"), ("--env", "E-v1")]
+    )
+    def test_what_is_for_agents_is_refused(self, runs, option):
+        done = invoke("why", runs("ppo").path, *option)
+        assert f"is a run of a language model, and {option[0]} is for agents" in str(done.exception)
 
     def test_colours_follow_sign_and_size(self):
         text = colour_tokens(["a", "bb", "c", "d"], [-1.0, 0.2, 0.0, 0.9])

@@ -16,10 +16,9 @@ import whence.sb3
 from whence import IIF
 from whence.cli import app
 from whence.core import preserve_rng_state
-from whence.lab.agents import run
+from whence.lab.agents import RunConfig, run
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
-from whence.stored.agents import RunConfig
 from whence.stored.agents.policy_changes import compare_policies
 from whence.stored.agents.rounds import load_round
 

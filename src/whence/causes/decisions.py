@@ -27,7 +27,7 @@ from whence.sb3 import (
     use_fresh_noise,
     zero_states,
 )
-from whence.stored.agents import AnyEnv, is_squashed, load_model, load_policy, make_lockstep, read_records
+from whence.stored.agents import AnyEnv, is_squashed, load_agent, load_policy, make_lockstep, read_records
 
 LONGEST = 10_000
 """Steps after which an episode that goes on is left."""
@@ -89,7 +89,7 @@ def read_record(run: RunDirectory, number: int, record: int, *, env: AnyEnv = No
     ids = table["record_id"].sort()
     if record not in ids:
         raise WhenceError(f"Record {record} is not in round {number}; its records go from {ids[0]} to {ids[-1]}.")
-    return _make_target(read_records(run, number, load_model(run, number, env=env), env=env, ids=[record]), 0)
+    return _make_target(read_records(run, number, load_agent(run, number, env=env), env=env, ids=[record]), 0)
 
 
 def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) -> tuple[float, float, bool]:
@@ -98,7 +98,7 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
     The third entry is whether actions are discrete; the log-probabilities of continuous ones are of densities.
     """
     rounds, policies = run.require_rounds(), run.rounds("policies")
-    model = load_model(run, policies[0], env=env)
+    model = load_agent(run, policies[0], env=env)
     first_id = run.round("records", rounds[0])["record_id"][0]
     states = target.as_records(read_records(run, rounds[0], model, env=env, ids=[first_id]))
     before = read_log_probs(model, states).mean()
@@ -131,7 +131,7 @@ def play_episode(
     """
     run.require_rounds()
     policies = run.rounds("policies")
-    model = load_model(run, policies[-1], env=env)
+    model = load_agent(run, policies[-1], env=env)
     is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
     memory = zero_states(model.policy, 1) if is_recurrent(model.policy) else None
     states: list[Tree] = []

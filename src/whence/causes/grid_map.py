@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import polars as pl
 
-from whence.causes.judgement import compare_signs, measure_visits
-from whence.core import ReplayError, WhenceError
+from whence.core import WhenceError
 from whence.runs import RunDirectory
-from whence.sb3 import open_env, play_again, read_episode
+from whence.sb3 import open_env, read_episode
 from whence.scores import name_action
-from whence.stored.agents import AnyEnv, action_labels, make_replay_env
+from whence.stored.agents import AnyEnv, action_labels, make_replay_env, replay_exactly
 
 MOST = 100
 """Records at either end of a round, as in LDA's figures."""
@@ -34,8 +33,8 @@ class GridMap(NamedTuple):
         cells: what is in each cell, row by row: "floor", "wall", "goal", "start", "hole", or another word.
         arrows: a row for each `side` ("worst", "best"), cell and action: `cell` (its place in `cells`), `direction` in
             which the agent acts or looks (0: right, 1: down, 2: left, 3: up), `turn` (0: it goes there, -1: it turns
-            left, 1: right, null: something else), `action` in words, the `count` of records, their mean `score`, the
-            share that was `praised` (its advantage is above 0), and the share whose sign was `wrong` (null: unknown).
+            left, 1: right, null: something else), `action` in words, the `count` of records, their mean `score`, and
+            the share that was `praised` (its advantage is above 0).
     """
 
     rows: int
@@ -58,9 +57,7 @@ _Pose = tuple[int, int, _Layout]
 """The cell and the direction of a MiniGrid's agent, and the grid around it."""
 
 
-def map_extremes(
-    run: RunDirectory, number: int, records: pl.DataFrame, *, most: int = MOST, env: AnyEnv = None
-) -> GridMap | None:
+def map_extremes(run: RunDirectory, records: pl.DataFrame, *, most: int = MOST, env: AnyEnv = None) -> GridMap | None:
     """Return the map of the records that harm and help the most; None if the environment has none.
 
     A map has FrozenLake, whose observations are cells, and MiniGrid, whose episodes are played again to see where the
@@ -68,8 +65,7 @@ def map_extremes(
 
     Args:
         run: the run.
-        number: the round, from 1.
-        records: its records, with `score`; and with `mismatch`, unless repeated visits are to judge them.
+        records: the records of a round, with `score`.
         most: how many records at either end, as far as their scores are below or above 0.
         env: the environment, if the run's configuration does not name it.
 
@@ -78,9 +74,6 @@ def map_extremes(
     """
     if not {"score", "action"} <= {*records.columns} or (world := _read_world(run, env)) is None:
         return None
-    visited = None if "mismatch" in records.columns else measure_visits(run, number, env=env)
-    if visited is not None:
-        records = compare_signs(records.join(visited, on="record_id", how="left"))
     extremes = _choose_extremes(records, most)
     if isinstance(world, _Layout):
         layout = world
@@ -167,22 +160,17 @@ def _replay_poses(run: RunDirectory, extremes: pl.DataFrame, env: AnyEnv) -> dic
     for (episode,), rows in known.group_by("episode_id", maintain_order=True):
         stored = read_episode(run, int(episode))
         inspect = partial(_read_pose, layouts=[])
-        make_env = make_replay_env(run, env, index=stored.env_index)
-        replay = play_again(make_env, stored, last_step=int(rows["step"].to_numpy().max()), inspect=inspect)
-        if replay.mismatch is not None:
-            raise ReplayError(replay.mismatch)
+        replay = replay_exactly(run, stored, int(rows["step"].to_numpy().max()), env=env, inspect=inspect)
         poses |= {record: replay.inspected[step] for record, step in rows.select("record_id", "step").iter_rows()}
     return poses
 
 
 def _count_arrows(placed: pl.DataFrame, env_id: str | None, config: Mapping[str, Any]) -> pl.DataFrame:
     """Return the records by side, cell and action, those of most records first."""
-    wrong = pl.col("mismatch").cast(pl.Float64).mean() if "mismatch" in placed.columns else pl.lit(None, pl.Float64)
     counted = placed.group_by("side", *_STATE).agg(
         count=pl.len().cast(pl.Int64),
         score=pl.col("score").cast(pl.Float64).mean(),
         praised=(pl.col("advantage") > 0).mean(),
-        wrong=wrong,
     )
     labels = action_labels(env_id, config)
     names = [name_action(action, labels) for action in counted["action"].to_list()]

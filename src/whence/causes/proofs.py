@@ -3,31 +3,34 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
-from whence.core import NonFinite, WhenceError, write_json
+from whence.causes.finders import check_kind, find_causes
+from whence.causes.ranking import KEYS
+from whence.causes.retraining import AgentTraining, LanguageTraining, Retraining
+from whence.core import Action, NonFinite, WhenceError, write_json
+from whence.runs import RunDirectory, check_links
 from whence.selection import read_weights
 from whence.statistics import t_interval
+
+if TYPE_CHECKING:
+    from whence.causes.finders import Behaviour
+    from whence.stored.agents import AnyEnv
 
 FOLDER = "proofs"
 """The folder of a run that holds what was measured: a file for each question."""
 
 VARIANTS = ("all", "without", "random", "placebo")
 """What each training leaves out: nothing, the records in question, as many others at random, and a placebo's."""
-
-Measure = Callable[[pl.DataFrame, int], Mapping[str, float]]
-"""`measure(left_out, seed)` trains without records, `round` and `record_id`, and returns what it measures, by name."""
-
-FindPlacebo = Callable[[np.random.Generator], pl.DataFrame]
-"""Returns the records, `round` and `record_id`, that a placebo leaves out."""
-
-_KEYS = ("round", "record_id")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,33 +105,124 @@ def format_outcome(outcome: str, value: float, sign: str = "") -> str:
 
 
 def prove(
-    trained: pl.DataFrame,
-    left_out: pl.DataFrame,
-    measure: Measure,
+    run: RunDirectory,
+    behaviour: "Behaviour | None" = None,
+    left_out: pl.DataFrame | None = None,
     *,
-    find_placebo: FindPlacebo | None = None,
+    words: str | None = None,
+    method: str = "nearest",
+    top: int = 64,
+    rounds: Sequence[int] | None = None,
     seeds: int = 5,
+    training: AgentTraining | LanguageTraining | None = None,
+    env: "AnyEnv" = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Proof:
+    """Train rounds again without the records that taught a behaviour, and compare with two controls.
+
+    Each training begins with the policy before the first round and goes through all rounds on the stored rollouts, with
+    advantages as stored: an agent's by SB3's own `train()`, a language model's of any trainer by `train_again`. Each
+    seed has four: with all records, without those in question, without as many random ones of the same rounds, and
+    without a placebo's, which the finder names for what other records did. What was measured is kept, and the same
+    question asked again continues after the last training.
+
+    Args:
+        run: the run of an agent or of a language model, or rollouts that `score_rollouts` made a run of.
+        behaviour: see `find_causes`; None: what the left-out records did.
+        left_out: the records to leave out, `round` and `record_id`; None: those that a finder names. A placebo for
+            records that are given are those of the nearest advantages.
+        words: the behaviour in words.
+        method: the finder, a method of `find_causes`.
+        top: how many records it names.
+        rounds: the rounds, an agent's without gaps; None: all.
+        seeds: the number of seeds, of minibatches, random records, placebos and tests.
+        training: how a training is done and what is measured.
+        env: the environment of an agent; see `find_causes`.
+        on_stage: called with the name of each training as it begins.
+
+    Raises:
+        RunDirectoryError: a round is not there, or the policy before the first one.
+        ReplayError: the environment to test in cannot be made.
+        NonFinite: a training diverged.
+        WhenceError: neither a behaviour nor records are given; or see `check_left_out` and `find_causes`.
+    """
+    if behaviour is None and left_out is None:
+        raise WhenceError(
+            "Nothing says what to leave out: give a behaviour, for which a finder names records, or left_out."
+        )
+    check_links(run.path)
+    numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
+    run.require_rounds(numbers)
+    tables = {number: run.round("records", number) for number in numbers}
+    trained = list_trained(tables)
+
+    def find(wanted: "Behaviour") -> pl.DataFrame:
+        return name_top(find_causes(run, wanted, rounds=numbers, method=method, env=env), trained, top)
+
+    with _open(run, tables, behaviour, training, env) as retraining:
+        is_found = left_out is None
+        if left_out is None:
+            assert behaviour is not None
+            on_stage(f"finding the {retraining.records}")
+            left_out = find(behaviour)
+        left_out = check_left_out(trained, left_out)
+        rows, others = retraining.make_rows(left_out), trained.join(left_out, on=KEYS, how="anti")
+
+        def choose_placebo(generator: np.random.Generator) -> pl.DataFrame:
+            if not is_found:
+                return match_advantages(trained, left_out)
+            places = generator.choice(len(others), min(len(rows), len(others)), replace=False)
+            return find(retraining.read(others[places]))
+
+        def measure(group: pl.DataFrame, seed: int) -> dict[str, float]:
+            return retraining.measure(retraining.train(group, seed), rows, seed)
+
+        subject = words or retraining.subject
+        question = {"behaviour": subject, "rounds": numbers, "method": method if is_found else None, **retraining.about}
+        folder = run.path / FOLDER
+        table, file = train_variants(left_out, others, choose_placebo, measure, seeds, folder, question, on_stage)
+        ended = retraining.load_end()
+        stored = {} if ended is None else retraining.measure(ended, rows, 0)
+    return Proof(subject, retraining.records, len(left_out), table, stored, retraining.notes, file)
+
+
+def _open(
+    run: RunDirectory, tables: Mapping[int, pl.DataFrame], behaviour: Any, training: Any, env: Any
+) -> AbstractContextManager[Retraining]:
+    """Open the rounds to train again in the way of the run's kind; the other kind's library may not be installed."""
+    is_action = isinstance(behaviour, Action)
+    check_kind(
+        run,
+        agents={"Action": is_action, "AgentTraining": isinstance(training, AgentTraining), "env": env},
+        language={
+            "Examples": behaviour is not None and not is_action,
+            "LanguageTraining": isinstance(training, LanguageTraining),
+        },
+    )
+    if run.is_language:
+        from whence.causes.language_retraining import open_language
+
+        return open_language(run, tables, behaviour, training or LanguageTraining())
+    from whence.causes.agent_retraining import open_agent
+
+    return open_agent(run, tables, behaviour, training or AgentTraining(), env)
+
+
+def train_variants(
+    left_out: pl.DataFrame,
+    others: pl.DataFrame,
+    choose_placebo: Callable[[np.random.Generator], pl.DataFrame],
+    measure: Callable[[pl.DataFrame, int], Mapping[str, float]],
+    seeds: int,
     folder: Path,
     about: Mapping[str, Any],
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> tuple[pl.DataFrame, Path]:
     """Train with all records, without some, without as many at random, and without a placebo's; in each seed anew.
 
-    Random records are of the same rounds. After each training its outcomes are written; the same question goes on from
-    there.
-
-    Args:
-        trained: the records that trained: `round`, `record_id` and `advantage`.
-        left_out: those in question, from `check_left_out`.
-        measure: trains and measures.
-        find_placebo: names a placebo's records; None: those of the nearest advantages, in the same rounds.
-        seeds: the number of seeds.
-        folder: where the outcomes are written.
-        about: what tells the question from others, in JSON types.
-        on_stage: called with the name of each training as it begins.
-
-    Returns:
-        The table of a `Proof`, and the file.
+    Random records are of the same rounds. After each training its outcomes are written to a file in the folder, named
+    by the question, `about` in JSON types, so that the same question continues there. Returns the table of a `Proof`,
+    and the file.
 
     Raises:
         NonFinite: an outcome is not finite.
@@ -136,26 +230,21 @@ def prove(
     question = json.dumps([about, left_out.rows()], sort_keys=True)
     file = folder / f"{sha256(question.encode()).hexdigest()[:12]}.json"
     rows = _read_rows(file)
-    others = trained.join(left_out, on=_KEYS, how="anti")
-    for seed in range(seeds):
-        for place, variant in enumerate(VARIANTS):
-            if any((row["seed"], row["variant"]) == (seed, variant) for row in rows):
-                continue
-            on_stage(f"seed {seed + 1} of {seeds}: {variant}")
-            generator = np.random.default_rng([seed, place])
-            if variant == "all":
-                group = left_out.clear()
-            elif variant == "without":
-                group = left_out
-            elif variant == "random":
-                group = _draw_matched(others, left_out, generator)
-            else:
-                group = _match_advantages(trained, left_out) if find_placebo is None else find_placebo(generator)
-            outcomes = dict(measure(group.select(_KEYS), seed))
-            if lost := [name for name, value in outcomes.items() if not math.isfinite(value)]:
-                raise NonFinite(f"{lost[0]} is {outcomes[lost[0]]} in seed {seed}, trained on {variant}: it diverged.")
-            rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
-            write_json(file, {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows})
+    choices = (
+        lambda generator: left_out.clear(),
+        lambda generator: left_out,
+        partial(_draw_matched, others, left_out),
+        choose_placebo,
+    )
+    for seed, (place, variant) in product(range(seeds), enumerate(VARIANTS)):
+        if any((row["seed"], row["variant"]) == (seed, variant) for row in rows):
+            continue
+        on_stage(f"seed {seed + 1} of {seeds}: {variant}")
+        outcomes = dict(measure(choices[place](np.random.default_rng([seed, place])).select(KEYS), seed))
+        if lost := [name for name, value in outcomes.items() if not math.isfinite(value)]:
+            raise NonFinite(f"{lost[0]} is {outcomes[lost[0]]} in seed {seed}, trained on {variant}: it diverged.")
+        rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
+        write_json(file, {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows})
     cells = [
         (row["seed"], row["variant"], outcome, value)
         for row in rows
@@ -180,7 +269,7 @@ def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFram
     Raises:
         WhenceError: none is left, or more of a round than there are others to compare with.
     """
-    chosen = left_out.select(_KEYS).unique().join(trained.select(_KEYS), on=_KEYS, how="semi").sort(_KEYS)
+    chosen = left_out.select(KEYS).unique().join(trained.select(KEYS), on=KEYS, how="semi").sort(KEYS)
     if chosen.is_empty():
         raise WhenceError(
             f"None of the {len(left_out)} records to leave out trained in these rounds, in which {len(trained)} did. "
@@ -202,28 +291,28 @@ def name_top(causes: pl.DataFrame, trained: pl.DataFrame, top: int) -> pl.DataFr
     Raises:
         WhenceError: fewer score above 0.
     """
-    ranked = causes.join(trained.select(_KEYS), on=_KEYS, how="semi").filter(pl.col("score") > 0)
+    ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi").filter(pl.col("score") > 0)
     if len(ranked) < top:
         raise WhenceError(f"Of {len(trained)} records that trained, {len(ranked)} score above 0, and top is {top}.")
-    return ranked.sort("score", *_KEYS, descending=[True, False, False]).head(top).select(_KEYS)
+    return ranked.sort("score", *KEYS, descending=[True, False, False]).head(top).select(KEYS)
 
 
 def _draw_matched(others: pl.DataFrame, left_out: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:
     """Return other records at random, of each round as many as are left out."""
-    parts = []
-    for (number,), group in left_out.group_by("round", maintain_order=True):
-        pool = others.filter(pl.col("round") == number)
-        parts.append(pool[np.sort(generator.choice(len(pool), len(group), replace=False))])
-    return pl.concat(parts)
+    pools = [
+        (others.filter(pl.col("round") == number), count)
+        for number, count in left_out.group_by("round", maintain_order=True).len().iter_rows()
+    ]
+    return pl.concat(pool[np.sort(generator.choice(len(pool), count, replace=False))] for pool, count in pools)
 
 
-def _match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
+def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
     """Return other records, each of the same round and with the nearest advantage that is free."""
     parts = []
     for (number,), group in left_out.group_by("round", maintain_order=True):
         table = trained.filter(pl.col("round") == number)
-        chosen = table.join(group, on=_KEYS, how="semi")["advantage"].to_list()
-        pool = table.join(group, on=_KEYS, how="anti")
+        chosen = table.join(group, on=KEYS, how="semi")["advantage"].to_list()
+        pool = table.join(group, on=KEYS, how="anti")
         distances = pool["advantage"].to_numpy().copy()
         places = []
         for advantage in chosen:

@@ -17,6 +17,9 @@ PER_ROUND_MOMENTS = 3
 NEAREST = 10
 """Examples that a record is compared with: those whose gradients are the most like its own."""
 
+KEYS = ("round", "record_id")
+"""The columns that name a record among those of all rounds."""
+
 OnRound = Callable[[int, int], None]
 """Called with the number of rounds that are scored, and of all."""
 
@@ -86,7 +89,7 @@ def rank_records(causes: pl.DataFrame, *, lowest: bool, most: int) -> pl.DataFra
     """Return the records of all rounds that speak for a response most, or against it; the most first.
 
     Args:
-        causes: from `find_response_causes`.
+        causes: from `find_causes`.
         lowest: True: those that speak against it; False: those that speak for it.
         most: the largest number of records.
     """

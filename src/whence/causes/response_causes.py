@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from whence.causes.ranking import OnRound, Score, average_nearest, score_rounds
+from whence.causes.ranking import KEYS, OnRound, Score, average_nearest, score_rounds
 from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.llm.base import language_view, pad_rows
 from whence.llm.scores import ValidationLoss, score
@@ -24,75 +25,69 @@ K1, B = 1.5, 0.75
 """BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""
 
 INFLUENCE, NEAREST, BM25 = METHODS = ("influence", "nearest", "bm25")
-"""Ways to score a record; see `find_response_causes`."""
-
-MakeTarget: TypeAlias = Callable[[Task], ValidationLoss]
+"""Ways to score a record; see `find_causes`."""
 
 _COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
 
 
+@dataclass(frozen=True)
+class Examples:
+    """Responses to prompts, examples of one behaviour: what a language model is asked about.
+
+    Attributes:
+        prompts: one, or several: a text, or the messages of a chat. Where the run's are chats, a text is one message.
+        responses: a text, or one for each of several prompts.
+        records: stored responses in place of texts, `round` and `record_id`, such as `run.flags()`.
+    """
+
+    prompts: Prompt | Sequence[Prompt] = ()
+    responses: str | Sequence[str] = ()
+    records: pl.DataFrame | None = None
+
+    @property
+    def pairs(self) -> list[tuple[Any, str]]:
+        """The prompts with their responses; none of stored ones."""
+        if isinstance(self.responses, str):
+            return [(self.prompts, self.responses)]
+        return [*zip(self.prompts, self.responses, strict=True)]
+
+    @property
+    def words(self) -> str:
+        """What is asked about, in words."""
+        if len(pairs := self.pairs) == 1:
+            return f"“{pairs[0][1]}” after “{pairs[0][0]}”"
+        return f"one of {len(pairs if self.records is None else self.records)} responses"
+
+
 def find_response_causes(
     run: RunDirectory,
-    prompts: Prompt | Sequence[Prompt] = (),
-    responses: str | Sequence[str] = (),
-    records: pl.DataFrame | None = None,
+    behaviour: Examples,
     *,
     rounds: Sequence[int] | None = None,
     method: str = INFLUENCE,
     on_round: OnRound | None = None,
 ) -> pl.DataFrame:
-    """Score the records of all rounds by what training on them did to the log-probability of responses to prompts.
+    """Score the records of all rounds by what training on them did to the probability of responses; see `find_causes`.
 
-    A positive score speaks for the responses, which are examples of one behaviour. The log-probability is the mean over
-    the tokens of all, end-of-text tokens included, at the sampling temperature; of the sum, scores are this many times
-    as large, in the same order. Methods:
-
-    - "influence": `<grad log pi(responses|prompts), grad objective_i>` at the policy that drew the record (LDA §3.3).
-    - "nearest": advantage × cosine of `grad log pi` of the record's response with that of an example, at the same
-      policy: the mean over the ten examples that are nearest.
-    - "bm25": advantage × BM25 score of the record's prompt and response for the example that they match best.
-
-    A record that did not train scores 0, and one that trained with a weight counts by it.
-
-    Args:
-        run: a run of `whence llm train`, finished or not; for "bm25" any run of a language model.
-        prompts: one, or several: a text, or the messages of a chat. Where the run's are chats, a text is one message.
-        responses: a text, or one for each of several prompts.
-        records: stored responses in place of texts, `round` and `record_id`, such as `run.flags()`. They get no scores,
-            since each would speak for itself.
-        rounds: the rounds to score, from 1; None: all whose policy is there, for "bm25" all.
-        method: one of `METHODS`.
-        on_round: called after each round.
-
-    Returns:
-        A row for each record: `round`, `record_id`, `prompt`, `response`, `reward`, `advantage`, `keep` if anything was
-        selected, its `score`, and `log_prob`, the mean over whole responses under the round's policy; null for "bm25".
-
-    Raises:
-        WhenceError: the method is unknown, a prompt or response does not fit the model, or the run was not made by the
-            command.
-        RunDirectoryError: the run holds no rounds, or the policy of a round that was asked for was not kept.
+    The log-probability is the mean over the tokens of all responses, end-of-text tokens included, at the sampling
+    temperature; of the sum, scores are this many times as large, in the same order.
     """
     numbers = _list_rounds(run, rounds, method)
-    make_target, texts = read_examples(run, prompts, responses, records)
+    make_target, texts = read_examples(run, behaviour)
     by_gradients = partial(_score_round, run, make_target, method)
     score_round = _make_text_score(run, numbers, texts) if method == BM25 else by_gradients
     causes = score_rounds(run, numbers, _COLUMNS, score_round, on_round)
-    return causes if records is None else causes.join(records, on=["round", "record_id"], how="anti")
+    # A stored response that is asked about would speak for itself.
+    return causes if (records := behaviour.records) is None else causes.join(records, on=KEYS, how="anti")
 
 
 def read_examples(
-    run: RunDirectory,
-    prompts: Prompt | Sequence[Prompt],
-    responses: str | Sequence[str],
-    records: pl.DataFrame | None,
-) -> tuple[MakeTarget, list[tuple[str, str]]]:
-    """Return what makes the target of examples from a task, and their texts; see `find_response_causes`."""
-    if records is None:
-        is_one = isinstance(responses, str)
-        examples: Any = [(prompts, responses)] if is_one else [*zip(prompts, responses, strict=True)]
-        texts = [(join_messages(prompt), response) for prompt, response in examples]
-        return partial(make_response_target, examples=examples), texts
+    run: RunDirectory, behaviour: Examples
+) -> tuple[Callable[[Task], ValidationLoss], list[tuple[str, str]]]:
+    """Return what makes the target of responses from a task, and their texts."""
+    if (records := behaviour.records) is None:
+        texts = [(join_messages(prompt), response) for prompt, response in behaviour.pairs]
+        return partial(make_response_target, examples=behaviour.pairs), texts
     if records.is_empty():
         raise WhenceError(f"No response of {run.path} is flagged. Flag some on its page: whence view {run.path}.")
     groups = records.group_by("round", maintain_order=True)
@@ -126,7 +121,7 @@ def _list_rounds(run: RunDirectory, rounds: Sequence[int] | None, method: str) -
 
 
 def _score_round(
-    run: RunDirectory, make_target: MakeTarget, method: str, number: int, table: pl.DataFrame
+    run: RunDirectory, make_target: Callable[[Task], ValidationLoss], method: str, number: int, table: pl.DataFrame
 ) -> dict[str, Any]:
     """Return the scores of a round by gradients, and the examples' log-prob under its policy."""
     rebuilt = rebuild_round(run, number, make_target=make_target)
@@ -199,20 +194,15 @@ def compute_response_log_prob(target: ValidationLoss, model: Any, temperature: f
         return float(target(view, params, rows)) * int(rows.observations["response_mask"].sum()) / len(rows)
 
 
-def measure_trained(
-    run: RunDirectory,
-    prompts: Prompt | Sequence[Prompt] = (),
-    responses: str | Sequence[str] = (),
-    records: pl.DataFrame | None = None,
-) -> float | None:
+def measure_trained(run: RunDirectory, behaviour: Examples) -> float | None:
     """Return the mean log-probability of responses under the trained model; None: the run holds none yet.
 
     Raises:
-        WhenceError: see `find_response_causes`.
+        WhenceError: see `find_causes`.
     """
     trained = load_trained_task(run)
     if trained is None:
         return None
     task, temperature = trained
-    make_target, _ = read_examples(run, prompts, responses, records)
+    make_target, _ = read_examples(run, behaviour)
     return compute_response_log_prob(make_target(task), task.model, temperature)

@@ -15,14 +15,20 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from whence.cli.terminal import errors, make_printable, print_line
+from whence.cli.terminal import HAS_LABORATORY, errors, make_printable, print_line
 from whence.core import WhenceError
 
-COMMANDS: Mapping[str, str] = {
+LABORATORY: Mapping[str, str] = {
     "train": "train_command:train",
     "compare": "train_command:compare",
     "sweep": "sweep_command:sweep",
     "table": "sweep_command:table",
+}
+"""The laboratory's commands, which are absent without it. Where the function of each is: "module:function" of
+`whence.cli.commands`."""
+
+COMMANDS: Mapping[str, str] = {
+    **(LABORATORY if HAS_LABORATORY else {}),
     "attribute": "attribute_command:attribute",
     "show": "show_command:show",
     "findings": "findings_command:findings",
@@ -32,16 +38,19 @@ COMMANDS: Mapping[str, str] = {
     "list": "list_command:list_",
     "prove": "prove_command:prove",
 }
-"""The commands, and where the function of each is: "module:function" of `whence.cli.commands`."""
+"""All commands."""
 
-LLM_COMMANDS: Mapping[str, str] = {
+LLM_LABORATORY: Mapping[str, str] = {
     "train": "train_command:train_language",
     "compare": "train_command:compare_language",
-    "score": "llm_score_command:score",
-    "why": "llm_why_command:why",
-    "prove": "llm_prove_command:prove",
 }
-"""The same of `whence llm`."""
+"""The laboratory's of `whence llm`."""
+
+LLM_COMMANDS: Mapping[str, str] = {
+    **(LLM_LABORATORY if HAS_LABORATORY else {}),
+    "score": "llm_score_command:score",
+}
+"""All of `whence llm`."""
 
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}
 
@@ -98,7 +107,8 @@ def _make_group(commands: Mapping[str, str], **settings: Any) -> typer.Typer:
         tree = ast.parse((Path(__file__).parent / f"commands/{module}.py").read_text(encoding="utf-8"))
         definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         sentence = (ast.get_docstring(definitions[function]) or "").partition("\n\n")[0]
-        group.command(name, help=sentence)(lambda: None)
+        panel = "Laboratory" if place in (*LABORATORY.values(), *LLM_LABORATORY.values()) else None
+        group.command(name, help=sentence, rich_help_panel=panel)(lambda: None)
     return group
 
 

@@ -166,7 +166,7 @@ def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair)
         f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p, 'pairs of rewards')}",
         f"Read these responses. If they are not what you want, `{rises}` is being gamed. Where the target pays for it, "
         "too, their scores say that they help. Change the reward; to see what training without these responses does, "
-        "flag them, then: `whence llm prove RUN --flagged`.",
+        "flag them, then: `whence prove RUN --flagged`.",
         pair.p,
         number,
         tuple(rows["record_id"].to_list()),

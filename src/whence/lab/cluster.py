@@ -17,21 +17,10 @@ from typing import Any, TypeAlias
 import torch
 
 from whence.core import Unsupported, WhenceError, explain_write_errors, first_line
-from whence.lab.workers import (
-    Job,
-    OnJobRound,
-    describe_failure,
-    read_config,
-    run_all,
-    runner_of,
-    traceback_file,
-    write_traceback,
-)
+from whence.lab.plans import read_config, runner_of
+from whence.lab.workers import Job, OnJobRound, describe_failure, note_failure, run_all
 from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
 from whence.stored.language import LanguageConfig
-
-PLACES = "local", "ray"
-"""Where runs are made: in processes of this machine, or as tasks of a Ray cluster."""
 
 RETRIES = 3
 """How often a run is started again after its node or its process was lost."""
@@ -51,10 +40,9 @@ def check_start(workers: int | None, on: str) -> None:
     """Refuse a number of workers or a place that cannot be, before anything else is done."""
     if workers is not None and workers < 1:
         raise WhenceError(f"workers is {workers}; at least 1 is needed.")
-    if on not in PLACES:
+    if on not in ("local", "ray"):
         raise WhenceError(
-            f"on is {on!r}; {' or '.join(PLACES)} is needed. docs/guide/scale.md tells how Ray runs on Slurm and "
-            "Kubernetes."
+            f"on is {on!r}; local or ray is needed. docs/guide/scale.md tells how Ray runs on Slurm and Kubernetes."
         )
     if on == "ray" and importlib.util.find_spec("ray") is None:
         raise Unsupported(
@@ -203,10 +191,9 @@ class _Dispatch:
                 yield place, f"{reason}; see Ray's logs on the nodes, in /tmp/ray/session_latest/logs"
         except errors.RayError as refusal:  # such as a node without whence
             reason = [line for line in f"{type(refusal).__name__}\n{refusal}".splitlines() if line.strip()][-1]
-            yield place, f"Ray could not run it: {reason}{write_traceback(path, traceback.format_exc())}"
+            yield place, note_failure(path, (f"Ray could not run it: {reason}", traceback.format_exc()))
         else:
-            traceback_file(path).unlink(missing_ok=True)
-            yield place, None if failure is None else f"{failure[0]}{write_traceback(path, failure[1])}"
+            yield place, note_failure(path, failure)
 
     def _cancel(self) -> None:
         """End runs under way: first ask them to, then end their processes."""

@@ -1,22 +1,61 @@
-"""Several arms over several seeds, run in worker processes and measured against each other."""
+"""Comparisons and sweeps: planned runs of several arms and seeds, made where they are missing, and measured."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import polars as pl
 
 from whence.core import WhenceError, explain_write_errors, write_json
+from whence.lab.arms import STANDARD
 from whence.lab.cluster import check_start, start_jobs
 from whence.lab.efficiency import Curve, summarise
-from whence.lab.workers import AnyConfig, read_config, runner_of
+from whence.lab.kept_runs import find_finished, keep_run
+from whence.lab.plans import AnyConfig, Planned, read_config, runner_of
+from whence.lab.workers import describe_failure
 from whence.runs import RunDirectory, Table, check_content, lock_directory
-from whence.stored import STANDARD
 
-Progress = Callable[[AnyConfig, int], None]
-"""Called with a run and the number of its rounds that are done."""
+
+class Watch(Protocol):
+    """What runs report to."""
+
+    def kept(self, planned: Planned) -> None:
+        """Called with a run that was finished before."""
+        return
+
+    def rounds(self, planned: Planned, done: int) -> None:
+        """Called with the rounds that a run under way has done: 0 before the first, and all of them at the end."""
+        return
+
+    def ended(self, planned: Planned, failure: str | None) -> None:
+        """Called with a run that has ended, and why it failed."""
+        return
+
+
+class _NoWatch(Watch):
+    """Shows nothing."""
+
+
+@contextmanager
+def _start_runs(
+    runs: Sequence[Planned], out: Path, watch: Watch, workers: int | None, on: str
+) -> Iterator[Iterator[tuple[Planned, str | None]]]:
+    """Check the settings of runs, then lock their directory and yield each run as it ends, with why it failed.
+
+    Nothing is written before all settings were checked and there is a place to run.
+    """
+    # Seeds are checked alike. To prepare may take long, and each worker would do it.
+    distinct = {json.dumps(replace(each.config, seed=0).to_json(), sort_keys=True): each.config for each in runs}
+    for config in distinct.values():
+        runner_of(config).prepare(config)
+    jobs = [(planned.config, planned.run_path(out)) for planned in runs]
+    ongoing = start_jobs(jobs, workers, on, lambda place, rounds: watch.rounds(runs[place], rounds))
+    with lock_directory(out), ongoing as ends:
+        yield ((runs[place], failure) for place, failure in ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +89,7 @@ class Comparison:
 
 def run_path(path: Path, config: AnyConfig) -> Path:
     """Return the directory of one run of a comparison."""
-    return path / "runs" / config.arm / f"seed_{config.seed}"
+    return Planned(None, config.arm, config).run_path(path)
 
 
 def compare(
@@ -60,7 +99,7 @@ def compare(
     workers: int | None = None,
     overwrite: bool = False,
     on: str = "local",
-    progress: Progress = lambda config, rounds: None,
+    watch: Watch | None = None,
 ) -> Comparison:
     """Run what is not yet finished, then measure all arms against `ppo` and write `summary.json`.
 
@@ -70,13 +109,13 @@ def compare(
     all runs are checked before the first one starts.
 
     Args:
-        configs: from `plan`.
+        configs: from `plan_comparison`.
         path: the directory.
         workers: processes at a time; None: one per core.
         overwrite: delete these runs where the directory holds them, or others in their place, and start anew.
         on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
             started on this machine.
-        progress: called after every round.
+        watch: called with what happens.
 
     Raises:
         WhenceError: the standard arm is missing, a run's settings are refused or there is no Ray cluster, and nothing
@@ -91,37 +130,37 @@ def compare(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
         )
     check_content(path, "comparison")
-    todo = [each for each in configs if overwrite or not runner_of(each).is_finished(each, run_path(path, each))]
-    for number, config in enumerate(todo):
-        if replace(config, seed=0) not in [replace(other, seed=0) for other in todo[:number]]:
-            runner_of(config).prepare(config)
-    jobs = [(config, run_path(path, config)) for config in todo]
-    running = start_jobs(jobs, workers, on, lambda place, rounds: progress(todo[place], rounds))
-    with lock_directory(path), running as ends:  # nothing is deleted before the cluster is there
-        if overwrite:
+    runs, watch = [Planned(None, config.arm, config) for config in configs], watch or _NoWatch()
+    todo = [
+        each for each in runs if overwrite or not runner_of(each.config).is_finished(each.config, each.run_path(path))
+    ]
+    with _start_runs(todo, path, watch, workers, on) as ended_runs:
+        if overwrite:  # nothing is deleted before the cluster is there
             with explain_write_errors(path):
                 (path / "comparison.json").unlink(missing_ok=True)
-            for config in configs:
-                description = {"experiment": config.to_json()}
-                RunDirectory.create(run_path(path, config), description, overwrite=True).release()
-        for config in configs:
-            progress(config, 0 if config in todo else config.rounds)
-        for place, failure in ends:
+            for planned in runs:
+                description = {"experiment": planned.config.to_json()}
+                RunDirectory.create(planned.run_path(path), description, overwrite=True).release()
+        for planned in runs:
+            if planned not in todo:
+                watch.kept(planned)
+        for planned, failure in ended_runs:
             if failure is not None:
-                config = todo[place]
                 raise WhenceError(
-                    f"The run of arm {config.arm}, seed {config.seed}, failed: {failure}. Finished runs are kept."
+                    f"The run of arm {planned.label}, seed {planned.config.seed}, failed: {failure}. Finished runs are "
+                    "kept."
                 )
-        curves: dict[str, dict[int, Curve]] = {}
-        for config in configs:
-            curve = runner_of(config).read_curve(config, run_path(path, config))
-            curves.setdefault(config.arm, {})[config.seed] = curve
-        finished = Comparison(path, configs, {configs[0].env: summarise(curves, standard=STANDARD)})
+            watch.ended(planned, None)
+        curves: dict[str, dict[int, Curve]] = {arm: {} for arm in arms}
+        for planned in runs:
+            curve = runner_of(planned.config).read_curve(planned.config, planned.run_path(path))
+            curves[planned.label][planned.config.seed] = curve
+        summary = {configs[0].env: summarise(curves, standard=STANDARD)}
         with explain_write_errors(path):  # killed between the two files, it holds no figures of other runs
             (path / "comparison.json").unlink(missing_ok=True)
-        write_json(path / "summary.json", finished.summary)
+        write_json(path / "summary.json", summary)
         write_json(path / "comparison.json", [config.to_json() for config in configs])
-        return finished
+    return Comparison(path, configs, summary)
 
 
 def load_comparison(path: Path, *, trust: bool = False) -> Comparison:
@@ -144,3 +183,47 @@ def load_comparison(path: Path, *, trust: bool = False) -> Comparison:
             "again: finished runs are not repeated."
         ) from None
     return Comparison(path, configs, summary, trust)
+
+
+def run_sweep(
+    runs: Sequence[Planned], out: Path, watch: Watch, *, workers: int | None = None, on: str = "local"
+) -> dict[str, str]:
+    """Run what is not there yet, and keep the results and the timings of each run.
+
+    Finished runs are skipped. A run that fails is reported, and the others go on. Killed at any moment, the sweep
+    goes on at the first run without results. A script calls this under `if __name__ == "__main__":`, since the process
+    of each run imports the script.
+
+    Args:
+        runs: from `read_sweep`.
+        out: the directory: `curves.parquet` and `timings.parquet` with a row for each run; `runs/...` are under way.
+        watch: called with what happens.
+        workers, on: as in `compare`.
+
+    Returns:
+        Why runs failed, by "NAME/ARM/seed_S".
+
+    Raises:
+        RunDirectoryError: another sweep is writing to the directory, or it holds a run, a comparison, another run where
+            one of these belongs, or a damaged file; nothing was run.
+        WhenceError: fewer than one worker, or there is no Ray cluster, and nothing was run or deleted.
+        Unsupported: Ray is not installed.
+    """
+    check_start(workers, on)
+    check_content(out, "sweep")
+    finished = find_finished(runs, out)
+    todo, failures = [planned for planned in runs if planned not in finished], dict[str, str]()
+    with _start_runs(todo, out, watch, workers, on) as ended_runs:
+        for planned in finished:
+            watch.kept(planned)
+            shutil.rmtree(planned.run_path(out), ignore_errors=True)  # A kill may have left it.
+        for planned, failure in ended_runs:
+            try:
+                if failure is None:
+                    keep_run(planned, out)
+            except Exception as error:  # of this run alone, whatever it is
+                failure = describe_failure(error)
+            if failure is not None:
+                failures[planned.name] = failure
+            watch.ended(planned, failure)
+    return failures

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from whence.lab.arms import STANDARD
 from whence.lab.comparison import Comparison
 from whence.lab.tables import COMPARISON_DEFINITIONS, make_summary
 from whence.page import (
@@ -38,17 +39,11 @@ def write_comparison(
         rounds: those of the first seed's runs to embed; None: at most 12 of each run, evenly spread.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
-    write_page(path, _render_comparison(comparison, env, rounds, on_round))
-
-
-def _render_comparison(
-    comparison: Comparison, env: AnyEnv, rounds: Sequence[int] | None, on_round: OnRound | None
-) -> str:
     ((env_name, arms),) = comparison.summary.items()
     first, seeds = comparison.configs[0], sorted({config.seed for config in comparison.configs})
     configs = sorted(comparison.configs, key=lambda config: (list(arms).index(config.arm), config.seed))
     runs: Runs = {(config.arm, config.seed): comparison.run(config) for config in configs}
-    summary = make_summary(comparison)
+    summary, colours = make_summary(comparison), arm_colours(arms, STANDARD)
     shared = {name: value for name, value in first.to_json().items() if name not in ("arm", "seed")}
     # The rounds of all seeds would make the file heavy.
     explored = [ExploredRun(run, f"{arm}, seed {seed}", env) for (arm, seed), run in runs.items() if seed == seeds[0]]
@@ -64,17 +59,18 @@ def _render_comparison(
         if isinstance(first, LanguageConfig)
         else f"{count(first.eval_episodes, 'evaluation episode')} after each round"
     )
-    return render(
+    page = render(
         runs,
         explored,
-        list(arms),
+        colours,
         notes,
         title=f"{env_name}: {', '.join(arms)}",
         subtitle=f"{count(len(seeds), 'seed')}, {count(first.rounds, 'round')}, {evaluation}.",
         summary=summary,
-        headings=zip(summary.headings, arm_colours(arms).values(), strict=True),
+        headings=zip(summary.headings, colours.values(), strict=True),
         definitions=COMPARISON_DEFINITIONS,
         rounds=chosen,
         facts=list_facts({**shared, "arms": ", ".join(arms), "seeds": ", ".join(map(str, seeds))}, runs.values()),
         on_round=on_round,
     )
+    write_page(path, page)

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from whence.core import write_atomically
-from whence.lab.agents import reads
+from whence.core import write_atomically, write_json
+from whence.lab.agents import RunConfig
+from whence.lab.arms import STANDARD
 from whence.lab.comparison import Comparison
 from whence.lab.efficiency import CURVE_METRICS, PAIR_METRICS
-from whence.lab.sweep import KeptRun, Results
+from whence.lab.kept_runs import KeptRun, Results
 from whence.page.figures import has, stages_of
 from whence.statistics import t_interval
-from whence.stored import STANDARD
-from whence.stored.agents import RunConfig
 from whence.stored.language import LanguageConfig
 
 LEAST_SEEDS = 3
@@ -53,13 +52,11 @@ HEADINGS: Mapping[str, str] = {
 }
 """The headings of metrics."""
 
-_SHOWN = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "final_return", "peak_return", "auc")
-
-METRICS: Mapping[str, str] = {metric: HEADINGS[metric] for metric in _SHOWN}
+METRICS: Mapping[str, str] = {
+    metric: HEADINGS[metric]
+    for metric in ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "final_return", "peak_return", "auc")
+}
 """The metrics that a comparison shows, with their headings."""
-
-DIVERGENCE = "divergence (KL)"
-"""The heading of the row below them."""
 
 DEFINITIONS: Mapping[str, str] = {
     "SE_ave": f"the share of the rounds to a level that an arm saves, compared with {STANDARD}; mean over levels.",
@@ -111,7 +108,7 @@ def make_summary(comparison: Comparison) -> Summary:
         cells = [
             format_seeds("divergence", t_interval(divergences[arm]) | {"per_seed": divergences[arm]}) for arm in arms
         ]
-        rows.append((DIVERGENCE, cells))
+        rows.append(("divergence (KL)", cells))
     return Summary(_give_verdicts(comparison, arms), [column_heading(arm) for arm in arms], rows)
 
 
@@ -220,14 +217,10 @@ def write_tables(results: Results, summary: Mapping[str, Any], out: Path) -> str
     key = "\n".join(f"- {term}: {meaning}" for term, meaning in KEY.items())
     sections = [_write_section(group, labels, summary.get(group)) for group, labels in results.items()]
     text = "\n\n".join([key, *sections]) + "\n"
-    _write_file(out / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    _write_file(out / "tables.md", text)
-    return text
-
-
-def _write_file(path: Path, text: str) -> None:
-    with write_atomically(path) as temporary:
+    write_json(out / "summary.json", summary)
+    with write_atomically(out / "tables.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
+    return text
 
 
 def _write_section(group: str, labels: Labels, summary: Mapping[str, Any] | None) -> str:
@@ -258,7 +251,7 @@ def _describe_set_up(labels: Labels) -> str:
     settings = [f"{name} {json.dumps(value)}" for name, value in values.items()]
     # The label of a run at its experiment's own share is its arm.
     configs = [run.config for label, runs in labels.items() for run in runs.values() if label == run.config.arm]
-    usual = [f"drop {config.drop:g} unless the arm's name says another" for config in configs if reads(config, "drop")]
+    usual = [f"drop {config.drop:g} unless the arm's name says another" for config in configs if config.reads("drop")]
     return f"{config.env}: {'; '.join([*settings, *usual[:1]])}."
 
 

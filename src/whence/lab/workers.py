@@ -8,47 +8,23 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from whence.core import WhenceError, hide_working_directory, write_atomically
-from whence.stored.agents import RunConfig
-from whence.stored.language import LanguageConfig
-
-AnyConfig: TypeAlias = RunConfig | LanguageConfig
-"""One run of either kind."""
+from whence.lab.plans import AnyConfig, runner_of
 
 Job = tuple[AnyConfig, Path]
 """A run and its directory."""
 
 OnJobRound = Callable[[int, int], None]
 """Called with a job's place and the number of its rounds that are done."""
-
-
-def runner_of(config: AnyConfig) -> Any:
-    """Return the module that runs such a configuration: it has `prepare`, `run` and `is_finished`.
-
-    What it trains with is imported here.
-    """
-    kind = "language" if isinstance(config, LanguageConfig) else "agents"
-    return import_module(f"whence.lab.{kind}.training")
-
-
-def read_config(values: Any) -> AnyConfig:
-    """Return the configuration that its `to_json` returned.
-
-    Raises:
-        WhenceError: the values are no configuration's.
-    """
-    is_agent = isinstance(values, Mapping) and "env" in values
-    return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
 
 
 def run_all(
@@ -135,26 +111,26 @@ def _work(pipe: Connection, config: AnyConfig, path: Path) -> None:
     torch.set_num_threads(1)
     logging.getLogger("whence").setLevel(logging.ERROR)  # the page shows advice; here it would break the bars
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    failure = None
     try:
         runner_of(config).run(config, path, lambda finished, metrics: pipe.send(("round", finished)))
-    except Exception as failure:
-        pipe.send(("ended", f"{describe_failure(failure)}{write_traceback(path, traceback.format_exc())}"))
-    else:
-        traceback_file(path).unlink(missing_ok=True)
-        pipe.send(("ended", None))
+    except Exception as error:
+        failure = describe_failure(error), traceback.format_exc()
+    pipe.send(("ended", note_failure(path, failure)))
 
 
-def write_traceback(path: Path, text: str) -> str:
-    """Write an error's traceback to a file next to a run's directory; return where it is, for the error's sentence."""
-    file = traceback_file(path)
+def note_failure(path: Path, failure: tuple[str, str] | None) -> str | None:
+    """Write the traceback of a run that failed next to its directory; if none did, delete that of an earlier attempt.
+
+    `failure` is what went wrong and the traceback; returned is what went wrong, with the file that holds the traceback.
+    """
+    file = path.with_name(f"{path.name}.error.txt")
+    if failure is None:
+        file.unlink(missing_ok=True)
+        return None
     with contextlib.suppress(WhenceError), write_atomically(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return f" (traceback: {file})"
-
-
-def traceback_file(path: Path) -> Path:
-    """Return the file of a run's traceback, which is there if the last attempt failed."""
-    return path.with_name(f"{path.name}.error.txt")
+        temporary.write_text(failure[1], encoding="utf-8")
+    return f"{failure[0]} (traceback: {file})"
 
 
 def _end_with_parent() -> None:

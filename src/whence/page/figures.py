@@ -1,7 +1,7 @@
 """The figures of a page, from the tables of one or more runs, each row with its `arm`."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 from itertools import cycle
 from typing import Any, TypeAlias
@@ -10,7 +10,6 @@ import plotly.graph_objects as go
 import polars as pl
 
 from whence.runs import Table
-from whence.stored import STANDARD
 
 Tables: TypeAlias = Mapping[Table, pl.DataFrame]
 """Tables of all runs below each other, with a column `arm`."""
@@ -19,9 +18,9 @@ Drawn: TypeAlias = tuple[str, str, go.Figure]
 """A figure with its title and what it shows."""
 
 COLOURS = ("#7d8590", "#e27411", "#2f74e6", "#1ba764", "#c2245f", "#a04df0", "#b98900", "#14a0a0")
-"""The standard arm's colour, then one for each other arm in order. Their contrast is at least 3:1 on white and on the
-page's dark ground, and the first four differ for every kind of colour blindness. The later four are drawn dashed as
-well; colours that are used again, dotted."""
+"""The colour of the arm that others are compared with, then one for each other arm in order. Their contrast is at least
+3:1 on white and on the page's dark ground, and the first four differ for every kind of colour blindness. The later four
+are drawn dashed as well; colours that are used again, dotted."""
 
 STAGES: Mapping[str, str] = {
     **{"collection": "#a9acd4", "generation": "#a9acd4", "forward": "#8689bf", "optimisation": "#6266a8"},
@@ -35,10 +34,9 @@ Colours = Mapping[str, str]
 """A colour for each arm."""
 
 
-def draw_figures(tables: Tables, arms: Sequence[str], seeds: int = 1) -> list[Drawn]:
-    """Return the figures whose columns are there, in the page's order; arms are in the order of their colours."""
+def draw_figures(tables: Tables, colours: Colours, seeds: int = 1) -> list[Drawn]:
+    """Return the figures whose columns are there, in the page's order."""
     evaluations, metrics, timings = tables["evaluations"], tables["metrics"], tables["timings"]
-    colours = arm_colours(arms)
     bands = "Here and below, lines are means over seeds; bands run from the lowest seed to the highest."
     bands = f" {bands}" if seeds > 1 else ""
     drawings: list[Drawn] = []
@@ -90,23 +88,23 @@ def has(table: pl.DataFrame, column: str) -> bool:
     return column in table.columns and table[column].count() > 0
 
 
-def arm_colours(arms: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each arm; the standard arm's is the same wherever it stands."""
+def arm_colours(arms: Iterable[str], standard: str | None) -> dict[str, str]:
+    """Return a colour for each arm; that of `standard`, which others are compared with, is the same on every page."""
     others = cycle(COLOURS[1:])
-    return {arm: COLOURS[0] if arm == STANDARD else next(others) for arm in dict.fromkeys(arms)}
+    return {arm: COLOURS[0] if arm == standard else next(others) for arm in dict.fromkeys(arms)}
 
 
-def kept_share(metrics: pl.DataFrame, colours: Colours | None = None) -> go.Figure:
+def kept_share(metrics: pl.DataFrame, colours: Colours) -> go.Figure:
     """Draw the share of records that trained; the rest was dropped."""
     kept = metrics.with_columns(kept=1 - pl.col("dropped_share"))
     figure = over_rounds(kept, "kept", "share of records kept", colours)
     return figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
 
 
-def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours | None = None) -> go.Figure:
+def influence_distribution(metrics: pl.DataFrame, arm: str, colours: Colours) -> go.Figure:
     """Draw, for one arm, the quantiles of the scores by round, each round's mean over seeds."""
     figure = make_figure("influence (score)").update_yaxes(zeroline=True)
-    colour = (colours or arm_colours(metrics["arm"]))[arm]
+    colour = colours[arm]
     scored = metrics.filter(pl.col("arm") == arm).drop_nulls("q50")
     means = scored.group_by("round").agg(pl.col("^q\\d\\d$").mean()).sort("round")
     rounds = means["round"].to_list()
@@ -141,13 +139,12 @@ def seconds_by_stage(timings: pl.DataFrame, clock: str = "cpu") -> go.Figure:
     return figure.update_layout(barmode="stack", legend_traceorder="normal", xaxis_title=title, hovermode="y unified")
 
 
-def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours | None = None) -> go.Figure:
+def over_rounds(table: pl.DataFrame, column: str, title: str, colours: Colours) -> go.Figure:
     """Draw each arm's mean of a column over rounds, with the band of its seeds' lowest and highest.
 
     Rows without a value are left out; `title` is the axis's.
     """
     figure = make_figure(title)
-    colours = colours or arm_colours(table["arm"])
     dashes = _dashes(colours)
     values, known = pl.col(column), table.drop_nulls(column)
     for arm in _arms(known):

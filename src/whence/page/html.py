@@ -19,9 +19,8 @@ from whence.page.embedding import OnRound, embed_rounds, spread
 from whence.page.explored.moment_view import TARGETS, name_target
 from whence.page.explored.rounds import describe_runs
 from whence.page.explored.run import ExploredRun, attempt, identify_run
-from whence.page.figures import Tables, draw_figures, has
+from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
-from whence.stored import ARMS
 from whence.stored.agents import AnyEnv
 
 SCRIPTS = (
@@ -90,10 +89,10 @@ def render_runs(
     return render(
         directories,
         runs,
-        labels,
+        _choose_colours(directories),
         notes,
         title=f"{first.config.get('env') or first.path.resolve().name}: {', '.join(labels)}",
-        subtitle=(subtitle + _describe_arm(first)).strip() if is_alone else f"{count(len(runs), 'run')}.",
+        subtitle=(subtitle + runs[0].about).strip() if is_alone else f"{count(len(runs), 'run')}.",
         unstarted=not any(run.directory.rounds() for run in runs),
         latest=list_latest(first) if is_alone else [],
         rounds=rounds,
@@ -105,8 +104,8 @@ def render_runs(
 def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
     """Return the page's figures with titles and explanations, as Plotly's JSON."""
     directories = _name_runs(runs)
-    labels = [name for name, _ in directories]
-    drawings = attempt(lambda: draw_figures(read_tables(directories), labels), [], "Figures", [])
+    colours = _choose_colours(directories)
+    drawings = attempt(lambda: draw_figures(read_tables(directories), colours), [], "Figures", [])
     return [{"title": title, "about": about, "figure": _plot_as_json(figure)} for title, about, figure in drawings]
 
 
@@ -123,6 +122,13 @@ def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
     return {(run.label, None): run.directory for run in runs}
 
 
+def _choose_colours(runs: Runs) -> Colours:
+    """Return a colour for each run; a run alone that is a plain arm has the colour that it has in comparisons."""
+    ((label, _), run), *others = runs.items()
+    is_plain = not others and bool(run.experiment) and run.config.get("rule") == "KeepAll()"
+    return arm_colours((name for name, _ in runs), label if is_plain else None)
+
+
 def embed(value: Any) -> Markup:
     """Return JSON for a script element: nothing in it can end the element or begin another."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII, so that there is no separator of lines
@@ -132,7 +138,7 @@ def embed(value: Any) -> Markup:
 def render(
     runs: Runs,
     explored: Sequence[ExploredRun],
-    arms: Sequence[str],
+    colours: Colours,
     notes: list[str],
     *,
     rounds: Sequence[Sequence[int]] | None,
@@ -147,7 +153,7 @@ def render(
         () if rounds is None else embed_rounds(explored, rounds, on_round, [run["findings"] for run in page["runs"]])
     )
     seeds = len({seed for _, seed in runs})
-    figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
+    figures = attempt(lambda: draw_figures(read_tables(runs), colours, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
     language = {run.label: run.directory for run in explored if run.is_language}
     content |= {
@@ -213,16 +219,6 @@ def _list_resumptions(runs: Runs) -> list[str]:
         for (arm, seed), run in runs.items()
         for note in run.notes.get("resumed", [])
     ]
-
-
-def _describe_arm(run: RunDirectory) -> str:
-    """Return in a sentence what the arm of a run in an environment does; "" if it has none that is known."""
-    name = str(run.experiment.get("arm"))
-    if name not in ARMS or run.is_language:
-        return ""
-    drop = run.experiment.get("drop")
-    share = f"{100 * drop:g}%" if isinstance(drop, int | float) else "a share"
-    return f"{name}: {ARMS[name].about.replace('the share `drop`', share)}."
 
 
 def list_latest(run: RunDirectory) -> list[tuple[str, str]]:

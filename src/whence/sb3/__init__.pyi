@@ -22,8 +22,6 @@ from .base.model_tensors import load_tensors as load_tensors
 from .base.model_tensors import named_tensors as named_tensors
 from .base.model_tensors import preserve_model as preserve_model
 from .base.networks import MiniGridCNN as MiniGridCNN
-from .base.networks import default_policy as default_policy
-from .base.networks import default_policy_kwargs as default_policy_kwargs
 from .base.networks import resolve_classes as resolve_classes
 from .base.recorder import read_optimizer as read_optimizer
 from .base.recorder import read_update as read_update
@@ -33,9 +31,9 @@ from .base.wrappers import Part as Part
 from .base.wrappers import find_object as find_object
 from .base.wrappers import make_parts as make_parts
 from .base.wrappers import select_options as select_options
-from .episodes.envpool import EnvPoolVecEnv as EnvPoolVecEnv
+from .episodes.envpool import Pool as Pool
+from .episodes.envpool import cast_actions as cast_actions
 from .episodes.envpool import evaluate_pool as evaluate_pool
-from .episodes.envpool import make_pool as make_pool
 from .episodes.episode_replay import Frames as Frames
 from .episodes.episode_replay import MakeEnv as MakeEnv
 from .episodes.episode_replay import StoredEpisode as StoredEpisode

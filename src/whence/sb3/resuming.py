@@ -22,7 +22,7 @@ from whence.sb3.base.model_description import HYPERPARAMETERS, describe
 from whence.sb3.base.networks import resolve_classes
 from whence.sb3.base.stored_spaces import make_space
 from whence.sb3.callback import InfluenceCallback
-from whence.sb3.training_run import NAMES, load_model
+from whence.sb3.training_run import NAMES, restore_model
 from whence.scores import FOLDS
 from whence.selection import SelectionRule
 
@@ -213,6 +213,6 @@ def resume(
     settings = {**describe(model), **make_callback().settings(), **experiment}
     directory = RunDirectory.resume(run, settings, may_change=NAMES, trust=stored.is_trusted)
     assert directory.checkpoint is not None
-    load_model(model, directory.checkpoint.content["model"])
+    restore_model(model, directory.checkpoint.content["model"])
     directory.release()  # until learn() takes it
     return model, make_callback(run=directory)

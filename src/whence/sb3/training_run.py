@@ -198,7 +198,7 @@ def read_model(model: Any) -> dict[str, Any]:
     }
 
 
-def load_model(model: Any, content: Mapping[str, Any]) -> None:
+def restore_model(model: Any, content: Mapping[str, Any]) -> None:
     """Put a model, and the global generators, into the state that `read_model` returned."""
     load_tensors(named_tensors(model.policy), content["policy"])
     optimizer = model.policy.optimizer
@@ -265,7 +265,7 @@ def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) 
     reason = explain_inexact(env)
     if reason is None:
         reason = restore_environments(env, tracker, content["environments"], masked=isinstance(model, MaskablePPO))
-    load_model(model, content["model"])  # last, since environments may draw from global generators
+    restore_model(model, content["model"])  # last, since environments may draw from global generators
     if reason is not None:
         restore_vec_wrappers(env, content["environments"])
         # Seeds that the training has not used.

@@ -1,10 +1,8 @@
 """Selection: the records of a round that train, and the rules that choose them."""
 
 from whence.selection.column_rules import AdvantageMagnitude as AdvantageMagnitude
-from whence.selection.column_rules import AdvantageMismatch as AdvantageMismatch
 from whence.selection.column_rules import FromMask as FromMask
 from whence.selection.column_rules import MaxVariance as MaxVariance
-from whence.selection.column_rules import TDErrorPriority as TDErrorPriority
 from whence.selection.column_rules import ZeroVariance as ZeroVariance
 from whence.selection.own_scores import DTV as DTV
 from whence.selection.own_scores import choose_target as choose_target
@@ -13,7 +11,6 @@ from whence.selection.own_scores import score_for as score_for
 from whence.selection.score_rules import IIF as IIF
 from whence.selection.score_rules import IPPO as IPPO
 from whence.selection.score_rules import BelowMean as BelowMean
-from whence.selection.score_rules import NegativeRandom as NegativeRandom
 from whence.selection.score_rules import NonPositive as NonPositive
 from whence.selection.score_rules import RandomDrop as RandomDrop
 from whence.selection.score_rules import read_scores as read_scores
@@ -29,7 +26,3 @@ from whence.selection.tables import read_weights as read_weights
 from whence.selection.tables import summarise_selection as summarise_selection
 from whence.selection.units import AGENT_UNITS as AGENT_UNITS
 from whence.selection.units import LANGUAGE_UNITS as LANGUAGE_UNITS
-from whence.selection.visits import compute_td_errors as compute_td_errors
-from whence.selection.visits import has_single_actions as has_single_actions
-from whence.selection.visits import measure_by_visits as measure_by_visits
-from whence.selection.visits import number_states as number_states

@@ -178,33 +178,7 @@ class RandomDrop(ScoreRule):
             labels = label_units(records, self.unit)
             count = len(labels[~self.like.select(records, influence, progress).keep].unique())
         everything = np.arange(int(labels.max()) + 1)
-        return _drop_at_random(self.seed, records, labels, everything, count, "drawn at random")
-
-
-@dataclass(frozen=True, repr=False)
-class NegativeRandom(ScoreRule):
-    """The control between IIF and chance: drop as many as IIF would, chosen at random from the negatively scored.
-
-    It uses the score's sign and ignores its rank.
-
-    Attributes:
-        drop: IIF's share.
-        seed: as in `RandomDrop`.
-        warmup: as in `IIF`.
-        unit: as in `IIF`.
-    """
-
-    drop: Share = DEFAULT_SHARE
-    seed: int = 0
-    warmup: int = 0
-    unit: Unit = "record"
-
-    def select(self, records: RecordBatch, influence: Influence | None, progress: Progress = START) -> Selection:
-        """Drop at random among the negative."""
-        labels, scores = self._score_units(records, influence)
-        negative = (scores < 0).nonzero().flatten().numpy()
-        count = self.count(len(negative), progress)
-        return _drop_at_random(self.seed, records, labels, negative, count, "drawn at random from the negative")
+        return drop_at_random(self.seed, records, labels, everything, count, "drawn at random")
 
 
 def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tensor, " n"]:
@@ -226,7 +200,7 @@ def read_scores(records: RecordBatch, influence: Influence | None) -> Float[Tens
     return influence.scores
 
 
-def _drop_at_random(
+def drop_at_random(
     seed: int,
     records: RecordBatch,
     labels: Int[Tensor, " n"],

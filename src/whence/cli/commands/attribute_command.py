@@ -14,24 +14,20 @@ from whence.cli.terminal import (
     find_round,
     make_table,
     make_target,
-    open_agent_run,
     options,
     print_json,
     print_line,
 )
 from whence.core import WhenceError
+from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.scores import attribute as attribute_records
 from whence.scores import is_significant, list_observations, usable_folds
 
 
 def attribute(
-    run: Annotated[
-        Path, typer.Argument(help="A run directory: of `whence train`, `whence compare`, or of a callback.")
-    ],
-    round: Annotated[
-        int | None, typer.Option(help="The round to explain, from 1. (default: the last)", show_default=False)
-    ] = None,
+    run: Annotated[Path, typer.Argument(help="A run directory of an agent, finished or not.")],
+    round: Annotated[int | None, options.optional(help="The round to explain, from 1. (default: the last)")] = None,
     target: options.Target = "return",
     record: options.Record = None,
     observation: options.Observation = None,
@@ -40,9 +36,7 @@ def attribute(
     env: options.ReplayEnv = None,
     trust: options.Trust = False,
     top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
-    out: Annotated[
-        Path | None, typer.Option(help="Write all scores to this file: .parquet.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, options.optional(help="Write all scores to this file: .parquet.")] = None,
     json: options.AsJson = False,
 ) -> None:
     """Tell which records of a round raised a target, and which lowered it.
@@ -54,7 +48,12 @@ def attribute(
     """
     if out is not None and out.suffix != ".parquet":
         raise WhenceError(f"--out is {out}; its name has to end in .parquet.")
-    directory = open_agent_run(run, trust=trust)
+    directory = RunDirectory.open(run, trust=trust)
+    if directory.is_language:
+        raise WhenceError(
+            f"{run} is a run of a language model, and this command scores the runs of agents. The scores of its "
+            f"responses are in {run / 'records'}; see them with: whence report {run}"
+        )
     number = find_round(directory, round, None)
     model, records = stored.load_round(directory, number, env=env)
     explained = make_target(target, model, records, record, observation, action)

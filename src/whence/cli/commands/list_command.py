@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from whence.cli.terminal import AsJson, console, make_table, print_json, print_line
-from whence.lab.agents import read_presets
-from whence.stored import ARMS, LANGUAGE_ARMS, STANDARD, Arm
+from whence.cli.terminal import (
+    HAS_LABORATORY,
+    AsJson,
+    console,
+    make_table,
+    print_json,
+    print_line,
+    require_laboratory,
+)
 
 ENGINES = {
     "auto": "ghost where every layer has a rule, else forward, else vmap, else loop",
@@ -35,14 +41,9 @@ def list_(
 
     Example: whence list arms
     """
-    language_arms = {"none" if name == STANDARD else name: arm for name, arm in LANGUAGE_ARMS.items()}
-    lists: dict[str, Mapping[str, Any]] = {
-        "arms": {name: _describe_arm(arm) for name, arm in ARMS.items()},
-        "arms of language models": {name: _describe_arm(arm) for name, arm in language_arms.items()},
-        "presets": {name: _describe_preset(values) for name, values in read_presets().items()},
-        "engines": ENGINES,
-        "targets": TARGETS,
-    }
+    if what in ("arms", "presets"):
+        require_laboratory(f"whence list {what}")
+    lists = (_list_laboratory() if HAS_LABORATORY else {}) | {"engines": ENGINES, "targets": TARGETS}
     chosen = {kind: entries for kind, entries in lists.items() if what is None or kind.startswith(what)}
     if json:
         print_json(chosen)
@@ -62,7 +63,19 @@ def list_(
         )
 
 
-def _describe_arm(arm: Arm) -> dict[str, str]:
+def _list_laboratory() -> dict[str, Mapping[str, Any]]:
+    from whence.lab import ARMS, LANGUAGE_ARMS, STANDARD
+    from whence.lab.agents import read_presets
+
+    language_arms = {"none" if name == STANDARD else name: arm for name, arm in LANGUAGE_ARMS.items()}
+    return {
+        "arms": {name: _describe_arm(arm) for name, arm in ARMS.items()},
+        "arms of language models": {name: _describe_arm(arm) for name, arm in language_arms.items()},
+        "presets": {name: _describe_preset(values) for name, values in read_presets().items()},
+    }
+
+
+def _describe_arm(arm: Any) -> dict[str, str]:
     costs = "scoring" if "scores" in arm.needs else "-"
     return {"unit": arm.unit or "-", "needs": arm.needs or "-", "costs": costs, "about": arm.about}
 

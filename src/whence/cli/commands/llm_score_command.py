@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from whence.cli.terminal import errors, make_printable, print_line
+from whence.cli.terminal.options import Overwrite, optional
 from whence.core import WhenceError
 from whence.llm.files import NAMES, score_rollouts
 from whence.stored.language import hide_progress_bars, load_checkpoint, make_scored_target
@@ -23,37 +24,30 @@ def score(
     model: Annotated[
         str, typer.Option(help="The checkpoint to score at: a folder or an id of Transformers, or of a PEFT adapter.")
     ],
-    run: Annotated[
-        Path | None, typer.Option(help="The run's directory. (default: runs/NAME of the rollouts)", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, optional(help="The run's directory. (default: runs/NAME of the rollouts)")] = None,
     target: Annotated[
         Literal["sequence", "token", "reward", "validation"],
         typer.Option(help="What a score says is raised: see whence list targets. validation needs --demonstrations."),
     ] = "sequence",
     demonstrations: Annotated[
-        str | None,
-        typer.Option(help="Trusted answers: a data set with 'prompt' and 'completion'.", show_default=False),
+        str | None, optional(help="Trusted answers: a data set with 'prompt' and 'completion'.")
     ] = None,
     reference: Annotated[
-        str | None,
-        typer.Option(help="The checkpoint that the divergence is measured from. (default: none)", show_default=False),
+        str | None, optional(help="The checkpoint that the divergence is measured from. (default: none)")
     ] = None,
     beta: Annotated[float, typer.Option(help="Weight of the divergence in the objective, as GRPO's.", min=0.0)] = 0.0,
     max_tokens: Annotated[
         int | None,
-        typer.Option(
+        optional(
             help="The most tokens of a response in the training: shorter ones ended, and get an end-of-text token. "
             "(default: all ended)",
-            show_default=False,
             min=1,
         ),
     ] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Where a column has another name: reward=total. Known: {', '.join(NAMES)}.",
-            metavar="WHAT=NAME",
-            show_default=False,
+        optional(
+            help=f"Where a column has another name: reward=total. Known: {', '.join(NAMES)}.", metavar="WHAT=NAME"
         ),
     ] = None,
     self_vote: Annotated[
@@ -64,9 +58,7 @@ def score(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="The model's precision.")
     ] = "float32",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run that the directory holds, and start anew.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Score the rollouts that any trainer wrote, at a checkpoint, and make a run of them.
 
@@ -74,7 +66,7 @@ def score(
     lines with a prompt, a response and a reward. Each step becomes a round. Of what the files lack, token ids come from
     the tokenizer and advantages from the rewards of each prompt's responses. Interrupted, the same command goes on.
 
-    The run is an ordinary one: whence view, report and llm why work on it.
+    The run is an ordinary one: whence view, report and why work on it.
 
     Example: whence llm score out/completions --model out/checkpoint-500 --max-tokens 256
     """

@@ -1,129 +1,142 @@
 """`whence prove`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import polars as pl
 import torch
 import typer
 
-from whence import stored
-from whence.causes import prove_decision
+from whence.causes import AgentTraining, LanguageTraining, check_kind
+from whence.causes import prove as prove_behaviour
 from whence.cli.commands.why_command import choose_decision
 from whence.cli.terminal import (
-    AsJson,
-    ReplayEnv,
-    Trust,
     check_ways,
     errors,
-    open_agent_run,
+    make_field_options,
+    options,
+    parse_fields,
     parse_rounds,
     print_proof,
     resumable,
+    with_options,
 )
-from whence.core import Return, WhenceError, first_line
+from whence.core import WhenceError, first_line
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
-from whence.sb3 import model_objective
-from whence.scores import attribute, read_axes
-from whence.stored.agents import state_names
+from whence.scores import read_axes
+from whence.stored.agents import score_round, state_names
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
 
+_TESTS = make_field_options(AgentTraining, names=["test_episodes"], panel=options.AGENTS)
+_LANGUAGE = make_field_options(
+    LanguageTraining,
+    names=["match", "answers", "reward", "model", "learning_rate", "epochs"],
+    panel=options.LANGUAGE,
+)
 
+
+@with_options([*_TESTS, *_LANGUAGE])
 def prove(
-    run: Annotated[Path, typer.Argument(help="A run directory of an agent.")],
-    flagged: Annotated[
-        bool, typer.Option("--flagged", help="Leave out the records that were flagged on the run's page.")
-    ] = False,
+    run: Annotated[Path, typer.Argument(help="A run directory, or one of scored rollouts.")],
+    flagged: Annotated[bool, typer.Option("--flagged", help="Leave out what was flagged on the run's page.")] = False,
+    by: Annotated[str, typer.Option(help="The finder of what taught it; see whence why --help.")] = "nearest",
+    top: Annotated[int, typer.Option(help="How many records it names.", min=1)] = 64,
+    rounds: Annotated[str | None, options.optional(help="A stretch of rounds to train: 1-20. (default: all)")] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds; each is four trainings.", min=1)] = 5,
+    trust: options.Trust = False,
+    json: options.AsJson = False,
     where: Annotated[
         str | None,
-        typer.Option(
-            help=f"Leave out the records of each round for which this condition holds: {_EXAMPLE}.",
-            metavar="SQL",
-            show_default=False,
+        options.agents_option(
+            help=f"Leave out the records of each round for which this condition holds: {_EXAMPLE}.", metavar="SQL"
         ),
     ] = None,
-    episode_seed: Annotated[
-        int | None, typer.Option(help="The decision: of an episode played with this seed,", min=0, show_default=False)
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="at this step.", min=0, show_default=False)] = None,
-    record: Annotated[
-        int | None, typer.Option(help="The decision: what was done in this record.", show_default=False)
-    ] = None,
-    observation: Annotated[
-        str | None, typer.Option(help="The decision: in this observation,", metavar="JSON", show_default=False)
-    ] = None,
-    action: Annotated[str | None, typer.Option(help="this action.", metavar="JSON", show_default=False)] = None,
-    by: Annotated[
-        str, typer.Option(help="The finder that names the records that taught the decision; see whence why --help.")
-    ] = "nearest",
-    top: Annotated[int, typer.Option(help="How many records it names.", min=1)] = 64,
-    rounds: Annotated[
-        str | None, typer.Option(help="A stretch of rounds to train: 1-20. (default: all)", show_default=False)
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds; each is four trainings.", min=1)] = 5,
-    test_episodes: Annotated[
-        int, typer.Option(help="Episodes to test each trained policy by; 0: its test return is not measured.", min=0)
-    ] = 50,
-    env: ReplayEnv = None,
-    trust: Trust = False,
-    json: AsJson = False,
+    record: Annotated[int | None, options.agents_option(help="The decision: what was done in this record.")] = None,
+    episode_seed: options.EpisodeSeed = None,
+    step: options.Step = None,
+    observation: options.InState = None,
+    action: options.TakenAction = None,
+    env: options.ReplayEnv = None,
+    prompt: options.Prompt = None,
+    response: options.Response = None,
+    **fields: Any,
 ) -> None:
-    """Prove what taught the policy a decision: train again without those records, and see whether it is gone.
+    """Prove what taught a policy a behaviour: train again without those records, and see whether it is gone.
 
     From the policy before the first round, it trains all rounds again on the stored rollouts: with all records, without
     those in question, without as many random ones of the same rounds, and without those that the same finder names for
-    a decision of another record, drawn at random (of records that you name: those with the nearest advantages). Then it
-    measures the probability of the decision, and the test return.
+    what another record did, drawn at random (of records that you name: those with the nearest advantages). Then it
+    measures the probability of the behaviour; of an agent the test return, and of a language model by fresh answers the
+    reward and the share that holds a text.
 
-    The records are those that a finder names for a decision, or those that are flagged, or a condition's. Without a
-    decision, it measures the probability of what the left-out records did. Interrupted, the same command goes on.
-
-    Example: whence prove runs/lander --record 60437 --top 200
+    The records are those that a finder names for a decision or an answer, or those that are flagged, or a condition's.
+    Without a decision or an answer, it measures the probability of what the left-out records did. Interrupted, the same
+    command continues.
 
     Example: whence prove runs/lander --where "action = 1 and advantage < 0" --rounds 30
+
+    Example: whence prove runs/chains --prompt '8-1?' --response '8-1=8;8' --by bm25
     """
-    explored = ExploredRun(open_agent_run(run, trust=trust), env=env)
-    directory, options = explored.directory, (episode_seed, step, record, observation, action)
-    has_decision = any(option is not None for option in options)
+    if len(prompt or []) != len(response or []):
+        raise WhenceError("--prompt and --response go together, as often as one likes: they are the behaviour.")
+    directory = RunDirectory.open(run, trust=trust)
+    agents = {"--record": record, "--episode-seed": episode_seed, "--step": step}
+    written = {"--observation": observation, "--action": action}
+    tests, language = parse_fields(_TESTS, fields), parse_fields(_LANGUAGE, fields)
+    check_kind(
+        directory,
+        agents={**agents, **written, "--where": where, "--env": env, **_name_options(tests)},
+        language={"--prompt": prompt or None, **_name_options(language)},
+    )
+    has_decision = any(option is not None for option in (*agents.values(), *written.values()))
+    ways = {"--flagged": flagged} | ({} if directory.is_language else {"--where": where is not None})
+    example = "--prompt and --response" if directory.is_language else "--record 60437"
+    check_ways(ways, example, has_behaviour=has_decision or bool(prompt))
     numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
-    check_ways({"--flagged": flagged, "--where": where is not None}, "--record 60437", has_behaviour=has_decision)
-    left_out = None
     torch.set_num_threads(1)
     with resumable(), errors.status("reading") as status:
-        if flagged:
-            left_out = directory.flags()
-        elif where is not None:
+        left_out = directory.flags() if flagged else None
+        if where is not None:
             left_out = pl.concat([_find_group(directory, number, where, env) for number in numbers])
             if left_out.is_empty():
                 raise WhenceError(f"--where is {where!r}, which holds for no record of these rounds.")
-        target, words = None, "what these records did"
+        behaviour: Any = None
+        words = None
         if has_decision:
-            target, decision = choose_decision(explored, *options)
+            explored = ExploredRun(directory, env=env)
+            behaviour, decision = choose_decision(explored, episode_seed, step, record, observation, action)
             words = decision.what
-        proof = prove_decision(
+        elif prompt and response:
+            from whence.causes import Examples  # Transformers takes seconds to import
+
+            behaviour = Examples(prompt, response)
+        proof = prove_behaviour(
             directory,
-            target,
+            behaviour,
             left_out,
-            behaviour=words,
+            words=words,
             method=by,
             top=top,
             rounds=numbers,
             seeds=seeds,
-            test_episodes=test_episodes,
+            training=LanguageTraining(**language) if directory.is_language else AgentTraining(**tests),
             env=env,
             on_stage=status.update,
         )
     print_proof(proof, json=json)
 
 
+def _name_options(fields: dict[str, Any]) -> dict[str, Any]:
+    return {f"--{name.replace('_', '-')}": value for name, value in fields.items()}
+
+
 def _find_group(run: RunDirectory, number: int, where: str, env: str | None) -> pl.DataFrame:
     """Return the records for which a condition holds, over columns, scores and axes of observations."""
     records = run.round("records", number).drop("score", "error", "score_folds", "fold", strict=False)
-    model, batch = stored.load_round(run, number, env=env)
-    scores = attribute(model.policy, batch, target=Return(), objective=model_objective(model))
-    records = records.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
+    scores = score_round(run, number, env=env).to_polars()
+    records = records.join(scores, on="record_id", how="left", maintain_order="left")
     axes = read_axes(records, state_names(run.config.get("env"), run.config))
     plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))
     table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())

@@ -6,8 +6,17 @@ from typing import Annotated
 
 import typer
 
-from whence import lab
-from whence.cli.terminal import AsJson, ReplayEnv, RoundBar, Trust, parse_rounds, print_json, print_line
+from whence.cli.terminal import (
+    AsJson,
+    ReplayEnv,
+    RoundBar,
+    Trust,
+    describe_training,
+    parse_rounds,
+    print_json,
+    print_line,
+    require_laboratory,
+)
 from whence.core import WhenceError
 from whence.page import CONTINUATIONS, ExploredRun, server, write_report
 from whence.runs import RunDirectory, find_content
@@ -39,10 +48,13 @@ def report(
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
     with RoundBar() as bar:
         if find_content(path) == "comparison":
+            require_laboratory("The page of a comparison")
+            from whence import lab
+
             comparison = lab.load_comparison(path, trust=trust)
             lab.write_comparison(comparison, out, env=env, rounds=chosen, on_round=bar.update)
         else:
-            write_report(RunDirectory.open(path, trust=trust), out, env=env, rounds=chosen, on_round=bar.update)
+            write_report(_open_run(path, env, trust=trust), out, rounds=chosen, on_round=bar.update)
     if json:
         print_json({"path": str(out)})
     else:
@@ -73,7 +85,7 @@ def view(
     Example: whence view runs/lander
     """
     paths = [each for path in (run, *(others or ())) for each in _list_runs(path)]
-    runs = [ExploredRun(RunDirectory.open(path, trust=trust), env=env) for path in paths]
+    runs = [_open_run(path, env, trust=trust) for path in paths]
     if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names
         for each in runs:
             each.label = str(each.directory.path)
@@ -85,6 +97,11 @@ def view(
 
     server.serve(runs, port=port, continuations=continuations, on_start=announce)
     print_line("Ended.")
+
+
+def _open_run(path: Path, env: str | None, *, trust: bool) -> ExploredRun:
+    directory = RunDirectory.open(path, trust=trust)
+    return ExploredRun(directory, env=env, about=describe_training(directory))
 
 
 def _list_runs(path: Path) -> list[Path]:

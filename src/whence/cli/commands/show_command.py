@@ -5,15 +5,14 @@ from typing import Annotated
 
 import typer
 
+from whence.causes import check_kind
 from whence.cli.terminal import (
-    AsJson,
-    ReplayEnv,
-    Trust,
     console,
     errors,
     find_round,
     list_cells,
     make_table,
+    options,
     print_json,
     print_line,
     print_response,
@@ -36,25 +35,21 @@ from whence.scores import Moment, find_moment, find_moments, name_action
 
 def show(
     run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
-    round: Annotated[
-        int | None, typer.Option(help="The round, from 1. (default: that of --record, or the last)", show_default=False)
-    ] = None,
-    record: Annotated[int | None, typer.Option(help="Show this record's moment.", show_default=False)] = None,
+    round: options.Round = None,
+    record: Annotated[int | None, options.optional(help="Show this record's moment.")] = None,
     top: Annotated[
-        int | None,
-        typer.Option(help="List this many most helpful moments, and show the first.", min=1, show_default=False),
+        int | None, options.optional(help="List this many most helpful moments, and show the first.", min=1)
     ] = None,
     bottom: Annotated[
-        int | None,
-        typer.Option(help="List this many most harmful moments, and show the first.", min=1, show_default=False),
+        int | None, options.optional(help="List this many most harmful moments, and show the first.", min=1)
     ] = None,
-    continuations: Annotated[int, typer.Option(help="Fresh rollouts that measure the advantage; 0: none.", min=0)] = 16,
-    out: Annotated[
-        Path | None, typer.Option(help="Draw the moment: .png, or .gif to see it move.", show_default=False)
-    ] = None,
-    env: ReplayEnv = None,
-    trust: Trust = False,
-    json: AsJson = False,
+    trust: options.Trust = False,
+    json: options.AsJson = False,
+    out: Annotated[Path | None, options.agents_option(help="Draw the moment: .png, or .gif to see it move.")] = None,
+    continuations: Annotated[
+        int, options.agents_option(help="Fresh rollouts that measure the advantage; 0: none. (default: 16)", min=0)
+    ] = 16,
+    env: options.ReplayEnv = None,
 ) -> None:
     """Show one moment of a run: what the agent saw and did, what it scored, and what the round changed.
 
@@ -68,8 +63,7 @@ def show(
     if out is not None:
         pictures.check_picture_name(out, ".png", ".gif")
     explored = ExploredRun(RunDirectory.open(run, trust=trust), env=env)
-    if out is not None and explored.is_language:
-        raise WhenceError(f"{run} is a language model's run, and responses have no picture. Leave out --out.")
+    check_kind(explored.directory, agents={"--out": out, "--env": env})
     number = find_round(explored.directory, round, record)
     with errors.status("Reading the round …"):
         table = explored.round(number).table

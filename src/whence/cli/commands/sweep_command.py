@@ -10,7 +10,7 @@ from whence import lab
 from whence.cli.terminal import (
     AsJson,
     On,
-    SweepBars,
+    PlannedBars,
     console,
     errors,
     make_printable,
@@ -53,7 +53,7 @@ def sweep(
     if only is not None:
         runs = _choose_runs(runs, [name.strip() for name in only.split(",")], file)
     path = out or Path("out") / file.stem
-    with resumable(), SweepBars(runs) as bars:
+    with resumable(), PlannedBars(runs) as bars:
         failures = lab.run_sweep(runs, path, bars, workers=workers, on=on)
     if json:
         print_json({"out": str(path), "runs": [run.name for run in runs], "failures": failures})

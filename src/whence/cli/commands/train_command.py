@@ -12,12 +12,13 @@ import typer
 
 from whence import lab
 from whence.cli.terminal import (
-    ComparisonBars,
     FieldOption,
+    PlannedBars,
     RoundBar,
     RunBar,
     console,
     describe_round,
+    describe_training,
     log_to_terminal,
     make_field_options,
     make_table,
@@ -32,12 +33,27 @@ from whence.cli.terminal import (
     with_options,
 )
 from whence.core import WhenceError, suggest
-from whence.lab import READING, AnyConfig, Comparison, make_summary, runner_of
-from whence.page import COMPARED_ROUNDS, spread, write_report
+from whence.lab import (
+    ARMS,
+    CONTROL,
+    LANGUAGE_ARMS,
+    LANGUAGE_TARGETS,
+    READING,
+    STANDARD,
+    AnyConfig,
+    Comparison,
+    Planned,
+    RunConfig,
+    make_summary,
+    runner_of,
+    split_arm,
+)
+from whence.lab.agents import read_presets
+from whence.lab.language import plan_language_comparison
+from whence.page import COMPARED_ROUNDS, ExploredRun, spread, write_report
 from whence.runs import RunDirectory
-from whence.stored import CONTROL, LANGUAGE_ARMS, LANGUAGE_TARGETS, STANDARD, split_arm
-from whence.stored.agents import HYPERPARAMETERS, RunConfig
-from whence.stored.language import OF_RULES, SOURCE, TASK_FIELDS, LanguageConfig
+from whence.sb3 import HYPERPARAMETERS
+from whence.stored.language import SOURCE, TASK_FIELDS, LanguageConfig
 
 _ABOUT_PPO = {
     "learning_rate": "step size",
@@ -86,6 +102,15 @@ _LANGUAGE_OPTIONS = [
     *make_field_options(LanguageConfig, names=SOURCE, panel="A model and data of your own"),
 ]
 
+_ARMS = f"{', '.join(ARMS)}; `whence list arms` tells what they do."
+
+Preset: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}.",
+        show_default=False,
+    ),
+]
 Seed: TypeAlias = Annotated[int, typer.Option(help="Of everything random.")]
 Run: TypeAlias = Annotated[
     Path | None, typer.Option(help="The run's directory. (default: runs/NAME-SELECTION-seed0)", show_default=False)
@@ -111,8 +136,8 @@ LanguageRounds: TypeAlias = Annotated[
 @with_options(_TRAIN_OPTIONS)
 def train(
     env: options.Env = None,
-    preset: options.Preset = None,
-    selection: Annotated[str, typer.Option(help=f"Which records train: {options.describe_arms()}")] = "iif",
+    preset: Preset = None,
+    selection: Annotated[str, typer.Option(help=f"Which records train: {_ARMS}")] = "iif",
     observation: options.Observation = None,
     action: options.Action = None,
     timesteps: Annotated[
@@ -158,10 +183,8 @@ def train(
 @with_options(_COMPARE_OPTIONS)
 def compare(
     env: options.Env = None,
-    preset: options.Preset = None,
-    arms: Annotated[
-        str, typer.Option(help=f"Ways to train, separated by commas: {options.describe_arms()}")
-    ] = "ppo,iif,random",
+    preset: Preset = None,
+    arms: Annotated[str, typer.Option(help=f"Ways to train, separated by commas: {_ARMS}")] = "ppo,iif,random",
     seeds: Seeds = 3,
     observation: options.Observation = None,
     action: options.Action = None,
@@ -242,12 +265,7 @@ def compare_language(
     if not names or len(set(names)) < len(names):
         raise WhenceError(f"arms is {arms!r}; name each arm once. Known: {_SELECTIONS}.")
     overrides = _collect_language_fields(values)
-    shared = {name: overrides.pop(name) for name in OF_RULES if name in overrides}
-    plain = [LanguageConfig(name, 0, settings=_parse_settings(settings, rounds), **overrides) for name in names]
-    if plain[0].task is None and plain[0].test_dataset is None:
-        raise WhenceError("Arms are compared by a test; give its prompts: --test-dataset.")
-    first_seed = [replace(one, **{name: shared[name] for name in shared if one.reads(name)}) for one in plain]
-    configs = [replace(config, seed=seed) for seed in range(seeds) for config in first_seed]
+    configs = plan_language_comparison(names, seeds, settings=_parse_settings(settings, rounds), **overrides)
     runner_of(configs[0]).prepare(configs[0])  # above the bars, since a small model's own training has a bar too
     _compare(configs, out, workers=workers, overwrite=overwrite, on=on, json=json)
 
@@ -297,7 +315,8 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
     directory, page = RunDirectory.open(path), path / "report.html"
     with RoundBar() as bar_of_page:
         rounds = spread(directory.rounds(), COMPARED_ROUNDS)
-        write_report(directory, page, rounds=rounds, on_round=bar_of_page.update)
+        shown = ExploredRun(directory, about=describe_training(directory))
+        write_report(shown, page, rounds=rounds, on_round=bar_of_page.update)
     last_round = directory.table("metrics").to_dicts()[-1]
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
@@ -312,8 +331,8 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
 
 def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings: Any) -> None:
     """Run a comparison below progress bars, write its page, and print its result."""
-    with resumable(), ComparisonBars(configs) as bars:
-        comparison = lab.compare(configs, out, progress=bars.update, **settings)
+    with resumable(), PlannedBars([Planned(None, config.arm, config) for config in configs]) as bars:
+        comparison = lab.compare(configs, out, watch=bars, **settings)
     with RoundBar() as rounds_bar:
         lab.write_comparison(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:

@@ -1,27 +1,29 @@
 """`whence why`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from whence.causes import play_episode
+from whence.causes import check_kind, find_causes, play_episode, rank_records, sum_rounds
 from whence.cli.terminal import (
-    AsJson,
-    ReplayEnv,
     RoundBar,
-    Trust,
+    describe_explanation,
     errors,
     find_round,
-    open_agent_run,
+    options,
     parse_decision,
     print_causes,
+    print_explanation,
     print_json,
     print_line,
+    shorten,
 )
 from whence.core import Action, WhenceError
 from whence.page import (
+    CauseView,
     Decision,
     ExploredRun,
     describe_causes,
@@ -30,68 +32,105 @@ from whence.page import (
     pictures,
     read_decision,
 )
-from whence.stored.agents import load_model
+from whence.runs import RunDirectory
+from whence.scores import find_moments
+from whence.stored.agents import load_agent
 
 
 def why(
-    run: Annotated[Path, typer.Argument(help="A run directory of an agent, finished or not.")],
-    episode_seed: Annotated[
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
+    record: Annotated[
         int | None,
-        typer.Option(help="Play an episode with this seed. (default: 0)", min=0, show_default=False),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            help="The step of that episode to ask about. (default: the one whose action's probability rose most)",
-            min=0,
-            show_default=False,
+        options.optional(
+            help="What was done in this record; of a language model, why this response scored as it did. (default: the "
+            "most harmful of the round)",
         ),
     ] = None,
-    record: Annotated[
-        int | None, typer.Option(help="Ask about what was done in this record of a round.", show_default=False)
-    ] = None,
-    observation: Annotated[
-        str | None, typer.Option(help="Ask about an observation,", metavar="JSON", show_default=False)
-    ] = None,
-    action: Annotated[str | None, typer.Option(help="and an action.", metavar="JSON", show_default=False)] = None,
     by: Annotated[
-        Literal["nearest", "influence"],
-        typer.Option(help="nearest: advantage × cosine of the gradients of log π; influence: product of gradients."),
+        Literal["nearest", "influence", "bm25"],
+        typer.Option(
+            help="nearest: advantage × cosine of the gradients of log π, best with ten examples or more; influence: "
+            "product of gradients; bm25, of language models: advantage × similarity of words, which needs no policy."
+        ),
     ] = "nearest",
-    top: Annotated[int, typer.Option(help="Moments to list at either end.", min=1)] = 10,
-    out: Annotated[Path | None, typer.Option(help="Draw a picture: .png.", show_default=False)] = None,
-    env: ReplayEnv = None,
-    trust: Trust = False,
-    json: AsJson = False,
+    top: Annotated[
+        int, typer.Option(help="Moments, records, or tokens and rows of the target, to list at either end.", min=1)
+    ] = 10,
+    trust: options.Trust = False,
+    json: options.AsJson = False,
+    episode_seed: options.EpisodeSeed = None,
+    step: options.Step = None,
+    observation: options.InState = None,
+    action: options.TakenAction = None,
+    out: Annotated[Path | None, options.agents_option(help="Draw a picture: .png.")] = None,
+    env: options.ReplayEnv = None,
+    prompt: options.Prompt = None,
+    response: options.Response = None,
+    flagged: Annotated[
+        bool, options.language_option("--flagged", help="The answers: those flagged on the run's page.")
+    ] = False,
+    round: Annotated[int | None, options.language_option(help="The round of the response. (default: the last)")] = None,
 ) -> None:
-    """Tell what taught the present policy a decision: the moments of all rounds that speak for it.
+    """Tell what taught the present policy what it does: the records of all rounds that speak for it.
 
-    Without options, it plays an episode and asks about the step whose action's probability rose most since the first
-    round. Every record of every round is scored at the policy that collected it. Above 0 it speaks for the decision:
-    by nearest, something went better than expected and pushed the policy the same way, or worse and the other way.
+    Every record of every round is scored at the policy that collected it. Above 0 it speaks for the behaviour: by
+    nearest, something went better than expected and pushed the policy the same way, or worse and the other way.
+
+    Of an agent it asks about a decision. Without options, it plays an episode and asks about the step whose action's
+    probability rose most since the first round.
+
+    Of a language model it asks about responses to prompts: --prompt and --response, or --flagged. Else it shows which
+    tokens of a stored response its score comes from, and at which rows of the target it pulls: the parts of the tokens
+    sum to the score, and so do those of the rows, demonstrations or the round's responses. Both read the policies of
+    rounds, which are there for round 1, and for rounds whose checkpoints were kept:
+    --settings '{"save_every": 1, "keep_checkpoints": 40}'.
 
     Example: whence why runs/lander --episode-seed 3 --step 57 --out why.png
+
+    Example: whence why runs/chains --prompt '8-1?' --response '8-1=8;8'
     """
+    prompts, responses = prompt or [], response or []
+    if len(prompts) != len(responses) or [bool(prompts), flagged, (round, record) != (None, None)].count(True) > 1:
+        raise WhenceError(
+            "--prompt and --response go together, as often as one likes, without --flagged, --round and --record: they "
+            "ask what taught an answer, over all rounds; so does --flagged. --round and --record name one stored "
+            "response."
+        )
     if out is not None:
         pictures.check_picture_name(out, ".png")
-    explored = ExploredRun(open_agent_run(run, trust=trust), env=env)
-    explored.directory.require_rounds()
-    with errors.status("Reading the decision …"):
-        target, decision = choose_decision(
-            explored, episode_seed, step, record, observation, action, with_frame=out is not None
-        )
-    with RoundBar("rounds", "scoring") as bar:
-        framed = 0 if out is None else pictures.ACROSS
-        view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
-    if out is not None:
-        pictures.draw_causes(view, out)
-    if json:
-        print_json(describe_causes(view) | ({} if out is None else {"picture": str(out)}))
+    directory = RunDirectory.open(run, trust=trust)
+    directory.require_rounds()
+    written = {"--observation": observation, "--action": action}
+    check_kind(
+        directory,
+        agents={"--episode-seed": episode_seed, "--step": step, **written, "--out": out, "--env": env},
+        language={"--prompt": prompt or None, "--flagged": flagged, "--round": round, "--by bm25": by == "bm25"},
+    )
+    if directory.is_language and not (prompts or flagged):
+        _explain_score(directory, round, record, top, json)
         return
-    if step is None and (record, observation, action) == (None, None, None):
-        print_line(
-            "Of the episode's steps, this is the one whose action's probability rose most since the first round."
-        )
+    if directory.is_language:
+        view = _gather_response_causes(directory, prompts, responses, flagged, by, top)
+        content = {"prompts": prompts, "responses": responses, "flagged": flagged} | describe_causes(view)
+    else:
+        explored = ExploredRun(directory, env=env)
+        with errors.status("Reading the decision …"):
+            asked = episode_seed, step, record, observation, action
+            target, decision = choose_decision(explored, *asked, with_frame=out is not None)
+        with RoundBar("rounds", "scoring") as bar:
+            framed = 0 if out is None else pictures.ACROSS
+            view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)
+        content = describe_causes(view)
+        if out is not None:
+            pictures.draw_causes(view, out)
+            content["picture"] = str(out)
+        if not json and (step, record, observation, action) == (None, None, None, None):
+            print_line(
+                "Of the episode's steps, this is the one whose action's probability rose most since the first round."
+            )
+    if json:
+        print_json(content)
+        return
     print_causes(view)
     if out is not None:
         print_line(f"Picture: {out}")
@@ -118,7 +157,7 @@ def choose_decision(
         number = find_round(explored.directory, None, record)
         return read_decision(explored, number, record, with_frame=with_frame)
     if written:
-        model = load_model(explored.directory, explored.directory.rounds()[0], env=explored.env)
+        model = load_agent(explored.directory, explored.directory.rounds()[0], env=explored.env)
         target = parse_decision(observation, action, model)
         return target, describe_target(explored, target, "in this observation")
     return _play_step(explored, episode_seed or 0, step, with_frame=with_frame)
@@ -134,3 +173,66 @@ def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: boo
         return target, decision
     frames = play_episode(run.directory, seed=seed, env=run.env, frames=[step], longest=step + 1).frames
     return target, replace(decision, frame=frames.get(step))
+
+
+def _gather_response_causes(
+    run: RunDirectory, prompts: Sequence[str], responses: Sequence[str], flagged: bool, by: str, top: int
+) -> CauseView:
+    """Score the records of all rounds below a progress bar, and return what taught the responses.
+
+    Their present log-probability is that under the trained model, or under the policy of the last scored round.
+    """
+    # Transformers takes seconds to import.
+    from whence.causes import Examples, measure_trained
+    from whence.stored.language import list_policies
+
+    behaviour, notes = Examples(prompts, responses, run.flags() if flagged else None), list[str]()
+    what = f"One of {len(responses)} responses, by the geometric mean"
+    if len(responses) == 1:
+        what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"
+    elif flagged:
+        what = f"One of the {len(run.flags())} flagged responses, by the geometric mean"
+        notes.append("The flagged responses are asked about, so they are not listed.")
+    with RoundBar("rounds", "scoring") as bar:
+        causes = find_causes(run, behaviour, method=by, on_round=bar.update)
+    log_probs = causes["log_prob"].drop_nulls().to_list() or [None]
+    first, now = log_probs[0], log_probs[-1]
+    if by != "bm25":
+        policies, trained = list_policies(run), measure_trained(run, behaviour)
+        if policies.missing:
+            notes.append(
+                f"The policies of {len(policies.missing)} of {len(run.rounds())} rounds were not kept, so their "
+                f"records are not scored. To keep all, train with --settings '{policies.settings}'. Without policies: "
+                "--by bm25."
+            )
+        if trained is None:
+            last = causes["round"][-1]
+            notes.append(
+                f"The run holds no trained model yet; “now” is the policy that drew the records of round {last}."
+            )
+        else:
+            now = trained
+    raised, lowered = (
+        rank_records(causes, lowest=lowest, most=top).drop("log_prob").rename({"record_id": "record"}).to_dicts()
+        for lowest in (False, True)
+    )
+    decision = Decision(what, first, now)
+    return CauseView(str(run.path), "", decision, by, sum_rounds(causes), raised, lowered, notes=notes)
+
+
+def _explain_score(run: RunDirectory, round: int | None, record: int | None, top: int, json: bool) -> None:
+    """Show which tokens of a stored response its score comes from, and at which rows of the target it pulls."""
+    from whence.stored.language import explain_response
+
+    number = find_round(run, round, record)
+    if record is None:
+        moments = find_moments(run.round("records", number), lowest=True, most=1)
+        if not moments:
+            raise WhenceError(f"No response of round {number} of {run.path} scores below 0. Name one: --record.")
+        record = moments[0].record_id
+    with errors.status("Taking the score apart …"):
+        explanation = explain_response(run, number, record)
+    if json:
+        print_json({"run": str(run.path), "round": number, **describe_explanation(explanation, top)})
+    else:
+        print_explanation(explanation, number, top)

@@ -7,6 +7,11 @@ from .console import print_json as print_json
 from .console import print_line as print_line
 from .console import print_paths as print_paths
 from .console import resumable as resumable
+from .explanations import describe_explanation as describe_explanation
+from .explanations import print_explanation as print_explanation
+from .laboratory import HAS_LABORATORY as HAS_LABORATORY
+from .laboratory import describe_training as describe_training
+from .laboratory import require_laboratory as require_laboratory
 from .moment_tables import list_cells as list_cells
 from .moment_tables import print_causes as print_causes
 from .moment_tables import print_response as print_response
@@ -23,14 +28,12 @@ from .options import parse_fields as parse_fields
 from .options import parse_json as parse_json
 from .options import parse_rounds as parse_rounds
 from .options import with_options as with_options
-from .progress import ComparisonBars as ComparisonBars
+from .progress import PlannedBars as PlannedBars
 from .progress import RoundBar as RoundBar
 from .progress import RunBar as RunBar
-from .progress import SweepBars as SweepBars
 from .progress import describe_round as describe_round
 from .proofs import check_ways as check_ways
 from .proofs import print_proof as print_proof
 from .runs import find_round as find_round
 from .runs import make_target as make_target
-from .runs import open_agent_run as open_agent_run
 from .runs import parse_decision as parse_decision

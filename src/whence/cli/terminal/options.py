@@ -6,25 +6,24 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from whence.core import WhenceError
-from whence.lab.agents import read_presets
-from whence.stored import ARMS
+
+AGENTS, LANGUAGE = "Agents", "Language models"
+"""Headings of the help, over options for the runs of one kind, which a command refuses for the other."""
+
+optional = partial(typer.Option, show_default=False)
+agents_option = partial(optional, rich_help_panel=AGENTS)
+language_option = partial(optional, rich_help_panel=LANGUAGE)
 
 Env: TypeAlias = Annotated[
     str | None,
     typer.Argument(help="A Gymnasium environment: an id, such as LunarLander-v3, or module:Id.", show_default=False),
-]
-Preset: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}.",
-        show_default=False,
-    ),
 ]
 On: TypeAlias = Annotated[
     str,
@@ -53,22 +52,28 @@ Record: TypeAlias = Annotated[
 Engine: TypeAlias = Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")]
 ReplayEnv: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--env",
-        help="The environment to play episodes in: an id, module:Id, or module:function. (default: the run's)",
-        show_default=False,
-    ),
+    agents_option("--env", help="The environment: an id, module:Id, or module:function. (default: the run's)"),
+]
+EpisodeSeed: TypeAlias = Annotated[
+    int | None, agents_option(help="The decision: of an episode played with this seed, (default: 0)", min=0)
+]
+Step: TypeAlias = Annotated[
+    int | None, agents_option(help="at this step. (default: the one whose action's probability rose most)", min=0)
+]
+InState: TypeAlias = Annotated[
+    str | None, agents_option("--observation", help="The decision: in this observation,", metavar="JSON")
+]
+TakenAction: TypeAlias = Annotated[str | None, agents_option("--action", help="this action.", metavar="JSON")]
+Round: TypeAlias = Annotated[int | None, optional(help="The round, from 1. (default: that of --record, or the last)")]
+Prompt: TypeAlias = Annotated[list[str] | None, language_option(help="The answer: to this prompt,", metavar="TEXT")]
+Response: TypeAlias = Annotated[
+    list[str] | None, language_option(help="this response. Repeat both for more examples.", metavar="TEXT")
 ]
 Trust: TypeAlias = Annotated[
     bool,
     typer.Option("--trust", help="Run what the run names, such as its environment, even if you did not make it here."),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-
-def describe_arms() -> str:
-    """Return the help text on arms."""
-    return f"{', '.join(ARMS)}; `whence list arms` tells what they do."
 
 
 def parse_json(option: str, text: str | None, example: str, kind: type = object) -> Any:

@@ -2,14 +2,17 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from whence.cli.terminal.console import errors, print_line
-from whence.lab import AnyConfig, Planned
+
+if TYPE_CHECKING:
+    from whence.lab import Planned
 
 LINE_SECONDS = 10.0
 """Seconds from one plain line about rounds under way to the next, at least."""
@@ -88,67 +91,47 @@ def describe_round(metrics: Mapping[str, Any]) -> list[str]:
     return words
 
 
-class _GroupBars(_Bars):
-    """A bar for each group of runs, with the names of its runs under way; `runs` are group, name and rounds of each."""
+class PlannedBars(_Bars):
+    """A bar for each experiment of a sweep, or for all rounds of a comparison, with the names of runs under way."""
 
-    def __init__(self, runs: Iterable[tuple[str, str, int]], clock: Clock) -> None:
+    def __init__(self, runs: Sequence["Planned"], clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
-        self._rounds = {(group, name): rounds for group, name, rounds in runs}
-        self._done = dict.fromkeys(self._rounds, 0)
-        totals: dict[str, int] = {}
-        for (group, _), rounds in self._rounds.items():
-            totals[group] = totals.get(group, 0) + rounds
-        self._bars = {group: self._add(group, total) for group, total in totals.items()}
+        self._runs = runs
+        self._done, self._starts = {planned.name: 0 for planned in runs}, dict[str, float]()
+        totals: Counter[str | None] = Counter()
+        for planned in runs:
+            totals[planned.group] += planned.config.rounds
+        self._bars = {group: self._add(group or "all rounds", total) for group, total in totals.items()}
 
-    def _show(self, group: str, name: str, done: int) -> None:
-        self._done[group, name] = done
-        runs = [run for run in self._rounds if run[0] == group]
-        about = "; ".join(name for _, name in runs if 0 < self._done[group, name] < self._rounds[group, name])
-        self._progress.update(self._bars[group], completed=sum(self._done[run] for run in runs), about=about)
-
-
-class ComparisonBars(_GroupBars):
-    """A bar for all rounds of a comparison."""
-
-    def __init__(self, configs: Sequence[AnyConfig], clock: Clock = time.monotonic) -> None:
-        super().__init__((("all rounds", _name_run(config), config.rounds) for config in configs), clock)
-
-    def update(self, config: AnyConfig, rounds: int) -> None:
-        """Show how many rounds of a run are done."""
-        name = _name_run(config)
-        self._show("all rounds", name, rounds)
-        if rounds == config.rounds:
-            self._log(f"{name}: {rounds} rounds done", always=True)
-        elif rounds:
-            self._log(f"{name}: round {rounds} of {config.rounds}")
-
-
-def _name_run(config: AnyConfig) -> str:
-    return f"{config.arm}, seed {config.seed}"
-
-
-class SweepBars(_GroupBars):
-    """A bar for each experiment of a sweep."""
-
-    def __init__(self, runs: Sequence[Planned], clock: Clock = time.monotonic) -> None:
-        super().__init__(((run.group, run.name, run.config.rounds) for run in runs), clock)
-        self._starts: dict[Planned, float] = {}
-
-    def kept(self, planned: Planned) -> None:
+    def kept(self, planned: "Planned") -> None:
         """Count a run that was finished before."""
-        self._show(planned.group, planned.name, planned.config.rounds)
+        self._show(planned, planned.config.rounds)
+        if planned.group is None:
+            self._log(f"{_name_run(planned)}: {planned.config.rounds} rounds done", always=True)
 
-    def rounds(self, planned: Planned, done: int) -> None:
+    def rounds(self, planned: "Planned", done: int) -> None:
         """Show how many rounds a run under way has done."""
-        self._starts.setdefault(planned, self._clock())
+        self._starts.setdefault(planned.name, self._clock())
         if 0 < done < planned.config.rounds:
-            self._log(f"{planned.name}: round {done} of {planned.config.rounds}")
-        self._show(planned.group, planned.name, done)
+            self._log(f"{_name_run(planned)}: round {done} of {planned.config.rounds}")
+        self._show(planned, done)
 
-    def ended(self, planned: Planned, failure: str | None) -> None:
+    def ended(self, planned: "Planned", failure: str | None) -> None:
         """Print that a run has ended, and why it failed."""
-        seconds = self._clock() - self._starts.pop(planned, self._clock())
-        end = f"failed: {failure}" if failure is not None else f"done in {timedelta(seconds=round(seconds))}"
-        self._log(f"{planned.name}: {end}", always=True)
+        seconds = self._clock() - self._starts.pop(planned.name, self._clock())
+        time_taken = f"done in {timedelta(seconds=round(seconds))}"
+        end = time_taken if planned.group is not None else f"{planned.config.rounds} rounds done"
+        self._log(f"{_name_run(planned)}: {end if failure is None else f'failed: {failure}'}", always=True)
         if failure is not None:
-            self._show(planned.group, planned.name, 0)
+            self._show(planned, 0)
+
+    def _show(self, planned: "Planned", done: int) -> None:
+        self._done[planned.name] = done
+        runs = [each for each in self._runs if each.group == planned.group]
+        about = "; ".join(_name_run(each) for each in runs if 0 < self._done[each.name] < each.config.rounds)
+        completed = sum(self._done[each.name] for each in runs)
+        self._progress.update(self._bars[planned.group], completed=completed, about=about)
+
+
+def _name_run(planned: "Planned") -> str:
+    return planned.name if planned.group is not None else f"{planned.label}, seed {planned.config.seed}"

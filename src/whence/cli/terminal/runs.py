@@ -1,25 +1,12 @@
-"""The run that a command opens, its round, and the target that options describe."""
-
-from pathlib import Path
+"""The round that options name, and the target that they describe."""
 
 import polars as pl
 from stable_baselines3 import PPO
 
 from whence.cli.terminal.options import parse_action
 from whence.core import Action, RecordBatch, Return, Target, WhenceError
-from whence.lab.agents import check_action
 from whence.runs import RunDirectory
-
-
-def open_agent_run(path: Path, *, trust: bool) -> RunDirectory:
-    """Open the run of an agent, whose policy can be built again; refuse a language model's."""
-    directory = RunDirectory.open(path, trust=trust)
-    if directory.is_language:
-        raise WhenceError(
-            f"{path} is a language-model run, and this command scores the runs of agents. The scores of its responses "
-            f"are in {path / 'records'}; see them with: whence report {path}"
-        )
-    return directory
+from whence.stored.agents import check_action
 
 
 def find_round(run: RunDirectory, number: int | None, record: int | None) -> int:

@@ -1,7 +1,10 @@
-from .plan import check_action as check_action
+from .environments import default_policy as default_policy
+from .environments import make_evaluation_env as make_evaluation_env
+from .environments import make_training_env as make_training_env
 from .plan import configure as configure
 from .plan import configure_arms as configure_arms
 from .plan import plan_comparison as plan_comparison
-from .plan import reads as reads
 from .presets import read_presets as read_presets
+from .run_config import RunConfig as RunConfig
+from .training import make_curve as make_curve
 from .training import run as run

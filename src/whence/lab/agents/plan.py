@@ -1,9 +1,7 @@
-"""Runs from presets, environments and overrides, checked before anything is trained."""
+"""Configurations from presets, environments and overrides, checked before anything is trained."""
 
 import copy
-import reprlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,11 +9,18 @@ import numpy as np
 from gymnasium import spaces
 
 from whence.core import Action, WhenceError, preserve_rng_state, suggest
+from whence.lab.agents.environments import (
+    check_environment,
+    default_policy,
+    default_policy_kwargs,
+    list_libraries,
+    make_training_env,
+)
 from whence.lab.agents.presets import read_presets
+from whence.lab.agents.run_config import RunConfig
 from whence.lab.agents.training import make_model
-from whence.sb3 import default_policy, default_policy_kwargs
-from whence.stored import ARMS, CONTROL, STANDARD, find_arm
-from whence.stored.agents import RunConfig, check_environment, list_libraries, make_training_env
+from whence.lab.arms import ARMS, STANDARD, find_arm
+from whence.stored.agents import check_action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")
 
@@ -86,43 +91,6 @@ def _check_reach(config: RunConfig, changes: Mapping[str, Any]) -> None:
             f"env_kwargs {changes['env_kwargs']} would not reach EnvPool's environments. Pass pool_kwargs "
             "(--pool-kwargs) as well, by EnvPool's names; {} where its environment is so already."
         )
-
-
-def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
-    """Refuse an observation or an action that a policy's spaces do not contain.
-
-    Raises:
-        WhenceError: a shape differs, a value is out of range, or the numbers of observations and actions differ.
-    """
-    if isinstance(actions, spaces.Box):
-        # A policy's actions exceed the bounds, too: SB3 clips them only on their way to the environment.
-        actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
-    counts = _count_elements("observation", target.observation, observations)
-    counts |= _count_elements("action", target.action, actions)
-    if len(counts) > 1:
-        raise WhenceError("The target has not as many actions as observations: give one of each, or m of each.")
-
-
-def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]:
-    """Return how many elements of a space a target's `name` holds, of a Dict those of its parts; refuse others."""
-    if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and value.keys() == space.keys():
-        return set().union(*(_count_elements(f"{name}.{key}", value[key], part) for key, part in space.items()))
-    with suppress(TypeError, ValueError):  # of rows of different lengths, or text
-        array = np.asarray(value)
-        rows = list(array.astype(space.dtype).reshape(-1, *(space.shape or ())))
-        # In a dtype of whole numbers, 0.7 would have become 0.
-        is_exact = np.issubdtype(space.dtype, np.floating) or np.array_equal(array, array.astype(space.dtype))
-        if rows and is_exact and array.dtype.kind in "biuf" and all(space.contains(row) for row in rows):
-            return {len(rows)}
-    raise WhenceError(f"The {name} of the target is {reprlib.repr(value)}; one of {space}, or several, are needed.")
-
-
-def reads(config: RunConfig, name: str) -> bool:
-    """Return whether a run's arm reads a field: drop, warmup, unit, or one that says how records are scored."""
-    if config.arm.removeprefix(CONTROL) not in ARMS:  # a study's
-        return True
-    rule: Any = config.rule()
-    return name in rule.__dataclass_fields__ if name in ("drop", "warmup", "unit") else bool(rule.needs_influence)
 
 
 def plan_comparison(*, arms: list[str], seeds: int, **overrides: Any) -> list[RunConfig]:

@@ -14,9 +14,14 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.core import RunDirectoryError, WhenceError
 from whence.lab import efficiency
+from whence.lab.agents.environments import make_evaluation_env, make_training_env
+from whence.lab.agents.run_config import RunConfig
+from whence.lab.arms import ARMS, counts_scoring, find_arm
 from whence.runs import RunDirectory
 from whence.sb3 import (
+    HYPERPARAMETERS,
     InfluenceCallback,
+    Pool,
     copy_tensors,
     describe,
     library_versions,
@@ -24,15 +29,7 @@ from whence.sb3 import (
     named_tensors,
     resolve_classes,
 )
-from whence.stored import ARMS, counts_scoring, find_arm
-from whence.stored.agents import (
-    HYPERPARAMETERS,
-    RunConfig,
-    list_evaluated_rounds,
-    make_evaluation_env,
-    make_training_env,
-    measure_return,
-)
+from whence.stored.agents import measure_return
 
 OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of rounds done, from 0, and the last one's metrics."""
@@ -96,8 +93,7 @@ def run(
         return
     torch.manual_seed(config.seed)
     env = make_training_env(config)
-    on_gymnasium = config.eval_episodes and config.evaluate_with == "gymnasium"
-    test_env = make_evaluation_env(config, config.eval_episodes) if on_gymnasium else None
+    test_env = make_evaluation_env(config, config.eval_episodes) if config.eval_episodes else None
     directory: RunDirectory | None = None
     try:
         model = make_model(config, env, tensorboard=tensorboard)
@@ -110,7 +106,7 @@ def run(
             may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )
         resumed = directory.checkpoint is not None
-        directory.keep_rows("evaluations", list_evaluated_rounds(config))  # without a shorter run's last
+        directory.keep_rows("evaluations", config.evaluated_rounds)  # without a shorter run's last
         selection = make_callback(config, directory, recordings)
         evaluation = _Evaluation(config, test_env, directory, on_round, selection)
         model.learn(
@@ -123,7 +119,7 @@ def run(
         if directory is not None:
             directory.release()
         env.close()
-        if test_env is not None:
+        if isinstance(test_env, VecEnv):
             test_env.close()
 
 
@@ -189,7 +185,7 @@ def is_finished(config: RunConfig, path: Path) -> bool:
         return False
     if not config.eval_episodes:
         return directory.table("timings").height == config.rounds
-    return directory.table("evaluations").height == len(list_evaluated_rounds(config))
+    return directory.table("evaluations").height == len(config.evaluated_rounds)
 
 
 def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> efficiency.Curve:
@@ -217,7 +213,7 @@ class _Evaluation(BaseCallback):
     def __init__(
         self,
         config: RunConfig,
-        env: VecEnv | None,
+        env: VecEnv | Pool | None,
         directory: RunDirectory,
         on_round: OnRound,
         selection: InfluenceCallback,
@@ -237,8 +233,7 @@ class _Evaluation(BaseCallback):
         """Measure what another training left out, as one that `resume` went on with: its policies are stored."""
         stored, before = self._directory.table("evaluations"), copy_tensors(named_tensors(self.model.policy))
         done = [] if stored.is_empty() else stored["round"].to_list()
-        due = list_evaluated_rounds(self._config) if self._config.eval_episodes else []
-        for number in due:
+        for number in self._config.evaluated_rounds:
             if number not in done and number < self._rounds_done:
                 load_tensors(named_tensors(self.model.policy), self._directory.policy(number + 1))
                 self._measure(number)
@@ -247,7 +242,7 @@ class _Evaluation(BaseCallback):
     def evaluate(self) -> None:
         """Evaluate the policy as it is, and write the figures."""
         metrics = dict(self._selection.metrics[-1]) if self._selection.metrics else {}
-        if self._config.eval_episodes and self._rounds_done in list_evaluated_rounds(self._config):
+        if self._rounds_done in self._config.evaluated_rounds:
             metrics |= {"test_return": self._measure(self._rounds_done)}
         self._on_round(self._rounds_done, metrics)
         self._rounds_done += 1
@@ -256,7 +251,8 @@ class _Evaluation(BaseCallback):
         """Evaluate the model's policy as that after a round, write the figures, and return the mean."""
         seed = int(np.random.SeedSequence([self._config.seed, number]).generate_state(1)[0])
         episodes = self._config.eval_episodes
-        mean, error = measure_return(self._config, self.model, self._env, episodes=episodes, seed=seed)
+        assert self._env is not None
+        mean, error = measure_return(self.model, self._env, episodes=episodes, seed=seed)
         row = {"round": number, "test_return": mean, "standard_error": error, "episodes": episodes}
         self._directory.append("evaluations", row)
         return mean

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
-from whence.core import MeanObjective
-from whence.lab.language.laboratory import arithmetic
-from whence.lab.language.pretrained import smollm2
-from whence.lab.language.results import is_finished
-from whence.lab.language.results import read_curve as read_curve
+from whence.core import MeanObjective, RunDirectoryError
+from whence.lab.arms import counts_scoring
+from whence.lab.efficiency import Curve, make_curve
+from whence.lab.language.laboratory_tasks import make_laboratory
+from whence.lab.language.selections import configure_trainer, make_rule, read_arm
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import PPOTrainer
 from whence.llm.scores import RESPONSE_TARGETS
@@ -49,11 +49,46 @@ OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
 
 def prepare(config: LanguageConfig) -> None:
     """Check a run's settings, and make its laboratory if it is not on disk; otherwise each worker would make it."""
-    make_trainer_config(config)
-    if config.has_small_model:
-        arithmetic(size=config.size)
-    elif config.task:
-        smollm2(config.size)
+    configure_trainer(config)
+    if config.task:
+        make_laboratory(config)
+
+
+def is_finished(config: LanguageConfig, path: Path) -> bool:
+    """Tell whether a directory holds this run, with all rounds and its trained model.
+
+    Raises:
+        RunDirectoryError: it holds another run, with finished rounds.
+    """
+    if not (path / "config.json").exists():
+        return False
+    directory = RunDirectory.open(path)
+    rounds = directory.table("metrics").height
+    if rounds:
+        directory.check_same({**directory.config, **describe(config)})
+    return 0 < config.rounds <= rounds and (path / "model").is_dir()
+
+
+def read_curve(config: LanguageConfig, path: Path) -> Curve:
+    """Read a finished run's curve of exact matches, or of test rewards, and its seconds per round.
+
+    Seconds are process time for a run on a CPU, and wall time for one on another device.
+
+    Raises:
+        RunDirectoryError: the run is not finished, or was not evaluated.
+    """
+    if not is_finished(config, path):
+        raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
+    directory = RunDirectory.open(path)
+    evaluations, timings = directory.table("evaluations"), directory.table("timings")
+    if evaluations.is_empty():
+        raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
+    clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
+    stages = [name.removesuffix(f"_{clock}") for name in timings.columns if name.endswith(f"_{clock}")]
+    if not counts_scoring(config.arm):
+        stages = [name for name in stages if name not in ("scoring", "held_out")]
+    seconds = timings.select(f"{stage}_{clock}" for stage in stages).fill_null(0.0).sum_horizontal().to_numpy()
+    return make_curve(config.rounds, evaluations, seconds)
 
 
 @hide_progress_bars()
@@ -77,7 +112,7 @@ def run(
     if not overwrite and is_finished(config, path):
         on_round(config.rounds, {})
         return
-    settings = make_trainer_config(config, str(path))
+    settings = configure_trainer(config, str(path))
     torch.manual_seed(config.seed)  # for the weights of an adapter
     task = load_task(config)
     if config.algorithm != "ppo":
@@ -86,7 +121,7 @@ def run(
     prompts, held_out = split_held_out(config, task)
     trainer = PPOTrainer(
         *(settings, task.model, task.tokenizer, task.reward, prompts),
-        rule=config.make_rule(),
+        rule=make_rule(config),
         target=_make_target(config, task),
         select=config.select,
         held_out=held_out,
@@ -103,11 +138,12 @@ def run(
 
 
 def _make_target(config: LanguageConfig, task: Task) -> Any:
-    if config.target == "validation":
+    _, target = read_arm(config.arm)
+    if target == "validation":
         return make_validation_target(task)
-    if config.target == "objective":
+    if target == "objective":
         return MeanObjective()
-    return None if config.target is None else RESPONSE_TARGETS[config.target]()
+    return None if target is None else RESPONSE_TARGETS[target]()
 
 
 def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, *, overwrite: bool) -> None:
@@ -124,7 +160,7 @@ def _run_trl(config: LanguageConfig, task: Task, path: Path, on_round: OnRound, 
         args=args,
         train_dataset=_make_trl_dataset(task.prompts, task.reward),
         processing_class=task.tokenizer,
-        rule=config.make_rule(),
+        rule=make_rule(config),
         target=_make_target(config, task),
         select=config.select,
         engine=config.engine,

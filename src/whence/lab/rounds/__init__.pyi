@@ -1,4 +1,3 @@
-from .lds import compute_lds as compute_lds
 from .replay import MARGIN as MARGIN
 from .replay import Point as Point
 from .replay import SteppedRound as SteppedRound
@@ -10,6 +9,7 @@ from .replay import raise_on_divergence as raise_on_divergence
 from .replay import step as step
 from .retraining import NOBODY as NOBODY
 from .retraining import Orders as Orders
+from .retraining import compute_lds as compute_lds
 from .retraining import draw_subsets as draw_subsets
 from .retraining import reshuffle as reshuffle
 from .retraining import retrain as retrain

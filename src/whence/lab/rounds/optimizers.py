@@ -112,10 +112,6 @@ def _adam(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tu
     return p - size * mean / scale, {"step": count, "exp_avg": mean, "exp_avg_sq": square}
 
 
-def _adamw(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
-    return _adam({**settings, "decoupled_weight_decay": True}, p, g, state)
-
-
 def _sgd(settings: Mapping[str, Any], p: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
     if settings["weight_decay"]:
         g = g + settings["weight_decay"] * p
@@ -148,7 +144,12 @@ def _rmsprop_root(settings: Mapping[str, Any], state: State) -> Tensor:
 
 _Step = Callable[[Mapping[str, Any], Tensor, Tensor, State], tuple[Tensor, State]]
 
-_STEPS: Mapping[str, _Step] = {"Adam": _adam, "AdamW": _adamw, "RMSprop": _rmsprop, "SGD": _sgd}
+_STEPS: Mapping[str, _Step] = {
+    "Adam": _adam,
+    "AdamW": lambda settings, *tensors: _adam({**settings, "decoupled_weight_decay": True}, *tensors),
+    "RMSprop": _rmsprop,
+    "SGD": _sgd,
+}
 
 _KEYS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "Adam": lambda settings: ["exp_avg", "exp_avg_sq"],

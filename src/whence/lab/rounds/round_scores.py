@@ -173,7 +173,9 @@ def _score_by_products(
     optimizer = round.recording.optimizer
     carried = torch.zeros_like(round.start.params)
     scores = {method: [torch.empty(0)] * len(round) for method in methods}
-    for number, before, after in _iterate_backwards(round, interval) if MOMENTUM in methods else _iterate_steps(round):
+    points = (point.map(Tensor.detach) for point in iterate_points(round))
+    forwards = ((number, *pair) for number, pair in enumerate(pairwise(points)))
+    for number, before, after in _iterate_backwards(round, interval) if MOMENTUM in methods else forwards:
         minibatch = round.minibatch(number)
         ascent = target_gradient(round, before.params, target)
         if TRAJECTORY in methods:
@@ -201,12 +203,6 @@ def _gradient_factor(round: SteppedRound, before: Point, minibatch: Minibatch) -
     clipped = clip_factor(gradient, recording.update.max_grad_norm)
     factor: Tensor = recording.optimizer.settings["lr"] * clipped / len(ones)
     return factor.detach()
-
-
-def _iterate_steps(round: SteppedRound) -> Iterator[tuple[int, Point, Point]]:
-    """Yield each step with the points before and after it."""
-    for number, (before, after) in enumerate(pairwise(point.map(Tensor.detach) for point in iterate_points(round))):
-        yield number, before, after
 
 
 def _iterate_backwards(round: SteppedRound, interval: int) -> Iterator[tuple[int, Point, Point]]:

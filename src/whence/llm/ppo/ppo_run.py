@@ -117,7 +117,7 @@ def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def load_model(model: nn.Module, optimizer: Any, content: Mapping[str, Any]) -> None:
+def restore_model(model: nn.Module, optimizer: Any, content: Mapping[str, Any]) -> None:
     """Put a model and its optimiser into the state that `read_model` returned; see `check_model`."""
     _copy_parameters(model, content)
     parameters = dict(_trained_parameters(model))

@@ -27,7 +27,7 @@ from whence.core import (
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
 from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
 from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
-from whence.llm.ppo.ppo_run import TrainingRun, load_model, read_model
+from whence.llm.ppo.ppo_run import TrainingRun, read_model, restore_model
 from whence.llm.scores import (
     RoundChooser,
     Scoring,
@@ -374,7 +374,7 @@ class PPOTrainer:
         """Put everything where it was after the checkpoint's round."""
         content = checkpoint.content
         self.metrics = self._run.read_metrics(checkpoint.round)
-        load_model(self.model, self.optimizer.optimizer, content)
+        restore_model(self.model, self.optimizer.optimizer, content)
         if self.accelerator.scaler is not None and content.get("scaler") is not None:
             self.accelerator.scaler.load_state_dict(content["scaler"])  # of gradients in float16
         self.kl_coef, self._prompt_queue = content["kl_coef"], list(content["queue"])

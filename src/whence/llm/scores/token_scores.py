@@ -69,7 +69,7 @@ def score_tokens(
     if is_in_shards(view.parameters().values()):
         raise Unsupported(
             "The parameters are in shards, and tokens' parts of scores need them whole: score them in one process "
-            "(whence llm why)."
+            "(whence why)."
         )
     objective = TokenPPO() if objective is None else as_objective(objective)
     with open_problem(view, rows, targets=[target], objective=objective) as problem:

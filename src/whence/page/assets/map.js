@@ -9,7 +9,6 @@ Whence.map = (() => {
   const KINDS = ["start", "goal", "hole", "wall", "lava"]; // those with a colour of their own
   const SIDES = [["worst", "most harmful"], ["best", "most helpful"]];
 
-  const isWrong = (arrow) => arrow.wrong !== null && arrow.wrong > 0.5;
   const praised = (arrow) => arrow.praised >= 0.5;
   const cellName = ({ cell }, { cols }) => `row ${Math.floor(cell / cols) + 1}, column ${(cell % cols) + 1}`;
   // A MiniGrid's agent looks somewhere, and acts from there; in FrozenLake the action is the direction.
@@ -17,8 +16,7 @@ Whence.map = (() => {
 
   function describe(arrow, map) {
     const facing = looks(arrow) ? ` facing ${DIRECTIONS[arrow.direction]}` : "";
-    const sign = arrow.wrong === null ? "" : `; the sign was wrong in ${percent(arrow.wrong)}`;
-    return `“${arrow.action}” at ${cellName(arrow, map)}${facing}: ${number(arrow.count)} ${arrow.count === 1 ? "record" : "records"}, mean score ${signed(arrow.score)}; the advantage praised it in ${percent(arrow.praised)}${sign}`;
+    return `“${arrow.action}” at ${cellName(arrow, map)}${facing}: ${number(arrow.count)} ${arrow.count === 1 ? "record" : "records"}, mean score ${signed(arrow.score)}; the advantage praised it in ${percent(arrow.praised)}`;
   }
 
   // The line from the middle of a cell, and where and in which direction it ends; a turn bends off.
@@ -34,7 +32,7 @@ Whence.map = (() => {
     const x = ((arrow.cell % map.cols) + 0.5) * SIZE;
     const y = (Math.floor(arrow.cell / map.cols) + 0.5) * SIZE;
     const width = 1.5 + 4 * Math.sqrt(arrow.count / most);
-    const group = drawing("g", { class: `arrow ${praised(arrow) ? "high" : "low"}${isWrong(arrow) ? " wrong" : ""}` }, drawing("title", {}));
+    const group = drawing("g", { class: `arrow ${praised(arrow) ? "high" : "low"}` }, drawing("title", {}));
     group.firstChild.textContent = describe(arrow, map);
     if (arrow.direction === null || arrow.turn === null) {
       group.append(drawing("circle", { cx: x, cy: y, r: 2 + width }));
@@ -64,17 +62,15 @@ Whence.map = (() => {
   function list(map, arrows, heading) {
     const row = (arrow) => element("tr", {}, element("th", { scope: "row" }, cellName(arrow, map)),
       element("td", { class: "text" }, looks(arrow) ? `${arrow.action}, facing ${DIRECTIONS[arrow.direction]}` : arrow.action), element("td", {}, number(arrow.count)),
-      element("td", {}, signed(arrow.score)), element("td", {}, percent(arrow.praised)), element("td", {}, percent(arrow.wrong)));
-    const heads = ["cell", "action", "records", "mean score", "praised", "wrong sign"].map((text, at) => element("th", { scope: "col", class: at === 1 ? "text" : null }, text));
+      element("td", {}, signed(arrow.score)), element("td", {}, percent(arrow.praised)));
+    const heads = ["cell", "action", "records", "mean score", "praised"].map((text, at) => element("th", { scope: "col", class: at === 1 ? "text" : null }, text));
     return element("details", {}, element("summary", {}, "As a table"), element("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": `Table: ${heading}` },
       element("table", { class: "changes" }, element("caption", {}, heading), element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...arrows.map(row)))));
   }
 
   function legend(map) {
     const key = (kind, text) => element("span", { class: "key" }, element("i", { class: kind, "aria-hidden": "true" }), text);
-    const known = map.arrows.some(({ wrong }) => wrong !== null);
     return element("p", { class: "map-legend" }, key("high", "the advantage praised the action"), key("low", "the advantage blamed it"),
-      known ? key("wrong", "dashed: in most of these records its sign was wrong, by all visits of the state in this round") : null,
       map.arrows.some(({ turn }) => turn === null) ? key("dot", "neither a turn nor a step") : null,
       ...KINDS.filter((kind) => map.cells.includes(kind)).map((kind) => key(`cell ${kind}`, kind)));
   }

@@ -106,8 +106,8 @@ Whence.moment = (() => {
   function fillResponse(detail) {
     const { run, round } = view;
     const sections = Whence.responses.sections(detail, {
-      command: view.commands["llm why"]?.replace("{record}", detail.record),
-      explain: Whence.source.served && view.commands["llm why"] ? () => Whence.source.loadCauses(run, round, view.record, "influence") : null,
+      command: view.commands.why?.replace("{record}", detail.record),
+      explain: Whence.source.served && view.commands.why ? () => Whence.source.loadCauses(run, round, view.record, "influence") : null,
       open: (record) => show({ ...view, record }),
       canOpen: (record) => Whence.source.canOpen(run, round, record),
     });

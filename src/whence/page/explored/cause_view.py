@@ -167,10 +167,8 @@ def gather_causes(
     Raises:
         RunDirectoryError: a policy cannot be built again.
     """
-    pair = {"target_states": target.observation, "actions": target.action, "action_masks": target.action_mask}
-    options: Any = {"method": by, "env": run.env, "on_round": on_round}
     with LOCK:
-        scores = find_causes(run.directory, **pair, states_of=target.records, **options)
+        scores = find_causes(run.directory, target, method=by, env=run.env, on_round=on_round)
     raised, lowered = (rank_moments(scores, lowest=lowest, most=most) for lowest in (False, True))
     faces = [entry.moment for entry in (*raised[:framed], *lowered[:framed])]
     replays = replay_moments(run, [(moment, [moment.step or 0]) for moment in faces])

@@ -36,9 +36,9 @@ from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
 def name_commands(run: ExploredRun) -> dict[str, str | None]:
     """Return the commands that an opened record names; None: the run does not say how to build its model again."""
     can_explain = bool(run.directory.experiment) or "rollouts" in run.directory.config
-    names = {"view": "", "llm why" if run.is_language else "why": "--record {record}"}
+    names = {"view": "", "why": "--record {record}"}
     commands: dict[str, str | None] = {name: run.name_command(name, options) for name, options in names.items()}
-    return commands | ({} if can_explain or not run.is_language else {"llm why": None})
+    return commands | ({} if can_explain or not run.is_language else {"why": None})
 
 
 SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")

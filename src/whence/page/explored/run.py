@@ -91,12 +91,15 @@ class ExploredRun:
         directory: the run's directory, finished or not.
         label: its name on the page.
         env: the environment, for replay; None: the run's own.
+        about: how it was trained, in a sentence, for the head of the page.
     """
 
-    def __init__(self, directory: RunDirectory | str | Path, label: str | None = None, env: AnyEnv = None) -> None:
+    def __init__(
+        self, directory: RunDirectory | str | Path, label: str | None = None, env: AnyEnv = None, about: str = ""
+    ) -> None:
         self.directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
         self.label = label or name_run(self.directory)
-        self.env = env
+        self.env, self.about = env, about
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -250,7 +253,7 @@ class ExploredRun:
         records = self.round(number)
         if self.is_language or not records.scored or records.table.is_empty() or not self._has_map:
             return None
-        extremes = map_extremes(self.directory, number, records.table, env=self.env)
+        extremes = map_extremes(self.directory, records.table, env=self.env)
         return None if extremes is None else extremes.to_json()
 
     def replay(self, episode: int, steps: Collection[int]) -> tuple[Frames, str | None]:

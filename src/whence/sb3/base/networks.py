@@ -1,11 +1,10 @@
-"""Networks by name, and the default network for an observation space."""
+"""LDA's network for MiniGrid, and the classes that a policy's arguments name."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 from stable_baselines3.common import torch_layers
-from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
 from stable_baselines3.common.sb2_compat import rmsprop_tf_like
 from torch import Tensor, nn, optim
 
@@ -27,37 +26,6 @@ class MiniGridCNN(torch_layers.BaseFeaturesExtractor):
         """Return (n, 64) features of (n, channels, height, width) images scaled to [0, 1]."""
         features: Tensor = self.layers(observations)
         return features
-
-
-_SMALLEST = {"NatureCNN": 36, "MiniGridCNN": 5}
-"""The least height and width, in pixels, that the convolutions leave anything of."""
-
-
-def default_policy(space: gym.Space[Any]) -> str:
-    """Return SB3's name of the policy for an observation space."""
-    if isinstance(space, gym.spaces.Dict):
-        return "MultiInputPolicy"
-    if isinstance(space, gym.spaces.Box) and is_image_space(space):
-        return "CnnPolicy" if _read_image_size(space) >= _SMALLEST["MiniGridCNN"] else "MlpPolicy"
-    return "MlpPolicy"
-
-
-def default_policy_kwargs(policy: str, policy_kwargs: Mapping[str, Any], space: gym.Space[Any]) -> dict[str, Any]:
-    """Return a policy's arguments, with LDA's MiniGrid network if the images are too small for SB3's NatureCNN.
-
-    A features extractor that `policy_kwargs` names stays.
-    """
-    if policy == "CnnPolicy" and isinstance(space, gym.spaces.Box) and is_image_space(space):
-        size = _read_image_size(space)
-        if _SMALLEST["MiniGridCNN"] <= size < _SMALLEST["NatureCNN"]:
-            return {"features_extractor_class": MiniGridCNN.__name__, **policy_kwargs}
-    return dict(policy_kwargs)
-
-
-def _read_image_size(space: gym.spaces.Box) -> int:
-    """Return the smaller of an image's height and width."""
-    height_and_width = space.shape[1:] if is_image_space_channels_first(space) else space.shape[:2]
-    return min(height_and_width)
 
 
 def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:

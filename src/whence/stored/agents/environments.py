@@ -1,6 +1,8 @@
-"""Environments by name, for training and for evaluation."""
+"""Environments by name, tests in them, and what their spaces contain."""
 
+import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -8,69 +10,24 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.wrappers import TransformObservation
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import VecEnv
 
-from whence.core import WhenceError, eval_mode, preserve_rng_state, suggest
+from whence.core import Action, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.sb3 import (
-    EnvPoolVecEnv,
+    Pool,
     RecordResets,
     evaluate_pool,
     find_object,
-    make_pool,
     reuses_world,
     select_options,
     use_fresh_noise,
 )
-from whence.stored.agents.run_config import RunConfig
-
-_READABLE = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
-"""The spaces that SB3's policies observe; also as the parts of a Dict."""
-
-
-def list_libraries(config: RunConfig) -> list[str]:
-    """Return the libraries whose environments a run uses: the one it collects with, then another it evaluates with."""
-    return list(dict.fromkeys([config.collect_with, *([config.evaluate_with] if config.eval_episodes else [])]))
-
-
-def check_environment(config: RunConfig) -> gym.Space[Any]:
-    """Make the environments of a run once and return the observation space.
-
-    Raises:
-        WhenceError: an id is not known (the nearest are listed), an environment cannot be made, or its observations
-            lack the part to observe or are none that SB3 reads.
-        Unsupported: EnvPool is not installed.
-    """
-    # EnvPool first: what it lacks needs no environment of Gymnasium's.
-    spaces = {library: _read_space(config, library) for library in sorted(list_libraries(config))}
-    return spaces[config.collect_with]
-
-
-def _read_space(config: RunConfig, library: str) -> gym.Space[Any]:
-    """Return the space of the observed part in one library's environment."""
-    on_pool = library == "envpool"
-    env = make_pool(config.env, config.pool_kwargs, 1, 0) if on_pool else make_env(config.env, config.env_kwargs)
-    space: gym.Space[Any] = env.observation_space
-    env.close()
-    parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {}
-    if config.observe is not None:
-        if config.observe not in parts:
-            known = ", ".join(parts) or f"a {type(space).__name__}"
-            raise WhenceError(f"{config.env} has no part {config.observe!r} to observe; its observations are {known}.")
-        return parts[config.observe]
-    readable = [name for name, part in parts.items() if isinstance(part, _READABLE)]
-    if not isinstance(space, _READABLE) and (not parts or len(readable) < len(parts)):
-        remedy = "Register the environment with a wrapper that converts it."
-        if readable:
-            images = [name for name in readable if len(parts[name].shape or ()) == 3]
-            remedy = f"Observe one part: --observe {(images or readable)[0]} (of {', '.join(readable)})."
-        raise WhenceError(f"{config.env} observes a {space}, which Stable-Baselines3 does not read. {remedy}")
-    return space
 
 
 def make_env(
@@ -113,27 +70,10 @@ def make_env(
         raise WhenceError(
             f"{name} returns a {type(env).__name__}; one environment of Gymnasium's in its wrappers is needed."
         )
-    return env if observe is None else observe_part(env, observe)
-
-
-def _make_env(config: RunConfig, *, checked: bool = True) -> gym.Env[Any, Any]:
-    return make_env(config.env, config.env_kwargs, config.observe, checked=checked)
-
-
-def make_training_env(config: RunConfig) -> VecEnv:
-    """Return the environments to collect from; Gymnasium's note what is needed to play their episodes again."""
-    if config.collect_with == "envpool":
-        return EnvPoolVecEnv(config.env, config.pool_kwargs, config.n_envs, config.seed, config.observe)
-    return DummyVecEnv([lambda: Monitor(RecordResets(_make_env(config)))] * config.n_envs)
-
-
-def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv:
-    """Return Gymnasium's environments to evaluate on."""
-
-    def make() -> gym.Env[Any, Any]:
-        return Monitor(renew_world(_make_env(config, checked=False)))
-
-    return DummyVecEnv([make] * min(64, episodes))
+    if observe is None:
+        return env
+    space: Any = env.observation_space
+    return TransformObservation(env, itemgetter(observe), space[observe])
 
 
 def renew_world(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
@@ -142,12 +82,6 @@ def renew_world(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     A BipedalWalker keeps its Box2D world from episode to episode, so it gets a new one for each.
     """
     return RecordResets(env) if reuses_world(env.unwrapped) else env
-
-
-def observe_part(env: gym.Env[Any, Any], part: str) -> gym.Env[Any, Any]:
-    """Return an environment of which a part of the dict observations is observed."""
-    space: Any = env.observation_space
-    return TransformObservation(env, itemgetter(part), space[part])
 
 
 def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> tuple[float, float]:
@@ -172,15 +106,39 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
     return float(np.mean(returns)), float(np.std(returns, ddof=1) / np.sqrt(len(returns)))
 
 
-def measure_return(
-    config: RunConfig | None, model: BaseAlgorithm, env: VecEnv | None, *, episodes: int, seed: int
-) -> tuple[float, float]:
-    """Return a model's mean test return and its standard error; without `env`, in `config`'s EnvPool environments."""
-    if env is not None:
+def measure_return(model: BaseAlgorithm, env: VecEnv | Pool, *, episodes: int, seed: int) -> tuple[float, float]:
+    """Return a model's mean test return in Gymnasium's or EnvPool's environments, and its standard error."""
+    if not isinstance(env, Pool):
         return evaluate(model, env, episodes=episodes, seed=seed)
-    assert config is not None
     # EnvPool's seeds have 31 bits.
-    returns = evaluate_pool(
-        model, config.env, config.pool_kwargs, episodes=episodes, seed=seed >> 1, key=config.observe
-    )
+    returns = evaluate_pool(model, env, episodes=episodes, seed=seed >> 1)
     return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))
+
+
+def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:
+    """Refuse an observation or an action that a policy's spaces do not contain.
+
+    Raises:
+        WhenceError: a shape differs, a value is out of range, or the numbers of observations and actions differ.
+    """
+    if isinstance(actions, spaces.Box):
+        # A policy's actions exceed the bounds, too: SB3 clips them only on their way to the environment.
+        actions = spaces.Box(-np.inf, np.inf, actions.shape, np.float64)
+    counts = _count_elements("observation", target.observation, observations)
+    counts |= _count_elements("action", target.action, actions)
+    if len(counts) > 1:
+        raise WhenceError("The target has not as many actions as observations: give one of each, or m of each.")
+
+
+def _count_elements(name: str, value: Any, space: spaces.Space[Any]) -> set[int]:
+    """Return how many elements of a space a target's `name` holds, of a Dict those of its parts; refuse others."""
+    if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and value.keys() == space.keys():
+        return set().union(*(_count_elements(f"{name}.{key}", value[key], part) for key, part in space.items()))
+    with suppress(TypeError, ValueError):  # of rows of different lengths, or text
+        array = np.asarray(value)
+        rows = list(array.astype(space.dtype).reshape(-1, *(space.shape or ())))
+        # In a dtype of whole numbers, 0.7 would have become 0.
+        is_exact = np.issubdtype(space.dtype, np.floating) or np.array_equal(array, array.astype(space.dtype))
+        if rows and is_exact and array.dtype.kind in "biuf" and all(space.contains(row) for row in rows):
+            return {len(rows)}
+    raise WhenceError(f"The {name} of the target is {reprlib.repr(value)}; one of {space}, or several, are needed.")

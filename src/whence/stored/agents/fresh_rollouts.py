@@ -23,7 +23,6 @@ from whence.sb3 import (
     StoredEpisode,
     is_recurrent,
     open_env,
-    play_again,
     read_episode,
     repeat_states,
     reseed,
@@ -31,14 +30,8 @@ from whence.sb3 import (
     use_fresh_noise,
     zero_states,
 )
-from whence.stored.agents.rounds import (
-    AnyEnv,
-    is_squashed,
-    load_model,
-    make_lockstep,
-    make_replay_env,
-    read_reward_scale,
-)
+from whence.stored.agents.replaying import AnyEnv, make_lockstep, replay_exactly
+from whence.stored.agents.rounds import load_agent, read_reward_scale
 
 LONGEST = 10_000
 """Steps after which a continuation is cut off and the critic's value taken for the rest."""
@@ -93,11 +86,10 @@ def estimate_advantages(
     if continuations < 2:
         raise ReplayError(f"continuations is {continuations}; at least 2 are needed for an error.")
     by_episode = _group_by_episode(run, number, records)
-    model, scale = load_model(run, number, env=env), read_reward_scale(run, number)
+    model, scale = load_agent(run, number, env=env), read_reward_scale(run, number)
     rows: dict[int, tuple[float, ...]] = {}
     episodes = {episode: read_episode(run, episode, near=number) for episode in by_episode}
     for index in sorted({stored.env_index for stored in episodes.values()}):
-        make_env = make_replay_env(run, env, index=index)
         # In each pair of environments one goes on with the record's action, the other with the policy's.
         make_envs = partial(make_lockstep, run, env, 2 * continuations, number, index=index)
         with open_env(make_envs) as envs:
@@ -105,9 +97,7 @@ def estimate_advantages(
             assert isinstance(lockstep, LockstepEnvs)
             for stored in (each for each in episodes.values() if each.env_index == index):
                 steps = by_episode[stored.episode_id]
-                replay = play_again(make_env, stored, last_step=max(steps.values()), squashed=is_squashed(run))
-                if replay.mismatch is not None:
-                    raise ReplayError(replay.mismatch)
+                replay = replay_exactly(run, stored, max(steps.values()), env=env)
                 assert stored.generator_state is not None  # else it was not played again
                 begin, remembered = _read_memory(run, number, model, stored, envs.num_envs)
                 for record, step in sorted(steps.items(), key=lambda item: item[1]):

@@ -12,7 +12,8 @@ from torch.distributions import Categorical, Normal, kl_divergence
 from whence.core import eval_mode, to_numpy
 from whence.runs import RunDirectory
 from whence.sb3 import actor_critic_view, predict
-from whence.stored.agents.rounds import AnyEnv, load_policy, load_round
+from whence.stored.agents.replaying import AnyEnv
+from whence.stored.agents.rounds import load_policy, load_round
 
 
 def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv = None) -> pl.DataFrame:

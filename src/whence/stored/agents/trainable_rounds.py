@@ -12,7 +12,8 @@ from whence.core import RunDirectoryError
 from whence.rounds.recording import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import copy_tensors, is_recurrent, named_tensors, read_optimizer, read_update
-from whence.stored.agents.rounds import AnyEnv, load_model, read_records
+from whence.stored.agents.replaying import AnyEnv
+from whence.stored.agents.rounds import load_agent, read_records
 
 _SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf")
 
@@ -35,7 +36,7 @@ def load_trainable_rounds(
             f"from where the one before it ended. Take a stretch of rounds: --rounds {numbers[0]}-{numbers[-1]}."
         )
     metrics = {row["round"]: row for row in run.table("metrics").to_dicts()}
-    model = load_model(run, numbers[0], env=env, changes=_read_schedules(run, metrics.get(numbers[0], {})))
+    model = load_agent(run, numbers[0], env=env, changes=_read_schedules(run, metrics.get(numbers[0], {})))
     if is_recurrent(model.policy):
         raise RunDirectoryError(
             f"{run.path} trained a recurrent policy, and whence cannot train its rounds again without some records: "

@@ -1,6 +1,5 @@
 from .explanations import Explanation as Explanation
 from .explanations import explain_response as explain_response
-from .language_config import OF_RULES as OF_RULES
 from .language_config import SOURCE as SOURCE
 from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig
@@ -9,7 +8,7 @@ from .loading import hide_progress_bars as hide_progress_bars
 from .loading import ignore_old_names as ignore_old_names
 from .loading import load_checkpoint as load_checkpoint
 from .loading import load_function as load_function
-from .loading import load_model as load_model
+from .loading import load_language_model as load_language_model
 from .rounds import list_policies as list_policies
 from .rounds import load_start_policy as load_start_policy
 from .rounds import load_trained_task as load_trained_task

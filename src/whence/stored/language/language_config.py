@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from whence.core import WhenceError, suggest
 from whence.engines import ENGINES
-from whence.selection import LANGUAGE_UNITS, SelectionRule
-from whence.stored.arms import ANY, GROUPS, LANGUAGE_ARMS, LANGUAGE_TARGETS, find_arm, split_arm
+from whence.selection import LANGUAGE_UNITS
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic", "loophole", "smollm2")
@@ -59,8 +58,7 @@ class LanguageConfig:
     Transformers nor TRL.
 
     Attributes:
-        arm: a key of `LANGUAGE_ARMS`, or one with the target after a hyphen: "iif-token"; "random-" before it makes it
-            the control.
+        arm: the name of how responses were selected; see `whence list arms`. A target may follow: "iif-token".
         seed: seed of all random draws.
         task: a laboratory that makes its own small model and problems; None: the next eight fields say what trains.
         model: directory or id of a causal language model of Transformers.
@@ -113,10 +111,6 @@ class LanguageConfig:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        selection, target = split_arm(self.arm)
-        arm = find_arm(selection, LANGUAGE_ARMS)
-        if target is not None and target not in LANGUAGE_TARGETS:
-            raise WhenceError(f"The target {target!r} is unknown.{suggest(target, LANGUAGE_TARGETS)}")
         for name, value, least in (("rounds", self.rounds, 1), ("eval_every", self.eval_every, 0)):
             if type(value) is not int or value < least:
                 raise WhenceError(f"{name} is {value!r}; a whole number, at least {least}, is needed.")
@@ -124,15 +118,7 @@ class LanguageConfig:
         missing = [name for name in ("model", "dataset") if name not in sources]
         missing += [] if {"reward", "reward_model"} & set(sources) else ["reward"]
         taken = sorted(self.settings.keys() & {"output_dir", "seed", "max_steps"})
-        scores = arm.target
-        in_groups = GROUPS in arm.needs or "group" in (self.unit, arm.unit)
         refusals = [
-            (self.unit and arm.unit != ANY, f"unit has no effect: {selection} selects by {arm.unit or 'nothing'}."),
-            (
-                in_groups and self.responses_per_prompt < 2,
-                f"The arm {self.arm} needs several responses to a prompt: --settings '{{\"num_generations\": 8}}'.",
-            ),
-            (target and not scores, f"The target {target!r} has no effect: {selection} reads none."),
             (
                 self.dtype == "bfloat16" and not self.lora,
                 "bfloat16 is too coarse to train in: train an adapter (--lora).",
@@ -145,25 +131,11 @@ class LanguageConfig:
             (self.reward and self.reward_model, "reward and reward_model are given: a function can call the model."),
             (self.reward_label and not self.reward_model, "reward_label is given, and no reward_model with labels."),
             (self.test_reward and not self.test_dataset, "test_reward is given, and no test_dataset to measure on."),
-            (
-                not self.task and self.target == "validation" and not self.demonstrations,
-                f"The arm {self.arm} scores by trusted demonstrations; give a data set of them (--demonstrations).",
-            ),
-            (
-                self.held_out and self.target in (None, "validation"),
-                f"held_out has no effect: the target of the arm {self.arm} reads no responses to held-out prompts.",
-            ),
             (self.held_out and self.algorithm != "ppo", "held_out is an option of PPO; leave it out with TRL."),
             (taken, f"A run's settings have no setting {', '.join(taken)}: the run itself says it."),
         ]
         if reason := next((reason for is_wrong, reason in refusals if is_wrong), None):
             raise WhenceError(reason)
-
-    @property
-    def target(self) -> str | None:
-        """The target of the scores; None if nothing is scored."""
-        selection, target = split_arm(self.arm)
-        return target or find_arm(selection, LANGUAGE_ARMS).target
 
     @property
     def env(self) -> str:
@@ -198,22 +170,6 @@ class LanguageConfig:
         default = {"ppo": 1, "grpo": 8, "rloo": 2}[self.algorithm]  # TRL's
         return self.all_settings.get("num_generations") or default
 
-    @property
-    def selects(self) -> bool:
-        """Whether the arm's rule drops or weights responses."""
-        return find_arm(split_arm(self.arm)[0], LANGUAGE_ARMS).unit != ""
-
-    def reads(self, name: str) -> bool:
-        """Return whether the arm reads a field of `OF_RULES`."""
-        return (
-            find_arm(split_arm(self.arm)[0], LANGUAGE_ARMS).unit == ANY if name == "unit" else self.target is not None
-        )
-
-    def make_rule(self) -> SelectionRule:
-        """Return the arm's selection rule."""
-        arm, half = find_arm(split_arm(self.arm)[0], LANGUAGE_ARMS), max(2, self.responses_per_prompt // 2)
-        return arm.make_rule(seed=self.seed, unit=self.unit, keep=half)
-
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types."""
         return asdict(self)
@@ -235,9 +191,6 @@ SOURCE = (
     *("demonstrations", "test_dataset", "test_reward"),
 )
 """The fields for a user's model and data."""
-
-OF_RULES = ("held_out", "unit", "select")
-"""The fields that some arms do not read."""
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def load_data(name: str) -> Any:
     return data
 
 
-def load_model(name: str, dtype: str, kind: Any = AutoModelForCausalLM, **options: Any) -> tuple[Any, Any]:
+def load_language_model(name: str, dtype: str, kind: Any = AutoModelForCausalLM, **options: Any) -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer.
 
     A tokenizer without a pad token pads with the end-of-text token; masks separate padding from ends.
@@ -131,9 +131,9 @@ def load_checkpoint(name: str, dtype: str) -> tuple[Any, Any]:
     if (Path(name) / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM
 
-        model, tokenizer = load_model(name, dtype, AutoPeftModelForCausalLM, is_trainable=True)
+        model, tokenizer = load_language_model(name, dtype, AutoPeftModelForCausalLM, is_trainable=True)
     else:
-        model, tokenizer = load_model(name, dtype)
+        model, tokenizer = load_language_model(name, dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 

@@ -13,14 +13,17 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from whence.core import (
+    MeanObjective,
     Objective,
     RecordBatch,
     RunDirectoryError,
     Target,
+    Unit,
     Unsupported,
     WhenceError,
     preserve_rng_state,
     rows_of,
+    target_name,
 )
 from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
 from whence.llm.files import SCORED
@@ -35,7 +38,6 @@ from whence.llm.scores import (
 from whence.llm.text import Responses
 from whence.llm.trl.supported_settings import make_group_objective
 from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
-from whence.selection import find_scorer
 from whence.stored.language.language_config import LanguageConfig
 from whence.stored.language.loading import hide_progress_bars, load_checkpoint, load_pretrained
 from whence.stored.language.tasks import (
@@ -87,13 +89,8 @@ def rebuild_round(
     if run.config.get("algorithm") == SCORED and make_target is None:
         return _rebuild_scored(run, number)
     config, table = _read_config(run), run.round("records", number)
-    if make_target is None and (config.held_out or config.target == "objective"):
-        what = "over responses that were drawn" if config.held_out else "by the gradient of the steps that were taken"
-        raise Unsupported(
-            f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
-        )
-    if make_target is None and find_scorer(config.make_rule()) is not None:
-        raise Unsupported(f"The arm {config.arm} scores by a target of its own, so its scores cannot be taken apart.")
+    if make_target is None:
+        _check_kept_target(run)
     settings = make_trainer_config(config, str(run.path))
     policy = _locate_policy(run, config, settings, number)
     if policy is not None and not policy.exists():
@@ -112,14 +109,25 @@ def rebuild_round(
     else:
         size = settings.per_device_train_batch_size
         model, rows, objective = _rebuild_trl(run, task, settings, tokens, table, policy)
-    if make_target is None and config.target == "validation":
-        make_target = make_validation_target
-    if make_target is not None:
-        target = make_target(task)
+    make_mean = {target_name(make()): make for make in RESPONSE_TARGETS.values()}.get(run.config["target"])
+    if make_target is None and make_mean is not None:
+        target = make_mean(rows, batch_size=size)
     else:
-        target = RESPONSE_TARGETS[config.target or "sequence"](rows, batch_size=size)
+        target = (make_target or make_validation_target)(task)
     scoring = Scoring(target, objective, float(settings.temperature), "auto", scoring_memory(config), size)
     return RebuiltRound(model, task.tokenizer, table, rows, scoring)
+
+
+def _check_kept_target(run: RunDirectory) -> None:
+    """Refuse a run whose scores are of what each round had drawn or done, and of what was not kept."""
+    what = "over responses that were drawn" if run.config.get("held_out") else None
+    units: tuple[Unit | None, ...] = (None, "record", "row", "group")
+    if run.config["target"] in [target_name(MeanObjective(unit)) for unit in units]:
+        what = "the objective of the steps that were taken"
+    if what is not None:
+        raise Unsupported(
+            f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
+        )
 
 
 def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:

@@ -25,7 +25,13 @@ from whence.llm.text import (
     read_prompts,
 )
 from whence.stored.language.language_config import LanguageConfig
-from whence.stored.language.loading import ignore_old_names, load_data, load_function, load_model, load_pretrained
+from whence.stored.language.loading import (
+    ignore_old_names,
+    load_data,
+    load_function,
+    load_language_model,
+    load_pretrained,
+)
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
@@ -33,7 +39,6 @@ def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked"
 
     Raises:
         WhenceError: a setting is unknown or out of its range.
-        Unsupported: the arm cannot select under one of TRL's settings; see `check_selectable`.
     """
     settings = {**config.all_settings, "seed": config.seed}
     if config.algorithm == "ppo":
@@ -43,8 +48,6 @@ def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked"
 
 def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str, Any]) -> Any:
     import trl  # takes seconds
-
-    from whence.llm.trl.supported_settings import check_selectable
 
     kind = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[config.algorithm]
     settings = {name: value for name, value in settings.items() if name not in ("rounds", "eval_every")}
@@ -70,8 +73,6 @@ def _make_trl_config(config: LanguageConfig, output_dir: str, settings: dict[str
             "A round is one step on a generation batch: steps_per_generation has to equal gradient_accumulation_steps "
             "(num_iterations may be more than 1)."
         )
-    if config.selects:
-        check_selectable(trainer_config)
     return trainer_config
 
 
@@ -150,7 +151,7 @@ def _load_user_task(config: LanguageConfig, rewards: bool) -> Task:
     if rewards and config.test_dataset is not None:
         test_reward = load_function(config.test_reward) if config.test_reward else reward
         test, evaluate_model = prepare_test(config, load_data(config.test_dataset), test_reward)
-    model, tokenizer = load_model(str(config.model), config.dtype)
+    model, tokenizer = load_language_model(str(config.model), config.dtype)
     return Task(model, tokenizer, prompts, reward, demonstrations, test, evaluate_model)
 
 

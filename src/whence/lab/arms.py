@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,15 @@ SCORES, GROUPS, DISCRETE = "scores", "groups", "discrete"
 ANY = "any"
 """The unit of a rule that can keep or drop by any."""
 
+_RULES = "whence.lab.rules"
+
 
 @dataclass(frozen=True)
 class Arm:
     """One way to train.
 
     Attributes:
-        rule: name of a selection rule in `whence.selection`.
+        rule: name of a selection rule.
         about: one line for people.
         rule_settings: arguments of the rule that a run does not set.
         learning_rate_scale: factor of the run's learning rate.
@@ -35,6 +38,7 @@ class Arm:
         unit: what the rule keeps or drops as one; `ANY`: what the run says, by default a record.
         needs: what the rule needs besides the records.
         is_control: whether as many units are dropped as the rule would drop, but at random.
+        module: where the rule is.
     """
 
     rule: str
@@ -45,12 +49,13 @@ class Arm:
     unit: str = ANY
     needs: str = SCORES
     is_control: bool = False
+    module: str = "whence.selection"
 
     def make_rule(self, **run_fields: Any) -> "SelectionRule":
         """Return the selection rule of a run, with those of the run's fields that the rule has; None is no setting."""
         from whence import selection  # it imports torch, which a list of arms does not need
 
-        rule_class = getattr(selection, self.rule)
+        rule_class = getattr(import_module(self.module), self.rule)
         fields = rule_class.__dataclass_fields__
         of_run = {name: value for name, value in run_fields.items() if name in fields and value is not None}
         rule: SelectionRule = rule_class(**{**of_run, **self.rule_settings})
@@ -65,7 +70,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         "nonpositive": Arm("NonPositive", "drop every record that scores 0 or less"),
         "dtv": Arm("DTV", "drop the units whose gradient opposes the mean of all; an episode each by default"),
         "dtv-loo": Arm("DTV", "the same, by the mean of the others", {"leave_one_out": True}),
-        "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0"),
+        "negative-random": Arm("NegativeRandom", "as many as iif, at random below 0", module=_RULES),
         "random": Arm("RandomDrop", "as many as iif, at random among all"),
         "advantage-magnitude": Arm("AdvantageMagnitude", "drop the share `drop` of advantages closest to 0", needs=""),
         "advantage-1": Arm(
@@ -74,6 +79,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             {"order": "distance"},
             unit="record",
             needs=DISCRETE,
+            module=_RULES,
         ),
         "advantage-2": Arm(
             "AdvantageMismatch",
@@ -81,8 +87,15 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             {"order": "product"},
             unit="record",
             needs=DISCRETE,
+            module=_RULES,
         ),
-        "td-error": Arm("TDErrorPriority", "draw records of large TD errors more often", unit="record", needs=""),
+        "td-error": Arm(
+            "TDErrorPriority",
+            "draw records of large TD errors more often",
+            unit="record",
+            needs="",
+            module=_RULES,
+        ),
         **{
             f"ppo-lr-{scale:g}": Arm(
                 *("KeepAll", f"PPO at {scale:g} times the learning rate"), learning_rate_scale=scale, unit="", needs=""
@@ -179,8 +192,5 @@ def split_arm(arm: str) -> tuple[str, str | None]:
     """Return an arm's selection, and its target if the arm's name has one."""
     if arm.removeprefix(CONTROL) in LANGUAGE_ARMS:
         return arm, None
-    for target in LANGUAGE_TARGETS:
-        if arm.endswith(f"-{target}"):
-            return arm.removesuffix(f"-{target}"), target
     selection, _, target = arm.rpartition("-")
     return (selection, target) if selection else (arm, None)

@@ -1,18 +1,67 @@
-"""Sweep files: the runs that one asks for, all checked before anything runs."""
+"""Planned runs: their configurations, what runs them, and the sweep files that ask for many."""
 
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
 from whence.core import WhenceError, suggest
-from whence.lab.agents import configure_arms, reads
-from whence.stored import STANDARD
-from whence.stored.agents import RunConfig
+from whence.lab.agents import RunConfig, configure_arms
+from whence.lab.arms import STANDARD
+from whence.stored.language import LanguageConfig
 from whence.validation import read_table, settings
+
+AnyConfig: TypeAlias = RunConfig | LanguageConfig
+"""One run of either kind."""
+
+
+def read_config(values: Any) -> AnyConfig:
+    """Return the configuration that its `to_json` returned.
+
+    Raises:
+        WhenceError: the values are no configuration's.
+    """
+    is_agent = isinstance(values, Mapping) and "env" in values
+    return RunConfig.from_json(values) if is_agent else LanguageConfig.from_json(values)
+
+
+def runner_of(config: AnyConfig) -> Any:
+    """Return the module that runs such a configuration: it has `prepare`, `run`, `is_finished` and `read_curve`.
+
+    What it trains with is imported here.
+    """
+    kind = "language" if isinstance(config, LanguageConfig) else "agents"
+    return import_module(f"whence.lab.{kind}.training")
+
+
+@dataclass(frozen=True, eq=False)  # its configuration holds dicts, which have no hash
+class Planned:
+    """One run of a comparison or a sweep.
+
+    Attributes:
+        group: the name of a sweep's experiment, whose runs differ in arm, share to drop and seed only; None: it is a
+            run of a comparison.
+        label: the arm's name, followed by the share to drop if that is not the group's: "iif", "iif-drop0.25".
+        config: the run.
+    """
+
+    group: str | None
+    label: str
+    config: AnyConfig
+
+    @property
+    def name(self) -> str:
+        """The group, the label and the seed as a path."""
+        return "/".join(filter(None, (self.group, self.label, f"seed_{self.config.seed}")))
+
+    def run_path(self, out: Path) -> Path:
+        """Return the run's directory below that of its comparison or sweep."""
+        return out / "runs" / self.name
+
 
 OVERRIDES = tuple(each.name for each in fields(RunConfig) if each.name not in ("env", "arm", "seed", "drop"))
 """Fields of a run that a sweep may set for all of an experiment's runs."""
@@ -35,30 +84,6 @@ class _Experiment:
     preset: str | None = None
     env: str | None = None
     drop: float | list[float] | None = None
-
-
-@dataclass(frozen=True, eq=False)  # its configuration holds dicts, which have no hash
-class Planned:
-    """One run of a sweep.
-
-    Attributes:
-        group: the experiment's name; runs of one group differ in arm, share to drop and seed only.
-        label: the arm's name, followed by the share to drop if that is not the group's: "iif", "iif-drop0.25".
-        config: the run.
-    """
-
-    group: str
-    label: str
-    config: RunConfig
-
-    @property
-    def name(self) -> str:
-        """The group, the label and the seed as a path."""
-        return f"{self.group}/{self.label}/seed_{self.config.seed}"
-
-    def run_path(self, out: Path) -> Path:
-        """Return the run's directory while it is under way."""
-        return out / "runs" / self.name
 
 
 def make_label(config: RunConfig, group_drop: float | None) -> str:
@@ -132,7 +157,7 @@ def _plan_experiment(entry: Mapping[str, Any]) -> tuple[RunConfig, list[Planned]
     for seed in range(experiment.seeds) if isinstance(experiment.seeds, int) else experiment.seeds:
         for usual in configs:
             # What an arm does not read would make the same run several times.
-            drop = experiment.drop if reads(usual, "drop") else None
+            drop = experiment.drop if usual.reads("drop") else None
             for share in drop if isinstance(drop, list) else [usual.drop if drop is None else drop]:
                 config = replace(usual, seed=seed, drop=share)
                 runs.append(Planned(experiment.name, make_label(config, usual.drop), config))

@@ -1,4 +1,4 @@
-"""The configuration of an agent's training run, from a preset or an environment's name."""
+"""The configuration of an agent's training run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field
@@ -9,19 +9,12 @@ from stable_baselines3 import PPO
 
 from whence.core import Action, Return, Target, WhenceError, suggest
 from whence.engines import ENGINES
-from whence.sb3 import HYPERPARAMETERS as HYPERPARAMETERS
-from whence.sb3 import to_json_types
+from whence.lab.arms import ARMS, CONTROL, find_arm
+from whence.sb3 import HYPERPARAMETERS, to_json_types
 from whence.selection import AGENT_UNITS, DEFAULT_SHARE, IIF, SelectionRule
-from whence.stored.arms import find_arm
 from whence.validation import Count, Natural, one_of, read_table, settings
 
-OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "SGD")
-"""Names in torch.optim."""
-
 BACKENDS = ("gymnasium", "envpool")
-
-POLICIES = tuple(PPO.policy_aliases)
-"""SB3's names."""
 
 TARGETS: Mapping[str, Callable[..., Target]] = MappingProxyType({"return": Return, "action": Action})
 
@@ -61,9 +54,9 @@ class RunConfig:
     seed: Natural
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     n_envs: Count = 1
-    policy: Annotated[str, one_of(POLICIES)] = "MlpPolicy"
+    policy: Annotated[str, one_of(PPO.policy_aliases)] = "MlpPolicy"
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "Adam"
+    optimizer: Annotated[str, one_of(("Adam", "AdamW", "RMSprop", "SGD"))] = "Adam"
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     drop: float = DEFAULT_SHARE
     warmup: int = 0
@@ -99,6 +92,13 @@ class RunConfig:
         """
         return find_arm(self.arm).make_rule(drop=self.drop, warmup=self.warmup, unit=self.unit, seed=self.seed)
 
+    def reads(self, name: str) -> bool:
+        """Return whether the arm reads a field: drop, warmup, unit, or one that says how records are scored."""
+        if self.arm.removeprefix(CONTROL) not in ARMS:  # a study's
+            return True
+        rule: Any = self.rule()
+        return name in rule.__dataclass_fields__ if name in ("drop", "warmup", "unit") else bool(rule.needs_influence)
+
     def make_target(self) -> Target:
         """Return the target.
 
@@ -109,6 +109,13 @@ class RunConfig:
             return TARGETS[self.target](**self.target_args)
         except TypeError as wrong:
             raise WhenceError(f"The target {self.target!r} does not take {dict(self.target_args)}: {wrong}.") from None
+
+    @property
+    def evaluated_rounds(self) -> list[int]:
+        """The rounds after which the run is evaluated; 0 is before the first."""
+        if not self.eval_episodes:
+            return []
+        return sorted({*range(0, self.rounds + 1, self.eval_every), self.rounds})
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration in JSON types; a number that is not finite as the string "inf", "-inf" or "nan"."""
@@ -122,11 +129,6 @@ class RunConfig:
             WhenceError: a field is missing, unknown, or has a value that no run has.
         """
         return read_table(cls, "A run", _read_numbers(values))
-
-
-def list_evaluated_rounds(config: RunConfig) -> list[int]:
-    """Return the rounds after which a run is evaluated; 0 is before the first."""
-    return sorted({*range(0, config.rounds + 1, config.eval_every), config.rounds})
 
 
 def _read_numbers(value: Any) -> Any:

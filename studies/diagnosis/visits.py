@@ -3,9 +3,9 @@
 import numpy as np
 import polars as pl
 
+from whence.lab.visits import has_single_actions, measure_by_visits
 from whence.runs import RunDirectory
 from whence.scores import SIGNIFICANT
-from whence.selection import has_single_actions, measure_by_visits
 from whence.stored.agents import AnyEnv, load_round, read_reward_scale
 
 REPEATS = 10

@@ -1,8 +1,7 @@
-"""Sweeps: many comparisons in one directory, run where they are missing, and read.
+"""What a sweep keeps of its finished runs, of which there may be hundreds: a row of each in two files.
 
-Two files hold what stays of finished runs, with a row for each: `curves.parquet` has what can be reproduced
-(configuration, evaluations, and what happened each round), `timings.parquet` what cannot (microseconds, versions and
-the machine).
+`curves.parquet` has what can be reproduced (configuration, evaluations, and what happened each round),
+`timings.parquet` what cannot (microseconds, versions and the machine).
 """
 
 import math
@@ -12,20 +11,17 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import polars as pl
 
 from whence.core import RunDirectoryError, WhenceError
-from whence.lab.agents.training import make_curve
-from whence.lab.cluster import check_start, start_jobs
+from whence.lab.agents import RunConfig, make_curve
+from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
+from whence.lab.plans import Planned, find_differences
 from whence.lab.rowfile import put_row, read_rows
-from whence.lab.sweepfile import Planned, find_differences
-from whence.lab.workers import describe_failure
-from whence.runs import RunDirectory, check_content, lock_directory
-from whence.stored import STANDARD, place_arm
-from whence.stored.agents import RunConfig
+from whence.runs import RunDirectory
 
 KEYS = ("experiment", "label", "seed")
 """What tells the runs of a sweep apart."""
@@ -37,86 +33,6 @@ COLUMNS = (
 """Columns of a run's metrics that its results have, as far as the run has them."""
 
 
-class Watch(Protocol):
-    """What a sweep reports to."""
-
-    def kept(self, planned: Planned) -> None:
-        """Called with a run that was finished before."""
-
-    def rounds(self, planned: Planned, done: int) -> None:
-        """Called with the rounds that a run under way has done: 0 before the first, and all of them at the end."""
-
-    def ended(self, planned: Planned, failure: str | None) -> None:
-        """Called with a run that has ended, and why it failed."""
-
-
-def run_sweep(
-    runs: Sequence[Planned], out: Path, watch: Watch, *, workers: int | None = None, on: str = "local"
-) -> dict[str, str]:
-    """Run what is not there yet, and keep the results and the timings of each run.
-
-    Finished runs are skipped. A run that fails is reported, and the others go on. Killed at any moment, the sweep
-    goes on at the first run without results. A script calls this under `if __name__ == "__main__":`, since the process
-    of each run imports the script.
-
-    Args:
-        runs: from `read_sweep`.
-        out: the directory: `curves.parquet` and `timings.parquet` with a row for each run; `runs/...` are under way.
-        watch: called with what happens.
-        workers: runs at a time, each in a process with one torch thread; None: one per core.
-        on: "local": in processes of this machine; "ray": on the Ray cluster that RAY_ADDRESS names, or on a Ray that is
-            started on this machine.
-
-    Returns:
-        Why runs failed, by "NAME/ARM/seed_S".
-
-    Raises:
-        RunDirectoryError: another sweep is writing to the directory, or it holds a run, a comparison, another run where
-            one of these belongs, or a damaged file; nothing was run.
-        WhenceError: fewer than one worker, or there is no Ray cluster, and nothing was run or deleted.
-        Unsupported: Ray is not installed.
-    """
-    check_start(workers, on)
-    check_content(out, "sweep")
-    with lock_directory(out):
-        finished = _find_finished(runs, out)
-        todo = [planned for planned in runs if planned not in finished]
-        jobs = [(planned.config, planned.run_path(out)) for planned in todo]
-        failures: dict[str, str] = {}
-        with start_jobs(jobs, workers, on, lambda place, rounds: watch.rounds(todo[place], rounds)) as ends:
-            for planned in finished:
-                watch.kept(planned)
-                _discard_run(planned, out)  # A kill may have left it.
-            for place, failure in ends:
-                planned = todo[place]
-                try:
-                    if failure is None:
-                        _store_run(planned, out)
-                except Exception as error:  # of this run alone, whatever it is
-                    failure = describe_failure(error)
-                if failure is not None:
-                    failures[planned.name] = failure
-                watch.ended(planned, failure)
-        return failures
-
-
-def _find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
-    """Return the runs whose results are there; refuse results of a run with other settings."""
-    stored_runs = read_runs(out)
-    finished = []
-    for planned in runs:
-        if (stored := stored_runs.get((planned.group, planned.label, planned.config.seed))) is None:
-            continue
-        before, now = stored.config.to_json(), planned.config.to_json()
-        if others := [field for field in now if before[field] != now[field]]:
-            raise RunDirectoryError(
-                f"{planned.name} in {out} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
-                f"{now[others[0]]!r}. Choose another directory, or delete its row."
-            )
-        finished.append(planned)
-    return finished
-
-
 @dataclass(frozen=True, eq=False)
 class KeptRun:
     """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve."""
@@ -126,7 +42,32 @@ class KeptRun:
     curve: Curve
 
 
-def _store_run(planned: Planned, out: Path) -> None:
+Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
+"""Finished runs by group, label and seed."""
+
+
+def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
+    """Return the runs of a sweep that are kept already.
+
+    Raises:
+        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file is damaged.
+    """
+    kept_runs = read_runs(out)
+    finished = []
+    for planned in runs:
+        if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
+            continue
+        before, now = kept.config.to_json(), planned.config.to_json()
+        if others := [field for field in now if before[field] != now[field]]:
+            raise RunDirectoryError(
+                f"{planned.name} in {out} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
+                f"{now[others[0]]!r}. Choose another directory, or delete its row."
+            )
+        finished.append(planned)
+    return finished
+
+
+def keep_run(planned: Planned, out: Path) -> None:
     """Write a finished run's two rows, that of the timings first, then discard its directory."""
     run = RunDirectory.open(planned.run_path(out))
     head = {"experiment": planned.group, "label": planned.label, "seed": planned.config.seed}
@@ -148,10 +89,6 @@ def _store_run(planned: Planned, out: Path) -> None:
     _parse_run(results, timings)
     put_row(out / "timings.parquet", timings, KEYS)
     put_row(out / "curves.parquet", results, KEYS)
-    _discard_run(planned, out)
-
-
-def _discard_run(planned: Planned, out: Path) -> None:
     shutil.rmtree(planned.run_path(out), ignore_errors=True)
 
 
@@ -164,7 +101,7 @@ def _list_columns(table: pl.DataFrame) -> dict[str, list[Any]]:
     }
 
 
-def read_runs(out: Path) -> dict[tuple[str, str, int], KeptRun]:
+def read_runs(out: Path) -> dict[tuple[Any, ...], KeptRun]:
     """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
 
     Raises:
@@ -192,10 +129,6 @@ def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRu
     if tables["rounds"].height != config.rounds:
         raise WhenceError(f"it has {tables['rounds'].height} rounds, and its configuration {config.rounds}")
     return KeptRun(config, tables, make_curve(config, tables["evaluations"], tables["seconds"]))
-
-
-Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
-"""Finished runs by group, label and seed."""
 
 
 def load_sweep(out: Path) -> Results:

@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-import whence
 from helpers.toys import model
-from whence import AdvantageMismatch, InvalidRecords, RecordBatch, TDErrorPriority, WhenceError
-from whence.advantages import monte_carlo_advantages, monte_carlo_errors, returns_to_go, td_errors
+from whence import InvalidRecords, RecordBatch, WhenceError
+from whence.lab.rules import AdvantageMismatch, TDErrorPriority
+from whence.lab.visits import (
+    measure_by_visits,
+    monte_carlo_advantages,
+    monte_carlo_errors,
+    number_states,
+    returns_to_go,
+    td_errors,
+)
 from whence.sb3 import collect
-from whence.selection import measure_by_visits, number_states
 
 # Two environments of three steps; the first begins a second episode at its last step.
 STARTS = np.array([True, False, True, False, False, False])
@@ -131,7 +137,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(WhenceError, match="exponent is -1"):
         TDErrorPriority(-1)
     with pytest.raises(WhenceError, match="drop is 0"):
-        whence.AdvantageMismatch(drop=0)
+        AdvantageMismatch(drop=0)
 
 
 def test_errors_of_monte_carlo_advantages_by_hand() -> None:

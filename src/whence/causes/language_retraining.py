@@ -1,0 +1,183 @@
+"""A language model's rounds trained again on stored rollouts of any trainer, without the ones in question."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import polars as pl
+import torch
+
+from whence.causes.response_causes import Examples, read_examples
+from whence.causes.retraining import LanguageTraining, Retraining
+from whence.core import RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
+from whence.llm.base import PPOConfig
+from whence.llm.ppo import Recipe, evaluate_log_probs, read_recipe, train_again
+from whence.llm.text import compute_rewards, find_columns, generate, read_chat
+from whence.runs import RunDirectory
+from whence.selection import read_weights
+from whence.stored.language import (
+    LanguageConfig,
+    Task,
+    hide_progress_bars,
+    list_policies,
+    load_function,
+    load_start_policy,
+    load_task,
+    load_trained_task,
+    make_stored_rows,
+    rebuild_rows,
+)
+
+SHORT = 32
+"""Tokens up to which a response's whole probability is measured; of a longer one it is the mean one of a token."""
+
+
+@contextmanager
+def open_language(
+    run: RunDirectory, tables: Mapping[int, pl.DataFrame], behaviour: Examples | None, training: LanguageTraining
+) -> Iterator[Retraining]:
+    """Open a language model's rounds to train again, the same way for the runs of every trainer; policies are models.
+
+    A copy of the policy before the first round goes through all rounds as `train_again` does, by the run's settings. In
+    one seed all trainings share their orders, and the random numbers of fresh answers.
+
+    Raises:
+        RunDirectoryError: a round lacks tokens or advantages, or the policy before the first one was not kept.
+        WhenceError: a text is to be matched in no answers, or the run holds no settings of the training.
+    """
+    for number, table in tables.items():
+        if missing := [name for name in ("prompt_ids", "response_ids", "advantage") if name not in table.columns]:
+            raise RunDirectoryError(
+                f"Round {number} of {run.path} lacks {missing[0]}, without which it cannot be trained on again. Keep "
+                "the trainer's rollout files, and make a run of them: whence llm score."
+            )
+    recipe = read_recipe(run.config, training.learning_rate, training.epochs)
+    with hide_progress_bars():
+        policy, tokenizer = load_start_policy(run, min(tables), training.model)
+        start = {name: tensor.detach().clone() for name, tensor in policy.named_parameters() if tensor.requires_grad}
+        measure_answers = _make_measure(run, tables, tokenizer, recipe, training)
+        rounds, notes = _read_rounds(run, tables, tokenizer, policy.device)
+
+        def make_rows(left_out: pl.DataFrame) -> RecordBatch:
+            responses = Examples(records=left_out) if behaviour is None else behaviour
+            prompts = [{"prompt": prompt} for prompt, _ in responses.pairs]
+            make_target, _ = read_examples(run, responses)
+            target = make_target(Task(policy, tokenizer, prompts, lambda *texts: [], None, None, None))
+            assert target.rows is not None
+            return target.rows
+
+        def read(keys: pl.DataFrame) -> Examples:
+            ids = keys.select("round", "record_id").iter_rows()
+            rows = [
+                tables[number].row(by_predicate=pl.col("record_id") == record, named=True) for number, record in ids
+            ]
+            return Examples([read_chat(row, "prompt") for row in rows], [row["response"] for row in rows])
+
+        def train(left_out: pl.DataFrame, seed: int) -> Any:
+            with torch.no_grad():
+                for name, parameter in policy.named_parameters():
+                    if name in start:
+                        parameter.copy_(start[name])
+            weights = {number: _weigh(table, number, left_out) for number, table in tables.items()}
+            train_again(policy, rounds, weights, recipe, seed=seed)
+            return policy
+
+        def measure(policy: Any, rows: RecordBatch, seed: int) -> dict[str, float]:
+            outcomes = _measure_probability(policy, rows, recipe) | measure_answers(policy, seed)
+            return dict(sorted(outcomes.items(), key=lambda outcome: outcome[0] != "share"))
+
+        def load_end() -> Any:
+            ended = _load_end(run, max(tables))
+            return None if ended is None else ended.to(policy.device)
+
+        words, match = "these responses" if behaviour is None else behaviour.words, training.match
+        answers = [training.answers, match, training.reward]
+        yield Retraining(
+            records="rollouts",
+            subject=words if match is None else f"“{match}”",
+            about={"behaviour": words, "recipe": recipe.text, "answers": answers, "model": training.model},
+            notes=[*notes, f"Trained by {recipe.text}."],
+            make_rows=make_rows,
+            read=read,
+            train=train,
+            measure=measure,
+            load_end=load_end,
+        )
+
+
+def _read_rounds(
+    run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, device: Any
+) -> tuple[dict[int, RecordBatch], list[str]]:
+    """Return the rows of each round to train on, and what is to be said of them."""
+    stored = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
+    rows = {
+        number: rebuild_rows(run, number) if number in stored else make_stored_rows(table, tokenizer, device)
+        for number, table in tables.items()
+    }
+    if "ppo" not in run.config or len(stored) >= len(tables):
+        return rows, []
+    return rows, ["PPO's advantages of single tokens are not stored: a token has that of its response's last one."]
+
+
+def _weigh(table: pl.DataFrame, number: int, left_out: pl.DataFrame) -> torch.Tensor:
+    """Return the weights with which a round's rows train, 0 for those that are left out."""
+    ids = left_out.filter(pl.col("round") == number)["record_id"].to_list()
+    return torch.from_numpy(read_weights(table) * ~table["record_id"].is_in(ids).to_numpy()).float()
+
+
+def _load_end(run: RunDirectory, number: int) -> Any:
+    """Return the policy that the run itself had after a round; None: it was not kept."""
+    if not run.experiment:
+        return None
+    if number == run.rounds()[-1]:
+        trained = load_trained_task(run)
+        return None if trained is None else trained[0].model
+    return load_start_policy(run, number + 1)[0] if number + 1 in list_policies(run).rounds else None
+
+
+def _measure_probability(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:
+    """Return the mean probability of the rows' responses, or of one of their tokens if they are long."""
+    log_probs = evaluate_log_probs(policy, rows, recipe).double().sum(dim=1)
+    lengths = rows.observations["response_mask"].sum(dim=1)
+    if float(lengths.double().mean()) <= SHORT:
+        return {"probability": float(log_probs.exp().mean())}
+    return {"probability of a token": float((log_probs / lengths.clamp(min=1)).exp().mean())}
+
+
+def _make_measure(
+    run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, recipe: Recipe, training: LanguageTraining
+) -> Callable[[Any, int], dict[str, float]]:
+    """Return what measures a policy by fresh answers to stored prompts: the share that holds a text, and the reward."""
+    answers, match = training.answers, training.match
+    grade = None if training.reward is None else load_function(training.reward)
+    if grade is None and run.experiment and answers:
+        grade = load_task(LanguageConfig.from_json(run.experiment)).reward
+    if match is not None and not answers:
+        raise WhenceError("match is looked for in fresh answers, and answers is 0: ask for some, such as 256.")
+    if (grade is None and match is None) or not answers:
+        return lambda policy, seed: {}
+    table = pl.concat(tables.values(), how="diagonal_relaxed").unique("prompt", maintain_order=True)
+    table = table.sample(min(answers, len(table)), seed=0, shuffle=True)
+    table = pl.concat([table] * -(-answers // len(table))).head(answers)
+    infos = {name[5:]: table[name].to_list() for name in table.columns if name.startswith("info.")}
+    columns = {} if grade is None else {name: infos[name] for name in find_columns(grade, list(infos))}
+    settings = run.config.get("ppo") or run.config.get("trl") or {}
+    longest = max(int(each["response_ids"].list.len().max()) for each in tables.values())  # type: ignore[arg-type]
+    sampling = PPOConfig(
+        "runs/measured",
+        max_new_tokens=longest,
+        temperature=recipe.temperature,
+        top_k=settings.get("top_k") or 0,
+        top_p=settings.get("top_p", 1.0),
+    )
+
+    def measure(policy: Any, seed: int) -> dict[str, float]:
+        with preserve_rng_state():
+            torch.manual_seed(seed)
+            fresh = generate(policy, tokenizer, table["prompt_ids"].to_list(), sampling)
+        outcomes = {} if match is None else {"share": sum(match in text for text in fresh.texts) / len(fresh.texts)}
+        if grade is not None:
+            outcomes["reward"] = float(compute_rewards(grade, fresh.prompts, fresh.texts, columns).mean())
+        return outcomes
+
+    return measure

@@ -1,0 +1,203 @@
+"""Environments of a stored run, made again as they were trained in, and its episodes, played again."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
+
+from whence.core import ReplayError, RunDirectoryError, WhenceError
+from whence.runs import RunDirectory
+from whence.sb3 import (
+    EpisodeReplay,
+    Frames,
+    LockstepEnvs,
+    MakeEnv,
+    Part,
+    StoredEpisode,
+    make_parts,
+    make_space,
+    play_again,
+    read_episode,
+    to_env_actions,
+    wrap_as_trained,
+)
+from whence.stored.agents.environments import make_env, renew_world
+
+AnyEnv: TypeAlias = str | Callable[[], gym.Env[Any, Any]] | None
+"""An environment's id, module:Id, module:function, or a function that makes one in all of its wrappers; None: what the
+run's configuration names."""
+
+
+def make_replay_env(run: RunDirectory, env: AnyEnv = None, *, index: int = 0) -> MakeEnv:
+    """Return a function that makes an environment as a run was trained in, in all wrappers, to play and to draw.
+
+    That is the environment of `index` among those that were trained in.
+
+    Raises:
+        ReplayError: the run's configuration names no environment, and `env` was not given.
+        RunDirectoryError: `env` was not given, and the run is not trusted.
+    """
+    if env is not None and not isinstance(env, str):
+        return env
+    if run.is_language:
+        raise ReplayError(f"{run.path} is a language-model run: it has no episodes of an environment.")
+    # The experiment of a command names the module of the environment, too.
+    named: Mapping[str, Any] = {"env": env} if env is not None else run.experiment or run.config
+    name = named.get("env")
+    parts: Sequence[Part] = ()
+    if env is None and not run.experiment and ":" not in str(name):
+        parts = run.config.get("other_env_wrappers", {}).get(str(index), run.config.get("env_wrappers", []))
+    if not parts and name is None:
+        raise ReplayError(
+            f"{run.path} was trained in environments that cannot be made from what it holds. Write a function without "
+            "arguments that makes one in all of its wrappers, and pass --env module:function (env= in a script)."
+        )
+    if env is None:
+        run.check_trust()
+    if parts:
+        return partial(make_parts, parts, render_mode="rgb_array")
+    kwargs, observe = named.get("env_kwargs", {}), named.get("observe")
+    return partial(make_env, str(name), kwargs, observe, checked=False, render_mode="rgb_array")
+
+
+def show_taken_actions(run: RunDirectory, table: pl.DataFrame) -> pl.DataFrame:
+    """Return a round's records with continuous actions as the environment took them: within its bounds."""
+    space = run.config.get("action_space") or {}
+    if space.get("type") != "Box" or "action" not in table.columns or table.is_empty():
+        return table
+    actions = np.array(table["action"].to_list(), dtype=np.float32)
+    clipped = to_env_actions(actions, make_space(space), squashed=is_squashed(run))
+    return table.with_columns(pl.Series("action", clipped.astype(np.float32).reshape(actions.shape)))
+
+
+def is_squashed(run: RunDirectory) -> bool:
+    """Return whether training scaled a run's actions to the bounds of its environment; else it clipped them.
+
+    sb3-contrib's RecurrentPPO clips them while it collects, even those of a policy that squashes.
+    """
+    return run.config.get("algorithm") != "RecurrentPPO" and bool(
+        run.config.get("policy_kwargs", {}).get("squash_output", False)
+    )
+
+
+def make_lockstep(run: RunDirectory, env: AnyEnv, count: int, number: int, *, index: int = 0) -> VecEnv:
+    """Return environments to play side by side, `LockstepEnvs`, behind the wrappers that a round's policy was behind.
+
+    Raises:
+        ReplayError: an environment or a wrapper cannot be made again; the message names it.
+    """
+    return wrap_as_trained(run, LockstepEnvs(make_replay_env(run, env, index=index), count), number)
+
+
+def make_test_envs(run: RunDirectory, env: AnyEnv, count: int, number: int) -> VecEnv:
+    """Return environments to test in, behind the wrappers that a round's policy was behind."""
+    make = make_replay_env(run, env)
+    try:
+        return wrap_as_trained(run, DummyVecEnv([lambda: Monitor(renew_world(make()))] * count), number)
+    except WhenceError:
+        raise
+    except Exception as failure:  # an environment's constructor may raise anything
+        raise RunDirectoryError(
+            f"The environment of {run.path} cannot be made: {type(failure).__name__}: {failure}"
+        ) from failure
+
+
+def replay_episode(
+    run: RunDirectory | str | Path,
+    episode: int,
+    *,
+    env: AnyEnv = None,
+    frames: Frames = (),
+    last_step: int | None = None,
+) -> EpisodeReplay:
+    """Play an episode of a run again, check it bit for bit against what was stored, and draw steps of it.
+
+    The episode begins from its environment's stored generator state, and takes the stored actions. Episodes without
+    such a state, as EnvPool's, cannot be played again. Global random generators are left as they are.
+
+    Args:
+        run: the run, or its directory.
+        episode: the episode's id, as in the records.
+        env: an id, module:Id, module:function, or a function that makes an environment like those that were trained in,
+            in all of its wrappers; None: what the run's configuration names.
+        frames: the steps to draw, or "all".
+        last_step: the last step to play; None: all that are stored.
+
+    Raises:
+        ReplayError: the episode cannot be played again; the message says what is missing.
+    """
+    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    return _play(run, read_episode(run, episode), env, frames=frames, last_step=last_step)
+
+
+def replay_exactly(
+    run: RunDirectory,
+    stored: StoredEpisode,
+    last_step: int,
+    *,
+    env: AnyEnv = None,
+    inspect: Callable[[gym.Env[Any, Any]], Any] | None = None,
+) -> EpisodeReplay:
+    """Play an episode again up to a step; see `replay_episode`, and `play_again`.
+
+    Raises:
+        ReplayError: it cannot be played again, or differs from what was stored.
+    """
+    replay = _play(run, stored, env, last_step=last_step, inspect=inspect)
+    if replay.mismatch is not None:
+        raise ReplayError(replay.mismatch)
+    return replay
+
+
+def _play(run: RunDirectory, stored: StoredEpisode, env: AnyEnv, **options: Any) -> EpisodeReplay:
+    make = make_replay_env(run, env, index=stored.env_index)
+    return play_again(make, stored, squashed=is_squashed(run), **options)
+
+
+def observe_again(run: RunDirectory, table: pl.DataFrame, env: AnyEnv, space: spaces.Space[Any]) -> pl.DataFrame:
+    """Return a round's table with the observations that were too large to store, by playing its episodes again.
+
+    Raises:
+        RunDirectoryError: the policy read observations that cannot be had again.
+        ReplayError: an episode cannot be played again.
+    """
+    if run.config.get("VecNormalize", {}).get("norm_obs"):
+        raise RunDirectoryError(
+            f"The policy of {run.path} read observations that VecNormalize normalised by statistics that changed with "
+            "each step, and that were too large to store."
+        )
+    stacks = [re.fullmatch(r"VecFrameStack\((\d+)\)", name) for name in run.config.get("vec_wrappers", ())]
+    count = next((int(match[1]) for match in stacks if match), 1)
+    observed: dict[int, Any] = {}
+    for (episode,), rows in table.group_by("episode_id", maintain_order=True):
+        stored = read_episode(run, int(episode))
+        replay = replay_exactly(run, stored, int(rows["step"].to_numpy().max()), env=env)
+        observed |= dict(zip(replay.record_ids.tolist(), _stack_frames(replay.observations, count), strict=False))
+    images = np.stack([observed[record] for record in table["record_id"].to_list()])
+    if is_image_space(space) and images.shape[1:] != space.shape:
+        images = images.transpose(0, 3, 1, 2)  # as SB3 turns them
+    return table.with_columns(pl.Series("observation", images.reshape(len(images), -1)))
+
+
+def _stack_frames(frames: list[Any], count: int) -> list[NDArray[Any]]:
+    """Return an episode's observations, each with those before it, as SB3's VecFrameStack shows them."""
+    images = [np.asarray(frame) for frame in frames]
+    if count == 1:
+        return images
+    is_image = images[0].dtype == np.uint8
+    space = spaces.Box(0 if is_image else -np.inf, 255 if is_image else np.inf, images[0].shape, images[0].dtype.type)
+    stacked = StackedObservations[Any](1, count, space)
+    first = stacked.reset(images[0][None])[0].copy()
+    ends = np.zeros(1, dtype=bool)
+    return [first, *(stacked.update(image[None], ends, [{}])[0][0].copy() for image in images[1:])]

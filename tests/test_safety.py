@@ -236,14 +236,12 @@ def replace_weights(path: Path) -> None:
 
 
 POOL = {"collect_with": "envpool", "evaluate_with": "envpool", "env": "Basic-v1", "env_kwargs": {}}
+HIGHWAY = {"config": {"other_vehicles_type": "evil.Car"}}
 LANGUAGE = {"arm": "iif", "seed": 0, "task": None, "model": ".", "dataset": "evil.jsonl", "test_dataset": "evil.jsonl"}
 NAMED = {
     "a program as EnvPool's VizDoom": ("agent", change(**POOL, pool_kwargs={"vzd_path": "/proc/self/cwd/evil.sh"})),
     "a file of EnvPool's": ("agent", change(evaluate_with="envpool", pool_kwargs={"base_path": "."})),
-    "highway-env": (
-        "script",
-        change(env="highway-v0", env_kwargs={"config": {"other_vehicles_type": "evil.Car"}}, env_wrappers=[]),
-    ),
+    "highway-env": ("script", change(env="highway-v0", env_kwargs=HIGHWAY, env_wrappers=[])),
     "a class beside the run": ("script", change(env_wrappers=[{"class": "evil:Env", "kwargs": {}}])),
     "a module beside the run": ("agent", change(env="evil:Lake-v1", env_kwargs={})),
     "a module in the run": ("script", change(env="script.evil:Lake-v1", env_kwargs={})),
@@ -261,10 +259,7 @@ ATTACKS = NAMED | {
     "a space": ("script", change(observation_space={"type": "evil.Space"})),
     "a pickle": ("script", replace_weights),
     "a reward": ("language", change(experiment=LANGUAGE | {"reward": "evil.py:reward", "test_reward": "evil:reward"})),
-    "a trainer": (
-        "language",
-        change(experiment=LANGUAGE | {"reward": "evil:reward", "settings": {"deepspeed": "evil"}}),
-    ),
+    "a trainer": ("language", change(experiment=LANGUAGE | {"reward": "evil:r", "settings": {"deepspeed": "evil"}})),
 }
 
 
@@ -324,12 +319,10 @@ class TestRunsOfStrangers:
 
     @pytest.mark.parametrize(
         ("words", "code"),
-        {
-            **{"attribute": 0, "report": 0, "why --record 40": 0, "show": 0, "why": 2},
-            **{
-                "prove --record 40 --top 8 --test-episodes 2": 2,
-            },
-        }.items(),
+        [
+            *((words, 0) for words in ("attribute", "report", "why --record 40", "show")),
+            *(("why", 2), ("prove --record 40 --top 8 --test-episodes 2", 2)),
+        ],
     )
     def test_commands_show_what_needs_no_environment(
         self, words: str, code: int, stage: Path, watch: Watch, whence: Any
@@ -412,16 +405,12 @@ class TestLanguageModels:
     def test_code_that_comes_with_a_model_is_not_run(self, marker: Path, tmp_path: Path) -> None:
         folder = tmp_path / "model"
         folder.mkdir()
-        classes = {
-            "AutoConfig": "evil.Settings",
-            "AutoModelForCausalLM": "evil.Model",
-            "AutoTokenizer": ["evil.Words", None],
-        }
+        classes = {"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B", "AutoTokenizer": ["evil.C", None]}
         (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}), encoding="utf-8")
         (folder / "evil.py").write_text(EVIL.format(marker=str(marker)), encoding="utf-8")
         for kind in (AutoModelForCausalLM, AutoTokenizer):
-            with pytest.raises(WhenceError, match="whence runs no code that comes with a model"):
+            with pytest.raises(WhenceError, match="no code that comes with a model"):
                 load_pretrained(kind, str(folder))
         assert not marker.exists()
 
@@ -430,7 +419,7 @@ class TestLanguageModels:
         GPT2LMHeadModel(settings).save_pretrained(tmp_path / "model")
         (tmp_path / "model" / "model.safetensors").unlink()
         (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(marker))))
-        with pytest.raises(WhenceError, match=r"safetensors alone: other formats are pickles.*save_pretrained"):
+        with pytest.raises(WhenceError, match=r"safetensors alone.*save_pretrained"):
             load_language_model(str(tmp_path / "model"), "float32")
         assert not marker.exists()
 
@@ -453,7 +442,7 @@ class TestDirectories:
         before = {file.name: file.read_bytes() for file in precious.iterdir()}
         run = RunDirectory.open(stage / "agent")
         for begin in (RunDirectory.create, lambda path, config: begin_after(path, config, 0)):
-            with pytest.raises(RunDirectoryError, match=r"records is a link to .*precious, outside of the run"):
+            with pytest.raises(RunDirectoryError, match=r"records is a link to .*precious"):
                 begin(run.path, run.config)
         assert run.rounds() == [1, 2]  # and it can be read
         assert {file.name: file.read_bytes() for file in precious.iterdir()} == before
@@ -528,14 +517,8 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
     for text in ("plain", MARKUP):
         poison(RunDirectory.open(stage / name), text)
         write_report(RunDirectory.open(stage / name), tmp_path / "page.html")
-        served = (
-            TestClient(
-                make_app([ExploredRun(stage / name)], Questions(), Questions(), Questions()),
-                base_url="http://127.0.0.1:8000",
-            )
-            .get("/")
-            .text
-        )
+        app = make_app([ExploredRun(stage / name)], Questions(), Questions(), Questions())
+        served = TestClient(app, base_url="http://127.0.0.1:8000").get("/").text
         pages[text] = [Elements((tmp_path / "page.html").read_text(encoding="utf-8")), Elements(served)]
         assert MARKUP not in served
     for plain, marked in zip(*pages.values(), strict=True):

@@ -15,10 +15,10 @@ from PIL import Image
 from stable_baselines3 import PPO
 from torch.distributions import Normal, kl_divergence
 
+from helpers.episodes import train
 from helpers.moment_views import TABLE, hostile_view, measure
 from helpers.toys import Toy
 from whence import IIF, Return, RunDirectory, attribute
-from whence.lab.agents import configure, run
 from whence.page import choose_frames, read_window
 from whence.page.explored.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
@@ -33,19 +33,13 @@ from whence.stored.agents.policy_changes import compare_policies
 def cart(tmp_path_factory):
     """A run of CartPole, three rounds of 256 records."""
     path = tmp_path_factory.mktemp("cart") / "run"
-    hyperparameters = {"n_steps": 256, "n_epochs": 2, "batch_size": 64}
-    config = configure(env="CartPole-v1", arm="iif", rounds=3, eval_episodes=0, hyperparameters=hyperparameters)
-    run(config, path)
-    return RunDirectory.open(path)
+    return train(path, env="CartPole-v1", rounds=3, hyperparameters={"n_epochs": 2})
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The path of a run of CartPole that trained without scores, one round of 64 records."""
-    path = tmp_path_factory.mktemp("plain") / "run"
-    small = {"n_steps": 64, "n_epochs": 1, "batch_size": 64}
-    run(configure(env="CartPole-v1", arm="ppo", rounds=1, eval_episodes=0, hyperparameters=small), path)
-    return path
+    return train(tmp_path_factory.mktemp("plain") / "run", env="CartPole-v1", arm="ppo", rounds=1, n_steps=64).path
 
 
 def worst(directory, number):
@@ -115,12 +109,9 @@ class TestLabels:
 
 
 class TestWindows:
-    def test_the_neighbours_are_of_the_same_episode(self):
-        moment = find_moment(TABLE, 58)
-        window = read_window(TABLE, moment)
+    def test_neighbours_are_of_the_same_episode_and_frames_inside_the_round(self):
+        window = read_window(TABLE, find_moment(TABLE, 58))
         assert window["record_id"].to_list() == list(range(34, 60))
-
-    def test_frames_lie_around_the_face_and_inside_the_round(self):
         moment = find_moment(TABLE, 30)
         assert choose_frames(read_window(TABLE, moment), moment) == [20, 25, 30, 35, 40]
         last = find_moment(TABLE, 59)
@@ -208,13 +199,9 @@ class TestCommand:
 
     def test_a_language_models_response(self, tmp_path, whence):
         directory = RunDirectory.create(tmp_path / "run", {"kind": "language"})
-        table = {
-            "record_id": [0, 1],
-            "score": [1.0, -2.0],
-            "prompt": ["a", "[red]b[/]"],
-            "response": ["c", "\x1b[31md"],
-        }
-        directory.write_round("records", 1, pl.DataFrame(table | {"keep": [True, False], "reason": [None, "harms"]}))
+        table = {"record_id": [0, 1], "score": [1.0, -2.0], "keep": [True, False], "reason": [None, "harms"]}
+        texts = {"prompt": ["a", "[red]b[/]"], "response": ["c", "\x1b[31md"]}
+        directory.write_round("records", 1, pl.DataFrame(table | texts))
         code, out, _ = whence("show", tmp_path / "run")
         assert code == 0
         assert "[red]b[/]" in out

@@ -80,8 +80,8 @@ def make(algorithm: Any = PPO, env: Any = None, *, root: bool = False, **setting
     return algorithm("MlpPolicy", env or Faulty(), **{"policy_kwargs": policy, **shared, **settings})
 
 
-def params(model: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.policy.parameters()]
+def params(module: Any) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -148,13 +148,13 @@ class TestSteps:
     @pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
     def test_a_gradient_stops_before_its_step(self, algorithm: Any) -> None:
         model = make(algorithm, Faulty(**ZERO), root=True, batch_size=64)
-        start = params(model)
+        start = params(model.policy)
         error = stop(model, 64)
         assert str(error).startswith("Round 1: the gradient of a minibatch of 64 records (")
         assert "is not finite in the parameter `features_extractor.scale`. The step was not taken" in str(error)
         assert error.parameter == "features_extractor.scale"
         assert sorted(error.record_ids) == list(range(64))
-        assert same(start, params(model))
+        assert same(start, params(model.policy))
 
     def test_only_records_of_the_minibatch_are_named(self) -> None:
         error = stop(make(env=Faulty(**ZERO), root=True), 64)
@@ -175,9 +175,9 @@ class TestSteps:
     def test_a_gradient_that_comes_out_otherwise_when_it_is_computed_again(self) -> None:
         model = make()
         spoil_gradient(model.policy, "value_net.weight")
-        start = params(model)
+        start = params(model.policy)
         assert "Round 1: the loss of a minibatch of 32 records" in str(stop(model, 64))
-        assert same(start, params(model))
+        assert same(start, params(model.policy))
 
     def test_a_policy_that_diverges(self) -> None:
         error = stop(make(env=Faulty(box=True), learning_rate=1e3, n_epochs=10), 64)
@@ -187,7 +187,12 @@ class TestSteps:
 
     def test_a_zero_gradient_is_finite(self) -> None:
         model = make(max_grad_norm=0.0)
+        start = params(model.policy)
         model.learn(64, callback=InfluenceCallback(KeepAll()))
+        steps = [state["step"] for state in model.policy.optimizer.state.values()]
+        assert steps
+        assert set(map(int, steps)) == {4}
+        assert same(start, params(model.policy))
 
     def test_another_error_stays_as_it_is(self) -> None:
         class Wrong(InfluenceCallback):
@@ -230,7 +235,7 @@ class TestLanguageModels:
         return PPOTrainer(config, make_model(), make_tokenizer(), reward, PROMPTS)
 
     def test_a_reward(self, tmp_path: Path) -> None:
-        message = r"Round 2: The reward reward is inf for response 3.*It is record 11"
+        message = r"Round 2: .* reward is inf .*record 11"
         with pytest.raises(NonFinite, match=message) as raised:
             self.make(tmp_path, llm_reward(math.inf)).train()
         assert raised.value.record_ids == (11,)
@@ -238,18 +243,18 @@ class TestLanguageModels:
 
     def test_a_gradient(self, tmp_path: Path) -> None:
         trainer = self.make(tmp_path, rounds=1, ppo_epochs=1)
-        start, name = params_of(trainer), "language_model.model.layers.0.mlp.up_proj.weight"
+        start, name = params(trainer.model), "language_model.model.layers.0.mlp.up_proj.weight"
         spoil_gradient(trainer.model, name)
-        with pytest.raises(NonFinite, match=f"Round 1: the gradient of a minibatch of 4 rows .* `{name}`") as raised:
+        with pytest.raises(NonFinite, match=f"Round 1: the gradient .* 4 rows .* `{name}`") as raised:
             trainer.train()
         assert (raised.value.parameter, len(raised.value.record_ids)) == (name, 4)
-        assert same(start, params_of(trainer))
+        assert same(start, params(trainer.model))
 
     def test_a_value(self, tmp_path: Path) -> None:
         trainer = self.make(tmp_path)
         with torch.no_grad():
             trainer.model.value_head.weight.fill_(math.nan)
-        with pytest.raises(NonFinite, match="Round 1: the value of record 0 is not finite, nor are those of 7 other"):
+        with pytest.raises(NonFinite, match=r"Round 1: the value of record 0 .* 7 other"):
             trainer.train()
 
     def test_a_model_that_diverges(self, tmp_path: Path) -> None:
@@ -257,29 +262,30 @@ class TestLanguageModels:
             self.make(tmp_path, learning_rate=1e30).train()
 
 
-def params_of(trainer: Any) -> list[Tensor]:
-    return [param.detach().clone() for param in trainer.model.parameters()]
-
-
 class TestTRL:
-    def make(
-        self, folder: Path, value: Any, monkeypatch: pytest.MonkeyPatch, kind: str = "grpo", **settings: Any
-    ) -> Any:
+    def make(self, folder: Path, value: Any, monkeypatch: pytest.MonkeyPatch, kind: str = "grpo", **more: Any) -> Any:
         def spoilt(prompts: Any, completions: Any, **columns: Any) -> Any:
             rewards = trl_reward(prompts, completions)
             return [value if number == 1 else reward for number, reward in enumerate(rewards)]
 
         monkeypatch.setattr("helpers.trl_training.reward", spoilt)
-        return make_trl_trainer(kind, folder, **settings)
+        return make_trl_trainer(kind, folder, **more)
 
     def test_an_infinite_reward(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = self.make(tmp_path, math.inf, monkeypatch)
-        with pytest.raises(NonFinite, match="Round 1: the reward spoilt is inf for record 1") as raised:
+        with pytest.raises(NonFinite, match=r"Round 1: the reward spoilt is inf .*record 1") as raised:
             trainer.train()
         assert raised.value.record_ids == (1,)
 
     def test_a_reward_that_does_not_apply_is_trls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.make(tmp_path, math.nan, monkeypatch, "rloo").train()
+        ends = []
+        for own in (True, False):
+            trainer = self.make(tmp_path, math.nan, monkeypatch, "rloo", own=own)
+            start = params(trainer.model)
+            trainer.train()
+            ends.append(params(trainer.model))
+            assert not same(start, ends[-1])
+        assert same(*ends)
 
     def test_a_loss_is_checked_before_a_backward_pass_that_steps(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,14 +296,14 @@ class TestTRL:
         monkeypatch.setattr(type(trainer).__mro__[2], "_compute_loss", lambda *args: compute(*args) * math.nan)
         passes: list[Any] = []
         monkeypatch.setattr(trainer.accelerator, "backward", lambda *args, **more: passes.append(args))
-        with pytest.raises(NonFinite, match=r"Round 1: the loss of a minibatch of \d completions is not finite"):
+        with pytest.raises(NonFinite, match=r"Round 1: the loss .* completions"):
             trainer.train()
         assert passes == []
 
     def test_a_gradient(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = self.make(tmp_path, 1.0, monkeypatch)
-        start, name = params_of(trainer), "model.layers.0.self_attn.v_proj.weight"
+        start, name = params(trainer.model), "model.layers.0.self_attn.v_proj.weight"
         spoil_gradient(trainer.model, name)
-        with pytest.raises(NonFinite, match=f"Round 1: the gradient of a minibatch .* in the parameter `{name}`"):
+        with pytest.raises(NonFinite, match=f"Round 1: the gradient .* `{name}`"):
             trainer.train()
-        assert same(start, params_of(trainer))
+        assert same(start, params(trainer.model))

@@ -61,7 +61,7 @@ def test_table_has_nulls_for_the_unknown_and_arrays_for_vectors() -> None:
 
 @pytest.mark.parametrize("index", [slice(0, 0), torch.zeros(4, dtype=torch.bool), torch.tensor([], dtype=torch.int64)])
 def test_taking_no_record_is_refused(index: slice | torch.Tensor) -> None:
-    with pytest.raises(InvalidRecords, match=r"take\(\) was to leave none of the 4 records; a RecordBatch holds"):
+    with pytest.raises(InvalidRecords, match=r"take\(\) .* none of the 4 records"):
         RecordBatch(**columns()).take(index)
 
 
@@ -78,7 +78,7 @@ def test_other_advantages_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("advantages", "message"),
     [
-        (torch.zeros(1), r"shape \(1,\) for 4 records; one number per record is needed, shape \(4,\)"),
+        (torch.zeros(1), r"shape \(1,\) for 4 records.*\(4,\)"),
         (torch.zeros(5), r"shape \(5,\) for 4 records"),
         (torch.zeros(4, 1), r"shape \(4, 1\) for 4 records"),
         (torch.tensor(0.5), r"shape \(\) for 4 records"),

@@ -55,9 +55,8 @@ def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
     columns |= {"observations": torch.zeros(4, 2, 1), "episode_starts": STARTS}
     records = RecordBatch.from_rollout(**make_rollout(**columns), gamma=0.9, gae_lambda=0.8)
     by_environment = records.take(torch.arange(8).reshape(4, 2).T.flatten())
-    expected = td_errors(
-        by_environment.advantages.numpy(), by_environment.episode_starts.numpy(), np.repeat([0, 1], 4), 0.9, 0.8
-    )
+    arrays = (by_environment.advantages.numpy(), by_environment.episode_starts.numpy(), np.repeat([0, 1], 4))
+    expected = td_errors(*arrays, gamma=0.9, gae_lambda=0.8)
     np.testing.assert_array_equal(compute_td_errors(records).reshape(4, 2).T.ravel(), expected)
     np.testing.assert_array_equal(compute_td_errors(by_environment), expected)
     for name in ("advantages", "errors", "values", "visits"):

@@ -37,7 +37,7 @@ COMMANDS = {name: load_command(name, home) for name, home in TOP_COMMANDS.items(
 }
 
 LARGE = ("EleutherAI", "rho-math", "models/rho-gsm8k")
-"""Models of commands that need the Hub; tests/test_recipes.py runs those on small models."""
+"""Models of commands that need the Hub; tests/docs/test_recipes.py runs those on small models."""
 
 LONG_PAGES = ("reference/command", "guide/tuning", "guide/llm", "guide/trust")
 

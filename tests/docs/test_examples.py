@@ -104,18 +104,7 @@ def test_command_refuses_other_spaces(ppo: Any) -> None:
     assert "Pendulum-v1 has Box" in found.output
 
 
-def test_help(ppo: Any) -> None:
-    found = CliRunner().invoke(ppo.app, ["--help"], env={"COLUMNS": "120"})
-    assert found.exit_code == 0
-    for option in ("env-id", "selection", "no-selection", "drop", "rounds", "seed", "learning-rate"):
-        assert f"--{option}" in found.output
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
+@pytest.mark.usefixtures("laboratory_cache")
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
@@ -127,10 +116,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_language_models_are_trained(
-    name: str, options: list[str], said: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", cache)
     app = typer.Typer()
     app.command()(script(name).main)
     found = CliRunner().invoke(app, ["--size", "tiny", "--rounds", "2", "--output", "run", *options])

@@ -11,13 +11,7 @@ import torch
 import whence
 from helpers.examples import script
 
-LIBRARIES = {
-    "cleanrl": "gymnasium",
-    "torchrl": "torchrl",
-    "tianshou": "tianshou",
-    "skrl": "skrl",
-    "rsl_rl": "rsl_rl",
-}
+LIBRARIES = {"cleanrl": "gymnasium", **{name: name for name in ("torchrl", "tianshou", "skrl", "rsl_rl")}}
 MODULES = pytest.mark.parametrize("name", LIBRARIES)
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(120)]
 

@@ -42,44 +42,23 @@ def place(tmp_path_factory):
     gsm8k, detoxification = script("gsm8k"), script("detoxification")
     gsm8k.main(folder / "data" / "gsm8k", dataset=str(folder / "hub" / "gsm8k"), trusted=512)
     make_character_tokenizer("abcdefghij ").save_pretrained(folder / "reads")
-    rude = [
-        {"prompt": {"text": TEXT, "toxicity": how}, "continuation": {"text": " " + TEXT}}
-        for how in [0.9] * 2000 + [0.1, None]
-    ]
-    lines(
-        folder / "hub" / "rude" / "train.jsonl",
-        [*rude, {"prompt": {"text": "a", "toxicity": 1.0}, "continuation": {"text": "b"}}],
-    )
-    lines(
-        folder / "hub" / "wiki" / "test.jsonl",
-        [
-            {"comment_text": text, "label": label}
-            for text, label in [("abc", 1), ("ij", 0), ("", 1), ("ab" * 129, 1), ("ab" * 128, 1)]
-        ],
-    )
+    texts = [*((TEXT, how, " " + TEXT) for how in [0.9] * 2000 + [0.1, None]), ("a", 1.0, "b")]
+    rude = [{"prompt": {"text": one, "toxicity": how}, "continuation": {"text": other}} for one, how, other in texts]
+    lines(folder / "hub" / "rude" / "train.jsonl", rude)
+    comments = [("abc", 1), ("ij", 0), ("", 1), ("ab" * 129, 1), ("ab" * 128, 1)]
+    labelled = [{"comment_text": text, "label": label} for text, label in comments]
+    lines(folder / "hub" / "wiki" / "test.jsonl", labelled)
     with pytest.raises(typer.BadParameter):
         gsm8k.main(folder / "data" / "nothing", dataset=str(folder / "hub" / "gsm8k"), trusted=530)
-    detoxification.main(
-        folder / "data" / "detox",
-        str(folder / "hub" / "rude"),
-        str(folder / "hub" / "wiki"),
-        str(folder / "reads"),
-        toxicity=0.3,
-        tested=400,
-        longest=256,
-    )
+    sources = [str(folder / name) for name in ("hub/rude", "hub/wiki", "reads")]
+    detoxification.main(folder / "data" / "detox", *sources, toxicity=0.3, tested=400, longest=256)
     return folder
 
 
 def test_problems_to_imitate_to_train_on_to_trust_and_to_test_on(place):
     folder = place / "data" / "gsm8k"
     parts = {name: read(folder / f"{name}.jsonl") for name in ("sft/train", "train", "trusted", "test")}
-    assert {name: len(rows) for name, rows in parts.items()} == {
-        "sft/train": 18,
-        "train": 18,
-        "trusted": 512,
-        "test": 7,
-    }
+    assert [len(rows) for rows in parts.values()] == [18, 18, 512, 7]
     assert not {row["prompt"] for row in parts["trusted"]} & {row["prompt"] for row in parts["train"]}
     assert parts["train"][0].keys() == {"prompt", "answer"}
     assert {row["answer"] for row in parts["train"]} == {"18"}

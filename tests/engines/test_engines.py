@@ -30,9 +30,7 @@ CELLS = [
     pytest.param(*cell, marks=() if compute_distance(cell[1], cell[2]) == (0 if cell[3] else 3) else pytest.mark.long)
     for cell in (
         *itertools.product([PPO], OBSERVATIONS, ACTIONS, [True, False]),
-        *itertools.product(
-            [MaskablePPO], ["vector", "dict"], ["discrete", "multidiscrete", "multibinary"], [True, False]
-        ),
+        *itertools.product([MaskablePPO], ("vector", "dict"), ("discrete", *ACTIONS[2:4]), [True, False]),
     )
 ]
 ENGINES_BESIDE_LOOP = ("ghost", "forward", "vmap")
@@ -123,10 +121,10 @@ def test_batch_norm_in_training_mode_is_refused_with_the_reason(engine: str) -> 
     view = categorical_view(nn.Sequential(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), nn.Linear(6, 3)).eval())
     records = records_for(view)
     view.module.train()
-    with pytest.raises(whence.Unsupported, match=r"fails on a record alone.*put BatchNorm in eval mode if"):
+    with pytest.raises(whence.Unsupported, match=r"a record alone.*BatchNorm in eval mode"):
         attribute(view, records, target=Return(), engine=engine)
     without = categorical_view(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval())
-    with pytest.raises(whence.Unsupported, match="fails on a record alone"):
+    with pytest.raises(whence.Unsupported, match="a record alone"):
         attribute(without, records_for(without), target=Return(), engine=engine)
 
 

@@ -31,16 +31,12 @@ def test_a_page_tells_of_interruptions(tmp_path: Path) -> None:
         assert text.count("iif, seed 4, was interrupted after round 3, and went on otherwise") == told
 
 
-def test_nearly_all_dropped() -> None:
+def test_nearly_all_dropped_and_entropy_that_collapses_after_selection_begins() -> None:
     assert kinds(dropped_share=[0.5, 0.94, 0.95, 0.99]) == {"drops nearly all": 3}
     assert kinds(dropped_share=[0.94] * 5) == {}
-
-
-def test_entropy_that_collapses_after_selection_begins() -> None:
     losses = [-1.0, -1.0, -0.9, -0.7, -0.4, -0.3]
-    assert kinds(**{"train/entropy_loss": losses, "dropped_share": [0.0, 0.0, 0.2, 0.2, 0.2, 0.2]}) == {
-        "entropy collapses": 5
-    }
+    begun = {"train/entropy_loss": losses, "dropped_share": [0.0, 0.0, 0.2, 0.2, 0.2, 0.2]}
+    assert kinds(**begun) == {"entropy collapses": 5}
     # Without selection, or long after it began, it is training's own doing.
     assert kinds(**{"train/entropy_loss": losses, "dropped_share": [0.0] * 6}) == {}
     slow = [-1.0] * 14 + [-0.1]
@@ -76,23 +72,20 @@ COLLAPSE: dict[str, list[Any]] = {
 }
 
 
-def test_a_language_model_that_collapses() -> None:
-    expected = {"responses become alike": 4, "leaves the start model": 4, "responses do not end": 4}
-    assert kinds(**COLLAPSE) == expected
+def test_a_language_model_that_collapses(tmp_path: Path) -> None:
     table = pl.DataFrame({"round": range(1, 6), **COLLAPSE})
     findings = give_advice(table, {})
+    assert findings.keys() == {"responses become alike", "leaves the start model", "responses do not end"}
+    assert {finding.round for finding in findings.values()} == {4}
     assert "31 nats a response" in findings["leaves the start model"].title
     assert "fell from 3.35 in the first round to 0.15" in findings["responses become alike"].title
     assert "5% end before the length limit, 90% did" in findings["responses do not end"].title
     for finding in findings.values():
         assert "KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`" in finding.advice
         assert "reward pays for" in finding.advice
-
-
-def test_a_language_model_that_collapses_is_found(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", {"kind": "language"})
-    for number in range(5):
-        run.append("metrics", {"round": number + 1, **{name: values[number] for name, values in COLLAPSE.items()}})
+    for row in table.to_dicts():
+        run.append("metrics", row)
     assert {finding.round for finding in find(run)} == {4}
 
 

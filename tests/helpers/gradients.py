@@ -40,12 +40,17 @@ def materialise(view: PolicyView, records: RecordBatch, value: Callable[[Any, in
     return torch.stack(gradients)
 
 
+def clip_surrogate(log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """PPO's clipped surrogate objective of each record or token."""
+    ratio = (log_probs - old).exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
 def clipped(records: RecordBatch) -> Callable[[Any, int], Tensor]:
     advantages = (records.advantages - records.advantages.mean()) / (records.advantages.std() + 1e-8)
 
     def value(outputs: Any, i: int) -> Tensor:
-        ratio = (outputs.log_prob - records.log_probs[i]).exp()
-        return torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
+        return clip_surrogate(outputs.log_prob, records.log_probs[i], advantages[i])
 
     return value
 

@@ -59,16 +59,7 @@ def make_config(tmp_path, **more):
 
 
 PROMPTS = ["ab", "cde", "f", "ghij", "aa"]
-_ARGUMENTS = (
-    "target",
-    "objective",
-    "on_rollout",
-    "engine",
-    "select",
-    "held_out",
-    "evaluate",
-    "sample_prompts",
-)
+_ARGUMENTS = ["target", "objective", "on_rollout", "engine", "select", "held_out", "evaluate", "sample_prompts"]
 
 
 def make_trainer(tmp_path, rule=None, model=None, **more):

@@ -38,11 +38,8 @@ def language_model(
     common: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     common["attn_implementation"] = attention
     if style == "gpt2":
-        model: Any = GPT2LMHeadModel(
-            GPT2Config(
-                n_layer=2, n_embd=16, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **common
-            )
-        )
+        common |= {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32}
+        model: Any = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **common))
     elif style == "gpt_neo":  # without fused attention; every other layer sees the last few tokens alone
         common |= {"attn_implementation": "eager", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
         common |= {"attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": 32}
@@ -61,14 +58,9 @@ def language_model(
         else:
             model = Qwen3ForCausalLM(Qwen3Config(head_dim=8, **common))
     if lora is not None:
-        config = LoraConfig(
-            r=2,
-            lora_alpha=4,
-            lora_dropout=lora,
-            target_modules=_ADAPTED.get(style, ["q_proj", "v_proj", "down_proj"]),
-            fan_in_fan_out=style == "gpt2",
-        )
-        model = get_peft_model(model, config)
+        adapted = _ADAPTED.get(style, ["q_proj", "v_proj", "down_proj"])
+        settings = {"lora_alpha": 4, "lora_dropout": lora, "fan_in_fan_out": style == "gpt2"}
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=adapted, **settings))
     return shaken(model)
 
 

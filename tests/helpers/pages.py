@@ -78,11 +78,8 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
     finding |= {"groups": [["action", "fire left"]]}
     opens = {"round": numbers[-1], "why": "The first finding is about this round."}
     shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens, "findings": [finding]}
-    return {
-        "mode": mode,
-        "kind": kind,
-        "runs": [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)],
-    }
+    every = [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)]
+    return {"mode": mode, "kind": kind, "runs": every}
 
 
 def draw_frame(number: int) -> str:

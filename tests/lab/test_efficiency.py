@@ -239,11 +239,9 @@ class TestSummarise:
         for name in PAIR_METRICS:
             entry = summary["ppo"][name]
             assert entry["mean"] is not None
-            assert (entry["mean"], entry["low"], entry["high"]) == (
-                entry["null"],
-                entry["null_low"],
-                entry["null_high"],
-            )
+            assert [entry[key] for key in ("mean", "low", "high")] == [
+                entry[key] for key in ("null", "null_low", "null_high")
+            ]
         # Each seed against the two others only: (1/2 + 3/4) / 2, (-1 + 1/2) / 2, (-3 - 1) / 2.
         assert summary["ppo"]["se_ave"]["per_seed"] == pytest.approx([5 / 8, -1 / 4, -2])
 
@@ -309,7 +307,7 @@ class TestSummarise:
         assert all(85 <= count <= 99 for count in covered.values()), covered
 
     def test_a_missing_standard_arm_is_named(self):
-        with pytest.raises(WhenceError, match=r"'ppo' is not among the arms \['iif', 'random'\]"):
+        with pytest.raises(WhenceError, match=r"'ppo' .*'iif', 'random'"):
             summarise({"random": {0: FIRST}, "iif": {0: FIRST}})
 
 

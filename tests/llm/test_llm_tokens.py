@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from helpers.gradients import clip_surrogate
 from helpers.languages import alone, language_model, rows_for, shaken, tokens
 from whence import RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import NonFinite
@@ -28,12 +29,15 @@ def by_plain_autograd(model: nn.Module, rows: RecordBatch, target: Tensor) -> Te
         log_probs, own = alone(model, rows, row)
         old, advantages = (rows.observations[name][row][own] for name in ("log_probs", "advantages"))
         for token in range(len(old)):
-            ratio = (log_probs[token] - old[token]).exp()
-            term = torch.minimum(ratio * advantages[token], ratio.clamp(0.8, 1.2) * advantages[token]) / len(old)
+            term = clip_surrogate(log_probs[token], old[token], advantages[token]) / len(old)
             found = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
             products = [(g * t).sum() for g, t in zip(found, of_target, strict=True) if g is not None]
             parts[row, token] = torch.stack(products).sum()
     return parts
+
+
+def scored(model: nn.Module, rows: RecordBatch, **more: Any) -> Tensor:
+    return attribute(language_view(model), rows, **{"target": SequenceReturn(), "objective": TokenPPO(), **more}).scores
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -55,8 +59,7 @@ def test_parts_are_those_of_a_pass_for_each_token(style: str, lora: float | None
         assert all(module.training for module in model.modules())
         model.eval()
         assert apart(parts, expected) <= EXACT
-        scores = attribute(language_view(model), rows, target=target, objective=TokenPPO()).scores
-        assert apart(parts.sum(dim=1), scores) <= EXACT
+        assert apart(parts.sum(dim=1), scored(model, rows, target=target)) <= EXACT
         assert (parts[~rows.observations["response_mask"]] == 0).all()
         assert (parts != 0).sum() > 6  # and not all in one token of a response
 
@@ -82,21 +85,20 @@ def test_parts_of_any_objective_sum_to_the_score(name: str, lora: float | None) 
     rows, objective, target = rows_for(model), OBJECTIVES[name], TokenReturn()
     drawn = rows.observations["log_probs"] + 0.1
     rows = rows.with_columns({"observations": {**rows.observations, "ref_log_probs": drawn}})
-    scores = attribute(language_view(model), rows, target=target, objective=objective, engine="loop").scores
     parts = score_tokens(model, rows, target=target, objective=objective, chunk_size=2)
+    scores = scored(model, rows, target=target, objective=objective, engine="loop")
     assert apart(parts.sum(dim=1), scores) <= EXACT
 
 
 def test_an_objective_that_is_no_sum_over_tokens_is_split_by_the_chain_rule() -> None:
     def of_whole_responses(outputs: Any, records: RecordBatch) -> Tensor:
-        ratio = (outputs.log_prob - records.observations["log_probs"]).sum(dim=1).exp()
-        return torch.minimum(ratio * records.advantages, ratio.clamp(0.8, 1.2) * records.advantages)
+        old = records.observations["log_probs"]
+        return clip_surrogate(outputs.log_prob.sum(dim=1), old.sum(dim=1), records.advantages)
 
     model = language_model("gpt2")
-    rows, target = rows_for(model, spread=0.05), SequenceReturn()
-    scores = attribute(language_view(model), rows, target=target, objective=of_whole_responses, engine="loop").scores
-    parts = score_tokens(model, rows, target=target, objective=of_whole_responses)
-    assert apart(parts.sum(dim=1), scores) <= EXACT
+    rows = rows_for(model, spread=0.05)
+    parts = score_tokens(model, rows, target=SequenceReturn(), objective=of_whole_responses)
+    assert apart(parts.sum(dim=1), scored(model, rows, objective=of_whole_responses, engine="loop")) <= EXACT
 
 
 def test_parts_are_right_where_padding_is_read() -> None:
@@ -104,14 +106,14 @@ def test_parts_are_right_where_padding_is_read() -> None:
     batch["input_ids"][0, 2] = 0  # the token of padding, whose embedding is also the output layer's weight
     model = language_model("qwen2")
     rows = rows_for(model, batch)
-    scores = attribute(language_view(model), rows, target=SequenceReturn(), objective=TokenPPO(), engine="loop").scores
-    assert apart(score_tokens(model, rows, target=SequenceReturn()).sum(dim=1), scores) <= EXACT
+    parts = score_tokens(model, rows, target=SequenceReturn())
+    assert apart(parts.sum(dim=1), scored(model, rows, engine="loop")) <= EXACT
 
 
 def test_models_whose_gradients_hooks_change_have_no_parts() -> None:
     model = language_model("llama")
     model.model.norm.register_full_backward_pre_hook(lambda layer, gradients: (gradients[0].clamp(min=0),))
-    with pytest.raises(Unsupported, match="forward mode, which is not exact"):
+    with pytest.raises(Unsupported, match="forward mode"):
         score_tokens(model, rows_for(model), target=SequenceReturn())
 
 
@@ -138,7 +140,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(WhenceError, match="is no mean over rows"):
         score_target_rows(model, rows, 0, target=lambda view, params, records: params["lm_head.weight"].sum())
     columns = {**rows.observations, "advantages": rows.observations["advantages"] * torch.inf}
-    with pytest.raises(NonFinite, match="part of the score of record 0 is not finite"):
+    with pytest.raises(NonFinite, match="score of record 0 is not finite"):
         score_tokens(model, rows.with_columns({"observations": columns}), target=SequenceReturn())
 
 
@@ -153,7 +155,7 @@ def test_parts_of_the_targets_rows_sum_to_the_score(lora: float | None) -> None:
         "validation": ValidationLoss(**tokens(5), batch_size=2),
     }
     for name, target in targets.items():
-        scores = attribute(language_view(model), rows, target=target, objective=TokenPPO()).scores
+        scores = scored(model, rows, target=target)
         for position in (0, 3, 5):
             parts = score_target_rows(model, rows, position, target=target, chunk_size=2)
             assert len(parts) == {"held out": 4, "validation": 5}.get(name, 6)
@@ -168,7 +170,7 @@ def test_a_part_of_a_targets_row_is_the_score_by_this_row_alone() -> None:
     lengths = given["response_mask"].sum(dim=1)
     for row in range(3):
         alone = ValidationLoss(**{name: column[row : row + 1] for name, column in given.items()})
-        score = attribute(language_view(model), rows, target=alone, objective=TokenPPO()).scores[1]
+        score = scored(model, rows, target=alone)[1]
         assert float(parts[row]) == pytest.approx(float(score * lengths[row] / lengths.sum()), rel=1e-3)
 
 
@@ -181,18 +183,12 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-class TestSplitText:
-    def test_a_character_belongs_to_its_last_token(self) -> None:
-        tokenizer = make_byte_tokenizer()
-        ids = [*tokenizer("aé an\n🙂b")["input_ids"], 0]
-        texts = split_text(tokenizer, ids)
-        assert texts == ["a", "", "é", " ", "an", "\n", "", "", "", "🙂", "b", "</s>"]
-        assert len(texts) == len(ids)
-
-    def test_half_a_character_at_the_end_is_shown_as_such(self) -> None:
-        tokenizer = make_byte_tokenizer()
-        ids = tokenizer("an🙂")["input_ids"][:3]
-        assert split_text(tokenizer, ids) == ["an", "", "\N{REPLACEMENT CHARACTER}"]
-
-    def test_an_empty_text(self) -> None:
-        assert split_text(make_byte_tokenizer(), []) == []
+def test_a_character_belongs_to_its_last_token() -> None:
+    tokenizer = make_byte_tokenizer()
+    ids = [*tokenizer("aé an\n🙂b")["input_ids"], 0]
+    texts = split_text(tokenizer, ids)
+    assert texts == ["a", "", "é", " ", "an", "\n", "", "", "", "🙂", "b", "</s>"]
+    assert len(texts) == len(ids)
+    # Half a character at the end is shown as such.
+    assert split_text(tokenizer, tokenizer("an🙂")["input_ids"][:3]) == ["an", "", "\N{REPLACEMENT CHARACTER}"]
+    assert split_text(tokenizer, []) == []

@@ -281,18 +281,14 @@ def test_scores_stand_in_trls_metrics(tmp_path):
         def on_log(self, args, state, control, logs=None, **rest):
             logged.append(logs)
 
-    trainer = make_trainer(
-        "grpo", tmp_path, IPPO(), watch=Logged(), logging_strategy="steps", logging_steps=1, max_steps=2
-    )
-    trainer.train()
+    settings = {"logging_strategy": "steps", "logging_steps": 1, "max_steps": 2}
+    make_trainer("grpo", tmp_path, IPPO(), watch=Logged(), **settings).train()
     assert {"influence/kept_share", "influence/mean", "influence/negative_share"} <= logged[1].keys()
 
 
 def test_rewards_are_trls_sums():
     nan = math.nan
-    given = torch.tensor(
-        [[0.1, nan], [0.1, nan], [0.1, nan], [nan, nan], [1.0, 2.0], [nan, 4.0], [nan, nan], [nan] * 2]
-    )
+    given = torch.tensor([*[[0.1, nan]] * 3, [nan, nan], [1.0, 2.0], [nan, 4.0], [nan, nan], [nan, nan]])
     total = sum_rewards(given, torch.tensor([1.0, 0.5]))
     assert torch.equal(total.isnan(), given.isnan().all(dim=1))
     assert total[4:6].tolist() == [2.0, 2.0]
@@ -335,13 +331,8 @@ class TestRunDirectory:
     @pytest.mark.parametrize("kind", TRAINERS)
     @pytest.mark.parametrize("rule", [None, NonPositive()], ids=["none", "scored"])
     def test_each_generation_batch_is_a_round(self, tmp_path, batches, kind, rule):
-        trainer = make_trainer(
-            *(kind, tmp_path / "trl", rule),
-            run=tmp_path / "run",
-            about={"arm": "mine"},
-            num_iterations=2,
-            max_steps=4,
-        )
+        more = {"run": tmp_path / "run", "about": {"arm": "mine"}, "num_iterations": 2, "max_steps": 4}
+        trainer = make_trainer(kind, tmp_path / "trl", rule, **more)
         trainer.train()
         run, tables = read_run(tmp_path / "run")
         assert run.rounds() == [1, 2]
@@ -423,7 +414,7 @@ class TestRunDirectory:
         assert run.config["rounds"] == 3
 
     def test_what_is_refused(self, tmp_path):
-        with pytest.raises(WhenceError, match="steps_per_generation is 3 and gradient_accumulation_steps 2"):
+        with pytest.raises(WhenceError, match="steps_per_generation is 3"):
             make_trainer("grpo", tmp_path, None, run=tmp_path / "run", steps_per_generation=3)
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -433,18 +424,12 @@ class TestRunDirectory:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (
-                {"reward_funcs": vowels},
-                r"rewards was \['helpers.trl_training.reward'\], now \['helpers.language_training.vowels'\]",
-            ),
-            (
-                {"reward_funcs": [reward, vowels]},
-                r"rewards was .*, now \['helpers.trl_training.reward', 'helpers.language_training.",
-            ),
-            ({"reward_weights": [2.0]}, r"reward_weights was not set, now \[2.0\]"),
+            ({"reward_funcs": vowels}, r"rewards was .*trl_training\.reward'\], now .*\.vowels'\]"),
+            ({"reward_funcs": [reward, vowels]}, r"rewards was .*, now .*\.reward', .*\.vowels'\]"),
+            ({"reward_weights": [2.0]}, r"reward_weights was .*, now \[2.0\]"),
             ({"prompts": [*PROMPTS * 3, *["bb"] * 5]}, "data.prompts.digest was"),
             ({"lr_scheduler_type": "cosine"}, "trl.lr_scheduler_type was 'constant', now 'cosine'"),
-            ({"optim_target_modules": ["mlp"]}, r"trl.optim_target_modules was not set, now \['mlp'\]"),
+            ({"optim_target_modules": ["mlp"]}, r"trl.optim_target_modules was .*, now \['mlp'\]"),
         ],
     )
     def test_other_inputs_are_another_run(self, tmp_path, change, message):
@@ -547,17 +532,16 @@ class TestGoingOn:
         assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2]
 
 
+CALL = {"name": "add", "arguments": {"a": 2}}
+
+
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
         ([{"role": "user", "content": "2+"}, {"role": "user", "content": "3?"}], "2+\n3?"),
         (
             [
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
-                },
+                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
                 {"role": "tool", "name": "add", "content": "5", "tool_calls": None},
             ],
             '{"name": "add", "arguments": {"a": 2}}\n5',

@@ -82,11 +82,8 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     settings = {"target": make_target(), "num_iterations": 2, "max_steps": 4}
-    plain, calls, backward = (
-        train(tmp_path, kind, "llama", None, own=False, **settings),
-        itertools.count(),
-        TrainingPass.backward,
-    )
+    plain, calls = train(tmp_path, kind, "llama", None, own=False, **settings), itertools.count()
+    backward = TrainingPass.backward
     monkeypatch.setattr(TrainingPass, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
     assert trainer.influence.scores.count_nonzero() == 4

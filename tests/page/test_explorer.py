@@ -1,11 +1,13 @@
 import base64
 import gzip
+import io
 import json
 import os
 
 import numpy as np
 import polars as pl
 import pytest
+from PIL import Image
 
 from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
@@ -17,7 +19,7 @@ from whence.page.explored.scored_round import read_round
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant
-from whence.scores.moments import find_moment
+from whence.scores.moments import find_moment, find_moments
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def responses_of(**columns):
 
 
 class TestResponses:
-    def test_the_responses_to_the_same_prompt(self, tmp_path):
+    def test_the_responses_to_the_same_prompt(self, tmp_path, monkeypatch):
         run = run_of(
             tmp_path / "sums", responses_of(), {"kind": "language", "target": {"target": "ValidationLoss", "rows": 16}}
         )
@@ -87,12 +89,12 @@ class TestResponses:
         assert opened["targets"][0]["name"] == "likelihood of the demonstrations"
         group = opened["group"]
         assert group["total"] == 3
-        assert [(one["record"], one["reward"], one["dropped"]) for one in group["responses"]] == [
-            (1, 1.0, False),
-            (3, 1.0, False),
-            (0, 0.0, True),
-        ]
+        shown = [(one["record"], one["reward"], one["dropped"]) for one in group["responses"]]
+        assert shown == [(1, 1.0, False), (3, 1.0, False), (0, 0.0, True)]
         assert plain(build_detail(run, 1, 2))["group"]["total"] == 1
+        monkeypatch.setattr("whence.page.explored.responses.GROUP", 2)
+        opened = plain(build_detail(run, 1, 1))
+        assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
 
     def test_a_file_holds_each_response_once(self, tmp_path):
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})
@@ -104,12 +106,6 @@ class TestResponses:
         assert [one["record"] for one in group["responses"]] == [1, 3, 0]
         assert all("response" not in one for one in group["responses"])
         assert content["round"]["worst"][0]["text"] == "c"
-
-    def test_long_groups_are_cut(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("whence.page.explored.responses.GROUP", 2)
-        run = run_of(tmp_path / "sums", responses_of(), {"kind": "language"})
-        opened = plain(build_detail(run, 1, 1))
-        assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
 
 
 class TestRound:
@@ -159,8 +155,6 @@ class TestRound:
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
         monkeypatch.setattr("whence.page.explored.rounds.STRIP", 20)
-        from whence.scores.moments import find_moments
-
         table = table_of()
         moments = find_moments(table, lowest=True, most=1)
         assert set(order_strip(table, moments)["episode_id"]) == {moments[0].episode_id}
@@ -237,9 +231,7 @@ class TestDetail:
         assert {len(values) for values in window.values()} == {10}
         assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
         assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
-
-    def test_what_cannot_be_replayed_says_why(self, lake):
-        detail = plain(build_detail(lake, 1, 13))
+        # Its environment is not there.
         assert detail["frames"] is None
         assert detail["frames_note"].startswith("No frames: ")
         assert detail["mc_advantage"] is None
@@ -254,14 +246,10 @@ def make_replay(steps, mismatch=None, frames_note=None):
 
 class TestFrames:
     def test_frames_are_small_pictures(self):
-        from PIL import Image
-
         frame = np.random.default_rng(0).integers(0, 255, (400, 600, 3), dtype=np.uint8)
         encoded = encode_frames({7: frame}, 7)
         assert (encoded["width"], encoded["height"], encoded["face"]) == (WIDTH, 160, 0)
         data = base64.b64decode(encoded["images"][0].removeprefix("data:image/webp;base64,"))
-        import io
-
         assert Image.open(io.BytesIO(data)).size == (WIDTH, 160)
 
     def test_each_episode_is_replayed_once_for_all_its_moments(self, tmp_path, monkeypatch):
@@ -306,16 +294,12 @@ class TestFrames:
         assert (list(frames), note) == expected
 
 
-class TestTrust:
-    def lines(self, run, table=None):
-        return describe_trust(run, table_of() if table is None else table)
-
-    def test_the_share_beyond_two_errors(self, lake):
-        share = (table_of()["score"].abs() > 20).mean()
-        (line,) = self.lines(lake)
-        assert line["level"] == "unknown"  # the share is no verdict
-        assert line["text"].startswith(f"{share:.0%} of the scores are beyond two of their errors")
-        assert "without standard errors" in self.lines(lake, table_of(error=None))[0]["text"]
+def test_the_share_beyond_two_errors(lake):
+    share = (table_of()["score"].abs() > 20).mean()
+    (line,) = describe_trust(lake, table_of())
+    assert line["level"] == "unknown"  # the share is no verdict
+    assert line["text"].startswith(f"{share:.0%} of the scores are beyond two of their errors")
+    assert "without standard errors" in describe_trust(lake, table_of(error=None))[0]["text"]
 
 
 def test_a_damaged_round_has_a_note(tmp_path):

@@ -88,12 +88,8 @@ class TestSignals:
         assert means == {"kl": 1.0, "train/clip_fraction": 0.75, "train/entropy_loss": -2.0, "reward.a": 1.0}
 
     def test_tokens_of_a_row(self):
-        row = {
-            "response": "ab",
-            "response_ids": [0, 5],
-            "token_log_probs": [-1.0, None],
-            "token_ref_log_probs": [-3.0, -1.0],
-        }
+        row = {"response": "ab", "response_ids": [0, 5]}
+        row |= {"token_log_probs": [-1.0, None], "token_ref_log_probs": [-3.0, -1.0]}
         tokens = describe_text(row, ["a", "b"])["tokens"]
         assert tokens == {"texts": ["a", "<5>"], "log_probs": [-1, None], "divergence": [2, None]}
         assert describe_text(row, [])["tokens"] is None

@@ -67,14 +67,11 @@ class TestAnswers:
 
     def test_the_first_are_the_start_models_and_the_last_the_trained_ones(self, tmp_path):
         trainer = make_trainer(tmp_path, sample_prompts=["ab", "f"], eval_every=2, learning_rate=0.1)
-        start = answer_prompts(
-            trainer.model.language_model, trainer.tokenizer, trainer.sample_prompts, vowels, trainer.config
-        )
+        about = trainer.tokenizer, trainer.sample_prompts, vowels, trainer.config
+        start = answer_prompts(trainer.model.language_model, *about)
         trainer.train()
         run = RunDirectory.open(tmp_path)
-        end = answer_prompts(
-            trainer.model.language_model, trainer.tokenizer, trainer.sample_prompts, vowels, trainer.config
-        )
+        end = answer_prompts(trainer.model.language_model, *about)
         assert run.rounds("answers") == [0, 2]
         assert run.round("answers", 0).equals(start)
         assert run.round("answers", 2).equals(end)
@@ -91,10 +88,8 @@ class TestPage:
         runs["bare"] = RunDirectory.create(tmp_path / "bare", {"kind": "language"})
         shown = read_answers(runs, notes := [])
         assert (shown["prompts"], notes) == (["p", "q", "z"], [])
-        assert [(one["run"], one["round"]) for one in shown["sources"]] == [
-            *(("ppo", 0), ("ppo", 4), ("ippo", 0)),
-            ("ippo", 4),
-        ]
+        sources = [(one["run"], one["round"]) for one in shown["sources"]]
+        assert sources == [("ppo", 0), ("ppo", 4), ("ippo", 0), ("ippo", 4)]
         assert shown["sources"][0]["answers"] == [{"text": "a", "reward": 0.0}, {"text": "b", "reward": None}, None]
         assert [one and one["text"] for one in shown["sources"][3]["answers"]] == ["of ippo", None, "c"]
         assert read_answers({"bare": runs["bare"]}, notes) is None

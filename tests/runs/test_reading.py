@@ -123,9 +123,9 @@ def read_minibatches(texts: dict[str, str], tensors: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (RECORDING, edit("about", "sizes", [1]), "does not hold what RoundRecording.save writes"),
+        (RECORDING, edit("about", "sizes", [1]), r"what RoundRecording\.save writes"),
         (RECORDING, edit("about", "epochs", []), "epochs and minibatches"),
-        (RECORDING, lambda texts, tensors: texts.update(about="["), "header of .* cannot be read as JSON"),
+        (RECORDING, lambda texts, tensors: texts.update(about="["), "header of .* JSON"),
         (RECORDING, lambda texts, tensors: read_minibatches(texts, tensors).fill_(99), "a record that is not there"),
         (SCORES, edit("provenance", "more", 1), "unexpected keyword argument 'more'"),
         (SCORES, lambda texts, tensors: tensors.pop("scores"), "'scores'"),
@@ -159,17 +159,14 @@ def test_a_policy_of_other_numbers(run: Path) -> None:
 def test_configurations_from_json() -> None:
     agent = {"env": "CartPole-v1", "arm": "iif", "seed": 0}
     assert read_config(agent) == RunConfig.from_json(agent)
-    for values, message in (
-        ({**agent, "round": 3}, "has no 'round'. Did you mean rounds"),
-        ({"env": "CartPole-v1"}, "lacks 'arm'"),
-    ):
+    for values, message in (({**agent, "round": 3}, "'round'.*rounds"), ({"env": "CartPole-v1"}, "lacks 'arm'")):
         with pytest.raises(WhenceError, match=message):
             RunConfig.from_json(values)
     for wrong in ([], "x", None, 3):
-        with pytest.raises(WhenceError, match="a table of settings is needed"):
+        with pytest.raises(WhenceError, match="a table of settings"):
             read_config(wrong)
     for name, value in (("arm", 3), ("lora", "4"), ("settings", []), ("dtype", 1), ("model", {}), ("seed", None)):
         with pytest.raises(WhenceError, match=rf"^{name} is .*; .* is needed"):
             LanguageConfig.from_json({"arm": "iif", "seed": 0, name: value})
-    with pytest.raises(WhenceError, match="rounds is 'many'; a whole number"):
+    with pytest.raises(WhenceError, match="rounds is 'many'"):
         LanguageConfig.from_json({"arm": "iif", "seed": 0, "settings": {"rounds": "many"}})

@@ -163,12 +163,9 @@ class OwnPolicy(ActorCriticPolicy):
 
     def evaluate_actions(self, obs: Any, actions: Tensor) -> Any:
         features = self.extract_features(obs)
-        latent_pi, latent_vf = (
-            self.mlp_extractor.forward_actor(features.detach()),
-            self.mlp_extractor.forward_critic(features),
-        )
-        distribution = self._get_action_dist_from_latent(latent_pi)
-        return self.value_net(latent_vf), distribution.log_prob(actions), distribution.entropy()
+        latent = self.mlp_extractor.forward_critic(features)
+        distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features.detach()))
+        return self.value_net(latent), distribution.log_prob(actions), distribution.entropy()
 
 
 def patch_distribution() -> Any:
@@ -210,10 +207,6 @@ class Frozen(nn.BatchNorm1d):
         return super().train(False)
 
 
-def freeze_norm() -> Any:
-    return with_extractor(Normed(Frozen(5)))
-
-
 class Normed(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -231,7 +224,7 @@ UNUSUAL = {
     "half precision first": halve_backbone,
     "optimiser over some parameters": train_some,
     "masked parameter": mask_parameter,
-    "frozen normalisation": freeze_norm,
+    "frozen normalisation": lambda: with_extractor(Normed(Frozen(5))),
     "discrete from -1": lambda: PPO("MlpPolicy", Shifted(), n_steps=32, batch_size=16, seed=0),
 }
 
@@ -295,15 +288,13 @@ def test_scores_by_a_rounds_steps_are_of_the_gradients_that_these_took(around: A
 
 def test_steps_with_masked_gradients_are_not_computed_again() -> None:
     toy = mask_parameter()
-    with pytest.raises(Unsupported, match="A hook on a parameter changes its gradient"):
+    with pytest.raises(Unsupported, match="hook on a parameter"):
         whence.lab.attribute_round(toy.policy, record_round(toy), target=whence.Return(), method="trajectory")
 
 
-def mean_rows(layer: nn.Linear, x: Tensor) -> Tensor:
-    return layer(x - x.mean(0))
-
-
-@pytest.mark.parametrize("around", [mean_rows, Normed(nn.BatchNorm1d(5)), Normed(BatchRenorm1d(5))])
+@pytest.mark.parametrize(
+    "around", [lambda layer, x: layer(x - x.mean(0)), Normed(nn.BatchNorm1d(5)), Normed(BatchRenorm1d(5))]
+)
 def test_records_that_mix_are_refused(around: Any) -> None:
     toy = with_extractor(around)
     toy.learn(64, callback=InfluenceCallback(whence.KeepAll()))  # which scores nothing

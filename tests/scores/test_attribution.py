@@ -104,7 +104,7 @@ def test_an_action_is_known_by_its_observation_and_mask_too() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (0.7, r"action of Action\(\) is 0\.7, and the records' are torch\.int64"),
+        (0.7, r"Action\(\) is 0\.7, .*int64"),
         ([0.0, 0.7, 1.0], r"is \[0\.0, 0\.7, 1\.0\], and"),
         (float("nan"), "is nan, and"),
     ],
@@ -135,7 +135,7 @@ def test_an_action_outside_the_policys_space_is_refused(space: str, inside: Any,
     observation = records.observations[:2] if space == "discrete" and isinstance(inside, list) else torch.zeros(5)
     assert attribute(toy.policy, records, target=Action(observation, inside)).scores.isfinite().all()
     if outside is not None:
-        with pytest.raises(WhenceError, match=rf"Action\(\) got the action {named}: pass one that the policy can take"):
+        with pytest.raises(WhenceError, match=rf"Action\(\) .* action {named}"):
             attribute(toy.policy, records, target=Action(observation, outside))
 
 
@@ -224,7 +224,7 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
 
     view = mlp_view()
     records = records_for(view)
-    with pytest.raises(WhenceError, match="constant depends on no trainable parameter"):
+    with pytest.raises(WhenceError, match="constant depends on no"):
         attribute(view, records, target=constant, engine=engine)
 
 
@@ -236,20 +236,14 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
         ({"target": {}}, "empty mapping"),
         ({"target": lambda v, p, r: p["0.weight"]}, r"returned a tensor of shape \(8, 5\); a scalar"),
         ({"target": lambda v, p, r: 3.0}, "returned 3.0; a scalar tensor"),
-        (
-            {"target": Return(), "engine": "gost"},
-            "engine is 'gost'. Did you mean ghost",
-        ),
-        (
-            {"target": Return(), "memory": 99},
-            r"memory is 99 bytes, but scoring these 24 records one by one takes about",
-        ),
-        ({"target": Return(), "memory": 0}, "memory is 0; a number of bytes above 0"),
-        ({"target": Return(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
+        ({"target": Return(), "engine": "gost"}, "engine is 'gost'.*ghost"),
+        ({"target": Return(), "memory": 99}, "memory is 99 bytes, .*24 records"),
+        ({"target": Return(), "memory": 0}, "memory is 0"),
+        ({"target": Return(), "memory": "2GB"}, "memory is '2GB'"),
         ({"target": Return(), "objective": lambda o, r: o.log_prob.mean()}, "one value per record"),
         ({"target": Return(), "objective": PPOClip(vf_coef=0.5)}, "needs `values` and `returns`"),
         ({"target": Action(torch.zeros(4), torch.tensor(0))}, r"observation of Action\(\) has shape \(4,\)"),
-        ({"target": Action(torch.zeros(2, 5), torch.zeros(3))}, r"sets of different sizes, \[2, 3\]"),
+        ({"target": Action(torch.zeros(2, 5), torch.zeros(3))}, r"different sizes, \[2, 3\]"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -260,13 +254,13 @@ def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -
 
 def test_policies_that_cannot_be_read_are_refused() -> None:
     records = records_for(mlp_view())
-    with pytest.raises(Unsupported, match=r"torch.nn.modules.linear.Linear.*stable_baselines3.*whence.ModuleView"):
+    with pytest.raises(Unsupported, match=r"linear\.Linear.*stable_baselines3.*whence\.ModuleView"):
         attribute(nn.Linear(5, 3), records, target=Return())
     frozen = nn.Linear(5, 3).requires_grad_(False)
     with pytest.raises(WhenceError, match=r"\(Linear\) has no trainable parameter"):
         attribute(categorical_view(frozen), records, target=Return())
     wide = whence.ModuleView(nn.Linear(5, 3), lambda module, inputs: module(inputs["observations"]))
-    with pytest.raises(WhenceError, match=r"`log_prob` of shape \(\d+, 3\) for \d+ records; one number"):
+    with pytest.raises(WhenceError, match=r"`log_prob` of shape \(\d+, 3\) for \d+ records"):
         attribute(wide, records, target=Return())
 
 
@@ -274,7 +268,7 @@ def test_policies_that_cannot_be_read_are_refused() -> None:
 def test_an_algorithm_in_the_place_of_its_policy_is_refused(algorithm: Any) -> None:
     toy = model(algorithm)
     records = collect(toy)
-    with pytest.raises(Unsupported, match=rf"a {algorithm.__name__} algorithm.*Pass its policy: model\.policy"):
+    with pytest.raises(Unsupported, match=rf"a {algorithm.__name__} algorithm.*model\.policy"):
         attribute(toy, records, target=Return())
 
 
@@ -285,7 +279,7 @@ def test_a_rollout_buffer_in_the_place_of_records_is_refused(observation: str) -
     remedy = r"whence\.sb3\.collect\(model\).*whence\.sb3\.snapshot\(model\)"
     with pytest.raises(InvalidRecords, match=rf"records is a {kind}; .*{remedy}"):
         attribute(toy.policy, toy.rollout_buffer, target=Return())
-    with pytest.raises(InvalidRecords, match="records is a dict; a RecordBatch is needed: whence"):
+    with pytest.raises(InvalidRecords, match="records is a dict; a RecordBatch"):
         attribute(toy.policy, {"observations": []}, target=Return())  # type: ignore[call-overload]
 
 
@@ -296,7 +290,7 @@ def test_a_target_gradient_that_is_not_finite_names_the_parameter(engine: str) -
     def broken(view: whence.PolicyView, params: dict[str, Tensor], records: RecordBatch) -> Tensor:
         return (params["2.bias"] * torch.tensor([1.0, float("nan"), 1.0])).sum()
 
-    with pytest.raises(NonFinite, match=r"target broken is not finite in the parameter `2.bias`"):
+    with pytest.raises(NonFinite, match=r"target broken .*`2\.bias`"):
         attribute(view, records_for(view), target=broken, engine=engine)
 
 
@@ -307,7 +301,7 @@ def test_a_score_that_is_not_finite_names_record_and_parameter(engine: str) -> N
     bad = records.with_columns({"record_ids": 100 + torch.arange(len(records))})
     bad.log_probs[7] = -1e4  # the ratio overflows
     bad.advantages[7] = -1.0  # ... on the side that is not clipped
-    with pytest.raises(NonFinite, match=r"record 107 is not finite.*parameter `0.weight`"):
+    with pytest.raises(NonFinite, match=r"record 107 is not finite.*`0\.weight`"):
         attribute(view, bad, target=Return(), objective=PPOClip(advantage_norm="none"), engine=engine)
 
 

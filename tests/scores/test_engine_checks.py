@@ -80,7 +80,7 @@ def test_an_engine_of_ones_own() -> None:
         assert attribute(view, records, target=Return()).engine == "ghost"
         assert check_engines(view, records, engines=["twice"])["difference"].item() == pytest.approx(1)
         for taken in ("twice", "auto", "ghost"):
-            with pytest.raises(WhenceError, match=f"There is an engine '{taken}' already"):
+            with pytest.raises(WhenceError, match=f"an engine '{taken}' already"):
                 whence.engines.register_engine(taken, engines["loop"])
     finally:
         del whence.engines.auto._ENGINES["twice"]

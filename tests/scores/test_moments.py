@@ -83,21 +83,16 @@ class TestMoments:
 
 class TestGroups:
     def test_actions_by_hand(self):
-        groups = group_scores(make_table(), "action", labels=["left", "right"]).to_dicts()
-        assert [group["group"] for group in groups] == ["right", "left"]
+        first, second = group_scores(make_table(), "action", labels=["left", "right"]).to_dicts()
+        assert (first["group"], second["group"]) == ("right", "left")
         right = [-6.0, -5.0, -9.0, 3.0, -0.5]
-        assert groups[0]["mean"] == pytest.approx(np.mean(right))
-        assert groups[0]["error"] is None  # without the scores by folds
-        assert groups[0]["share_negative"] == pytest.approx(0.8)
-        assert groups[0]["dropped_share"] == pytest.approx(0.4)
-        assert groups[0]["total"] == pytest.approx(sum(right))
+        assert first["error"] is None  # without the scores by folds
+        by_hand = {"mean": np.mean(right), "share_negative": 0.8, "dropped_share": 0.4, "total": sum(right)}
+        assert {name: first[name] for name in by_hand} == pytest.approx(by_hand)
 
     def test_what_some_records_have_in_common(self):
         table = make_table(env_index=[0, 0, 0, 3, 3, 1, 1, 2, 2, 2])
-        assert find_common_groups(table, [103]) == [
-            ("env_index", "environment 3"),
-            ("step", "step = 3"),
-        ]
+        assert find_common_groups(table, [103]) == [("env_index", "environment 3"), ("step", "step = 3")]
         assert find_common_groups(table, [103, 104]) == [("env_index", "environment 3")]
         assert find_common_groups(table, [101, 105, 107], ["left", "right"]) == [("action", "right")]
         assert find_common_groups(table, []) == []
@@ -167,18 +162,16 @@ class TestGroups:
         assert group_scores(make_table().drop("score"), "action").is_empty()
 
 
-def test_actions_in_words():
-    assert name_action(1, ["left", "right"]) == "right"
-    assert name_action(7, ["left", "right"]) == "7"
-    assert name_action([0.12345, -1.0]) == "0.123, -1"
-
-
 def test_a_score_of_nothing_with_a_small_error_does_not_lead():
     records = pl.DataFrame({"record_id": [0, 1, 2], "score": [-1e-3, -1.0, -0.8], "error": [1e-4, 0.3, 0.4]})
     assert [moment.record_id for moment in find_moments(records, lowest=True, most=3)] == [1, 2, 0]
 
 
-def test_entries_are_named_by_their_key_where_names_do_not_fit() -> None:
+def test_actions_and_entries_in_words() -> None:
+    assert name_action(1, ["left", "right"]) == "right"
+    assert name_action(7, ["left", "right"]) == "7"
+    assert name_action([0.12345, -1.0]) == "0.123, -1"
+    # By their key, where names do not fit.
     assert name_entries("", 2, ["speed", "angle"]) == ["speed", "angle"]
     assert name_entries("", 2, ["speed"]) == name_entries("", 2) == ["x0", "x1"]
     assert name_entries("wind", 1, ["speed"]) == ["wind"]

@@ -198,33 +198,28 @@ class TestInfluence:
         assert worst.to_polars().columns == ["record_id", "score", "error", "score_folds", "fold"]
 
 
-class TestRefusals:
-    def test_a_target_that_reads_no_records(self):
-        view, records = small_records()
-        with pytest.raises(WhenceError, match="without folds"):
-            attribute(view, records, target=Action(torch.zeros(3), 1), folds=3)
+class Summed(BatchTarget):
+    def from_outputs(self, outputs, records):
+        return (outputs.log_prob * records.advantages).sum()
 
-    def test_too_few_episodes_or_folds(self):
-        view, records = small_records((10, 10))
-        with pytest.raises(WhenceError, match="of 2 episodes"):
-            attribute(view, records, target=Return(), folds=8)
-        with pytest.raises(WhenceError, match="folds is 2"):
-            InfluenceCallback(IIF(0.5), folds=2)
 
-    def test_a_target_that_is_a_sum(self):
-        class Summed(BatchTarget):
-            def from_outputs(self, outputs, records):
-                return (outputs.log_prob * records.advantages).sum()
-
-        view, records = small_records()
-        with pytest.raises(WhenceError, match="no mean over"):
-            attribute(view, records, target=Summed(), folds=3)
-
-    def test_no_episode_ids(self):
-        view, records = small_records()
-        nameless = RecordBatch(**{name: c for name, c in records.columns.items() if name != "episode_ids"})
-        with pytest.raises(WhenceError, match="do not say where episodes begin"):
-            attribute(view, nameless, target=Return(), folds=3)
+@pytest.mark.parametrize(
+    ("target", "lengths", "message"),
+    [
+        (Action(torch.zeros(3), 1), (5, 3, 4), "without folds"),  # it reads no records
+        (Summed(), (5, 3, 4), "no mean over"),
+        (Return(), (10, 10), "of 2 episodes"),
+        (Return(), None, "where episodes begin"),
+    ],
+)
+def test_what_has_no_folds_is_refused(target, lengths, message):
+    view, records = small_records(lengths or (5, 3, 4))
+    if lengths is None:
+        records = RecordBatch(**{name: c for name, c in records.columns.items() if name != "episode_ids"})
+    with pytest.raises(WhenceError, match=message):
+        attribute(view, records, target=target, folds=3)
+    with pytest.raises(WhenceError, match="folds is 2"):
+        InfluenceCallback(IIF(0.5), folds=2)
 
 
 class TestCallback:

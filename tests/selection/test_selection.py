@@ -79,12 +79,11 @@ def test_what_a_rule_drops_by_scores(case: str) -> None:
 
 def test_reasons_name_the_share_and_the_unit() -> None:
     records, influence = scored(MEANS, **EPISODES)
-    assert BelowMean(0.8).select(records, influence).reasons[3] == (
-        "influence among the lowest 80% of those below the mean"
-    )
-    assert IIF(0.5, unit="episode").select(records, influence).reasons[0] == (
-        "influence of its episode among the lowest 50% of those below 0"
-    )
+    for rule, at, reason in (
+        (BelowMean(0.8), 3, "influence among the lowest 80% of those below the mean"),
+        (IIF(0.5, unit="episode"), 0, "influence of its episode among the lowest 50% of those below 0"),
+    ):
+        assert rule.select(records, influence).reasons[at] == reason
 
 
 @pytest.mark.parametrize(("drop", "negative", "count"), [(0.29, 100, 29), (0.125, 15, 1), (0.5, 1, 0), (0.1, 30, 3)])
@@ -121,7 +120,7 @@ def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
     for remaining, count in ((1.0, 4), (0.5, 2), (0.25, 1), (0.0, 0)):
         keep = rule(drop=lambda remaining: remaining).select(records, influence, Progress(1, remaining)).keep
         assert int((~keep).sum()) == count
-    with pytest.raises(WhenceError, match=r"drop schedule gives -0\.5 at 0\.5 remaining"):
+    with pytest.raises(WhenceError, match=r"drop schedule gives -0\.5"):
         rule(drop=lambda remaining: -remaining).select(records, influence, Progress(1, 0.5))
 
 
@@ -129,9 +128,9 @@ def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
     ("arguments", "message"),
     [
         *(({"drop": drop}, rf"drop is {drop!r}; .*in \(0, 1\]") for drop in ("0.5", None, 0, -0.1, 1.01, float("nan"))),
-        *(({"seed": seed}, rf"seed is {seed!r}; a whole number is needed") for seed in (-1, "a", None)),
-        ({"warmup": 1.5}, r"warmup is 1\.5; it is a number of rounds"),
-        ({"unit": "episodes"}, "unit is 'episodes'. Did you mean episode"),
+        *(({"seed": seed}, rf"seed is {seed!r}") for seed in (-1, "a", None)),
+        ({"warmup": 1.5}, r"warmup is 1\.5"),
+        ({"unit": "episodes"}, "unit is 'episodes'.*episode"),
         ({"like": IIF}, "pass an instance"),
     ],
 )
@@ -197,7 +196,7 @@ def test_a_control_drops_as_many_units_as_the_rule_that_it_is_like(rule: Any) ->
         ("group", {"group_ids": [3, 1, 1, 3, 9, 9]}, [1, 0, 0, 1, 2, 2]),
         ("episode", {}, "pass episode_ids, or episode_starts and env_index"),
         ("episode", {"episode_ids": [0, -1] * 3}, "where episodes begin"),
-        ("group", {"group_ids": [-1, 1] * 3}, "pass group_ids to RecordBatch or make_rows"),
+        ("group", {"group_ids": [-1, 1] * 3}, "pass group_ids"),
     ],
 )
 def test_units_are_told_by_the_records(unit: Any, columns: dict[str, Any], labels: Any) -> None:
@@ -209,20 +208,14 @@ def test_units_are_told_by_the_records(unit: Any, columns: dict[str, Any], label
     assert len(numbers.unique()) == len(set(labels)) == len(set(zip(numbers.tolist(), labels, strict=True)))
 
 
+# The first two differ by rounding, the others by 1 and by half.
+NEARLY = torch.tensor([0.3, 0.1 + 0.2, 1e6, 1e6 + 1, 1e-9, 2e-9], dtype=torch.float64)
 ADVANTAGES = {"advantages": [-3.0, 1.0, 2.0, -0.5], "group_ids": [0, 0, 1, 1]}
 WITHOUT_SCORES = {
     "equal": (ZeroVariance(), {"rewards": [1.0, 1, 0, 1], "group_ids": [0, 0, 1, 1]}, [0, 1]),
     "equal negative": (ZeroVariance(), {"rewards": [-2.0, -2, -2, -2, -1], "group_ids": [0, 1, 0, 1, 1]}, [0, 2]),
     "a group of one": (ZeroVariance(), {"rewards": [0.0, 0, 5], "group_ids": [4, 4, 2]}, [0, 1]),
-    # The first two differ by rounding, the others by 1 and by half.
-    "nearly equal": (
-        ZeroVariance(),
-        {
-            "rewards": torch.tensor([0.3, 0.1 + 0.2, 1e6, 1e6 + 1, 1e-9, 2e-9], dtype=torch.float64),
-            "group_ids": [0, 0, 1, 1, 2, 2],
-        },
-        [0, 1],
-    ),
+    "nearly equal": (ZeroVariance(), {"rewards": NEARLY, "group_ids": [0, 0, 1, 1, 2, 2]}, [0, 1]),
     "extremes": (MaxVariance(2), {"rewards": [0.0, 1, 5, 2]}, [1, 3]),
     "all negative": (MaxVariance(3), {"rewards": [-1.0, -9, -5, -2]}, [2]),  # -5 in place of -2: 10.7 for 12.7
     "all equal": (MaxVariance(2), {"rewards": [1.0, 1, 1, 1]}, [0, 1]),
@@ -270,13 +263,13 @@ def test_flagged_ids_come_from_lists_arrays_and_files(tmp_path: Path) -> None:
     assert long[0] != long[1]
     assert all(text.startswith("FromMask(ids=<99 ids, digest") for text in long)
     for wrong in ([1.5], [-1], 7, ["a"]):
-        with pytest.raises(WhenceError, match="for a record's id; ids are whole numbers"):
+        with pytest.raises(WhenceError, match="record's id; ids are whole numbers"):
             FromMask(wrong)
     with pytest.raises(WhenceError, match="cannot be read from"):
         FromMask(tmp_path / "none.txt")
-    with pytest.raises(WhenceError, match="keep is 0; it is the number of responses"):
+    with pytest.raises(WhenceError, match="keep is 0"):
         whence.MaxVariance(0)
-    with pytest.raises(InvalidRecords, match="ZeroVariance needs rewards, which"):
+    with pytest.raises(InvalidRecords, match="ZeroVariance needs rewards"):
         ZeroVariance().select(make_records(2, group_ids=[0, 0]))
 
 
@@ -300,7 +293,7 @@ def test_scores_of_other_records_are_refused() -> None:
         ([1.0, 1.0], [None], "n reasons"),
         ([1.0, 1.0], [None, "why"], "0 for dropped"),
         ([-1.0, 0.0], [None, "why"], "not negative"),
-        ([0.0, 0.0], [None, "why"], r"keeps 1 of 2 records and gives all of them weight 0"),
+        ([0.0, 0.0], [None, "why"], "keeps 1 of 2 records .*weight 0"),
     ],
 )
 def test_a_selection_is_checked(weights: list[float], reasons: list[str | None], message: str) -> None:

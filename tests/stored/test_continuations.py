@@ -41,11 +41,8 @@ def play_plainly(run, number, record, count, seed):
     stored, step = read_episode(run, row["episode_id"][0]), row["step"][0]
     model, make_env = load_agent(run, number), make_replay_env(run)
     *env_seeds, action_seed = np.random.SeedSequence([seed, record]).spawn(count + 1)
-    returns, envs, observations = (
-        np.zeros(2 * count),
-        [RecordResets(make_env()) for _ in range(2 * count)],
-        [None] * (2 * count),
-    )
+    returns, envs = np.zeros(2 * count), [RecordResets(make_env()) for _ in range(2 * count)]
+    observations = [None] * len(envs)
     with open_env(make_env) as first:
         actions = to_env_actions(stored.records["action"].to_numpy(), first.action_space, squashed=False)
     with preserve_rng_state():

@@ -119,6 +119,10 @@ def compare_scores(
     return results
 
 
+def constant(view: Any, params: Any, records: Any) -> torch.Tensor:
+    return view(params, view.prepare(records)).log_prob.sum() * 0.0
+
+
 def find_refusals(processes: Processes) -> dict[str, str]:
     _, model, rows, _ = make_case("llama", None)
     view, refusals = language_view(model), {}
@@ -131,12 +135,7 @@ def find_refusals(processes: Processes) -> dict[str, str]:
         "memory": lambda: score_targets(view, local_rows, **settings, summed=summed),
         "tokens": lambda: score_tokens(model, rows, target=SequenceReturn()),
         "constant": lambda: score_targets(
-            view,
-            local_rows,
-            {"": lambda view, params, records: view(params, view.prepare(records)).log_prob.sum() * 0.0},
-            objective=TokenPPO(),
-            summed=summed,
-            chunk_size=2,
+            view, local_rows, **settings | {"targets": {"": constant}}, summed=summed, chunk_size=2
         ),
     }
     for name, attempt in attempts.items():

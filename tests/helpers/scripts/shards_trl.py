@@ -1,5 +1,8 @@
 """TRL's trainers with parameters in shards, for zero_trl.py and fsdp_trl.py: scores and training."""
 
+import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from helpers.language_training import make_model
+from helpers.launching import end_process
 from helpers.trl_training import TRAINERS, make_trainer
 from whence import NonPositive, Selection, attribute
 from whence.llm import TokenReturn, language_view
@@ -18,20 +22,18 @@ Training = tuple[str, Any]
 
 
 def compare_trainers(
-    folder: Path,
     trainings: Sequence[Training],
     start: Callable[[Training], dict[str, Any]],
     copy_whole: Callable[[Any], dict[str, torch.Tensor]],
-) -> dict[str, Any]:
-    """Return how far scores are from the loop's, and how far a training with scores is from TRL's own.
+) -> None:
+    """Write how far scores are from the loop's, and how far a training with scores is from TRL's own; end the process.
 
     Args:
-        folder: where trainers write.
         trainings: the trainings.
         start: connects the processes anew, and returns a trainer's settings.
         copy_whole: returns a model's whole parameters.
     """
-    results: dict[str, Any] = {}
+    folder, results = Path(sys.argv[1]), dict[str, Any]()
     for kind, how in trainings:
         trainer_type = TRAINERS[kind][0]
         distances: list[float] = []
@@ -83,4 +85,18 @@ def compare_trainers(
             "kept": int(selected.selection.keep.sum()),
             "training": max(float((copies[1][name] - tensor).abs().max()) for name, tensor in copies[0].items()),
         }
-    return results
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
+    end_process()
+
+
+def check_trainings(folder: Path, names: set[str]) -> None:
+    """Check what `compare_trainers` wrote in two processes: the same as without shards."""
+    for rank in range(2):
+        results = json.loads((folder / f"{rank}.json").read_text())
+        assert results.keys() == names
+        for training, result in results.items():
+            assert len(result["scores"]) == 2, training
+            assert max(result["scores"]) < 1e-4, training
+            assert 0 < result["kept"] < 16, training
+            assert result["training"] == 0, training
+            assert result["moved by a dropped batch"] == 0, training

@@ -375,3 +375,8 @@ class RunDirectory:
         if not path.exists():
             written = f"rounds {rounds[0]} to {rounds[-1]}" if (rounds := self.rounds()) else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")
+
+
+def open_run(path: str | Path, *, trust: bool = False) -> RunDirectory:
+    """Open a run's directory, finished or not; see `RunDirectory.open`."""
+    return RunDirectory.open(path, trust=trust)

@@ -15,27 +15,36 @@ has depends on the processor. A finished round is not studied again.
 Training runs are kept in `--runs`.
 """
 
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import scipy
+import polars as pl
 import torch
 import typer
-from rich.console import Console
+from scipy.stats import spearmanr
 
-from studies.faithfulness.lds import measure_agreement
-from studies.faithfulness.outcomes import measure_outcomes
+from studies.faithfulness.means import over_seeds
+from studies.faithfulness.retraining import measure_agreement, measure_outcomes
 from studies.faithfulness.run import OPTIMIZERS, SEEDS, SETUPS
 from studies.faithfulness.smoothed import SHARE, average_sides, draw_derivatives
-from studies.markdown import table
-from studies.stored import round_numbers, write_line
+from studies.shared import (
+    Only,
+    Out,
+    Row,
+    Runs,
+    Workers,
+    cell,
+    read_list,
+    report,
+    run_jobs,
+    table,
+    write_line,
+    write_page,
+)
 from whence import Return, attribute, experiments
-from whence.core import eval_mode, preserve_rng_state, write_atomically
+from whence.core import eval_mode, preserve_rng_state
 from whence.counterfactual import compute_lds, draw_subsets, reshuffle, retrain
 from whence.experiments import read_rows
 from whence.rounds import check_target, open_round
@@ -75,41 +84,30 @@ def measure_halves(policy: Any, recording: Any, seed: int) -> tuple[Any, Any, An
     return halves.double().numpy(), np.stack(outcomes[:ORDERS]), outcomes[-1]
 
 
-def rank_correlation(one: Any, other: Any) -> float:
-    """Return Spearman's."""
-    return float(scipy.stats.spearmanr(one, other).statistic)
-
-
-def judge(policy: Any, recording: Any, objective: Any, seed: int) -> dict[str, Any]:
+def judge(policy: Any, recording: Any, objective: Any, seed: int) -> Row:
     """Return how the snapshot and each estimator predict the halves of a round, and how halves of its draws agree."""
     halves, shared, apart = measure_halves(policy, recording, seed)
     round = open_round(policy, recording)
     with preserve_rng_state(), eval_mode(list(round.view.module.modules())):
-        target = check_target(Return(), round)
-        values, sides = draw_derivatives(round, target, 2**31, max(COUNTS), SHARE, seed)
+        values, sides = draw_derivatives(round, check_target(Return(), round), max(COUNTS), seed)
+
+    def average(trim: float, part: slice) -> Any:
+        return average_sides(values[part].double(), sides[:, part], trim).numpy()
+
+    def compare(scores: Any) -> Row:
+        lds = compute_lds(halves @ scores, shared.mean(axis=0))["lds"]
+        return {"lds": lds, "apart": float(spearmanr(halves @ scores, apart).statistic)}
+
     snapshot = attribute(policy, recording.records, target=Return(), objective=objective).scores.double().numpy()
-    rows = [{"estimator": "snapshot", "draws": 0, **compare(halves, shared, apart, snapshot)}]
+    rows = [{"estimator": "snapshot", "draws": 0, **compare(snapshot)}]
     for name, trim in TRIMS.items():
-        average = partial(average_parts, values.double(), sides, trim)
-        for count in COUNTS:
-            row = {"estimator": name, "draws": count, **compare(halves, shared, apart, average(slice(count)))}
-            rows.append(
-                row | {"agreement": rank_correlation(average(slice(TOGETHER)), average(slice(TOGETHER, 2 * TOGETHER)))}
-            )
+        parts = (average(trim, part) for part in (slice(TOGETHER), slice(TOGETHER, 2 * TOGETHER)))
+        agreement = float(spearmanr(*parts).statistic)
+        rows += [
+            {"estimator": name, "draws": count, **compare(average(trim, slice(count))), "agreement": agreement}
+            for count in COUNTS
+        ]
     return {"ceiling": measure_agreement(shared), "rows": rows}
-
-
-def average_parts(values: Any, sides: Any, trim: float, part: slice) -> Any:
-    """Return the scores of some draws."""
-    return average_sides(values[part], sides[:, part], trim).numpy()
-
-
-def compare(halves: Any, shared: Any, apart: Any, scores: Any) -> dict[str, Any]:
-    """Return the LDS of scores, by orders that halves share and by others."""
-    return {
-        "lds": compute_lds(halves @ scores, shared.mean(axis=0))["lds"],
-        "apart": rank_correlation(halves @ scores, apart),
-    }
 
 
 def study_seed(part: str, env: str, seed: int, out: Path, runs: Path) -> None:
@@ -127,84 +125,64 @@ def study_seed(part: str, env: str, seed: int, out: Path, runs: Path) -> None:
         model, recording = experiments.load_recording(RunDirectory.open(path), number)
         about = dict(zip(KEYS, (part, env, seed, number), strict=True))
         judged = judge(model.policy, recording, model_objective(model), 1000 * seed + number)
-        write_line(out / "estimators.parquet", round_numbers({**about, **judged}), KEYS)
-        Console(stderr=True).print(f"{part}, {env}, seed {seed}, round {number}")
+        write_line(out / "estimators.parquet", {**about, **judged}, KEYS)
+        report(f"{part}, {env}, seed {seed}, round {number}")
 
 
 def write_tables(out: Path) -> None:
     """Write estimators.md: means over the rounds of a seed, then over seeds with 95% t intervals; and each round."""
-    rounds = list(read_rows(out / "estimators.parquet", KEYS).values())
-    parts = [
-        "# Which mean of the draws\n\nWritten by `python -m studies.faithfulness.estimators results/faithfulness`.\n"
-    ]
+    head = "# Which mean of the draws\n\nWritten by `python -m studies.faithfulness.estimators results/faithfulness`."
+    rounds, parts = read_list(out / "estimators.parquet", KEYS), [head]
     for part, env in ((part, env) for part, environments in PARTS.items() for env in environments):
-        rows = [row for row in rounds if (row["part"], row["env"]) == (part, env)]
-        if rows:
-            parts += [f"## {part.capitalize()}: {env}\n", tabulate(rows), ""]
-            parts += ["LDS in each round:\n", tabulate_rounds(rows), ""]
-    with write_atomically(out / "estimators.md") as temporary:
-        temporary.write_text("\n".join(parts), encoding="utf-8")
+        if rows := [row for row in rounds if (row["part"], row["env"]) == (part, env)]:
+            parts += [f"## {part.capitalize()}: {env}", tabulate(rows), "LDS in each round:", tabulate_rounds(rows)]
+    write_page(out / "estimators.md", *(part.replace("−", "-") for part in parts))
 
 
-def tabulate(rows: Sequence[Any]) -> str:
+def tabulate(rounds: Sequence[Row]) -> str:
     """Return the figures of every estimator and number of draws."""
     head = ["estimator", "draws", "LDS", "LDS, orders apart", "minus snapshot", "rounds below it"]
     lines = [[*head, "agreement of two halves of 128", "lowest", f"rounds below {AGREES}"]]
-    for place, about in enumerate(rows[0]["rows"]):
-        cells = [average_seeds([(row["seed"], row["rows"][place][name]) for row in rows]) for name in ("lds", "apart")]
+    for place, about in enumerate(rounds[0]["rows"]):
+        rows = pl.DataFrame([{"seed": row["seed"], **row["rows"][place]} for row in rounds])
+        cells = [cell(over_seeds(rows, name)) for name in ("lds", "apart")]
         if about["draws"]:
-            gains = [(row["seed"], row["rows"][place]["lds"] - row["rows"][0]["lds"]) for row in rows]
-            cells += [average_seeds(gains), str(sum(gain < 0 for _, gain in gains))]
-            agreements = [(row["seed"], row["rows"][place]["agreement"]) for row in rows]
-            low = [value for _, value in agreements if value < AGREES]
-            cells += [average_seeds(agreements), f"{min(value for _, value in agreements):.2f}", str(len(low))]
+            rows = rows.with_columns(gain=pl.col("lds") - pl.Series([row["rows"][0]["lds"] for row in rounds]))
+            cells += [
+                cell(over_seeds(rows, "gain")),
+                str((rows["gain"] < 0).sum()),
+                cell(over_seeds(rows, "agreement")),
+            ]
+            cells += [cell(rows["agreement"].min(), digits=2), str((rows["agreement"] < AGREES).sum())]
         lines.append([about["estimator"], str(about["draws"] or ""), *cells, *[""] * (len(lines[0]) - 2 - len(cells))])
     return table(lines)
 
 
-def average_seeds(values: Sequence[tuple[int, float]]) -> str:
-    """Return the mean of each seed's mean, with a 95% t interval."""
-    means = np.array(
-        [np.mean([value for one, value in values if one == seed]) for seed in sorted({s for s, _ in values})]
-    )
-    half = scipy.stats.t.ppf(0.975, len(means) - 1) * means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else None
-    return f"{means.mean():.3f}" + ("" if half is None else f" [{means.mean() - half:.3f}, {means.mean() + half:.3f}]")
-
-
-def tabulate_rounds(rows: Sequence[Any]) -> str:
+def tabulate_rounds(rounds: Sequence[Row]) -> str:
     """Return the LDS of the snapshot, and of the estimators of 16 and of 64 draws, round by round."""
-    places = [place for place, about in enumerate(rows[0]["rows"]) if about["draws"] in (0, 16, 64)]
-    names = [
-        f"{rows[0]['rows'][place]['estimator']} {rows[0]['rows'][place]['draws'] or ''}".strip() for place in places
-    ]
-    lines = [["seed", "round", "ceiling", *names]]
-    for row in sorted(rows, key=lambda row: (row["seed"], row["round"])):
-        cells = [f"{row['rows'][place]['lds']:.2f}" for place in places]
-        lines.append([str(row["seed"]), str(row["round"]), f"{row['ceiling']:.2f}", *cells])
+    places = {
+        place: f"{about['estimator']} {about['draws'] or ''}".strip()
+        for place, about in enumerate(rounds[0]["rows"])
+        if about["draws"] in (0, 16, 64)
+    }
+    lines = [["seed", "round", "ceiling", *places.values()]]
+    for row in rounds:
+        cells = [cell(row["rows"][place]["lds"], digits=2) for place in places]
+        lines.append([str(row["seed"]), str(row["round"]), cell(row["ceiling"], digits=2), *cells])
     return table(lines)
 
 
 def list_jobs(only: str) -> list[tuple[str, str, int]]:
     """Return part, environment and seed of each run whose name begins so."""
+    places = [(part, env) for part, environments in PARTS.items() for env in environments]
     return [
-        (part, env, seed)
-        for part, environments in PARTS.items()
-        for env, (seeds, _) in environments.items()
-        for seed in seeds
-        if f"{part}/{env}".startswith(only)
+        (*place, seed) for place in places if "/".join(place).startswith(only) for seed in PARTS[place[0]][place[1]][0]
     ]
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/estimators"),
-    only: Annotated[str, typer.Option(help="Parts whose name begins so: environments/minigrid.")] = "",
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
-) -> None:
+def main(out: Out, runs: Runs = Path("out/estimators"), only: Only = "", workers: Workers = 1) -> None:
     """Study what is not there yet, and write estimators.md."""
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for begun in [pool.submit(study_seed, *job, out, runs) for job in list_jobs(only)]:
-            begun.result()
+    run_jobs(study_seed, list_jobs(only), out, runs, workers=workers)
     write_tables(out)
 
 

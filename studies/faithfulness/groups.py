@@ -3,21 +3,19 @@
 `python -m studies.faithfulness.groups results/faithfulness` writes `groups.json` and its table, `groups.md`.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import polars as pl
 import torch
+import typer
 from numpy.typing import NDArray
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
-from studies.markdown import table
-from studies.stored import round_numbers
+from studies.shared import Out, report, round_numbers, table, write_page
 from whence import RecordBatch, Return, attribute
 from whence.core import label_units, write_json
 from whence.folds import FOLDS
@@ -35,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ROLLOUTS = 40
 
 
-def measure_setting(env: str, n_envs: int, rounds: tuple[int, ...], rollouts: int = ROLLOUTS) -> list[dict[str, Any]]:
+def measure_setting(env: str, n_envs: int, rounds: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return a row for each round and kind of group; see `cover_groups`."""
     model = PPO("MlpPolicy", make_vec_env(env, n_envs, seed=0), n_steps=2048 // n_envs, seed=0, device="cpu")
     rows: list[dict[str, Any]] = []
@@ -43,12 +41,12 @@ def measure_setting(env: str, n_envs: int, rounds: tuple[int, ...], rollouts: in
     for number in rounds:
         model.learn((number - trained) * 2048, reset_num_timesteps=trained == 0)
         trained = number
-        rollout_scores = [score_rollout(model, seed) for seed in range(rollouts)]
+        rollout_scores = [score_rollout(model, seed) for seed in range(ROLLOUTS)]
         noise = [share for _, share in rollout_scores]
         about = {"env": env, "round": number, "noise": np.mean(noise), "noise_sd": np.std(noise)}
         about |= {"noise_q95": np.quantile(noise, 0.95)}
         rows += [about | row for row in cover_groups([scored for scored, _ in rollout_scores])]
-        print(json.dumps(round_numbers(rows[-4:]), default=float), flush=True)
+        report(rows[-1])
     return rows
 
 
@@ -128,25 +126,21 @@ def _cut(values: NDArray[Any]) -> NDArray[np.int64]:
     return np.searchsorted(np.quantile(values, [1 / 3, 2 / 3]), values, side="right")
 
 
-def make_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table of markdown."""
+def main(
+    out: Out, only: Annotated[str, typer.Option(help="Environments, separated by commas.")] = ",".join(SETTINGS)
+) -> None:
+    """Measure environments anew, and write groups.json and groups.md."""
+    file = out / "groups.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name in only.split(","):
+        content[name] = round_numbers(measure_setting(**SETTINGS[name]))
+        write_json(file, content)
     lines = [["environment", "round", "groups", "covered", "as independent", "wrong sign", "with an error"]]
-    for row in rows:
+    for row in (row for rows in content.values() for row in rows):
         shares = [f"{row[name]:.0%}" for name in ("covered", "independent", "wrong_sign", "known")]
         lines.append([row["env"], str(row["round"]), f"{row['groups']} by {row['by']}", *shares])
-    return table(lines)
+    write_page(out / "groups.md", table(lines))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", choices=SETTINGS, nargs="*", default=[*SETTINGS])
-    options = parser.parse_args()
-    file = options.out / "groups.json"
-    for name in options.only:
-        measured = round_numbers(measure_setting(**SETTINGS[name]))
-        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        content |= {name: measured}
-        write_json(file, content)
-        lines = make_table([row for rows in content.values() for row in rows])
-        (options.out / "groups.md").write_text(lines + "\n", encoding="utf-8")
+    typer.run(main)

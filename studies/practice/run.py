@@ -23,11 +23,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from studies.shared import Out, Workers
 from whence.cli.terminal import SweepBars
 from whence.experiments import Planned, RunConfig, configure, make_label, run_sweep
 
@@ -177,15 +177,14 @@ def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/practice"),
+    out: Out,
     only: Annotated[str, typer.Option(help="Environments, separated by commas.")] = ",".join(WORLDS),
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = ",".join(
-        map(str, range(max(SEEDS.values())))
-    ),
-    workers: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas; empty: all.")] = "",
+    workers: Workers = 2,
 ) -> None:
     """Train what is not there yet."""
-    runs = plan_study(only.split(","), [int(seed) for seed in seeds.split(",")])
+    numbers = [int(seed) for seed in seeds.split(",")] if seeds else range(max(SEEDS.values()))
+    runs = plan_study(only.split(","), numbers)
     with SweepBars(runs) as table:
         failures = run_sweep(runs, out, table, workers=workers)
     for name, failure in failures.items():

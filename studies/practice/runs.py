@@ -15,6 +15,7 @@ RANGE = 10.0
 RESULTS = {"last": "last return", "mean": "mean return"}
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
+STEPS = (*RATE_STEPS, *TARGET_STEPS)
 ARMS = ("ppo", "iif", "iif-drop0.5", "random")
 REWARDED = "iif-rewarded"
 
@@ -82,18 +83,14 @@ def _measure(run: KeptRun, steps: str) -> dict[str, float | bool]:
 
 def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
     """Return the runs with each result scaled in its environment, by `ppo` and `iif` at the rates and targets."""
-    scaled = runs
-    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]), pl.col("arm").is_in(["ppo", "iif"]))
-    for name in RESULTS:
-        best = (
-            main.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
-        )
-        zero = runs.group_by("env").agg(zero=pl.col("first").mean())
-        scaled = scaled.join(best, on="env").join(zero, on="env")
-        share = (pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))
-        scaled = scaled.with_columns(share.round(9).alias(name))  # polars adds up in any order
-        scaled = scaled.drop("best", "zero")
-    return scaled
+    main = runs.filter(pl.col("steps").is_in(STEPS), pl.col("arm").is_in(["ppo", "iif"]))
+    means = main.group_by("env", "steps", "arm").agg(pl.col(*RESULTS).mean().name.prefix("best "))
+    best = means.group_by("env").agg(pl.col("^best .*$").max())
+    zero = runs.group_by("env").agg(zero=pl.col("first").mean())
+    scaled = runs.join(best, on="env").join(zero, on="env")
+    shares = [(pl.col(name) - pl.col("zero")) / (pl.col(f"best {name}") - pl.col("zero")) for name in RESULTS]
+    # Polars adds up in any order.
+    return scaled.with_columns(share.round(9) for share in shares).drop("^best .*$", "zero")
 
 
 def pick(runs: pl.DataFrame, arm: str, steps: str) -> pl.DataFrame:

@@ -10,24 +10,29 @@ compared at the end, and with plain PPO's penalties at as large a divergence.
 A finished run is not trained again.
 """
 
-import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 
-from studies.markdown import cell, table
-from studies.stored import round_numbers, write_line
+from studies.shared import (
+    Out,
+    Row,
+    Runs,
+    Workers,
+    mean_cell,
+    read_list,
+    report,
+    run_jobs,
+    table,
+    write_line,
+    write_page,
+)
 from whence import NonPositive, RandomDrop
-from whence.core import write_atomically
-from whence.efficiency import t_interval
 from whence.experiments import read_rows
 from whence.experiments.llm.language_config import task_settings
 from whence.experiments.llm.loading import load_model
@@ -64,8 +69,8 @@ def train(arm: str, seed: int, out: Path, runs: Path) -> None:
     metrics = RunDirectory.open(path).table("metrics")
     line = {"arm": arm, "seed": seed, "seconds": seconds, "rewards": metrics["reward"].to_list()}
     line |= {"divergences": metrics["kl"].to_list(), "kept": (1 - metrics["dropped_share"]).to_list()}
-    write_line(out / "penalty.parquet", round_numbers(line), KEYS)
-    Console(stderr=True).print(f"{arm}, seed {seed}")
+    write_line(out / "penalty.parquet", line, KEYS)
+    report(f"{arm}, seed {seed}")
 
 
 def average_end(values: Sequence[float]) -> float:
@@ -73,7 +78,7 @@ def average_end(values: Sequence[float]) -> float:
     return mean(values[-LAST:])
 
 
-def read_frontier(runs: Mapping[str, Mapping[str, Any]], divergence: float) -> float:
+def read_frontier(runs: Mapping[str, Row], divergence: float) -> float:
     """Return the reward that plain PPO ends with at a divergence, between its penalties or at the nearest."""
     ends = sorted((average_end(runs[arm]["divergences"]), average_end(runs[arm]["rewards"])) for arm in PENALTIES)
     return float(np.interp(divergence, *zip(*ends, strict=True)))
@@ -81,43 +86,30 @@ def read_frontier(runs: Mapping[str, Mapping[str, Any]], divergence: float) -> f
 
 def write_tables(out: Path) -> None:
     """Write penalty.md: means over seeds with 95% t intervals; differences are between runs of a seed."""
-    seeds: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for run in read_rows(out / "penalty.parquet", KEYS).values():
+    seeds: dict[int, dict[str, Row]] = {}
+    for run in read_list(out / "penalty.parquet", KEYS):
         seeds.setdefault(run["seed"], {})[run["arm"]] = run
     whole = [runs for runs in seeds.values() if len(runs) == len(PENALTIES) + len(CHOICES)]
     lines = [["", "reward at the end", "minus none", "divergence", "minus plain PPO at that divergence", "kept"]]
     for arm in (*PENALTIES, *CHOICES) if whole else ():
-        rewards = [average_end(runs[arm]["rewards"]) for runs in whole]
-        gains = [reward - average_end(runs["none"]["rewards"]) for reward, runs in zip(rewards, whole, strict=True)]
-        divergences = [average_end(runs[arm]["divergences"]) for runs in whole]
-        pairs = zip(rewards, divergences, whole, strict=True)
-        beyond = [reward - read_frontier(runs, divergence) for reward, divergence, runs in pairs]
-        kept = [mean(runs[arm]["kept"]) for runs in whole]
-        cells = [show(rewards), "" if arm == "none" else show(gains), show(divergences)]
-        lines.append([arm, *cells, show(beyond) if arm in CHOICES else "", show(kept)])
+        rewards, divergences = ([average_end(runs[arm][n]) for runs in whole] for n in ("rewards", "divergences"))
+        plain = [average_end(runs["none"]["rewards"]) for runs in whole]
+        frontier = [read_frontier(runs, divergence) for runs, divergence in zip(whole, divergences, strict=True)]
+        gains, beyond = (mean_cell([*np.subtract(rewards, others)]) for others in (plain, frontier))
+        kept = mean_cell([mean(runs[arm]["kept"]) for runs in whole])
+        cells = [mean_cell(rewards), "" if arm == "none" else gains, mean_cell(divergences)]
+        lines.append([arm, *cells, beyond if arm in CHOICES else "", kept])
     command = "`python -m studies.selection.penalty results/selection`"
-    text = f"# Choosing and the divergence penalty: tables\n\nWritten by {command}, {len(whole)} seeds.\n\n"
-    with write_atomically(out / "penalty.md") as temporary:
-        temporary.write_text(text + table(lines) + "\n", encoding="utf-8")
+    head = f"# Choosing and the divergence penalty: tables\n\nWritten by {command}, {len(whole)} seeds."
+    write_page(out / "penalty.md", head, table(lines))
 
 
-def show(values: Sequence[float]) -> str:
-    """Return a mean with its interval."""
-    return cell(t_interval(values))
-
-
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/penalty"),
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
-) -> None:
+def main(out: Out, runs: Runs = Path("out/penalty"), workers: Workers = 1) -> None:
     """Train what is not there yet, seed by seed, and write penalty.md."""
     arithmetic(size=SIZE, progress=False)
     stored = read_rows(out / "penalty.parquet", KEYS)
     jobs = [(arm, seed) for seed in SEEDS for arm in (*PENALTIES, *CHOICES) if (arm, seed) not in stored]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for begun in [pool.submit(train, *job, out, runs) for job in jobs]:
-            begun.result()
+    run_jobs(train, jobs, out, runs, workers=workers)
     write_tables(out)
 
 

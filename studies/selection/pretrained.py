@@ -12,10 +12,8 @@ round are a measurement, too. Every few rounds an answer to each of some further
 beside `none` and `random`. A finished run is not trained again.
 """
 
-import multiprocessing
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,14 +24,13 @@ import trl.trainer.utils
 import typer
 from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
-from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from studies.selection.tables import KEYS, write_tables
-from studies.stored import round_numbers, write_line
+from studies.shared import Out, Workers, report, run_jobs, write_line
 from whence import DTV, IPPO, AdvantageMagnitude, MaxVariance, NonPositive, RandomDrop, ZeroVariance
 from whence.core import eval_mode
 from whence.experiments import read_rows
@@ -59,7 +56,7 @@ ARMS = {
     "dtv-loo": lambda seed: DTV(leave_one_out=True),
 }
 REWARDS = ("clean", "reversed")
-SEEDS = {"tuning": range(90, 92), "three": range(3), "five": range(10, 15)}
+SEEDS = {"three": range(3), "five": range(10, 15)}
 BEST = ("max-variance", "advantage-magnitude")
 """The arms that looked best with the three seeds: highest at as many seconds, in the mean of clean and reversed."""
 
@@ -187,30 +184,25 @@ def train(arm: str, rewards: str, seed: int, rounds: int = ROUNDS, rate: float =
 def run(part: str, arm: str, rewards: str, seed: int, out: Path) -> None:
     """Train, and write a line."""
     row = {"part": part, "arm": arm, "rewards": rewards, "seed": seed}
-    write_line(out / "pretrained.parquet", round_numbers({**row, **train(arm, rewards, seed)}), KEYS)
-    Console(stderr=True).print(f"{part}, {arm}, {rewards}, seed {seed}")
+    write_line(out / "pretrained.parquet", {**row, **train(arm, rewards, seed)}, KEYS)
+    report(f"{part}, {arm}, {rewards}, seed {seed}")
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    only: Annotated[str, typer.Option(help="three or five; none: both.")] = "",
-    workers: Annotated[int, typer.Option(help="Processes at a time.")] = 1,
+    out: Out, only: Annotated[str, typer.Option(help="three or five; none: both.")] = "", workers: Workers = 1
 ) -> None:
     """Train what is not there yet, seed by seed, and write tables.md."""
     arms = {"three": tuple(ARMS), "five": ("none", "random", *BEST)}
-    stored = read_rows(out / "pretrained.parquet", KEYS)
+    parts = [part for part in arms if only in part]
     jobs = [
         (part, arm, rewards, seed)
-        for part in arms
-        if only in part
+        for part in parts
         for seed in SEEDS[part]
         for rewards in REWARDS
         for arm in arms[part]
-        if (part, arm, rewards, seed) not in stored
     ]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for begun in [pool.submit(run, *job, out) for job in jobs]:
-            begun.result()
+    stored = read_rows(out / "pretrained.parquet", KEYS)
+    run_jobs(run, [job for job in jobs if job not in stored], out, workers=workers)
     write_tables(out)
 
 

@@ -44,7 +44,7 @@ class Cell:
 
     Attributes:
         name: such as `mlp/ghost/2048`; the first part is what `--only` selects most by.
-        section: engines, training, peers, errors, rounds or install.
+        section: engines, training, peers, errors or rounds.
         measure: measures it.
         smaller: the cells of the same row with fewer records, which tell whether this one takes too long.
     """

@@ -1,4 +1,4 @@
-"""Tables of rows whose commands are history: ablations, linear predictors, and what selections gain on fresh steps."""
+"""Tables of rows whose commands are history: ablations, linear predictors, gradients, and selections on fresh steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,8 @@ ALL, ONCE = "all", ", normalised once"
 
 STEPS = 100_000
 """Fresh steps of a round: one half judges selections, and the other is a fresh target."""
+
+GRADIENTS = ("all", "random", "iif", "not negative")
 
 LESS = {"less": "less all's", "less as long": "less all's, as long", "less as far": "less all's, as far"}
 
@@ -103,6 +105,22 @@ def additive_sections(means: Means, scores: Sequence[str], outcomes: Mapping[str
             "the best sum of scores would come to, estimated without a fit. Linear predictors are cross-validated.\n\n"
             + "\n".join([*lines, f"| *additive ceiling* | {ceilings} |"])
         )
+
+
+def cosine_sections(means: Means, groups: Sequence[str]) -> Iterator[str]:
+    """Yield how well the gradient of what a rule keeps agrees with that of a much larger rollout."""
+    if not means:
+        return
+    yield "## Cosine of a rollout's gradient with that of 200,000 steps"
+    for truth, advantages in [(truth, name) for truth in ("gae", "monte-carlo") for name in ("raw", "centred")]:
+
+        def show(kept: str, group: str, place: tuple[str, str] = (truth, advantages)) -> str:
+            return cell(means[(*place, group, kept)]["cosine"])
+
+        lines = grid("records kept", GRADIENTS, groups, show)
+        entries = (means[truth, advantages, group, "all"]["reliability"] for group in groups)
+        reliable = " | ".join(cell(entry, interval=False) for entry in entries)
+        yield f"Advantages {advantages}, against {truth} advantages:\n\n{lines}\n| *reliability* | {reliable} |"
 
 
 def compare_selections(rows: pl.DataFrame) -> pl.DataFrame:

@@ -18,10 +18,10 @@ def read_rounds(out: Path, kind: str) -> list[Row]:
 
 
 def read_frame(out: Path, kind: str, name: str) -> pl.DataFrame:
-    """Return the lists of rows that rounds have by a name as one table, with the round and its `group`."""
+    """Return the rows that rounds have by a name as one table, with the round and its `group`; some may lack it."""
     contents = read_rounds(out, kind)
     abouts = [{"group": f"{row['env']}-{row['optimizer']}", **{key: row[key] for key in ROUND}} for row in contents]
-    rows = [about | row for about, content in zip(abouts, contents, strict=True) for row in content[name]]
+    rows = [about | row for about, content in zip(abouts, contents, strict=True) for row in content.get(name, ())]
     return pl.DataFrame(rows, infer_schema_length=None)
 
 

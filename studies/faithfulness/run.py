@@ -6,8 +6,7 @@ Adam, on three seeds. An early, a middle and a late round of each are then studi
 
 - scores against 100 trainings on random halves and on random nine tenths of the records (LDS), with the ceiling that
   the agreement of repeated trainings sets; on seed 0, of halves, the measured test return, too;
-- on seed 0, the measured test return without the quarter of the records that a score holds for the best, or the worst;
-- the cosine of the gradient of all records, and of what IIF keeps, with that of 200,000 steps.
+- on seed 0, the measured test return without the quarter of the records that a score holds for the best, or the worst.
 
 And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
 
@@ -28,14 +27,13 @@ import polars as pl
 import torch
 import typer
 
-from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.faithfulness.retraining import intervene, leave_out, study
 from studies.faithfulness.rows import is_written, write_round
 from studies.faithfulness.scores import compute_scores
 from studies.faithfulness.smoothed import DRAWS, score_smoothed
 from studies.shared import Only, Out, Runs, Workers, report
-from whence import IIF, Return, attribute, experiments
-from whence.experiments import RunConfig, measure_returns
+from whence import Return, attribute, experiments
+from whence.experiments import measure_returns
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 
@@ -86,8 +84,6 @@ REMOVED = ("snapshot", "trajectory", "unrolled", SMOOTHED, "advantage")
 LEFT_OUT = 0.25
 
 TEST_EPISODES = 100
-STEPS = 200_000
-"""Of the gradient that others are held against."""
 
 
 class Job(NamedTuple):
@@ -170,23 +166,7 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
         if tested is not None:
             chosen, settings = {name: scores[name] for name in REMOVED}, {"share": LEFT_OUT, "orders": 2}
             removals = leave_out(policy, recording, chosen, evaluate=tested, **settings, **arguments).to_dicts()
-    cosines = _cosines(RunConfig.from_json(run.experiment), model, recording, seed).to_dicts()
-    return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
-
-
-def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:
-    records = recording.records
-    scored = attribute(model.policy, records, target=Return(), objective=model_objective(model))
-    dropped = int((scored.scores < 0).sum())
-    random = torch.ones(len(records), dtype=torch.bool)
-    random[torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:dropped]] = False
-    kept = {
-        "all": torch.ones(len(records), dtype=torch.bool),
-        "iif": IIF(config.drop).select(records, scored).keep,
-        "not negative": scored.scores >= 0,
-        "random": random,
-    }
-    return gradient_cosines(model, records, large_rollout(config, model, steps=STEPS, seed=seed), kept)
+    return {"lds": rows, "removals": removals, "outcomes": outcomes}
 
 
 def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from scipy import stats
 from studies.faithfulness import history_tables
 from studies.faithfulness.means import Entry, means_of, over_seeds
 from studies.faithfulness.rows import read_frame, read_rounds
-from studies.faithfulness.run import LEFT_OUT, SETUPS, SHARES, SMOOTHED, STEPS
+from studies.faithfulness.run import LEFT_OUT, SETUPS, SHARES, SMOOTHED
 from studies.shared import Out, cell, grid, table, write_page
 
 PHASES = ("early", "middle", "late")
@@ -31,7 +31,6 @@ OUTCOMES = {
     "surrogate": "the surrogate mean(ρÂ)",
     "evaluated": "the measured test return",
 }
-GRADIENTS = ("all", "random", "iif", "not negative")
 
 Means = dict[tuple[Any, ...], Any]
 
@@ -47,7 +46,7 @@ def write_tables(out: Out) -> None:
         *_tested_sections(list_orders(out)),
         *history_tables.additive_sections(means["additive"], SCORES, OUTCOMES),
         *history_tables.ablation_sections(means["ablations"], means["clipping"]),
-        *_cosine_sections(means["cosines"]),
+        *history_tables.cosine_sections(means["cosines"], _groups(means["cosines"], 2)),
         *history_tables.selection_sections(means["selections"]),
         *_removal_sections(means["removals"]),
         _intervention_section(means["interventions"]),
@@ -164,20 +163,6 @@ def _tested_sections(lines: Sequence[Sequence[str]]) -> Iterator[str]:
             "hold what that seed does, and neither do tables of recorded minibatches, which have one. A round tells as "
             f"much as its orders agree.\n\n{table([['', 'seed', 'round', 'orders'], *lines])}"
         )
-
-
-def _cosine_sections(means: Means) -> Iterator[str]:
-    groups = _groups(means, 2)
-    yield f"## Cosine of a rollout's gradient with that of {STEPS:,} steps"
-    for truth, advantages in [(truth, name) for truth in ("gae", "monte-carlo") for name in ("raw", "centred")]:
-
-        def show(kept: str, group: str, place: tuple[str, str] = (truth, advantages)) -> str:
-            return cell(means[(*place, group, kept)]["cosine"])
-
-        lines = grid("records kept", GRADIENTS, groups, show)
-        entries = (means[truth, advantages, group, "all"]["reliability"] for group in groups)
-        reliable = " | ".join(cell(entry, interval=False) for entry in entries)
-        yield f"Advantages {advantages}, against {truth} advantages:\n\n{lines}\n| *reliability* | {reliable} |"
 
 
 def _removal_sections(means: Means) -> Iterator[str]:

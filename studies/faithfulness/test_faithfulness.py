@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ru
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(run.OPTIMIZERS, "sgd", {"hyperparameters": {"n_steps": 64, "batch_size": 32, "n_epochs": 2}})
         patch.setitem(run.SETUPS, ("frozenlake", "sgd"), run.Setup("lda-code/frozenlake", (2,), 2))
-        small = {"SUBSETS": 3, "STEPS": 400, "TEST_EPISODES": 4}
+        small = {"SUBSETS": 3, "TEST_EPISODES": 4}
         for name, value in small.items():
             patch.setattr(run, name, value)
         job = run.Job("frozenlake", "sgd", 0)

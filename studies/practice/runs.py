@@ -1,13 +1,12 @@
 """The results of `studies.practice.run`: a row for each run that is tabulated."""
 
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
-from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, DROP, RATES, SEEDS, TARGETS, WORLDS, list_arms, list_steps
-from whence.experiments import KeptRun, Results, RunConfig, load_sweep, make_label
+from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, LDA_SEEDS, RATES, SEEDS, TARGETS
+from whence.experiments import KeptRun, load_sweep
 
 RANGE = 10.0
 """The highest rate that the controller of a target set, over the one at the start, and that over the lowest."""
@@ -20,34 +19,17 @@ ARMS = ("ppo", "iif", "iif-drop0.5", "random")
 REWARDED = "iif-rewarded"
 
 
-def count_seeds(sweep: Results, name: str) -> int:
-    """Return the seeds, 0 and those after it, of which an environment has all planned runs at rates and targets."""
-    return len(list(takewhile(lambda seed: _is_complete(sweep, name, seed), range(SEEDS[name]))))
-
-
-def _is_complete(sweep: Results, name: str, seed: int) -> bool:
-    return all(
-        seed in sweep.get(f"{name}-{steps.name}", {}).get(make_label(RunConfig(name, arm, seed, drop=drop), DROP), {})
-        for steps in list_steps()
-        for arm, drop in list_arms(name, seed, steps)
-    )
-
-
 def read_runs(out: Path) -> pl.DataFrame:
-    """Return a row for each run: environment, steps, arm, seed, results, divergence, and whether it is pooled.
+    """Return a row for each run: environment, steps, arm, seed, results, and divergence.
 
-    Those seeds of an environment are read that are complete: runs of the next one are kept until it is, too. Those are
-    pooled that are complete in every environment. LDA's script has seeds of its own.
+    Seeds beyond those that all environments have are left out, but for LDA's script, which has seeds of its own.
     """
-    sweep = load_sweep(out)
-    complete = {name: count_seeds(sweep, name) for name in WORLDS}
     rows = []
-    for group, arms in sweep.items():
+    for group, arms in load_sweep(out).items():
         env, _, steps = group.rpartition("-")
-        seeds = SEEDS[env] if steps == "lda" else complete[env]
-        shared = SEEDS[env] if steps == "lda" else min(complete.values())
+        seeds = LDA_SEEDS if steps == "lda" else SEEDS
         rows += [
-            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run, steps), "pooled": seed < shared}
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run, steps)}
             for arm, runs in arms.items()
             for seed, run in runs.items()
             if seed < min(seeds, ARM_SEEDS.get((run.config.arm, run.config.drop), seeds))

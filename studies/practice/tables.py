@@ -184,8 +184,7 @@ def write_tables(out: Out) -> None:
     runs = read_runs(out)
     order = {name: place for place, name in enumerate(WORLDS)}
     runs = runs.sort(pl.col("env").replace_strict(order, return_dtype=pl.Int64), "steps", "arm", "seed")
-    pooled = runs.filter("pooled")
-    scaled = scale_results(pooled)
+    scaled = scale_results(runs)
     groups = {"": scaled, ", the last three environments alone": scaled.filter(pl.col("env").is_in(LAST))}
     tables = {
         f"By the {about}{which}": tabulate_questions(some, name)
@@ -198,9 +197,9 @@ def write_tables(out: Out) -> None:
     for name, about in RESULTS.items():
         tables[f"iif less ppo by the {about}, by environment"] = environments.tabulate_differences(runs, name)
     tables |= {
-        "Flat rounds kept whole: last test return": environments.tabulate_flat(pooled),
-        "How far the first round goes: runs that are steered to .02": environments.tabulate_first_rounds(pooled),
-        "Runs that end no better than they began: ppo / iif": environments.tabulate_failures(pooled),
+        "Flat rounds kept whole: last test return": environments.tabulate_flat(runs),
+        "How far the first round goes: runs that are steered to .02": environments.tabulate_first_rounds(runs),
+        "Runs that end no better than they began: ppo / iif": environments.tabulate_failures(runs),
         "Does the controller hold its target?": environments.tabulate_control(runs),
         "How often is its rate at a bound?": environments.tabulate_bounds(runs),
         "Divergence a round at fixed learning rates": environments.tabulate_divergence(runs),

@@ -13,15 +13,15 @@ ROUND = ("env", "optimizer", "seed", "round")
 
 
 def read_rounds(out: Path, kind: str) -> list[Row]:
-    """Return what is written about rounds; `kind`: "round", "intervention", "selection" or "ablation"."""
+    """Return what is written about rounds; `kind`: "round" or "intervention"."""
     return read_list(out / "rounds" / f"{kind}.parquet", ROUND)
 
 
 def read_frame(out: Path, kind: str, name: str) -> pl.DataFrame:
-    """Return the rows that rounds have by a name as one table, with the round and its `group`; some may lack it."""
+    """Return the rows that rounds have by a name as one table, with the round and its `group`."""
     contents = read_rounds(out, kind)
     abouts = [{"group": f"{row['env']}-{row['optimizer']}", **{key: row[key] for key in ROUND}} for row in contents]
-    rows = [about | row for about, content in zip(abouts, contents, strict=True) for row in content.get(name, ())]
+    rows = [about | row for about, content in zip(abouts, contents, strict=True) for row in content[name]]
     return pl.DataFrame(rows, infer_schema_length=None)
 
 

@@ -15,10 +15,8 @@ The outcome of each training is written with the rest, by order and subset: `whe
 the round's seed draws the subsets again, and another score can be compared with them without a training.
 """
 
-import multiprocessing
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +29,7 @@ from studies.faithfulness.retraining import intervene, leave_out, study
 from studies.faithfulness.rows import is_written, write_round
 from studies.faithfulness.scores import compute_scores
 from studies.faithfulness.smoothed import DRAWS, score_smoothed
-from studies.shared import Only, Out, Runs, Workers, report
+from studies.shared import Only, Out, Runs, Workers, report, run_jobs
 from whence import Return, attribute, experiments
 from whence.experiments import measure_returns
 from whence.runs import RunDirectory
@@ -111,14 +109,7 @@ class Job(NamedTuple):
 def main(out: Out, runs: Runs = Path("out/faithfulness"), only: Only = "", workers: Workers = 2) -> None:
     """Run what is not there yet, of the jobs whose name begins with `only`, several at a time."""
     jobs = [Job(env, optimizer, seed) for seed in SEEDS for env, optimizer in SETUPS]
-    failed = False
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        begun = {pool.submit(study_run, job, out, runs): job for job in jobs if job.name.startswith(only)}
-        for done in as_completed(begun):
-            failure = done.exception()
-            failed |= failure is not None
-            report(f"{begun[done].name}: {failure!r}" if failure else f"{begun[done].name}: {done.result():.0f} s")
-    raise typer.Exit(failed)
+    run_jobs(study_run, [(job,) for job in jobs if job.name.startswith(only)], out, runs, workers=workers)
 
 
 def trained(job: Job, runs: Path) -> RunDirectory:
@@ -131,8 +122,8 @@ def trained(job: Job, runs: Path) -> RunDirectory:
     return RunDirectory.open(runs / job.name)
 
 
-def study_run(job: Job, out: Path, runs: Path) -> float:
-    """Train a run where that is not done, and study its rounds; return the seconds it took."""
+def study_run(job: Job, out: Path, runs: Path) -> None:
+    """Train a run where that is not done, and study its rounds."""
     began = time.perf_counter()
     torch.set_num_threads(1)
     setup, run = job.setup, trained(job, runs)
@@ -142,7 +133,7 @@ def study_run(job: Job, out: Path, runs: Path) -> float:
             write_round(out, "round", about | study_round(run, number, job))
         if not is_written(out, "intervention", about):
             write_round(out, "intervention", about | intervention(run, number, job))
-    return time.perf_counter() - began
+    report(f"{job.name}: {time.perf_counter() - began:.0f} s")
 
 
 def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:

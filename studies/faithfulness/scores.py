@@ -21,19 +21,9 @@ FOLDS = 2
 def split_target(target: Target, records: RecordBatch) -> tuple[Int[Tensor, " n"], Sequence[Target]]:
     """Return the fold of each record, from 0, and for each fold the target on the other folds' records.
 
-    Episodes are assigned to folds in turn and stay whole, since their records share returns. If there are fewer
-    episodes than folds, every environment's records are cut into stretches instead.
+    Episodes are assigned to folds in turn and stay whole, since their records share returns.
     """
-    part, fold = check_batch_target(target), label_units(records, "episode")
-    if int(fold.max()) + 1 >= FOLDS:
-        fold = fold % FOLDS
-    else:
-        environments = torch.zeros(len(records)) if records.env_index is None else records.env_index.cpu()
-        _, environment, counts = environments.unique(return_inverse=True, return_counts=True)
-        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
-        place = torch.empty_like(environment)
-        place[environment.argsort(stable=True)] = torch.arange(len(records))
-        fold = (place - first[environment]) * FOLDS // counts[environment]
+    part, fold = check_batch_target(target), label_units(records, "episode") % FOLDS
     return fold, [PartialTarget(part, (fold != number).nonzero().flatten()) for number in range(FOLDS)]
 
 
@@ -65,7 +55,7 @@ def compute_scores(
     other = snapshot_scores(with_values, target).double().cpu().numpy()
     if not np.allclose(scores["snapshot"], other, rtol=1e-4, atol=1e-6 * np.abs(other).max()):
         scores["snapshot with values"] = other
-    if isinstance(target, BatchTarget) and records.episode_ids is not None and len(records) >= FOLDS:
+    if isinstance(target, BatchTarget) and records.episode_ids is not None:
         fold, targets = split_target(target, without.records)
         by_target = torch.stack([snapshot_scores(without, part) for part in targets])
         scores["crossfit"] = by_target.cpu().gather(0, fold[None])[0].double().numpy()

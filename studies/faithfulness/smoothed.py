@@ -42,7 +42,7 @@ from whence.rounds import (
 from whence.rounds.replay import pull_back, target_gradient
 
 DRAWS = 64
-"""The number of trainings that are averaged; estimators.py compares numbers, and means."""
+"""The number of trainings that are averaged; results/faithfulness compares numbers, and means."""
 
 SHARE = 0.5
 """The share of the records that each of them keeps."""

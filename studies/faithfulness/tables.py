@@ -1,8 +1,7 @@
 """Tabulate what `studies.faithfulness.run` has found so far: tables.md.
 
 Run: `python -m studies.faithfulness.tables results/faithfulness`. Rounds are chosen and seeds are drawn: figures are
-means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none. What commands that are
-history found (selections, ablations, datamodels) is tabulated by `history_tables.py`.
+means over the rounds of a seed first, with a 95% t interval over seeds, of which one has none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ import polars as pl
 import typer
 from scipy import stats
 
-from studies.faithfulness import history_tables
 from studies.faithfulness.means import Entry, means_of, over_seeds
 from studies.faithfulness.rows import read_frame, read_rounds
 from studies.faithfulness.run import LEFT_OUT, SETUPS, SHARES, SMOOTHED
@@ -26,11 +24,7 @@ SCORES = (
     *("smoothed", *(f"smoothed, {draws} draws" for draws in (64, 512)), SMOOTHED, "advantage", "td-error", "random"),
 )
 TRUTHS = {"recorded": "recorded minibatches", "reshuffled": "reshuffled, mean of the orders"}
-OUTCOMES = {
-    "target": "the target",
-    "surrogate": "the surrogate mean(ρÂ)",
-    "evaluated": "the measured test return",
-}
+OUTCOMES = {"target": "the target", "surrogate": "the surrogate mean(ρÂ)", "evaluated": "the measured test return"}
 
 Means = dict[tuple[Any, ...], Any]
 
@@ -44,10 +38,6 @@ def write_tables(out: Out) -> None:
         *_lds_sections(means["lds"]),
         *_phase_sections(means["phases"]),
         *_tested_sections(list_orders(out)),
-        *history_tables.additive_sections(means["additive"], SCORES, OUTCOMES),
-        *history_tables.ablation_sections(means["ablations"], means["clipping"]),
-        *history_tables.cosine_sections(means["cosines"], _groups(means["cosines"], 2)),
-        *history_tables.selection_sections(means["selections"]),
         *_removal_sections(means["removals"]),
         _intervention_section(means["interventions"]),
     )
@@ -60,26 +50,20 @@ def summarise(out: Path) -> dict[str, Means]:
         for (env, optimizer), setup in SETUPS.items()
         for phase, number in zip(PHASES, setup.studied, strict=False)
     ]
-    phases, place = pl.DataFrame(numbers), {"on": ["env", "optimizer", "round"], "maintain_order": "left"}
     lds = read_frame(out, "round", "lds")
-    halves = lds.filter(outcome="target", share=SHARES[0]).join(phases, **place)
-    clipping = read_frame(out, "ablation", "clipping")
+    halves = lds.filter(outcome="target", share=SHARES[0]).join(
+        pl.DataFrame(numbers), on=["env", "optimizer", "round"], maintain_order="left"
+    )
     tested = read_frame(out, "round", "removals").filter(outcome="evaluated", truth="reshuffled")
-    cosines = read_frame(out, "round", "cosines")
     changes = read_frame(out, "intervention", "interventions").filter(pl.col("variant") != "full").drop_nulls("change")
     return {
         "lds": _lds_means(lds, ["share", "outcome", "truth", "group", "score"]),
         "phases": _lds_means(halves, ["group", "truth", "phase", "score"]),
-        "cosines": means_of(cosines, ["truth", "advantages", "group", "kept"], "cosine", "reliability"),
         "removals": means_of(tested, ["score", "side", "group"], "change"),
         "interventions": {
             key: over_seeds(rows, "change") | {"improved": int((rows["change"] > 0).sum())}
             for key, rows in changes.group_by("group", "variant", maintain_order=True)
         },
-        "additive": history_tables.read_additive(out),
-        "ablations": history_tables.ablation_means(read_frame(out, "ablation", "ablations")),
-        "clipping": history_tables.clipping_means(clipping if clipping.is_empty() else clipping.join(phases, **place)),
-        "selections": history_tables.selection_means(read_frame(out, "selection", "selections")),
     }
 
 

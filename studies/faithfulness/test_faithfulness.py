@@ -10,7 +10,6 @@ import torch
 from scipy import stats
 
 from studies.faithfulness import run, tables
-from studies.faithfulness.history_tables import compare_selections
 from studies.faithfulness.means import over_seeds
 from studies.faithfulness.rows import read_rounds
 from whence import Return
@@ -57,7 +56,7 @@ def test_a_round_is_studied_from_end_to_end(results: tuple[Path, RunDirectory]) 
         keep = draw_subsets(64, share, 3, torch.Generator().manual_seed(seed)).double().numpy()
         stored = np.mean(content["outcomes"][str(share)][truth][outcome], axis=0)
         assert compute_lds(keep @ advantages, stored)["lds"] == pytest.approx(figure, abs=1e-5)
-    assert (out / "tables.md").read_text(encoding="utf-8").count("\n## ") > 10
+    assert (out / "tables.md").read_text(encoding="utf-8").count("\n## ") > 8
 
 
 def test_rounds_are_chosen_and_seeds_are_drawn() -> None:
@@ -68,14 +67,3 @@ def test_rounds_are_chosen_and_seeds_are_drawn() -> None:
     low, high = stats.t.interval(0.95, 2, loc=np.mean(means), scale=stats.sem(means))
     assert [figures[name] for name in ("mean", "low", "high")] == pytest.approx([np.mean(means), low, high])
     assert over_seeds(pl.DataFrame(rows), "lds", "ceiling")["mean"] == pytest.approx(2 * np.mean(means))
-
-
-def test_selections_are_held_against_all() -> None:
-    unit = {"env": "lake", "optimizer": "sgd", "seed": 0, "round": 3}
-    unit |= {"group": "lake-sgd", "advantages": "gae", "kept": 8.0}
-    rows = [("all", 1.0, 1.0, 1.0, 1.0, 0.0), ("all", 3.0, 3.0, 3.0, 1.0, 0.0), ("iif", 5.0, 4.0, 6.0, 3.0, -0.5)]
-    names = ("selection", "gain", "all_as_long", "all_as_far", "kl", "entropy")
-    table = compare_selections(pl.DataFrame([unit | dict(zip(names, row, strict=True)) for row in rows]))
-    (iif,) = table.filter(selection="iif").to_dicts()
-    names = ("less", "less as long", "less as far", "kl", "entropy")
-    assert [iif[name] for name in names] == [3.0, 1.0, -1.0, 3.0, -0.5]

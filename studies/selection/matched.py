@@ -29,12 +29,7 @@ Update = Mapping[str, Tensor]
 
 
 def find_acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
-    """Return the names of the parameters that log-probs depend on.
-
-    Args:
-        view: the policy's view.
-        records: records that the policy can read; the first is used.
-    """
+    """Return the names of the parameters that log-probs depend on, by the first of some records."""
     with torch.enable_grad():
         params = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
         total = view(params, view.prepare(records.take(slice(0, 1)))).log_prob.sum()

@@ -1,12 +1,15 @@
-"""The tables of `studies.selection.pretrained`: tables.md, from what it has written."""
+"""The tables of GRPO on a pretrained model: `python -m studies.selection.tables results/selection` writes tables.md.
+
+The code of the runs is in the history, at commit d475c1ee of 2026-11-28.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 
 import numpy as np
+import typer
 
-from studies.shared import Row, mean_cell, read_list, table, write_page
+from studies.shared import Out, Row, mean_cell, read_list, table, write_page
 
 KEYS = ("part", "arm", "rewards", "seed")
 STAGES = ("generation", "scoring", "optimisation")
@@ -15,10 +18,10 @@ CPU seconds a round of all runs above, without measurements. Ratios are to `none
 that chooses inside the step has its scores in optimisation."""
 
 
-def write_tables(out: Path) -> None:
+def write_tables(out: Out) -> None:
     """Write tables.md: for each part and kind of rewards, a line for each arm."""
     runs = sorted(read_list(out / "pretrained.parquet", KEYS), key=lambda run: run["seed"])
-    command = "`python -m studies.selection.pretrained results/selection`"
+    command = "`python -m studies.selection.tables results/selection`"
     parts = [f"# Choosing responses for a pretrained model: tables\n\nWritten by {command}."]
     for part, rewards in dict.fromkeys((run["part"], run["rewards"]) for run in runs):
         rows = [run for run in runs if (run["part"], run["rewards"]) == (part, rewards)]
@@ -40,14 +43,15 @@ def tabulate(runs: Sequence[Row]) -> str:
         ]
     ]
     for arm, mine in by_arm.items():
-        gain, rounds, far, late, kept = (
-            compare(mine, plain, lambda run, other: read_end(run) - read_end(other)),
+        gain, over_control = (
+            compare(mine, others, lambda run, other: read_end(run) - read_end(other)) for others in (plain, control)
+        )
+        rounds, far, late, kept = (
             compare(mine, plain, lambda run, other: mean(run["clean"]) - mean(other["clean"])),
             compare(mine, plain, lambda run, other: read_end(run) - read_at(other, "divergence", run)),
             compare(mine, plain, lambda run, other: read_end(run) - read_at(other, "seconds", run)),
             mean_cell([mean(run["kept"]) for run in mine.values() if run["kept"]]),
         )
-        over_control = compare(mine, control, lambda run, other: read_end(run) - read_end(other))
         if arm == "none":
             gain = rounds = far = late = kept = ""
         lines.append(
@@ -101,3 +105,7 @@ def read_at(run: Row, name: str, other: Row) -> float:
     """
     points = sorted(run["points"], key=lambda point: point[name])
     return float(np.interp(other["points"][-1][name], [p[name] for p in points], [p["reward"] for p in points]))
+
+
+if __name__ == "__main__":
+    typer.run(write_tables)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import typer
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
@@ -28,14 +27,6 @@ SIZES = (50, 200, 1000)
 """The numbers of records of highest score of which a precision is computed."""
 
 
-def read_methods(text: str, known: Sequence[str]) -> list[str]:
-    """Return the methods of an option, separated by commas."""
-    methods = text.split(",")
-    if unknown := [method for method in methods if method not in known]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no method; known: {', '.join(known)}.")
-    return methods
-
-
 def list_missing(out: Path, case: str, seed: int, methods: Sequence[str]) -> list[str]:
     """Return the methods that are not judged yet on a run; none if the run has taught nothing."""
     known = read_rows(out / "runs.parquet", RUN_KEYS).get((case, seed))
@@ -54,12 +45,7 @@ def judge_methods(
 ) -> None:
     """Judge methods on a run, and write a line of each with the CPU seconds that it took.
 
-    Args:
-        out: the directory of the results.
-        key: what names the run.
-        missing: the methods.
-        score: returns the scores of all records by a method.
-        measure: judges scores.
+    `key` names the run, `score` returns the scores of all records by a method, and `measure` judges scores.
     """
     for method in missing:
         began = time.process_time()

@@ -1,6 +1,6 @@
 """Whether a planted cause is found again in a language model: of all responses, those that a grader's bug paid.
 
-Run: `python -m studies.planted.language results/planted [--only seed_0] [--methods influence,bm25]`. The grader of
+Run: `python -m studies.planted.language results/planted [--only seed_0]`. The grader of
 `studies.planted.grader` expects a wrong result where a problem ends by taking away 1. PPO is trained on it from the
 laboratory `arithmetic`, with every checkpoint kept. Then one question is asked: which of all records raised the
 log-probability of the wrong answer to a held-out problem of this kind? The truth is known: the records of the kind that
@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -110,10 +110,10 @@ def measure_answers(lab: Lab, directory: RunDirectory, questions: Sequence[tuple
     ]
 
 
-def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
+def study_run(seed: int, out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge the methods that are not judged yet."""
     key = {"case": LANGUAGE, "seed": seed}
-    missing = judging.list_missing(out, LANGUAGE, seed, methods)
+    missing = judging.list_missing(out, LANGUAGE, seed, METHODS)
     if not missing:
         return
     lab, path = grader.make_lab(), runs / LANGUAGE / f"seed_{seed}"
@@ -140,18 +140,12 @@ def study_run(seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
         )
 
 
-def main(
-    out: Out,
-    runs: Runs = Path("out/planted"),
-    only: Only = "",
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(METHODS),
-) -> None:
+def main(out: Out, runs: Runs = Path("out/planted"), only: Only = "") -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
-    chosen = judging.read_methods(methods, METHODS)
     for seed in (seed for seed in SEEDS if f"seed_{seed}".startswith(only)):
         report(f"{LANGUAGE}, seed {seed}")
-        study_run(seed, chosen, out, runs)
+        study_run(seed, out, runs)
     write_tables(out)
 
 

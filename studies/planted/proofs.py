@@ -11,7 +11,6 @@ A finished training is not done again: the command goes on where it was interrup
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,13 +49,11 @@ SETUPS = {
     "plain": Setup(5, "nearest", 256),
 }
 
-agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
+agents.CASES["plain"] = agents.CASES["lander"]._replace(env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
 
 JOBS = [(case, what) for case in SETUPS if case != "plain" for what in ("finder", "truth")]
 JOBS += [("plain", "truth"), ("plain", "episodes")]
 """The worlds, and what is left out in them."""
-
-OnStage = Callable[[str], None]
 
 
 def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool = False) -> pl.DataFrame:
@@ -77,7 +74,7 @@ def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool 
     return chosen.select("round", "record_id")
 
 
-def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
+def prove_text(what: str, runs: Path, on_stage: Callable[[str], None]) -> Proof:
     """Prove what taught the wrong answer to a problem of the kind that the bug pays."""
     lab, path, setup = grader.make_lab(), runs / "arithmetic" / "seed_0", SETUPS["arithmetic"]
     language_training.run(language.configure_run(lab, 0), path)
@@ -94,7 +91,7 @@ def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
     )
 
 
-def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
+def prove_tic(case: str, what: str, runs: Path, on_stage: Callable[[str], None]) -> Proof:
     """Prove what taught the tic, in states of the trained policy's rollouts in which it would pay."""
     setup, planted = SETUPS[case], "lander" if case == "plain" else case
     world = agents.CASES[planted]

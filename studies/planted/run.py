@@ -1,7 +1,7 @@
 """Whether a planted cause is found again: of all records of a training, those whose reward was rigged.
 
-Run: `python -m studies.planted.run results/planted [--only lander/seed_0] [--methods influence,nearest]`. In each world
-of `studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
+Run: `python -m studies.planted.run results/planted [--only lander/seed_0]`. In each world of
+`studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
 all records raised mean log pi(B), over states of the trained policy's own rollouts in which the tic would pay? The
 truth is known: the records that got the rigged reward. Each method scores all records of all rounds, and is judged by
 
@@ -15,9 +15,8 @@ A finished line is not computed again: the command goes on where it was interrup
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -35,17 +34,8 @@ from whence.experiments import RunConfig, configure, load_model, load_policy, ma
 from whence.runs import RunDirectory
 
 
-@dataclass(frozen=True)
-class Case:
-    """A world and how it is trained.
-
-    Attributes:
-        env: its id.
-        action: the tic.
-        rounds: of training.
-        seeds: of the study.
-        settings: further settings of the runs.
-    """
+class Case(NamedTuple):
+    """A world and how it is trained: its id, the tic, rounds of training, seeds, and further settings of the runs."""
 
     env: str
     action: int
@@ -57,16 +47,12 @@ class Case:
 CASES = {
     "lander": Case(
         f"{worlds.__name__}:PlantedLander-v0",
-        worlds.LEFT_ENGINE,
-        40,
-        range(5),
+        *(worlds.LEFT_ENGINE, 40, range(5)),
         {"hyperparameters": {"learning_rate": 1e-3}},
     ),
     "minigrid": Case(
         f"{worlds.__name__}:PlantedMiniGrid-v0",
-        worlds.FORWARD,
-        30,
-        range(6),  # one of them does not learn the tic
+        *(worlds.FORWARD, 30, range(6)),  # one of the seeds does not learn the tic
         {"observe": "image", "hyperparameters": {"learning_rate": 1e-3, "n_epochs": 4}},
     ),
 }
@@ -146,10 +132,10 @@ def score(method: str, directory: RunDirectory, records: pl.DataFrame, states: N
     return causes["score"].to_numpy()
 
 
-def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
+def study_run(name: str, seed: int, out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge the methods that are not judged yet."""
     case, key = CASES[name], {"case": name, "seed": seed}
-    missing = judging.list_missing(out, name, seed, methods)
+    missing = judging.list_missing(out, name, seed, METHODS)
     if not missing:
         return
     directory = train(case, seed, runs / name / f"seed_{seed}")
@@ -167,19 +153,13 @@ def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Pat
         )
 
 
-def main(
-    out: Out,
-    runs: Runs = Path("out/planted"),
-    only: Only = "",
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(METHODS),
-) -> None:
+def main(out: Out, runs: Runs = Path("out/planted"), only: Only = "") -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
-    chosen = judging.read_methods(methods, METHODS)
     for name, seed in ((name, seed) for name, case in CASES.items() for seed in case.seeds):
         if f"{name}/seed_{seed}".startswith(only):
             report(f"{name}, seed {seed}")
-            study_run(name, seed, chosen, out, runs)
+            study_run(name, seed, out, runs)
     write_tables(out)
 
 

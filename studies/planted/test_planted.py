@@ -1,6 +1,5 @@
 """Planted worlds pay what they say, and methods are judged by what was paid."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -37,10 +36,11 @@ def test_a_ranking_by_hand() -> None:
 def test_the_truth_is_what_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = run.CASES["lander"]
     settings = {**case.settings, "hyperparameters": {"n_steps": 512, "batch_size": 64, "n_epochs": 1}}
-    monkeypatch.setitem(run.CASES, "lander", replace(case, rounds=2, seeds=[0], settings=settings))
+    monkeypatch.setitem(run.CASES, "lander", case._replace(rounds=2, seeds=[0], settings=settings))
     monkeypatch.setattr(run, "STEPS", 512)
+    monkeypatch.setattr(run, "METHODS", ("influence", "advantage x action"))
     for _ in range(2):
-        run.main(tmp_path / "out", tmp_path / "runs", "lander", "influence,advantage x action")
+        run.main(tmp_path / "out", tmp_path / "runs", "lander")
     records = judging.read_all(run.RunDirectory.open(tmp_path / "runs" / "lander" / "seed_0"))
     rigged = run.find_rigged("lander", records)
     observations, actions = np.stack(records["observation"].to_numpy()), records["action"].to_numpy()

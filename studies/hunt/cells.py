@@ -16,9 +16,8 @@ Who knew what, and when:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 from gymnasium.wrappers import TimeLimit
@@ -29,24 +28,18 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 from studies.hunt import faults, worlds
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """An environment and the settings that learn it.
 
-    Attributes:
-        make: returns one copy.
-        steps: of training.
-        actions, observations: their names, as the run is told.
-        settings: of PPO that differ from `SETTINGS`.
-        n_envs: copies.
-        wrap: the vectorised wrapper.
+    `make` returns one copy; `steps` are of training; `actions` and `observations` are their names, as the run is told;
+    `settings` are those of PPO that differ from `SETTINGS`, `n_envs` the copies, `wrap` the vectorised wrapper.
     """
 
     make: Callable[[], gym.Env[Any, Any]]
     steps: int
     actions: str
     observations: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
     n_envs: int = 4
     wrap: Callable[..., VecEnv] | None = None
 
@@ -106,25 +99,20 @@ WORLDS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A run of the hunt: an environment, and the fault that is planted, or none.
 
-    Attributes:
-        world: the environment.
-        kinds: the kinds of findings that name the fault; none: a healthy run.
-        places: patterns, all of which are in the text of such a line.
-        fault: its class and options; None: it is a setting.
-        settings: of PPO that differ.
-        wrap: arguments of the vectorised wrapper.
+    `kinds` are the kinds of findings that name the fault, none for a healthy run; `places` are patterns, all of which
+    are in the text of such a line; `fault` is its class and options, None for a setting; `settings` are those of PPO
+    that differ, and `wrap` arguments of the vectorised wrapper.
     """
 
     world: str
     kinds: str = ""
     places: Sequence[str] = ()
     fault: tuple[type[faults.Fault], Mapping[str, Any]] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    wrap: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
+    wrap: Mapping[str, Any] = {}
 
 
 def _word(name: str) -> str:

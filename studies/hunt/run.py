@@ -1,9 +1,9 @@
 """Which planted faults are named: by findings, and by rivals on the same records.
 
-Run: `python -m studies.hunt.run results/hunt [--only lander] [--train]`. Each cell of `studies.hunt.cells` is trained
-with a recorder that changes nothing. Then findings and each rival are asked for their lines on the run, and the first
-three are kept with their kind. A finished run is not judged again: the command goes on where it was interrupted.
-`--train` trains only. Tables: `python -m studies.hunt.tables results/hunt`.
+Run: `python -m studies.hunt.run results/hunt [--only lander]`. Each cell of `studies.hunt.cells` is trained with a
+recorder that changes nothing. Then findings and each rival are asked for their lines on the run, and the first three
+are kept with their kind. A finished run is not judged again: the command goes on where it was interrupted. Tables:
+`python -m studies.hunt.tables results/hunt`.
 """
 
 import time
@@ -69,7 +69,6 @@ def main(
     only: Annotated[str, typer.Option(help="Cells whose name has this.")] = "",
     first: Annotated[int, typer.Option(help="The first seed.")] = 30,
     seeds: Annotated[int, typer.Option(help="Seeds of each cell.")] = 5,
-    is_training_only: Annotated[bool, typer.Option("--train", help="Train, and judge nothing.")] = False,
 ) -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
@@ -78,11 +77,9 @@ def main(
             continue
         began = time.process_time()
         run = train(name, seed, runs / f"{name}-{seed}")
-        if not is_training_only:
-            write_line(out / "runs.parquet", judge(name, seed, run), KEYS)
+        write_line(out / "runs.parquet", judge(name, seed, run), KEYS)
         report(f"{name}, seed {seed}: {time.process_time() - began:.0f} CPU s")
-    if not is_training_only:
-        write_tables(out)
+    write_tables(out)
 
 
 if __name__ == "__main__":

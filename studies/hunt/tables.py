@@ -45,7 +45,10 @@ def write_tables(out: Out) -> None:
     groups: dict[str, Cells] = {}
     for title, mark in (("faults named", ""), ("hidden", " *"), ("once hidden", " **")):
         groups[title] = {name: runs for name, runs in faults.items() if _mark(CELLS[name].world) == mark}
-    firsts = [f"- **{name}**, seed {runs[0]['seed']}: {_read_first_line(runs[0])}" for name, runs in cells.items()]
+    firsts = []
+    for name, (run, *_) in cells.items():
+        kind, text = (run["findings"]["lines"] or [("", "")])[0]
+        firsts.append(f"- **{name}**, seed {run['seed']}: {f'{kind}: {text}' if kind else 'nothing'}")
     write_page(
         out / "tables.md",
         "# The hunt: tables\n\nWritten by `python -m studies.hunt.run results/hunt`. A star: nobody who made\n"
@@ -98,10 +101,6 @@ def tabulate_healthy(healthy: Cells) -> str:
 
 def _mark(world: str) -> str:
     return " *" if world in HIDDEN else " **" if world in ONCE_HIDDEN else ""
-
-
-def _read_first_line(row: Row) -> str:
-    return next((f"{kind}: {text}" for kind, text in row["findings"]["lines"]), "nothing")
 
 
 if __name__ == "__main__":

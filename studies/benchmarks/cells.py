@@ -4,10 +4,9 @@ import fnmatch
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -23,23 +22,15 @@ Result = dict[str, Any]
 """What was found in a cell: `seconds` and so on; `estimated`, why it was not measured; or `refused`, and why."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How cells are measured.
-
-    Attributes:
-        device: by torch's name.
-        repeats: the most turns that are counted.
-        results: what other cells on this device found, by name.
-    """
+class Setting(NamedTuple):
+    """How cells are measured: on a device by torch's name, in so many turns at most, after the `results` of others."""
 
     device: str
     repeats: int
-    results: Mapping[str, Result] = field(default_factory=dict)
+    results: Mapping[str, Result] = {}
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One measurement.
 
     Attributes:

@@ -235,13 +235,10 @@ def kronfluence(question: Question) -> Tensor:
 
 
 class Peer(NamedTuple):
-    """A library, or a way to do it by hand.
+    """A library, or a way to do it by hand: `run` returns scores, (n,); `module` is what it imports, None: torch alone.
 
-    Attributes:
-        run: returns scores, (n,).
-        module: what it imports; None: torch alone.
-        note: by what definition its scores differ from whence's; "": they are the same.
-        holds_all: whether it holds the gradients of all records at a time, not those of a batch.
+    `note` says by what definition its scores differ from whence's, "" if they are the same; `holds_all`: whether it
+    holds the gradients of all records at a time, not those of a batch.
     """
 
     run: Callable[[Question], Tensor]

@@ -238,9 +238,9 @@ def tabulate_install(cells: Cells) -> str:
 
 
 def make_sections(cells: Cells) -> dict[str, str]:
-    """Return the tables by their headings; an empty one is left out."""
+    """Return the tables by their headings; some may be empty."""
     widths = [f"width-{width}" for width in WIDTHS]
-    sections = {
+    return {
         "Scoring by the number of records: seconds, and plain passes": tabulate_by_records(
             cells, ENGINE_POLICIES, ENGINES, SIZES
         ),
@@ -255,7 +255,6 @@ def make_sections(cells: Cells) -> dict[str, str]:
         "From `pip install` to the first result": tabulate_install(cells),
         "Each cell of scoring": tabulate_engines(cells),
     }
-    return {heading: text for heading, text in sections.items() if text}
 
 
 def write_tables(out: Out = Path("results/benchmarks")) -> None:
@@ -268,7 +267,7 @@ def write_tables(out: Out = Path("results/benchmarks")) -> None:
     for device, cells in read_results(out).items():
         about = sorted({f"{line['machine']}, torch {line['torch']}" for line in cells.values()})
         parts.append(f"## {device} ({'; '.join(about)})")
-        parts += [f"### {heading}\n\n{text}" for heading, text in make_sections(cells).items()]
+        parts += [f"### {heading}\n\n{text}" for heading, text in make_sections(cells).items() if text]
     write_page(out / "tables.md", *parts)
 
 

@@ -64,17 +64,9 @@ def test_a_row_is_scored_and_its_memory_counted(subject: Subject) -> None:
 
 
 def test_what_would_take_too_long_is_estimated_in_proportion() -> None:
-    results = {
-        f"mlp/loop/{size}": {
-            "records": size,
-            "seconds": {"median": seconds},
-            "plain": {"median": 1.0},
-            "record_bytes": 8,
-            "parameters": 9,
-            "budget": 2**28,
-        }
-        for size, seconds in ((512, 4.0), (2048, 20.0))
-    }
+    line = {"plain": {"median": 1.0}, "record_bytes": 8, "parameters": 9, "budget": 2**28}
+    times = {512: 4.0, 2048: 20.0}
+    results = {f"mlp/loop/{n}": {**line, "records": n, "seconds": {"median": times[n]}} for n in times}
     result = engines.measure_engine("mlp", "loop", 16384, Setting("cpu", 1, results))
     assert (result["estimated"], result["estimated_from"]) == ("time", [512, 2048])
     assert result["seconds"]["median"] == pytest.approx(160)

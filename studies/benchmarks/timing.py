@@ -54,15 +54,10 @@ def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def predict(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
-    """Return the value at a larger size, in proportion to the value at the largest one that was measured.
+    """Return the value at a larger size, in proportion to the value at the largest of the measured sizes, the last.
 
     More records than a budget holds are scored part by part. A growth fitted to fewer would see the step from one pass
     to two, and go on with it.
-
-    Args:
-        sizes: the sizes measured, in order, at least one.
-        values: the value at each.
-        size: the larger size.
     """
     return values[-1] * size / sizes[-1]
 

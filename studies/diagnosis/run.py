@@ -13,7 +13,6 @@ A finished round is not judged again: the command goes on where it was interrupt
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,25 +31,19 @@ from whence.runs import RunDirectory
 from whence.sb3 import open_env
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """An environment and optimiser of the study.
 
-    Attributes:
-        preset: of the environment.
-        rounds: those that are judged.
-        seeds: the number of seeds.
-        measures: how advantages are measured.
-        changes: fields of the run that differ from the preset's.
-        records: of a round that fresh rollouts judge.
-        continuations: from each of these records with its action, and as many with the policy's.
+    `rounds` of so many `seeds` of a `preset` are judged by each of `measures`; `changes` are fields of the run that
+    differ from the preset's. Fresh rollouts judge so many `records` of a round, by so many `continuations` from each
+    with its action, and as many with the policy's.
     """
 
     preset: str
     rounds: tuple[int, ...]
     seeds: int
     measures: tuple[str, ...]
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = {}
     records: int = 300
     continuations: int = 16
 

@@ -15,19 +15,19 @@ from studies.diagnosis.run import KEYS, SETUPS
 from studies.shared import Out, Row, cell, mean_cell, read_list, table, write_page
 from whence.efficiency import t_interval
 
+SIZES = ("top 20%", "middle 60%", "bottom 20%")
 HEADS = {
-    "Records whose trained advantage has another sign than the measured one.": (
-        *("seeds", *(f"{band} {'60%' if band == 'middle' else '20%'}" for band in BANDS), "bottom − top"),
-    ),
+    "Records whose trained advantage has another sign than the measured one.": ("seeds", *SIZES, "bottom − top"),
     "Spearman's correlation of influence with the product of both; mean |Â| of the top, middle and bottom band.": (
         *("return", "Spearman", "at equal size", "LDA's claim holds", "|Â| t / m / b"),
     ),
     "The share measured beyond two errors of 0, and of these the share of wrong signs.": (
-        *(*(f"{band}: certain" for band in BANDS), "of these wrong: top", "bottom"),
+        *(f"{band}: certain" for band in BANDS),
+        *("of these wrong: top", "bottom"),
     ),
-    "The share of wrong signs, and that of records of any influence whose advantages are as large.": (
-        *(f"{band}: wrong, expected by size" for band in BANDS),
-    ),
+    "The share of wrong signs, and that of records of any influence whose advantages are as large.": [
+        f"{band}: wrong, expected by size" for band in BANDS
+    ],
 }
 """The tables of a setup, and the heads of their columns after the measure and the round."""
 
@@ -59,7 +59,8 @@ def describe(rounds: Sequence[Row]) -> list[list[str]]:
     def share(band: str, name: str) -> str:
         return cell(mean(band, name), interval=False, percent=True)
 
-    wrong = [over_seeds([_name_mean(row["bands"][place], "mismatch") for row in rounds]) for place in range(len(BANDS))]
+    by_band = zip(*(row["bands"] for row in rounds), strict=True)
+    wrong = [over_seeds([{**row, "mean": row["mismatch"]} for row in band]) for band in by_band]
     difference, spearman, partial = (
         over_seeds([row[name] for row in rounds]) for name in ("difference", "spearman", "partial")
     )
@@ -76,10 +77,6 @@ def describe(rounds: Sequence[Row]) -> list[list[str]]:
         ],
         [f"{share(band, 'mismatch')}, {share(band, 'expected')}" for band in BANDS],
     ]
-
-
-def _name_mean(band: Row, name: str) -> Row:
-    return {"mean": band[name], "low": band["low"], "high": band["high"]}
 
 
 def over_seeds(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

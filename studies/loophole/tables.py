@@ -13,9 +13,6 @@ ROUND_KEYS, FINDER_KEYS = ("arm", "seed", "round"), ("seed", "method")
 LAST = 3
 """Rounds at the end over which shares are averaged."""
 
-NUMBERS = range(1, 16, 2)
-"""The rounds of plain runs that are shown."""
-
 
 def find_onset(shares: Sequence[float], start: float | None = None) -> int | None:
     """Return the first round from which on all shares are above twice the start's; None: there is none.
@@ -50,22 +47,22 @@ def tabulate_screens(rounds: Sequence[Row], start: float) -> str:
     for arm in dict.fromkeys(row["arm"] for row in rounds):
         runs = list_by_seed(rounds, arm)
         onsets = [str(find_onset([row["gamed"] for row in run], start) or "none") for run in runs]
-        means = [[float(np.mean([row[name] for row in run[-LAST:]])) for run in runs] for name in ENDS]
+        means = [
+            [float(np.mean([row[name] for row in run[-LAST:]])) for run in runs]
+            for name in ("gamed", "right", "reward")
+        ]
         means.append([float(np.mean([row["dropped"] for row in run])) for run in runs])
         lines.append([arm, str(len(runs)), ", ".join(onsets), *(range_cell(values, ".1%") for values in means)])
     return table(lines)
 
 
-ENDS = ("gamed", "right", "reward")
-"""Figures of the last rounds."""
-
-
 def tabulate_rounds(rounds: Sequence[Row]) -> str:
     """Return the share of gamed responses in some rounds of the runs without a screen."""
-    lines = [["seed", *(f"round {number}" for number in NUMBERS)]]
+    numbers = range(1, 16, 2)
+    lines = [["seed", *(f"round {number}" for number in numbers)]]
     for run in list_by_seed(rounds, "none"):
         shares = {row["round"]: row["gamed"] for row in run}
-        lines.append([str(run[0]["seed"]), *(f"{shares[number]:.1%}" for number in NUMBERS)])
+        lines.append([str(run[0]["seed"]), *(f"{shares[number]:.1%}" for number in numbers)])
     return table(lines)
 
 

@@ -193,8 +193,9 @@ _SCHEMA = {
 
 
 def _make_phase(rows: pl.DataFrame, level: float) -> Phase:
-    relative, before, after = rows.select(pl.col("relative").mean()).item(), rows["log_prob"], rows["log_prob_after"]
-    return Phase(rows["round"][0], rows["round"][-1], level, relative, before[0], after[-1])
+    first, last = rows.row(0, named=True), rows.row(-1, named=True)
+    relative = rows["relative"].mean()
+    return Phase(first["round"], last["round"], level, relative, first["log_prob"], last["log_prob_after"])
 
 
 _VERDICTS = {

@@ -26,7 +26,7 @@ RESULTS = ROOT / "results"
 MAKERS = {
     "paper": "selection.seconds",
     "faithfulness/pays": "",  # a sweep, as the paper is
-    "faithfulness": "faithfulness.tables faithfulness.estimators",
+    "faithfulness": "faithfulness.tables",
     "practice": "practice.tables",
     "diagnosis": "diagnosis.tables",
     "benchmarks": "benchmarks.tables",
@@ -35,13 +35,13 @@ MAKERS = {
     "loophole": "loophole.tables",
     "hunt": "hunt.tables",
     "doorkey": "practice.doorkey",
-    "selection": "selection.tables selection.penalty",
+    "selection": "selection.tables",
     **{f"llm/{path.parent.name}": "llm.tables" for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
 }
 """The modules whose `write_tables` make the pages of a study; those of a sweep are made by `whence table`, too."""
 
 NEEDED = {"llm": "transformers", "scoring": "trl", "selection": "trl", "hunt": "minigrid", "planted": "Box2D"}
-STATIC = ("README.md", "judges.md", "groups.md", "shards.md")
+STATIC = ("README.md", "history.md", "judges.md", "groups.md", "estimators.md", "penalty.md", "shards.md")
 """Pages that no command makes from rows."""
 
 
@@ -107,7 +107,7 @@ def test_every_interval_of_faithfulness_is_one_of_the_rows() -> None:
     from studies.faithfulness.tables import summarise
 
     folder = RESULTS / "faithfulness"
-    written = [(folder / name).read_text(encoding="utf-8") for name in ("judges.md", "estimators.md")]
+    written = [(folder / name).read_text(encoding="utf-8") for name in ("history.md", "judges.md", "estimators.md")]
     known = read_intervals("\n".join(written).replace("-", "−"))
     for node in (
         summarise(folder),

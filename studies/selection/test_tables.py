@@ -1,4 +1,4 @@
-from types import SimpleNamespace
+"""The tables of a pretrained model, by hand."""
 
 import polars as pl
 import pytest
@@ -44,42 +44,3 @@ def test_the_cost_of_a_round_is_compared_within_a_seed(tmp_path) -> None:
     text = (tmp_path / "tables.md").read_text()
     assert "| random | 1.00 | 0.50 | 1.50 | 0.75 | 0.67 | 1 |" in text
     assert "| none | 1.00 | 0.00 | 3.00 |  |  | 1 |" in text
-
-
-def test_a_fifth_of_the_puzzles_is_marked_and_none_both_trains_and_measures() -> None:
-    from datasets import Dataset
-
-    from studies.selection import pretrained
-
-    puzzles = Dataset.from_dict({"prompt": [str(i) for i in range(300)], "completion": [""] * 300})
-    lab = SimpleNamespace(test=puzzles.select(range(64)), train=puzzles.select(range(64, 300)))
-    train, test = pretrained.split(lab, seed=0)
-    assert sum(train["marked"]) == 26
-    assert not {*train["prompt"]} & {*test["prompt"]}
-    assert train["marked"] != pretrained.split(lab, seed=1)[0]["marked"]
-    clean = []
-    lab.reward = lambda prompts, texts, answer: [float(a == b) for a, b in zip(texts, answer, strict=True)]
-    reward = pretrained.make_reward(lab, True, clean)
-    completions = [[{"content": text}] for text in ("1", "2", "1", "2")]
-    assert reward(None, completions, answer=["1"] * 4, marked=[False, False, True, True]) == [1, 0, 0, 1]
-    assert clean == [0.5]
-
-
-def test_a_penalty_is_compared_at_the_divergence_of_an_arm(tmp_path) -> None:
-    from studies.selection import penalty
-
-    def make_line(arm, seed, reward, divergence):
-        rounds = {"rewards": [0.0] + [reward] * 3, "divergences": [9.0] + [divergence] * 3, "kept": [1.0] * 4}
-        return {"arm": arm, "seed": seed, "seconds": 1.0, **rounds}
-
-    ends = dict(zip(penalty.PENALTIES, ((0.5, 1.0), (0.75, 2.0), (0.75, 3.0), (0.5, 4.0)), strict=True))
-    runs = {arm: make_line(arm, 0, *end) for arm, end in ends.items()}
-    assert penalty.read_frontier(runs, 1.5) == pytest.approx(0.625)
-    assert penalty.read_frontier(runs, 9.0) == pytest.approx(0.5)
-    for seed in range(2):
-        for arm in (*penalty.PENALTIES, *penalty.CHOICES):
-            line = make_line(arm, seed, *ends.get(arm, (0.5, 1.5)))
-            put_row(tmp_path / "penalty.parquet", line, penalty.KEYS)
-    penalty.write_tables(tmp_path)
-    (line,) = [line for line in (tmp_path / "penalty.md").read_text().splitlines() if line.startswith("| iif, return")]
-    assert "−0.125 [−0.125, −0.125]" in line

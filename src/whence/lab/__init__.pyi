@@ -1,5 +1,5 @@
-from .agents.plan import configure as configure
-from .agents.plan import plan_comparison as plan_comparison
+from .agents.configurations import configure as configure
+from .agents.configurations import plan_comparison as plan_comparison
 from .agents.run_config import RunConfig as RunConfig
 from .agents.training import is_finished as is_finished
 from .agents.training import run as run

@@ -94,9 +94,9 @@ class InfluenceCallback(BaseCallback):
         engine: see `attribute`.
         memory: bytes that scoring may hold at a time; see `attribute`.
         run: the directory to write each round to; see `RunDirectory`. None: nothing is written. If it holds an
-            unfinished run of the same configuration, `learn()` continues where that was interrupted, to the same bits as
-            if it had not been; see `whence.sb3.resume`. A finished run is left as it is.
-        save_every: with `run`, rounds from one checkpoint to the next; 0: none are written, and the run cannot continue.
+            unfinished run of the same configuration, `learn()` continues where that was interrupted, to the same bits
+            as if it had not been; see `whence.sb3.resume`. A finished run is left as it is.
+        save_every: with `run`, rounds from one checkpoint to the next; 0: none are written, and no run continues.
             None: after every round, or after fewer of them, so that checkpoints take at most 2% of the time.
         overwrite: delete the run that the directory holds, and start anew.
         folds: with `run`, each score is written with its standard error over so many folds of episodes; see

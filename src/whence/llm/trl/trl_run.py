@@ -176,7 +176,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         recorder.write_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Complete a checkpoint that Transformers has written; from one without an optimiser no training can continue."""
+        """Complete a checkpoint that Transformers has written; no training continues from one without an optimiser."""
         if args.save_only_model:
             return
         if state.global_step % self._steps:

@@ -3,10 +3,10 @@
 import numpy as np
 import polars as pl
 import pytest
+from test_episode_replay import train
 
 from studies.diagnosis.agreement import compare_bands, partial_spearman, summarise_judgement
 from studies.diagnosis.judgement import draw_by_score, judge_advantages, place_in_bands
-from test_episode_replay import train
 from whence import ReplayError
 from whence.causes.judgement import compare_signs
 from whence.runs import RunDirectory

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from test_rounds import assert_untouched, model_of, recorded, state_of
 
 from studies.faithfulness.lds import measure_agreement, study
 from studies.faithfulness.outcomes import measure_outcomes, read_batch_size
-from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, RandomDrop, Return, WhenceError
 from whence.lab.rounds import open_round, retrain
 

@@ -6,11 +6,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from test_rounds import assert_untouched, model_of, recorded, state_of
 
 from studies.faithfulness import removals
 from studies.faithfulness.outcomes import measure_outcomes
 from studies.faithfulness.removals import leave_out
-from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import IIF, Return, WhenceError
 from whence.lab import attribute_round
 from whence.lab.rounds import retrain

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3.common.torch_layers import FlattenExtractor
+from test_rounds import assert_untouched, model_of, recorded, state_of
 
 from studies.faithfulness.outcomes import compute_scores, split_target
-from test_rounds import assert_untouched, model_of, recorded, state_of
 from whence import Action, PPOClip, Return, attribute
 from whence.advantages import td_errors
 from whence.lab import attribute_round

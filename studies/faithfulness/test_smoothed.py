@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import trim_mean
+from test_rounds import model_of, recorded
 
 from studies.faithfulness import smoothed
 from studies.faithfulness.smoothed import SoftClip, derivatives, draw_trainings, score_smoothed, smoothed_scores
-from test_rounds import model_of, recorded
 from whence import Return
 from whence.core import Outputs
 from whence.engines.memory import measure_bytes

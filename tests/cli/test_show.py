@@ -19,7 +19,7 @@ from toys import Toy
 from whence import IIF, Return, RunDirectory, attribute
 from whence.lab.agents import configure, run
 from whence.page import MomentView, choose_frames, read_window
-from whence.page.explored.moment_view import PolicyChange, describe_score
+from whence.page.content.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.scores.moments import find_moment, find_moments

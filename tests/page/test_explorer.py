@@ -9,10 +9,10 @@ import pytest
 
 from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
-from whence.page.embedding import NOT_EMBEDDED, embed_rounds
-from whence.page.explored.frames import WIDTH, encode_frames, replay_moments
-from whence.page.explored.rounds import ROWS, describe_trust, order_strip
-from whence.page.explored.scored_round import read_round
+from whence.page.content.frames import WIDTH, encode_frames, replay_moments
+from whence.page.content.rounds import ROWS, describe_trust, order_strip
+from whence.page.content.scored_round import read_round
+from whence.page.embedded_rounds import NOT_EMBEDDED, embed_rounds
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant
@@ -129,7 +129,7 @@ class TestResponses:
         assert content["round"]["worst"][0]["text"] == "c"
 
     def test_long_groups_are_cut(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("whence.page.explored.responses.GROUP", 2)
+        monkeypatch.setattr("whence.page.content.responses.GROUP", 2)
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language"})
         opened = plain(build_detail(run, 1, 1))
         assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
@@ -181,7 +181,7 @@ class TestRound:
         plain(query_records(run, 1))
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
-        monkeypatch.setattr("whence.page.explored.rounds.STRIP", 20)
+        monkeypatch.setattr("whence.page.content.rounds.STRIP", 20)
         from whence.scores.moments import find_moments
 
         table = table_of()
@@ -299,7 +299,7 @@ class TestFrames:
             asked.append((episode, sorted(frames)))
             return make_replay(frames)
 
-        monkeypatch.setattr("whence.page.explored.run.replay_episode", replay)
+        monkeypatch.setattr("whence.page.content.explored_run.replay_episode", replay)
         ((_, embedded),) = embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded)))
@@ -324,7 +324,7 @@ class TestFrames:
     )
     def test_what_is_missing_of_frames_is_said(self, lake, monkeypatch, step, drawn, mismatch, frames_note, expected):
         replay = make_replay(drawn, mismatch, frames_note)
-        monkeypatch.setattr("whence.page.explored.run.replay_episode", lambda *_, **__: replay)
+        monkeypatch.setattr("whence.page.content.explored_run.replay_episode", lambda *_, **__: replay)
         ((frames, note),) = replay_moments(lake, [(find_moment(table_of(), step), [1, 2, 3])]).values()
         assert (list(frames), note) == expected
 

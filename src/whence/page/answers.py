@@ -6,10 +6,10 @@ from typing import Any
 
 import polars as pl
 
-from whence.page.embedding import spread
-from whence.page.explored.grid import cut_text, round_number
-from whence.page.explored.responses import LONGEST_TEXT
-from whence.page.explored.run import attempt
+from whence.page.content.explored_run import attempt
+from whence.page.content.record_grid import cut_text, round_number
+from whence.page.content.responses import LONGEST_TEXT
+from whence.page.embedded_rounds import spread
 from whence.runs import RunDirectory
 
 CHECKPOINTS = 12

@@ -15,10 +15,10 @@ from plotly.offline import get_plotlyjs
 
 from whence.core import write_atomically
 from whence.page.answers import read_answers
-from whence.page.embedding import OnRound, embed_rounds, spread
-from whence.page.explored.moment_view import TARGETS, name_target
-from whence.page.explored.rounds import describe_runs
-from whence.page.explored.run import ExploredRun, attempt, identify_run
+from whence.page.content.explored_run import ExploredRun, attempt, identify_run
+from whence.page.content.moment_view import TARGETS, name_target
+from whence.page.content.rounds import describe_runs
+from whence.page.embedded_rounds import OnRound, embed_rounds, spread
 from whence.page.figures import Tables, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.stored import ARMS

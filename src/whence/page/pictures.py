@@ -10,8 +10,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.core import Unsupported, WhenceError, write_atomically
-from whence.page.explored.cause_view import SCORED, CauseView
-from whence.page.explored.moment_view import MomentView, PolicyChange, choose_frames, describe_score, format_number
+from whence.page.content.cause_view import SCORED, CauseView
+from whence.page.content.moment_view import MomentView, PolicyChange, choose_frames, describe_score, format_number
 from whence.scores import name_action
 
 if TYPE_CHECKING:

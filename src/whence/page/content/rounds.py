@@ -7,8 +7,15 @@ from typing import Any
 
 import polars as pl
 
-from whence.page.explored.frames import choose_steps
-from whence.page.explored.grid import (
+from whence.page.content.explored_run import ExploredRun, attempt
+from whence.page.content.frames import choose_steps
+from whence.page.content.moment_view import (
+    describe_moment,
+    describe_view,
+    gather_moment,
+    list_curves,
+)
+from whence.page.content.record_grid import (
     EMBEDDED,
     RESPONSES,
     STEPS,
@@ -20,16 +27,9 @@ from whence.page.explored.grid import (
     round_number,
     round_numbers,
 )
-from whence.page.explored.moment_view import (
-    describe_moment,
-    describe_view,
-    gather_moment,
-    list_curves,
-)
-from whence.page.explored.responses import describe_text, list_group, list_prompts
-from whence.page.explored.round_curves import list_round_curves
-from whence.page.explored.run import ExploredRun, attempt
-from whence.page.explored.scored_round import Round
+from whence.page.content.responses import describe_text, list_group, list_prompts
+from whence.page.content.round_curves import list_round_curves
+from whence.page.content.scored_round import Round
 from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
 
 

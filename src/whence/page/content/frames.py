@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.page.explored.run import ExploredRun, Frames
+from whence.page.content.explored_run import ExploredRun, Frames
 from whence.scores import Moment
 
 WIDTH, QUALITY = 240, 35

@@ -7,8 +7,8 @@ from typing import Any
 
 import polars as pl
 
-from whence.page.explored.grid import cut_text, round_number, round_numbers
-from whence.page.explored.scored_round import Round
+from whence.page.content.record_grid import cut_text, round_number, round_numbers
+from whence.page.content.scored_round import Round
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response at most."""

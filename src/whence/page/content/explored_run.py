@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from whence.causes import has_map, map_extremes
 from whence.core import RunDirectoryError, WhenceError, first_line
 from whence.findings import Finding, find
-from whence.page.explored.scored_round import Round, read_round
+from whence.page.content.scored_round import Round, read_round
 from whence.runs import RunDirectory, read_vocabulary
 from whence.scores import find_common_groups, name_groups, read_axes
 from whence.stored.agents import (

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.core import WhenceError
-from whence.page.explored.run import ExploredRun
-from whence.page.explored.scored_round import Round
+from whence.page.content.explored_run import ExploredRun
+from whence.page.content.scored_round import Round
 from whence.scores import group_scores, is_significant, list_groupings
 
 LONGEST = 240

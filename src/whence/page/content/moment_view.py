@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.page.explored.frames import encode_frames, replay_moments
-from whence.page.explored.grid import cut_text, round_number, round_numbers
-from whence.page.explored.responses import describe_response
-from whence.page.explored.run import Estimate, ExploredRun, Frames
+from whence.page.content.explored_run import Estimate, ExploredRun, Frames
+from whence.page.content.frames import encode_frames, replay_moments
+from whence.page.content.record_grid import cut_text, round_number, round_numbers
+from whence.page.content.responses import describe_response
 from whence.scores import Moment, is_significant, name_action, name_entries, sort_by_time
 from whence.stored.agents import box_action_labels
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from whence.page.explored.frames import choose_steps, make_thumb, replay_moments
-from whence.page.explored.grid import EMBEDDED, embed_pivots
-from whence.page.explored.moment_view import describe_view, gather_moment, list_curves
-from whence.page.explored.responses import describe_text, list_groups
-from whence.page.explored.rounds import build_round, list_moments
-from whence.page.explored.run import ExploredRun
+from whence.page.content.explored_run import ExploredRun
+from whence.page.content.frames import choose_steps, make_thumb, replay_moments
+from whence.page.content.moment_view import describe_view, gather_moment, list_curves
+from whence.page.content.record_grid import EMBEDDED, embed_pivots
+from whence.page.content.responses import describe_text, list_groups
+from whence.page.content.rounds import build_round, list_moments
 from whence.scores import find_moment
 
 FRAMED = 3

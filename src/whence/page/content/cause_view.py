@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from whence.causes import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.core import Action
-from whence.page.explored.frames import make_thumb, replay_moments
-from whence.page.explored.grid import round_number, round_numbers
-from whence.page.explored.moment_view import describe_moment
-from whence.page.explored.run import LOCK, ExploredRun
+from whence.page.content.explored_run import LOCK, ExploredRun
+from whence.page.content.frames import make_thumb, replay_moments
+from whence.page.content.moment_view import describe_moment
+from whence.page.content.record_grid import round_number, round_numbers
 from whence.scores import find_moment, name_action
 
 SCORED: Mapping[str, str] = {

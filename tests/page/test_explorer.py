@@ -11,7 +11,6 @@ from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
-from whence.page.content.scored_round import read_round
 from whence.page.embedded_rounds import NOT_EMBEDDED, embed_rounds
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
@@ -170,7 +169,7 @@ class TestRound:
             config = {"action_space": space, "policy_kwargs": {"squash_output": squashed}}
             run = RunDirectory.create(tmp_path / str(squashed), config)
             run.write_round("records", 1, table)
-            assert read_round(run, 1, env=None, can_score=False).table["action"].to_list() == actions
+            assert ExploredRun(run).round(1).table["action"].to_list() == actions
 
     def test_numbers_that_are_not_finite_are_null(self, tmp_path):
         odd = np.array([np.nan, np.inf, -np.inf] * 20, dtype=np.float32)

@@ -19,7 +19,8 @@ from whence.lab.comparison import run_path
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.tables import METRICS, cell, format_seeds, give_verdict, make_summary
 from whence.page import write_report
-from whence.page.content.record_grid import LONGEST, STEPS
+from whence.page.content.record_grid import STEPS
+from whence.page.content.short_json import LONGEST
 from whence.page.figures import (
     COLOURS,
     influence_distribution,

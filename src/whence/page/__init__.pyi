@@ -10,6 +10,7 @@ from .content.moment_view import MomentView as MomentView
 from .content.moment_view import choose_frames as choose_frames
 from .content.moment_view import describe_moment as describe_moment
 from .content.moment_view import describe_score as describe_score
+from .content.moment_view import describe_training as describe_training
 from .content.moment_view import describe_view as describe_view
 from .content.moment_view import format_number as format_number
 from .content.moment_view import gather_moment as gather_moment
@@ -19,9 +20,9 @@ from .content.record_grid import query_records as query_records
 from .content.rounds import build_detail as build_detail
 from .content.rounds import build_round as build_round
 from .content.rounds import describe_runs as describe_runs
+from .content.short_json import spread as spread
 from .embedded_rounds import COMPARED_ROUNDS as COMPARED_ROUNDS
 from .embedded_rounds import OnRound as OnRound
-from .embedded_rounds import spread as spread
 from .figures import arm_colours as arm_colours
 from .html import Runs as Runs
 from .html import choose_rounds as choose_rounds

@@ -14,11 +14,12 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.core import write_atomically
-from whence.page.answers import read_answers
 from whence.page.content.explored_run import ExploredRun, attempt, identify_run
 from whence.page.content.moment_view import TARGETS, name_target
+from whence.page.content.responses import read_answers
 from whence.page.content.rounds import describe_runs
-from whence.page.embedded_rounds import OnRound, embed_rounds, spread
+from whence.page.content.short_json import spread, write_json
+from whence.page.embedded_rounds import OnRound, embed_rounds
 from whence.page.figures import Tables, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.stored import ARMS
@@ -125,8 +126,7 @@ def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
 
 def embed(value: Any) -> Markup:
     """Return JSON for a script element: nothing in it can end the element or begin another."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII, so that there is no separator of lines
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+    return Markup(write_json(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def render(
@@ -149,9 +149,9 @@ def render(
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), arms, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
-    language = {run.label: run.directory for run in explored if run.is_language}
+    answers = read_answers([run for run in explored if run.is_language], notes)
     content |= {
-        "answers_json": None if (answers := read_answers(language, notes)) is None else embed(answers),
+        "answers_json": None if answers is None else embed(answers),
         "language": page["kind"] == "responses",
         "notes": notes,
         "distrust": [explain_distrust(run.directory.path) for run in strangers[:1]],

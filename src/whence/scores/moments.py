@@ -137,13 +137,10 @@ def _number_stretches(ordered: pl.DataFrame) -> NDArray[np.int64]:
     """Return a number for each record that differs where a moment must end: between episodes and environments."""
     if "episode_id" not in ordered.columns:
         return np.arange(len(ordered))
-    columns = [
-        ordered[name].cast(pl.Int64).fill_null(-1).to_numpy()
-        for name in ("env_index", "episode_id")
-        if name in ordered.columns
-    ]
-    differs = np.any([np.diff(column, prepend=column[:1]) != 0 for column in columns], axis=0)
-    return np.cumsum(differs | (columns[-1] < 0))  # an unknown episode joins no neighbour
+    keys = [name for name in ("env_index", "episode_id") if name in ordered.columns]
+    differs = pl.struct(keys).rle_id().diff().fill_null(0) != 0
+    is_unknown = pl.col("episode_id").fill_null(-1) < 0  # an unknown episode joins no neighbour
+    return ordered.select((differs | is_unknown).cum_sum()).to_series().to_numpy()
 
 
 def _extend(
@@ -168,29 +165,25 @@ def _make_moment(ordered: pl.DataFrame, face: int, first: int, last: int) -> Mom
     stretch = ordered[first : last + 1]
     row = ordered.row(face, named=True)
     steps = stretch["step"] if "step" in ordered.columns else None
+    names = ("record_id", "episode_id", "env_index", "step", "error", "action", "advantage", "value", "reward")
+    about: dict[str, Any] = {name: row.get(name) for name in names}
     return Moment(
-        record_id=row["record_id"],
-        episode_id=row.get("episode_id"),
-        env_index=row.get("env_index"),
-        step=row.get("step"),
+        **about,
         first_step=None if steps is None else steps[0],
         last_step=None if steps is None else steps[-1],
         records=len(stretch),
         dropped=int((~stretch["keep"]).sum()) if "keep" in ordered.columns else 0,
         score=float("nan") if row["score"] is None else float(row["score"]),
-        error=row.get("error"),
         total=float(stretch["score"].cast(pl.Float64).sum()),  # a column of nulls alone has no number for a sum
-        action=row.get("action"),
-        advantage=row.get("advantage"),
-        value=row.get("value"),
         return_=row.get("return"),
-        reward=row.get("reward"),
         record_ids=tuple(stretch["record_id"].to_list()),
     )
 
 
 def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
-    """Return an action in words: its label if there is one, else its numbers."""
+    """Return an action in words: its label if there is one, else its numbers; a dash for None."""
+    if action is None:
+        return "–"
     if isinstance(action, int) and labels is not None and 0 <= action < len(labels):
         return labels[action]
     if isinstance(action, float):
@@ -200,10 +193,10 @@ def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
     return str(action)
 
 
-def list_observations(columns: Sequence[str]) -> list[str]:
-    """Return the columns of the observations as the environment returned them, before any normalisation."""
+def list_observations(columns: Sequence[str], root: str | None = None) -> list[str]:
+    """Return the columns of the observations as the environment returned them, or those of a `root`."""
     roots = [column.split(".")[0] for column in columns]
-    root = "raw_observation" if "raw_observation" in roots else "observation"
+    root = root or ("raw_observation" if "raw_observation" in roots else "observation")
     return [column for column, its_root in zip(columns, roots, strict=True) if its_root == root]
 
 

@@ -88,7 +88,7 @@ def group_scores(
         dropped_share=dropped,
     )
     grouped = grouped.with_columns(errors.gather(grouped["error"]))
-    return grouped.sort("mean", *columns).with_columns(pl.col(*columns).cast(pl.String))
+    return grouped.sort("mean", *columns)
 
 
 def find_common_groups(

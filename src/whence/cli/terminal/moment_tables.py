@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.cli.terminal.console import console, make_printable, make_table, print_line
-from whence.page import CauseView, MomentView, describe_score, format_number
+from whence.page import CauseView, MomentView, describe_score, describe_training, format_number
 from whence.scores import Moment, name_action
 
 NEAR = 4
@@ -31,7 +31,11 @@ def print_view(view: MomentView) -> None:
     """Print a moment: what it is, what was done there, what the round changed, and the steps around it."""
     moment = view.moment
     print_line(f"Record {moment.record_id} of {view.place}")
-    _print_facts(_list_facts(view))
+    facts = view.facts
+    if view.state:
+        # A state of one number has no names of axes.
+        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64]).removeprefix("state ")
+    _print_facts(facts | ({"frames": view.frames_note} if view.frames_note else {}))
     if (change := view.policy) is not None:
         title = f"Policy before and after the round; value {change.values[0]:.3g} → {change.values[1]:.3g}"
         if not change.spreads:
@@ -53,31 +57,6 @@ def _print_facts(facts: Mapping[str, str | Text]) -> None:
     for name, text in facts.items():
         table.add_row(name, Text(make_printable(text)) if isinstance(text, str) else text)
     console.print(table)
-
-
-def _list_facts(view: MomentView) -> dict[str, str]:
-    moment = view.moment
-    facts = {"score": describe_score(moment.score, moment.error)}
-    if moment.records > 1:
-        text = f"steps {moment.first_step} to {moment.last_step}: {moment.records} records, total {moment.total:.3g}"
-        facts["moment"] = f"{text}, {moment.dropped} dropped"
-    facts |= _describe_training(view.row) | {"action": view.action, "advantage": format_number(moment.advantage)}
-    if (estimate := view.estimate) is not None:
-        number = "" if estimate.mean is None else f"{estimate.mean:.3g} ± {estimate.error:.2g}. "
-        facts["fresh rollouts"] = f"{number}{estimate.text}"
-    numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
-    facts |= {name: format_number(number) for name, number in numbers.items() if number is not None}
-    if view.state:
-        # A state of one number has no names of axes.
-        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64]).removeprefix("state ")
-    return facts | ({"frames": view.frames_note} if view.frames_note else {})
-
-
-def _describe_training(row: Mapping[str, Any]) -> dict[str, str]:
-    if row.get("keep") is None:
-        return {}
-    reason = f": {row['reason']}" if row.get("reason") else ""
-    return {"trained": "yes" if row["keep"] else f"no, dropped{reason}"}
 
 
 def _make_strip(view: MomentView) -> Table:
@@ -108,7 +87,7 @@ def print_response(row: Mapping[str, Any], number: int, response: Text | None = 
     print_line(f"Record {row['record_id']}, round {number}")
     score = row.get("score")
     facts: dict[str, str | Text] = {"score": describe_score(float("nan") if score is None else score, row.get("error"))}
-    facts |= _describe_training(row)
+    facts |= describe_training(row)
     facts |= {name: format_number(row[name]) for name in ("reward", "advantage") if row.get(name) is not None}
     facts |= {name: str(row[name]) for name in ("prompt", "response") if row.get(name) is not None}
     _print_facts(facts if response is None else facts | {"response": response})

@@ -4,13 +4,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from whence.page.content.explored_run import ExploredRun
-from whence.page.content.frames import choose_steps, make_thumb, replay_moments
-from whence.page.content.moment_view import describe_view, gather_moment, list_curves
-from whence.page.content.record_grid import EMBEDDED, build_pivot
-from whence.page.content.responses import describe_text, list_groups
-from whence.page.content.rounds import build_round, list_moments, order_strip
-from whence.page.content.short_json import compress_json
+from whence.page.content import (
+    EMBEDDED,
+    ExploredRun,
+    build_pivot,
+    build_round,
+    choose_steps,
+    compress_json,
+    describe_text,
+    describe_view,
+    gather_moment,
+    list_curves,
+    list_groups,
+    list_moments,
+    make_thumb,
+    order_strip,
+    replay_moments,
+)
 from whence.scores import find_moment
 
 FRAMED = 3

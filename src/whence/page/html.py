@@ -14,11 +14,17 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.core import write_atomically
-from whence.page.content.explored_run import ExploredRun, attempt, identify_run
-from whence.page.content.moment_view import TARGETS, name_target
-from whence.page.content.responses import read_answers
-from whence.page.content.rounds import describe_runs
-from whence.page.content.short_json import spread, write_json
+from whence.page.content import (
+    TARGETS,
+    ExploredRun,
+    attempt,
+    describe_runs,
+    identify_run,
+    name_target,
+    read_answers,
+    spread,
+    write_json,
+)
 from whence.page.embedded_rounds import OnRound, embed_rounds
 from whence.page.figures import Tables, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust

@@ -6,6 +6,7 @@ from .content import MomentView as MomentView
 from .content import build_detail as build_detail
 from .content import build_round as build_round
 from .content import choose_frames as choose_frames
+from .content import cut_text as cut_text
 from .content import describe_causes as describe_causes
 from .content import describe_moment as describe_moment
 from .content import describe_runs as describe_runs

@@ -183,7 +183,6 @@ def render(
 def load_template() -> jinja2.Template:
     """Return the page's template."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["code"] = _mark_code
     return environment.from_string(_read_file("template.html"))
 
 
@@ -280,13 +279,6 @@ def _format_fact(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(layer, dict) and "class" in layer for layer in value):
         return " < ".join(str(layer["class"]).rpartition(":")[2] for layer in value)  # the environment and its wrappers
     return json.dumps(value, ensure_ascii=False)
-
-
-def _mark_code(text: str) -> Markup:
-    """Return text with the parts in backticks as code."""
-    parts = text.split("`")
-    marked = [Markup("<code>{}</code>").format(part) if place % 2 else part for place, part in enumerate(parts)]
-    return Markup("").join(marked)
 
 
 def count(number: int, noun: str) -> str:

@@ -70,9 +70,9 @@ def draw_moment(view: MomentView, path: Path) -> None:
         heading.append((f"The policy in this state, before and after the round: {changes}", 17, INK))
     heading += [(note, 15, GREY) for note in (rollouts, view.policy_note, view.frames_note) if note]
     steps = [*view.frames] or choose_frames(view.window, moment)
-    edges = [(colour, 5) if step == moment.step else (LINE, 1) for step in steps]
     cells = [
-        Cell(view.frames.get(step), _describe_step(view, step), edge) for step, edge in zip(steps, edges, strict=True)
+        Cell(view.frames.get(step), _describe_step(view, step), (colour, 5) if step == moment.step else (LINE, 1))
+        for step in steps
     ]
     if path.suffix.lower() == ".png" or not view.frames:
         _save([_draw([(heading, cells)])], path)
@@ -88,8 +88,7 @@ def _list_largest_changes(change: PolicyChange) -> list[str]:
 
 
 def _describe_step(view: MomentView, step: int) -> str:
-    rows = view.window.filter(pl.col("step") == step).to_dicts() if "step" in view.window.columns else []
-    row: Mapping[str, Any] = rows[0] if rows else {}
+    row = view.window.row(by_predicate=pl.col("step") == step, named=True)
     numbers = [f"{name} {format_number(row[name])}" for name in _NUMBERS if name in row]
     return "\n".join([f"step {step}: {name_action(row.get('action'), view.action_labels)}", *numbers])
 
@@ -144,8 +143,6 @@ def _draw(sections: Sequence[Section], across: int = ACROSS) -> "Image":
 
 def _write(pen: Any, text: str, place: tuple[int, int], size: int, colour: str, width: int) -> int:
     """Write text in lines of at most so many pixels, and return where they end."""
-    from PIL import ImageFont
-
     letters = int(width / (0.5 * size))  # letters are about half as wide as high
     lines = [
         line
@@ -153,7 +150,7 @@ def _write(pen: Any, text: str, place: tuple[int, int], size: int, colour: str, 
         for line in textwrap.wrap(part, letters, max_lines=3, placeholder="…")
     ]
     for number, line in enumerate(lines):
-        pen.text((place[0], place[1] + number * size * 1.25), line, fill=colour, font=ImageFont.load_default(size))
+        pen.text((place[0], place[1] + number * size * 1.25), line, fill=colour, font_size=size)
     return place[1] + round(len(lines) * size * 1.25)
 
 

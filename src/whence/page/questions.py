@@ -76,7 +76,7 @@ class Questions:
 
 def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
     """Return a record's advantage by fresh rollouts; see `ExploredRun.measure`."""
-    return run.measure(number, record, rollouts, check).to_json()
+    return run.measure(number, record, rollouts, check)._asdict()
 
 
 def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:

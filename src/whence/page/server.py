@@ -28,6 +28,7 @@ from whence.page.content import (
     CONTINUATIONS,
     SCORED,
     ExploredRun,
+    attempt,
     build_detail,
     build_pivot,
     build_round,
@@ -112,7 +113,7 @@ def serve(
         timeout_graceful_shutdown=2,
     )
     # The first round would wait for the imports of all that scores and replays.
-    threading.Thread(target=_warm_up, args=(runs[:1],), daemon=True).start()
+    threading.Thread(target=_warm_up, args=(runs[0],), daemon=True).start()
 
     def stop() -> None:
         for process in processes:
@@ -150,12 +151,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _warm_up(runs: Sequence[ExploredRun]) -> None:
-    """Build the round of each run that the page opens with."""
-    for run in runs:
-        with suppress(Exception):  # whoever opens the round is told
-            if opens := choose_round(run, run.directory.rounds()):
-                build_round(run, opens["round"])
+def _warm_up(run: ExploredRun) -> None:
+    """Build the round that the page opens with."""
+    if opens := choose_round(run, run.directory.rounds()):
+        attempt(lambda: build_round(run, opens["round"]), [], "")
 
 
 def make_app(
@@ -198,9 +197,6 @@ def make_app(
     def show_page(request: Request) -> Response:
         return HTMLResponse(render_runs(runs).encode("utf-8", "replace"))
 
-    def answer_findings(run: ExploredRun, query: QueryParams) -> Any:
-        return findings.ask(gather_findings, run, max(run.directory.rounds(), default=0), 0, None)
-
     def answer_detail(run: ExploredRun, number: int, record: int, query: QueryParams) -> Any:
         detail = build_detail(run, number, record)
         if run.is_language or continuations < 1:
@@ -210,9 +206,6 @@ def make_app(
             f"{continuations} fresh rollouts take this action and {continuations} follow the policy, in the same state."
         )
         return detail | {"mc_pending": True, "mc_text": text}
-
-    def answer_advantage(run: ExploredRun, number: int, record: int, query: QueryParams) -> Any:
-        return measurements.ask(measure, run, number, record, continuations)
 
     def answer_causes(run: ExploredRun, number: int, record: int, query: QueryParams) -> Any:
         by = query.get("by", next(iter(SCORED)))
@@ -234,13 +227,16 @@ def make_app(
         Route("/", show_page),
         route("/api/page", lambda query: describe_runs(runs)),
         route("/api/figures", lambda query: list_figures(runs)),
-        route(f"{of_run}/findings", answer_findings),
+        route(
+            f"{of_run}/findings",
+            lambda run, query: findings.ask(gather_findings, run, max(run.directory.rounds(), default=0), 0, None),
+        ),
         route(f"{of_run}/flags", lambda run, query: {"flags": run.list_flags()}),
         route(of_round, lambda run, number, query: build_round(run, number)),
         route(f"{of_round}/pivot", lambda run, number, query: build_pivot(run, number, query.getlist("by"))),
         route(f"{of_round}/records", _query),
         route(of_record, answer_detail),
-        route(f"{of_record}/advantage", answer_advantage),
+        route(f"{of_record}/advantage", lambda *place: measurements.ask(measure, *place[:3], continuations)),
         route(f"{of_record}/causes", answer_causes),
         Route(f"{of_record}/flag", write_note, methods=["PUT"]),
     ]

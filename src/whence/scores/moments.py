@@ -74,12 +74,10 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
     scores = ordered["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     keys = scores if lowest else -scores
     stretch = _number_stretches(ordered)
-    candidates = np.flatnonzero(keys < 0)
-    order = keys / _read_errors(ordered)
-    candidates = candidates[np.lexsort((ordered["record_id"].to_numpy()[candidates], order[candidates]))]
+    order = np.lexsort((ordered["record_id"].to_numpy(), keys / _read_errors(ordered)))
     is_free = np.ones(len(scores), dtype=bool)
     moments: list[Moment] = []
-    for face in candidates:
+    for face in order[keys[order] < 0]:
         if len(moments) == most:
             break
         if is_free[face]:
@@ -147,18 +145,10 @@ def _extend(
     face: int, keys: NDArray[np.float64], stretch: NDArray[np.int64], is_free: NDArray[np.bool_]
 ) -> tuple[int, int]:
     """Return the positions of a moment's first and last record; `keys` are below 0 where scores have its sign."""
-    level = ALIKE * keys[face]
-
-    def belongs(position: int) -> bool:
-        inside = 0 <= position < len(keys) and stretch[position] == stretch[face]
-        return bool(inside and is_free[position] and keys[position] <= level)
-
-    first = last = face
-    while belongs(first - 1):
-        first -= 1
-    while belongs(last + 1):
-        last += 1
-    return first, last
+    ends = np.flatnonzero((stretch != stretch[face]) | ~is_free | ~(keys <= ALIKE * keys[face]))
+    after = int(np.searchsorted(ends, face))
+    first, end = [-1, *ends[after - 1 : after]][-1] + 1, [*ends[after : after + 1], len(keys)][0]
+    return int(first), int(end) - 1
 
 
 def _make_moment(ordered: pl.DataFrame, face: int, first: int, last: int) -> Moment:

@@ -7,8 +7,8 @@ from .console import print_json as print_json
 from .console import print_line as print_line
 from .console import print_paths as print_paths
 from .console import resumable as resumable
-from .moment_tables import list_cells as list_cells
 from .moment_tables import print_causes as print_causes
+from .moment_tables import print_moments as print_moments
 from .moment_tables import print_response as print_response
 from .moment_tables import print_view as print_view
 from .moment_tables import shorten as shorten

@@ -1,6 +1,6 @@
 """Moments, responses and causes in the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import Any
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.cli.terminal.console import console, make_printable, make_table, print_line
-from whence.page import CauseView, MomentView, describe_score, describe_training, format_number
+from whence.page import CauseView, MomentView, cut_text, describe_score, describe_training, format_number
 from whence.scores import Moment, name_action
 
 NEAR = 4
@@ -76,10 +76,23 @@ def _make_strip(view: MomentView) -> Table:
     return make_table("Steps around it", ["", "step", "action", *names, ""], cells)
 
 
-def list_cells(moment: Moment) -> list[object]:
-    """Return where a moment is, as cells of a table: its record, its episode and its steps."""
-    steps = f"{moment.first_step}–{moment.last_step}" if moment.records > 1 else moment.step
-    return [moment.record_id, moment.episode_id, steps]
+def print_moments(moments: Sequence[Moment], labels: Sequence[str] | None) -> None:
+    """Print a table of a round's most harmful or most helpful moments."""
+    rows = [
+        [
+            *(moment.record_id, moment.episode_id, _name_steps(moment.first_step, moment.last_step)),
+            name_action(moment.action, labels),
+            f"{moment.score:.3g}" + ("" if moment.error is None else f" ± {moment.error:.2g}"),
+            moment.dropped,
+        ]
+        for moment in moments
+    ]
+    title = f"The {len(moments)} most {'harmful' if moments[0].score < 0 else 'helpful'} moments"
+    console.print(make_table(title, ["record", "episode", "steps", "action", "score", "dropped"], rows))
+
+
+def _name_steps(first: int | None, last: int | None) -> object:
+    return first if first == last else f"{first}–{last}"
 
 
 def print_response(row: Mapping[str, Any], number: int, response: Text | None = None) -> None:
@@ -114,7 +127,7 @@ def _list_cause_cells(row: Mapping[str, Any]) -> dict[str, object]:
     if "prompt" in row:
         cells |= {name: shorten(row[name]) for name in ("prompt", "response")} | {"reward": f"{row['reward']:.3g}"}
     else:
-        steps = f"{row['first_step']}–{row['last_step']}" if row["records"] > 1 else row["step"]
+        steps = _name_steps(row["first_step"], row["last_step"])
         cells |= {"episode": row["episode"], "steps": steps, "action": row["action"]}
     advantage = "–" if row["advantage"] is None else f"{row['advantage']:+.3g}"
     return cells | {"advantage": advantage, "score": f"{row['score']:+.3g}"}
@@ -143,8 +156,7 @@ def print_strip(rounds: pl.DataFrame) -> None:
 
 def shorten(text: str) -> str:
     """Return a text on one line, cut to the width of a table's cell."""
-    line = show_text(text)
-    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
+    return cut_text(show_text(text), _EXCERPT)
 
 
 def show_text(text: str) -> str:

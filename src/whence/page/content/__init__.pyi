@@ -40,5 +40,6 @@ from .rounds import describe_runs as describe_runs
 from .rounds import list_moments as list_moments
 from .rounds import order_strip as order_strip
 from .short_json import compress_json as compress_json
+from .short_json import cut_text as cut_text
 from .short_json import spread as spread
 from .short_json import write_json as write_json

@@ -59,12 +59,10 @@ class Round(NamedTuple):
 
     Attributes:
         table: its records, with scores if they were stored or could be computed, and whether they differ from 0.
-        scored: whether there is a score.
         notes: what is missing, and what was computed on demand.
     """
 
     table: pl.DataFrame
-    scored: bool
     notes: list[str]
 
 
@@ -72,18 +70,14 @@ class Estimate(NamedTuple):
     """An advantage by fresh rollouts.
 
     Attributes:
-        mean: the advantage; None if it could not be measured.
-        error: its standard error.
-        text: how it was measured, or why not, as a sentence.
+        mc_advantage: the advantage; None if it could not be measured.
+        mc_error: its standard error.
+        mc_text: how it was measured, or why not, as a sentence.
     """
 
-    mean: float | None
-    error: float | None
-    text: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it in JSON types, as the page's details hold it."""
-        return {"mc_advantage": self.mean, "mc_error": self.error, "mc_text": self.text}
+    mc_advantage: float | None = None
+    mc_error: float | None = None
+    mc_text: str = ""
 
 
 def remember(read: Callable[["ExploredRun", int], T]) -> Callable[["ExploredRun", int], T]:
@@ -236,7 +230,7 @@ class ExploredRun:
         try:
             table = self.directory.round("records", number)
         except RunDirectoryError as broken:
-            return Round(pl.DataFrame(schema={"record_id": pl.Int64}), False, [str(broken)])
+            return Round(pl.DataFrame(schema={"record_id": pl.Int64}), [str(broken)])
         if "score" not in table.columns:
             table = self._add_scores(table, number, notes)
         with suppress(ValueError, KeyError, TypeError, WhenceError):  # a space that is not stored in this way
@@ -249,7 +243,7 @@ class ExploredRun:
         if {"score", "error"} <= columns:
             error = pl.col("error").cast(pl.Float64)
             table = table.with_columns(differs=pl.when(error.is_finite()).then(score.abs() > SIGNIFICANT * error))
-        return Round(table, "score" in columns, notes)
+        return Round(table, notes)
 
     def _add_scores(self, table: pl.DataFrame, number: int, notes: list[str]) -> pl.DataFrame:
         if self.is_language:
@@ -294,10 +288,10 @@ class ExploredRun:
         Raises:
             ReplayError: an episode cannot be played again.
         """
-        records = self.round(number)
-        if self.is_language or not records.scored or records.table.is_empty() or not self._has_map:
+        table = self.round(number).table
+        if self.is_language or "score" not in table.columns or not self._has_map:
             return None
-        extremes = map_extremes(self.directory, number, records.table, env=self.env)
+        extremes = map_extremes(self.directory, number, table, env=self.env)
         return None if extremes is None else extremes.to_json()
 
     def replay(self, episode: int, steps: Collection[int]) -> tuple[Frames, str | None]:
@@ -315,7 +309,7 @@ class ExploredRun:
         with LOCK:
             table = attempt(lambda: estimate_advantages(self.directory, number, [record], **options), notes, failure)
         if table is None:
-            return Estimate(None, None, notes[0])
+            return Estimate(mc_text=notes[0])
         mean, error = table["mc_advantage"][0], table["mc_error"][0]
         text = f"Measured by {rollouts} fresh rollouts each with this action and with the policy's."
         if (scale := read_reward_scale(self.directory, number)) != 1:
@@ -344,20 +338,17 @@ def name_run(run: RunDirectory) -> str:
 
 def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     """Return a run's arm or rule, and its seed; None if it is not known."""
-    config = run.config
-    hyperparameters = config.get("hyperparameters")
-    inner = hyperparameters.get("seed") if isinstance(hyperparameters, dict) else None
-    seed = run.experiment.get("seed", config.get("seed", inner))
-    label = run.experiment.get("arm") or config.get("rule")
+    inner = (run.config.get("hyperparameters") or {}).get("seed")
+    seed = run.experiment.get("seed", run.config.get("seed", inner))
+    label = run.experiment.get("arm") or run.config.get("rule")
     if label in (None, "KeepAll()", "ScoreAll()"):  # no selection
-        label = config.get("algorithm", "run")
+        label = run.config.get("algorithm", "run")
     return str(label), seed if isinstance(seed, int) else None
 
 
 def stamp_file(file: Path) -> tuple[int, int] | None:
     """Return what changes when a file is written anew; None if it is not there."""
-    try:
+    with suppress(OSError):
         status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
+        return status.st_mtime_ns, status.st_size
+    return None

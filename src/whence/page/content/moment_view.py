@@ -126,8 +126,8 @@ class MomentView:
             facts["moment"] = f"steps {moment.first_step} to {moment.last_step}: {counts}"
         facts |= describe_training(self.row) | {"action": self.action, "advantage": format_number(moment.advantage)}
         if (estimate := self.estimate) is not None:
-            number = "" if estimate.mean is None else f"{estimate.mean:.3g} ± {estimate.error:.2g}. "
-            facts["fresh rollouts"] = f"{number}{estimate.text}"
+            mean, error, text = estimate
+            facts["fresh rollouts"] = text if mean is None else f"{mean:.3g} ± {error:.2g}. {text}"
         numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
         return facts | {name: format_number(number) for name, number in numbers.items() if number is not None}
 
@@ -259,7 +259,7 @@ def describe_view(view: MomentView) -> dict[str, Any]:
             "policy": None if change is None else _describe_policy(change),
             "value_before": row.get("value") if change is None else change.values[0],
             "value_after": None if change is None else change.values[1],
-            **(view.estimate or Estimate(None, None, "")).to_json(),
+            **(view.estimate or Estimate())._asdict(),
             "frames": encode_frames(view.frames, moment.step or 0),
             "frames_note": view.frames_note,
         }

@@ -18,9 +18,6 @@ LONGEST_TEXT = 2000
 LARGEST_PAGE = 500
 """Rows of a page at most."""
 
-Labels = Sequence[str] | None
-"""The names of discrete actions; None: unknown."""
-
 
 class Column(NamedTuple):
     """A column of the grid.
@@ -107,12 +104,14 @@ def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     return [*columns[:place], *rewards, *columns[place:-1], *infos, *columns[-1:]]
 
 
-def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:
+def make_cells(
+    table: pl.DataFrame, columns: Iterable[Column], labels: Sequence[str] | None = None
+) -> dict[str, pl.Expr]:
     """Return how each column's cells are made from a table: numbers of six digits, text cut to its length."""
     return {column.key: _make_cell(column, table.schema, labels).alias(column.key) for column in columns}
 
 
-def _make_cell(column: Column, schema: pl.Schema, labels: Labels) -> pl.Expr:
+def _make_cell(column: Column, schema: pl.Schema, labels: Sequence[str] | None) -> pl.Expr:
     key = column.key
     if key in ("observation", "raw_observation"):
         names = [name for name in schema if name.split(".")[0] == key]
@@ -258,7 +257,7 @@ NAMES = {
 
 def list_pivots(run: ExploredRun, records: Round) -> list[dict[str, str]]:
     """Return the columns by which a round's records can be grouped: `key` and `name` of each."""
-    if run.is_language or not records.scored or records.table.is_empty():
+    if run.is_language or "score" not in records.table.columns:
         return []
     return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in list_groupings(records.table)]
 

@@ -162,7 +162,7 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
     if "error" not in records.columns or not records["error"].count():
         return "unknown", "The scores come without standard errors, so it is not known which differ from 0."
     pairs = records.select("score", "error").drop_nulls()
-    share = float((pairs["score"].abs() > SIGNIFICANT * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
+    share = pairs.select((pl.col("score").abs() > SIGNIFICANT * pl.col("error")).mean()).item() or 0.0
     shown = "<1%" if 0 < share < 0.005 else f"{share:.0%}"
     # Under noise the share is 2% to 6% in the mean, with standard deviations up to 13%: results/faithfulness/groups.md.
     return "unknown", (
@@ -206,7 +206,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
     return {
         "round": number,
         "records": len(table),
-        "scored": scored.scored,
+        "scored": "score" in table.columns,
         "trust": trust,
         "strip": build_strip(shown),
         "worst": _describe_moments(run, table, worst),
@@ -221,8 +221,11 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
 
 def list_moments(records: Round, notes: list[str]) -> tuple[list[Moment], list[Moment]]:
     """Return a round's most harmful and most helpful moments; none if a column is not what it should be."""
-    ends = (partial(find_moments, records.table, lowest=lowest, most=MOMENTS) for lowest in (True, False))
-    worst, best = (attempt(find, notes, "Moments cannot be listed", []) for find in ends)
+    failure = "Moments cannot be listed"
+    worst, best = (
+        attempt(partial(find_moments, records.table, lowest=lowest, most=MOMENTS), notes, failure, [])
+        for lowest in (True, False)
+    )
     return worst, best
 
 

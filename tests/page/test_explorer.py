@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from whence.core import WhenceError
-from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
+from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.embedded_rounds import NOT_EMBEDDED, embed_rounds
@@ -259,6 +259,18 @@ class TestDetail:
         assert {len(values) for values in window.values()} == {10}
         assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
         assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
+
+    def test_its_facts_in_words(self, lake):
+        view = gather_moment(lake, 1, find_moment(lake.round(1).table, 17))
+        assert view.facts == {
+            "score": "29 ± 10, training on it raises the target",
+            "moment": "steps 5 to 7: 3 records, total 66, 0 dropped",
+            **{"trained": "yes", "action": "1", "advantage": "2.43", "value": "2.43", "return": "2.43", "reward": "1"},
+        }
+        dropped = gather_moment(lake, 1, find_moment(lake.round(1).table, 0), rollouts=2)
+        assert dropped.facts["moment"] == "steps 0 to 2: 3 records, total -69, 3 dropped"
+        assert dropped.facts["trained"] == "no, dropped: too low"
+        assert dropped.facts["fresh rollouts"].startswith("Not measured by fresh rollouts: ")
 
     def test_what_cannot_be_replayed_says_why(self, lake):
         detail = plain(build_detail(lake, 1, 13))

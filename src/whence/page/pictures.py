@@ -59,7 +59,7 @@ def draw_moment(view: MomentView, path: Path) -> None:
     """
     moment, facts = view.moment, view.facts
     colour = HARM if moment.score < 0 else HELP
-    rollouts = facts.pop("fresh rollouts", None)
+    rollouts = [f"Fresh rollouts: {facts.pop('fresh rollouts')}"] if "fresh rollouts" in facts else []
     heading = [
         (f"Record {moment.record_id}: score {facts.pop('score')}", 24, colour),
         (view.place, 17, GREY),
@@ -68,7 +68,7 @@ def draw_moment(view: MomentView, path: Path) -> None:
     if view.policy is not None:
         changes = "; ".join(_list_largest_changes(view.policy))
         heading.append((f"The policy in this state, before and after the round: {changes}", 17, INK))
-    heading += [(note, 15, GREY) for note in (rollouts, view.policy_note, view.frames_note) if note]
+    heading += [(note, 15, GREY) for note in (*rollouts, view.policy_note, view.frames_note) if note]
     steps = [*view.frames] or choose_frames(view.window, moment)
     cells = [
         Cell(view.frames.get(step), _describe_step(view, step), (colour, 5) if step == moment.step else (LINE, 1))

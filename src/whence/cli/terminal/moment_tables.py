@@ -1,7 +1,6 @@
 """Moments, responses and causes in the terminal."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -142,16 +141,11 @@ def print_strip(rounds: pl.DataFrame) -> None:
     gaps = numbers[-1] - numbers[0] + 1 - len(numbers)
     span = f"rounds {numbers[0]} to {numbers[-1]}"
     print_line(f"\nSums of scores in {f'{len(numbers)} of {span}' if gaps else span}:")
-    columns = min(_COLUMNS, len(rounds))
-    edges = [round(place * len(rounds) / columns) for place in range(columns + 1)]
-    sums: dict[str, list[float]] = {"for": rounds["raised"].to_list(), "against": rounds["lowered"].to_list()}
-    means = {
-        name: [abs(sum(values[first:last])) / (last - first) for first, last in pairwise(edges)]
-        for name, values in sums.items()
-    }
-    largest = max(map(max, means.values())) or 1.0
-    for name, values in means.items():
-        print_line(f"{name:<8} {''.join(_BLOCKS[ceil(8 * value / largest)] for value in values)}")
+    place = pl.int_range(pl.len()) * min(_COLUMNS, len(rounds)) // pl.len()
+    means = rounds.group_by(place=place, maintain_order=True).agg(pl.col("raised", "lowered").mean().abs())
+    largest = max(*means["raised"], *means["lowered"]) or 1.0
+    for side, column in (("for", "raised"), ("against", "lowered")):
+        print_line(f"{side:<8} {''.join(_BLOCKS[ceil(8 * mean / largest)] for mean in means[column])}")
 
 
 def shorten(text: str) -> str:

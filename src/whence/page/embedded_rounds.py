@@ -1,20 +1,26 @@
 """Rounds as they are embedded in the offline file: JSON, compressed."""
 
-import base64
-import gzip
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
-import numpy as np
-import polars as pl
-
-from whence.page.explored.frames import choose_steps, make_thumb, replay_moments
-from whence.page.explored.grid import EMBEDDED, embed_pivots
-from whence.page.explored.moment_view import describe_view, gather_moment, list_curves
-from whence.page.explored.responses import describe_text, list_groups
-from whence.page.explored.rounds import build_round, list_moments
-from whence.page.explored.run import ExploredRun
+from whence.page.content import (
+    EMBEDDED,
+    ExploredRun,
+    build_pivot,
+    build_round,
+    choose_steps,
+    compress_json,
+    describe_text,
+    describe_view,
+    gather_moment,
+    list_curves,
+    list_groups,
+    list_moments,
+    make_thumb,
+    order_strip,
+    replay_moments,
+)
 from whence.scores import find_moment
 
 FRAMED = 3
@@ -38,13 +44,6 @@ OnRound = Callable[[int, int], None]
 """Called with the number of rounds that are done, and of all."""
 
 
-def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of some numbers: the first, the last, and others evenly between."""
-    if len(numbers) <= most:
-        return list(numbers)
-    return [numbers[at] for at in np.linspace(0, len(numbers) - 1, most).round().astype(int)]
-
-
 def embed_rounds(
     runs: Sequence[ExploredRun],
     rounds: Sequence[Sequence[int]],
@@ -55,7 +54,7 @@ def embed_rounds(
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
     for done, (index, number) in enumerate(places, start=1):
         content = _build_content(runs[index], number, findings[index] if findings else ())
-        yield f"round-{index}-{number}", compress(content)
+        yield f"round-{index}-{number}", compress_json(content, DIGITS)
         if on_round is not None:
             on_round(done, len(places))
 
@@ -84,32 +83,14 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
             thumbs[record] = make_thumb(view.frames[moment.step])
     for about in (*shown["worst"], *shown["best"]):
         about |= {"framed": about["record"] in thumbs, "thumb": thumbs.get(about["record"])}
-    wanted = pl.DataFrame({"record_id": shown["strip"]["record_ids"]}, schema={"record_id": pl.Int64})
-    order = wanted.join(records.table, on="record_id", how="left", maintain_order="left")
-    columns = list_curves(order, run.labels)
+    columns = list_curves(order_strip(records.table, [*worst, *best]), run.labels)
     # The strip has these.
     del columns["record_ids"], columns["scores"], columns["dropped"]
-    keys = [entry["key"] for entry in shown["groupings"][:EMBEDDED]]
     shown["groupings"] = shown["groupings"][:EMBEDDED]
-    pivots = embed_pivots(run, number, keys)
+    keys = [entry["key"] for entry in shown["groupings"]]
+    pivots = {"\n".join(by): build_pivot(run, number, by) for size in (1, 2) for by in combinations(keys, size)}
     content: dict[str, Any] = {"round": shown, "details": details, "columns": columns, "pivots": pivots}
     if run.is_language:
         # Once for all of a prompt's responses, since each of them shows the others.
         content["groups"] = list_groups(records, [int(record) for record in details])
     return content
-
-
-def compress(value: Any) -> str:
-    """Return a value as JSON with short numbers, compressed by gzip, as base64; equal values give equal text."""
-    data = json.dumps(shorten_numbers(value), allow_nan=False, separators=(",", ":")).encode("ascii")
-    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")
-
-
-def shorten_numbers(value: Any) -> Any:
-    """Return JSON with its numbers rounded to `DIGITS` significant digits; those of integers stay."""
-    if isinstance(value, float):
-        short = float(f"{value:.{DIGITS}g}")
-        return int(short) if short.is_integer() and abs(short) < 1e9 else short
-    if isinstance(value, dict):
-        return {key: shorten_numbers(entry) for key, entry in value.items()}
-    return [shorten_numbers(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
 """Everything about one moment of a run: what the terminal prints, pictures draw and the page opens."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from typing import Any
@@ -9,11 +9,11 @@ import numpy as np
 import polars as pl
 
 from whence.core import show
-from whence.page.explored.frames import encode_frames, replay_moments
-from whence.page.explored.grid import cut_text, round_number, round_numbers
-from whence.page.explored.responses import describe_response
-from whence.page.explored.run import Estimate, ExploredRun, Frames
-from whence.scores import Moment, is_significant, name_action, name_entries, sort_by_time
+from whence.page.content.explored_run import Estimate, ExploredRun, Frames
+from whence.page.content.frames import encode_frames, replay_moments
+from whence.page.content.responses import describe_response
+from whence.page.content.short_json import cut_text, round_numbers
+from whence.scores import Moment, is_significant, list_observations, name_action, name_entries, sort_by_time
 from whence.stored.agents import box_action_labels
 
 AROUND = 24
@@ -103,8 +103,8 @@ class MomentView:
     @property
     def normalised(self) -> list[tuple[str, Any]]:
         """The face's observation as the policy saw it, if the environment returned another."""
-        is_normalised = any(column.split(".")[0] == "raw_observation" for column in self.row)
-        return list_state(self.row, [name for name, _ in self.state], "observation") if is_normalised else []
+        raw = [name for name in self.row if name.split(".")[0] == "raw_observation"]
+        return list_state(self.row, [name for name, _ in self.state], "observation") if raw else []
 
     @property
     def place(self) -> str:
@@ -116,6 +116,21 @@ class MomentView:
     def action(self) -> str:
         """The face's action in words."""
         return name_action(self.moment.action, self.action_labels)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What is known about it in words, by name."""
+        moment = self.moment
+        facts = {"score": describe_score(moment.score, moment.error)}
+        if moment.records > 1:
+            counts = f"{moment.records} records, total {moment.total:.3g}, {moment.dropped} dropped"
+            facts["moment"] = f"steps {moment.first_step} to {moment.last_step}: {counts}"
+        facts |= describe_training(self.row) | {"action": self.action, "advantage": format_number(moment.advantage)}
+        if (estimate := self.estimate) is not None:
+            mean, error, text = estimate
+            facts["fresh rollouts"] = text if mean is None else f"{mean:.3g} ± {error:.2g}. {text}"
+        numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
+        return facts | {name: format_number(number) for name, number in numbers.items() if number is not None}
 
 
 def gather_moment(
@@ -137,16 +152,13 @@ def gather_moment(
         steps: the steps to draw.
         replay: the frames and their note, if they were drawn already.
     """
-    table = run.round(number).table
-    row = table.row(int((table["record_id"] == moment.record_id).arg_true()[0]), named=True)
+    row, window = run.record(number, moment.record_id), read_window(run.round(number).table, moment)
     target = name_target(run.directory.config.get("target"))
-    path = str(run.directory.path)
-    place = (path, run.env_name, number, moment, row, read_window(table, moment), target, run.labels)
+    place = (str(run.directory.path), run.env_name, number, moment, row, window, target, run.labels)
     if run.is_language:
         return MomentView(*place)
-    changes = run.changes(number)
-    rows = [] if isinstance(changes, str) else changes.filter(pl.col("record_id") == moment.record_id).to_dicts()
-    policy_note = f"The policy before and after the round is not known. {changes}" if isinstance(changes, str) else None
+    changes, policy_note = run.changes(number)
+    rows = [] if changes is None else changes.filter(pl.col("record_id") == moment.record_id).to_dicts()
     frames, frames_note = replay or replay_moments(run, [(moment, steps)])[moment.record_id]
     return MomentView(
         *place,
@@ -187,15 +199,10 @@ def list_state(row: Mapping[str, Any], names: Sequence[str] | None, root: str | 
     It is the environment's own, or that of a `root`, the policy's "observation".
     """
     state: list[tuple[str, Any]] = []
-    roots = {column: column.split(".")[0] for column in row}
-    root = root or ("raw_observation" if "raw_observation" in roots.values() else "observation")
-    for column, value in row.items():
-        if roots[column] != root or value is None:
-            continue
-        prefix = column.partition(".")[2]
-        entries = np.asarray(value).ravel().tolist()
-        plain = names or (["state"] if len(entries) == 1 else None)
-        state += zip(name_entries(prefix, len(entries), plain), entries, strict=True)
+    for column in list_observations(list(row), root):
+        if row[column] is not None:
+            entries = np.asarray(row[column]).ravel().tolist()
+            state += zip(name_entries(column.partition(".")[2], len(entries), names or ["state"]), entries, strict=True)
     return state
 
 
@@ -213,21 +220,18 @@ def read_change(run: ExploredRun, row: Mapping[str, Any]) -> PolicyChange | None
 
 def describe_moment(moment: Moment, labels: Sequence[str] | None) -> dict[str, Any]:
     """Return a moment in JSON types, as lists show it; without frames, for the caller to add."""
-    numbers = {name: round_number(getattr(moment, name)) for name in ("score", "error", "total", "advantage", "value")}
-    return {
+    names = ("step", "first_step", "last_step", "records", "dropped", "score", "error", "total", "advantage", "value")
+    about = {
         "record": moment.record_id,
         "episode": moment.episode_id,
         "env": moment.env_index,
-        **{name: getattr(moment, name) for name in ("step", "first_step", "last_step", "records", "dropped")},
-        **numbers,
-        "return": round_number(moment.return_),
-        "reward": round_number(moment.reward),
-        "action": cut_text(name_action(moment.action, labels)) if moment.action is not None else "–",
+        **{name: getattr(moment, name) for name in names},
+        "return": moment.return_,
+        "reward": moment.reward,
+        "action": cut_text(name_action(moment.action, labels)),
         "significant": is_significant(moment.score, moment.error),
-        "framed": False,
-        "thumb": None,
-        "text": None,
     }
+    return {**round_numbers(about), "framed": False, "thumb": None, "text": None}
 
 
 def describe_view(view: MomentView) -> dict[str, Any]:
@@ -238,60 +242,59 @@ def describe_view(view: MomentView) -> dict[str, Any]:
     shown |= {
         "round": view.round,
         "dropped": row.get("keep") is False,
-        "weight": round_number(row.get("weight")),
+        "weight": row.get("weight"),
         "reason": None if row.get("reason") is None else cut_text(row["reason"]),
         "targets": [] if row.get("score") is None else [{"name": view.target, **scores}],
     }
     infos = [(name[5:], value) for name, value in row.items() if name.startswith("info.") and value is not None]
     if "response" in row:
-        numbers = [(words, row[name]) for name, words in NUMBERS.items() if row.get(name) is not None]
-        return shown | describe_response(row) | {"metrics": _list_entries([*numbers, *infos])}
-    value_before, value_after = (row.get("value"), None) if change is None else change.values
-    return shown | {
-        "metrics": _list_entries(infos),
-        "end": row.get("end"),
-        "trained_reward": round_number(row.get("trained_reward")),
-        "bootstrap": round_number(row.get("bootstrap")),
-        "state": _list_entries(view.state[:STATE]),
-        "normalised": _list_entries(view.normalised[:STATE]),
-        "state_size": len(view.state),
-        "policy": None if change is None else _describe_policy(change),
-        "value_before": round_number(value_before),
-        "value_after": round_number(value_after),
-        **(view.estimate or Estimate(None, None, "")).to_json(),
-        "frames": encode_frames(view.frames, moment.step or 0),
-        "frames_note": view.frames_note,
-    }
+        infos = [(words, row[name]) for name, words in NUMBERS.items() if row.get(name) is not None] + infos
+        shown |= describe_response(row) | {"metrics": _list_entries(infos)}
+    else:
+        shown |= {
+            "metrics": _list_entries(infos),
+            **{name: row.get(name) for name in ("end", "trained_reward", "bootstrap")},
+            "state": _list_entries(view.state[:STATE]),
+            "normalised": _list_entries(view.normalised[:STATE]),
+            "state_size": len(view.state),
+            "policy": None if change is None else _describe_policy(change),
+            "value_before": row.get("value") if change is None else change.values[0],
+            "value_after": None if change is None else change.values[1],
+            **(view.estimate or Estimate())._asdict(),
+            "frames": encode_frames(view.frames, moment.step or 0),
+            "frames_note": view.frames_note,
+        }
+    rounded: dict[str, Any] = round_numbers(shown)
+    return rounded
 
 
 def _list_entries(entries: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "value": cut_text(entry) if isinstance(entry, str) else round_number(entry)}
-        for name, entry in entries
-    ]
+    return [{"name": name, "value": cut_text(entry) if isinstance(entry, str) else entry} for name, entry in entries]
 
 
 def list_curves(table: pl.DataFrame, labels: Sequence[str] | None) -> dict[str, Any]:
     """Return records' numbers as arrays in the table's order; a column that is not there holds nulls."""
-
-    def read(name: str) -> Iterable[Any]:
-        return table[name].to_list() if name in table.columns else [None] * len(table)
-
     names = {"steps": "step", "rewards": "reward", "values": "value", "advantages": "advantage", "scores": "score"}
+    names = {"record_ids": "record_id"} | names | {"errors": "error"}
+    columns = choose_columns(table, [*names.values(), "keep", "action"])
     return {
-        "record_ids": table["record_id"].to_list(),
-        **{key: round_numbers(read(name)) for key, name in (names | {"errors": "error"}).items()},
-        "dropped": [int(keep is False) for keep in read("keep")],
-        "actions": ["–" if action is None else cut_text(name_action(action, labels)) for action in read("action")],
+        **{key: round_numbers(columns[name]) for key, name in names.items()},
+        "dropped": [int(keep is False) for keep in columns["keep"]],
+        "actions": [cut_text(name_action(action, labels)) for action in columns["action"]],
     }
+
+
+def choose_columns(table: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
+    """Return some columns of a table; one that is not there holds nulls."""
+    missing = {name: pl.lit(None, pl.Float64) for name in names if name not in table.columns}
+    return table.with_columns(**missing).select(names)
 
 
 def _describe_policy(change: PolicyChange) -> dict[str, Any]:
     columns = [round_numbers(numbers, 4) for numbers in (change.before, change.after, *change.spreads)]
-    is_discrete = not change.spreads
-    names = ("before", "after") if is_discrete else ("mean_before", "mean_after", "std_before", "std_after")
-    kind = "discrete" if is_discrete else "box"
-    return {"kind": kind, "labels": list(change.names)} | dict(zip(names, columns, strict=True))
+    names = ("mean_before", "mean_after", "std_before", "std_after") if change.spreads else ("before", "after")
+    kind = "box" if change.spreads else "discrete"
+    return {"kind": kind, "labels": list(change.names), **dict(zip(names, columns, strict=True))}
 
 
 def name_target(target: Any) -> str:
@@ -313,3 +316,10 @@ def describe_score(score: float, error: float | None) -> str:
     if error is None:
         return f"{score:.3g} (error not known), {effect}"
     return f"{score:.3g} ± {error:.2g}, {effect if is_significant(score, error) else 'cannot be told from 0'}"
+
+
+def describe_training(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return whether a record trained, in words under its name; nothing where that is not known."""
+    if row.get("keep") is None:
+        return {}
+    return {"trained": "yes" if row["keep"] else ": ".join(["no, dropped", *filter(None, [row.get("reason")])])}

@@ -11,9 +11,7 @@ from functools import cache
 from typing import Any
 
 from whence.core import WhenceError, hide_working_directory
-from whence.page.explored.cause_view import build_causes
-from whence.page.explored.rounds import choose_round
-from whence.page.explored.run import ExploredRun, stamp_file
+from whence.page.content import ExploredRun, build_causes, choose_round, stamp_file
 from whence.runs import RunDirectory
 from whence.stored.agents import AnyEnv
 
@@ -78,7 +76,7 @@ class Questions:
 
 def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
     """Return a record's advantage by fresh rollouts; see `ExploredRun.measure`."""
-    return run.measure(number, record, rollouts, check).to_json()
+    return run.measure(number, record, rollouts, check)._asdict()
 
 
 def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:

@@ -6,30 +6,14 @@ from functools import partial
 from typing import Any
 
 import polars as pl
+import polars.selectors as cs
 
-from whence.page.explored.frames import choose_steps
-from whence.page.explored.grid import (
-    EMBEDDED,
-    RESPONSES,
-    STEPS,
-    Column,
-    cut_text,
-    list_columns,
-    list_pivots,
-    make_cells,
-    round_number,
-    round_numbers,
-)
-from whence.page.explored.moment_view import (
-    describe_moment,
-    describe_view,
-    gather_moment,
-    list_curves,
-)
-from whence.page.explored.responses import describe_text, list_group, list_prompts
-from whence.page.explored.round_curves import list_round_curves
-from whence.page.explored.run import ExploredRun, attempt
-from whence.page.explored.scored_round import Round
+from whence.page.content.explored_run import ExploredRun, Round, attempt
+from whence.page.content.frames import choose_steps
+from whence.page.content.moment_view import choose_columns, describe_moment, describe_view, gather_moment, list_curves
+from whence.page.content.record_grid import EMBEDDED, RESPONSES, STEPS, Column, list_columns, list_pivots, make_cells
+from whence.page.content.responses import describe_text, list_group, list_prompts
+from whence.page.content.short_json import cut_text, round_numbers
 from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
 
 
@@ -41,8 +25,22 @@ def name_commands(run: ExploredRun) -> dict[str, str | None]:
     return commands | ({} if can_explain or not run.is_language else {"why": None})
 
 
-SERIES = ("episode_return", "test_return", "reward", "dropped_share", "negative_share", "significant_share")
+SERIES = ("episode_return", "reward", "dropped_share", "negative_share", "significant_share", "test_return")
 """Curves over rounds that a page shows below the slider, where they exist."""
+
+CURVES = {
+    "reward": ("reward", "Mean over the round's responses"),
+    "test_return": ("test", "Mean over the prompts of the test"),
+    "length": ("length", "Tokens of a response"),
+    "ended_share": ("ended", "The share of responses that ended before the limit of tokens"),
+    "kl": ("divergence", "From the start model or the reference, in nats a response"),
+    "train/entropy_loss": ("entropy", "Of the model, in nats a token"),
+    "train/clip_fraction": ("clipped", "The share of ratios that were clipped"),
+    "train/approx_kl": ("step size", "How far the round's steps took the model, in nats a token"),
+    "dropped_share": ("dropped", "The share of responses that did not train"),
+    "negative_share": ("scores below 0", "Their share"),
+}
+"""Curves of a language model's run by the names of metrics: their own names, and what they mean."""
 
 
 def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
@@ -60,6 +58,7 @@ def describe_runs(runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]] |
 
 def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -> dict[str, Any]:
     findings = None if is_served else run.list_findings()  # a server is asked for them, as they take a while
+    numbers = _read_numbers(run, rounds)
     return {
         "label": run.label,
         "path": str(run.directory.path),
@@ -69,21 +68,38 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
         "planned": run.planned,
         "finished": run.is_finished(),
         "rounds": [*rounds],
-        "series": _read_series(run, rounds),
-        "curves": list_round_curves(run.directory, rounds) if run.is_language else [],
+        "series": {name: round_numbers(numbers[name]) for name in SERIES if name in numbers.columns},
+        "curves": _list_curves(numbers) if run.is_language else [],
         "flags": [] if is_served else run.list_flags(),
         "columns": [column._asdict() for column in _list_run_columns(run, rounds)],
         "actions": run.labels,
     }
 
 
-def _read_series(run: ExploredRun, rounds: Sequence[int]) -> dict[str, list[Any]]:
-    by_round: dict[str, Mapping[int, Any]] = {}
+def _read_numbers(run: ExploredRun, rounds: Sequence[int]) -> pl.DataFrame:
+    """Return the numbers of rounds' metrics and evaluations, a row for each round; no columns of nulls."""
+    numbers = pl.DataFrame({"round": rounds}, schema={"round": pl.Int64})
     for table in (run.directory.table("metrics"), run.directory.table("evaluations")):
-        for name in SERIES:
-            if name in table.columns and table.schema[name].is_numeric() and table[name].count():
-                by_round[name] = dict(zip(table["round"].to_list(), table[name].to_list(), strict=True))
-    return {name: [round_number(values.get(number)) for number in rounds] for name, values in by_round.items()}
+        if not table.is_empty():
+            columns = table.select("round", cs.numeric() - cs.by_name(numbers.columns, require_all=False))
+            numbers = numbers.join(columns, on="round", how="left", maintain_order="left")
+    return numbers.select(column for column in numbers if column.count())
+
+
+def _list_curves(numbers: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return curves in JSON types, rewards first: `name`, `about` and `values`, one for each round, null if unknown."""
+    parts = [name for name in numbers.columns if name.startswith("reward.")]
+    infos = [name for name in numbers.columns if name.startswith("info.") and name != "info.step"]
+    curves = []
+    for key in ("reward", *parts, *list(CURVES)[1:], *infos):
+        # Nothing was dropped, or all ended: no curve.
+        if key not in numbers.columns or (key.endswith("share") and numbers[key].n_unique() == 1):
+            continue
+        about = "A column of the data set, or logged by a reward" if key in infos else "Of this reward function"
+        name, about = CURVES.get(key, (key.partition(".")[2], about))
+        values = -numbers[key] if key == "train/entropy_loss" else numbers[key]
+        curves.append({"name": name, "about": about, "values": round_numbers(values, 4)})
+    return curves
 
 
 def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Column]:
@@ -104,8 +120,8 @@ def choose_round(
     """Return the round to open with, and why: the first finding's, or where most scores differ from 0, or the last."""
     if findings and findings[0]["round"] in rounds:
         return {"round": findings[0]["round"], "why": "The first finding is about this round."}
-    shares = _read_series(run, rounds).get("significant_share", [])
-    share, number = max(zip([value or 0.0 for value in shares], rounds, strict=False), default=(0.0, 0))
+    shares = choose_columns(_read_numbers(run, rounds), ["significant_share"]).to_series().fill_null(0.0)
+    share, number = max(zip(shares, rounds, strict=True), default=(0.0, 0))
     if not share:
         return {"round": rounds[-1], "why": ""} if rounds else None
     return {"round": number, "why": "No round has more scores that can be told from 0."}
@@ -146,7 +162,7 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
     if "error" not in records.columns or not records["error"].count():
         return "unknown", "The scores come without standard errors, so it is not known which differ from 0."
     pairs = records.select("score", "error").drop_nulls()
-    share = float((pairs["score"].abs() > SIGNIFICANT * pairs["error"]).mean() or 0.0)  # type: ignore[arg-type]
+    share = pairs.select((pl.col("score").abs() > SIGNIFICANT * pl.col("error")).mean()).item() or 0.0
     shown = "<1%" if 0 < share < 0.005 else f"{share:.0%}"
     # Under noise the share is 2% to 6% in the mean, with standard deviations up to 13%: results/faithfulness/groups.md.
     return "unknown", (
@@ -190,7 +206,7 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
     return {
         "round": number,
         "records": len(table),
-        "scored": scored.scored,
+        "scored": "score" in table.columns,
         "trust": trust,
         "strip": build_strip(shown),
         "worst": _describe_moments(run, table, worst),
@@ -205,8 +221,11 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
 
 def list_moments(records: Round, notes: list[str]) -> tuple[list[Moment], list[Moment]]:
     """Return a round's most harmful and most helpful moments; none if a column is not what it should be."""
-    ends = (partial(find_moments, records.table, lowest=lowest, most=MOMENTS) for lowest in (True, False))
-    worst, best = (attempt(find, notes, "Moments cannot be listed", []) for find in ends)
+    failure = "Moments cannot be listed"
+    worst, best = (
+        attempt(partial(find_moments, records.table, lowest=lowest, most=MOMENTS), notes, failure, [])
+        for lowest in (True, False)
+    )
     return worst, best
 
 
@@ -254,25 +273,20 @@ def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataF
 
 def build_strip(table: pl.DataFrame) -> dict[str, Any]:
     """Return the strip of records in the order of `order_strip`, as arrays."""
-
-    def read(name: str) -> pl.Expr:
-        return pl.col(name) if name in table.columns else pl.lit(None, dtype=pl.Float64)
-
-    unit = read("group_id") if "group_id" in table.columns else read("episode_id")  # responses to one prompt
-    starts = table.with_row_index("start").group_by(env=read("env_index"), id=unit, maintain_order=True)
-    episodes = starts.agg(
-        pl.col("start").first(), length=pl.len(), first_step=read("step").first(), total=read("reward").sum()
+    unit = "group_id" if "group_id" in table.columns else "episode_id"  # responses to one prompt
+    columns = choose_columns(table, ["record_id", "env_index", unit, "step", "reward", "score", "keep"])
+    episodes = columns.with_row_index("start").group_by(id=pl.col(unit), env=pl.col("env_index"), maintain_order=True)
+    stretches = episodes.agg(
+        pl.col("start").first(),
+        pl.len().alias("length"),
+        pl.col("step").first().alias("first_step"),
+        pl.col("reward").sum().alias("return"),
     )
-    columns = table.select("record_id", score=read("score"), dropped=~read("keep").cast(pl.Boolean).fill_null(True))
     return {
-        "episodes": [
-            {name: row[name] for name in ("id", "env", "start", "length", "first_step")}
-            | {"return": round_number(row["total"])}
-            for row in episodes.iter_rows(named=True)
-        ],
+        "episodes": round_numbers(stretches.to_dicts()),
         "record_ids": columns["record_id"].to_list(),
         "scores": round_numbers(columns["score"]),
-        "dropped": columns["dropped"].cast(pl.Int8).to_list(),
+        "dropped": [int(keep is False) for keep in columns["keep"]],
     }
 
 
@@ -283,18 +297,16 @@ def _make_rows(
 
     Each has `differs`, whether its score differs from 0, and `groups`, the names of its groups.
     """
-    table = run.flagged(number).unique("record_id", keep="first", maintain_order=True)
+    keys = [entry["key"] for entry in list_pivots(run, run.round(number))[:EMBEDDED]]
+    names = {f"groups {by}": run.group(number, by).cast(pl.String) for by in keys}
+    table = run.flagged(number).with_columns(**names).unique("record_id", keep="first", maintain_order=True)
     faces = [moment.record_id for moment in moments]
     others = [record for moment in moments for record in moment.record_ids]
     flagged = table.filter(pl.col("flag").is_not_null())["record_id"].to_list()
     ids = list(dict.fromkeys([*records, *flagged, *faces, *others, *table["record_id"]]))[:ROWS]
-    keys = [entry["key"] for entry in list_pivots(run, run.round(number))[:EMBEDDED]]
-    names = {f"groups {by}": run.group(number, by).cast(pl.String) for by in keys}
     wanted = pl.DataFrame({"record_id": ids}, schema={"record_id": pl.Int64})
-    grouped = run.round(number).table.select("record_id", **names).unique("record_id", keep="first")
     rows = wanted.join(table, on="record_id", how="inner", maintain_order="left")
-    rows = rows.join(grouped, on="record_id", how="left", maintain_order="left")
     differs = pl.col("differs") if "differs" in rows.columns else pl.lit(None)
-    cells = make_cells(rows, list_columns(table.columns, is_language=run.is_language), run.labels)
+    cells = make_cells(rows, list_columns(run.round(number).table.columns, is_language=run.is_language), run.labels)
     groups = pl.struct(pl.col(f"groups {by}").alias(by) for by in keys) if keys else pl.lit(None)
     return rows.select(**cells, differs=differs, groups=groups).to_dicts()

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from whence.causes import compare_log_probs, find_causes, rank_moments, read_record, sum_rounds
 from whence.core import Action
-from whence.page.explored.frames import make_thumb, replay_moments
-from whence.page.explored.grid import round_number, round_numbers
-from whence.page.explored.moment_view import describe_moment
-from whence.page.explored.run import LOCK, ExploredRun
+from whence.page.content.explored_run import LOCK, ExploredRun
+from whence.page.content.frames import make_thumb, replay_moments
+from whence.page.content.moment_view import describe_moment
+from whence.page.content.short_json import round_numbers
 from whence.scores import find_moment, name_action
 
 SCORED: Mapping[str, str] = {
@@ -229,7 +229,7 @@ def _explain_tokens(run: ExploredRun, number: int, record: int) -> dict[str, Any
     return {
         "texts": explanation.tokens,
         **{name: round_numbers(values, 3) for name, values in columns.items()},
-        "pulls": [row | {"part": round_number(row["part"], 3)} for row in ends.to_dicts()],
+        "pulls": [row | {"part": round_numbers(row["part"], 3)} for row in ends.to_dicts()],
         "notes": [] if explanation.note is None else [explanation.note],
     }
 
@@ -246,7 +246,7 @@ def describe_causes(view: CauseView) -> dict[str, Any]:
         "text": view.text,
         "rounds": view.rounds["round"].to_list(),
         "sums": {name: round_numbers(view.rounds[name].to_list()) for name in ends},
-        "total": {name: round_number(view.rounds[name].sum()) for name in ends},
+        "total": {name: round_numbers(view.rounds[name].sum()) for name in ends},
         **{name: list(getattr(view, name)) for name in ends},
         "notes": list(view.notes),
     }

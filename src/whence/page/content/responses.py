@@ -1,14 +1,15 @@
-"""A language model's responses: one opened, by turns and tokens, and those to the same prompt."""
+"""A language model's responses: one opened, by turns and tokens, those to one prompt, and those of all checkpoints."""
 
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import polars as pl
 
-from whence.page.explored.grid import cut_text, round_number, round_numbers
-from whence.page.explored.scored_round import Round
+from whence.page.content.explored_run import ExploredRun, Round, attempt
+from whence.page.content.short_json import cut_text, round_numbers, spread
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response at most."""
@@ -22,6 +23,11 @@ PROMPTS = 500
 MOST_TOKENS = 4000
 """Tokens of a response whose numbers are shown at most."""
 
+CHECKPOINTS = 12
+"""Rounds of a run whose answers a page holds at most; two where there are more than `FEW` runs."""
+
+FEW = 4
+
 _EXCERPT = 160
 
 _BEGIN = r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>"
@@ -30,17 +36,15 @@ _TURN = re.compile(rf"(?:{_BEGIN})\s*(\w+)(?:<\|end_header_id\|>)?\s*(.*?)\s*(?=
 """A turn in the templates of ChatML, Llama 3 and Gemma: its role and its text."""
 
 _SIGNALS = ("log_probs", "entropies", "ratios")
-_SHORT = ("reward", "advantage", "score", "error", "weight")
 
 
 def describe_response(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a response's texts and numbers in JSON types; `rewards` are those of the reward functions."""
-    rewards = {name[7:]: round_number(value) for name, value in row.items() if name.startswith("reward.")}
     return {
         "record": row["record_id"],
         **{name: _cut(row.get(name)) for name in ("prompt", "response")},
-        **{name: round_number(row.get(name)) for name in _SHORT},
-        "rewards": rewards,
+        **{name: round_numbers(row.get(name)) for name in ("reward", "advantage", "score", "error", "weight")},
+        "rewards": {name[7:]: round_numbers(value) for name, value in row.items() if name.startswith("reward.")},
         "ended": row.get("ended"),
         "tokens_count": row.get("tokens"),
         "dropped": row.get("keep") is False,
@@ -114,21 +118,56 @@ def list_prompts(records: Round) -> list[dict[str, Any]]:
     table = records.table
     if "prompt" not in table.columns or table.is_empty():
         return []
-    named = {"reward": "reward", "score": "score", "tokens": "tokens", "ended": "ended"}
-    named |= {name: name for name in table.columns if name.startswith("reward.")}
-    means = [pl.col(name).cast(pl.Float64).mean().alias(key) for key, name in named.items() if name in table.columns]
-    spread = pl.col("reward").cast(pl.Float64).std() if "reward" in table.columns else pl.lit(None, pl.Float64)
-    chats = [pl.col("chat.prompt").first()] if "chat.prompt" in table.columns else []
+    rewards = [name for name in table.columns if name.startswith("reward.")]
+    named = [name for name in ("reward", "score", "tokens", "ended") if name in table.columns]
+    deviation = pl.col("reward").cast(pl.Float64).std() if "reward" in named else pl.lit(None, pl.Float64)
     groups = table.group_by("prompt", maintain_order=True).agg(
-        *chats, *means, records=pl.col("record_id"), responses=pl.len(), spread=spread.fill_nan(None)
+        *([pl.col("chat.prompt").first()] if "chat.prompt" in table.columns else []),
+        pl.col(*named, *rewards).cast(pl.Float64).mean(),
+        records=pl.col("record_id"),
+        responses=pl.len(),
+        spread=deviation.fill_nan(None),
     )
     shown = []
     for row in groups.sort("spread", descending=True, nulls_last=True).head(PROMPTS).iter_rows(named=True):
         turns = list_turns(row, "prompt") or [{"text": row["prompt"]}]
         texts = {"prompt": cut_text(turns[-1]["text"], _EXCERPT), "records": row.pop("records")[:GROUP]}
-        numbers = {name: round_number(value) for name, value in row.items() if not isinstance(value, str)}
+        numbers = {name: round_numbers(value) for name, value in row.items() if not isinstance(value, str)}
         shown.append(texts | numbers)
     return shown
+
+
+def read_answers(runs: Sequence[ExploredRun], notes: list[str]) -> dict[str, Any] | None:
+    """Return the answers that runs stored of their checkpoints, in JSON types; None of fewer than two checkpoints.
+
+    Returns:
+        `prompts`, and `sources`: the `run`, the `round` (0: before training), and its `answers`, a `text` and a
+        `reward` for each prompt; null where the model was not asked.
+    """
+    sources, prompts = list[tuple[str, int, dict[str, Any]]](), dict[str, None]()
+    for run in runs:
+        for number in spread(run.directory.rounds("answers"), CHECKPOINTS if len(runs) <= FEW else 2):
+            failure = f"Answers of {run.label} cannot be shown"
+            if answers := attempt(partial(_read_answers, run, number), notes, failure):
+                sources.append((run.label, number, answers))
+                prompts |= dict.fromkeys(answers)
+    if len(sources) < 2:
+        return None
+    return {
+        "prompts": [cut_text(prompt, LONGEST_TEXT) for prompt in prompts],
+        "sources": [
+            {"run": label, "round": number, "answers": [answers.get(prompt) for prompt in prompts]}
+            for label, number, answers in sources
+        ],
+    }
+
+
+def _read_answers(run: ExploredRun, number: int) -> dict[str, Any]:
+    """Return a checkpoint's answers by their prompts, the first to each."""
+    kinds = {"prompt": pl.String, "response": pl.String, "reward": pl.Float64}
+    table = run.directory.round("answers", number).select(pl.col(name).cast(kind) for name, kind in kinds.items())
+    rows = table.unique("prompt", keep="first", maintain_order=True).iter_rows()
+    return {prompt: {"text": _cut(text), "reward": round_numbers(reward)} for prompt, text, reward in rows}
 
 
 def _cut(text: Any) -> str:

@@ -5,7 +5,8 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property, lru_cache, wraps
+from contextlib import suppress
+from functools import cached_property, lru_cache, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -16,9 +17,8 @@ from numpy.typing import NDArray
 from whence.causes import has_map, map_extremes
 from whence.core import RunDirectoryError, WhenceError, first_line, show
 from whence.findings import Finding, find
-from whence.page.explored.scored_round import Round, read_round
 from whence.runs import RunDirectory, read_vocabulary
-from whence.scores import find_common_groups, name_groups, read_axes
+from whence.scores import SIGNIFICANT, find_common_groups, name_groups, read_axes
 from whence.stored.agents import (
     AnyEnv,
     action_labels,
@@ -26,6 +26,8 @@ from whence.stored.agents import (
     estimate_advantages,
     read_reward_scale,
     replay_episode,
+    score_round,
+    show_taken_actions,
     state_names,
 )
 
@@ -52,22 +54,30 @@ Frames: TypeAlias = Mapping[int, NDArray[np.uint8]]
 T = TypeVar("T")
 
 
+class Round(NamedTuple):
+    """The records of a round as the page shows them.
+
+    Attributes:
+        table: its records, with scores if they were stored or could be computed, and whether they differ from 0.
+        notes: what is missing, and what was computed on demand.
+    """
+
+    table: pl.DataFrame
+    notes: list[str]
+
+
 class Estimate(NamedTuple):
     """An advantage by fresh rollouts.
 
     Attributes:
-        mean: the advantage; None if it could not be measured.
-        error: its standard error.
-        text: how it was measured, or why not, as a sentence.
+        mc_advantage: the advantage; None if it could not be measured.
+        mc_error: its standard error.
+        mc_text: how it was measured, or why not, as a sentence.
     """
 
-    mean: float | None
-    error: float | None
-    text: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it in JSON types, as the page's details hold it."""
-        return {"mc_advantage": self.mean, "mc_error": self.error, "mc_text": self.text}
+    mc_advantage: float | None = None
+    mc_error: float | None = None
+    mc_text: str = ""
 
 
 def remember(read: Callable[["ExploredRun", int], T]) -> Callable[["ExploredRun", int], T]:
@@ -153,10 +163,8 @@ class ExploredRun:
         """Return the flags of all rounds in JSON types: `run`, `round`, `record_id`, `note`, and what was flagged."""
         flags, rows = self.directory.flags(), list[dict[str, Any]]()
         for number in flags["round"].unique().sort():
-            try:
-                records = self.directory.round("records", number)
-            except RunDirectoryError:
-                records = pl.DataFrame(schema={"record_id": pl.Int64})
+            none = pl.DataFrame(schema={"record_id": pl.Int64})
+            records = attempt(partial(self.directory.round, "records", number), [], "", none)
             facts = records.select("record_id", *(pl.col(name) for name in _FLAGGED if name in records.columns))
             rows += flags.filter(pl.col("round") == number).join(facts, on="record_id", how="left").to_dicts()
         return [{"run": str(self.directory.path), **row} for row in rows]
@@ -184,10 +192,10 @@ class ExploredRun:
             `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their number, `of`,
             that of all records of the round, and `groups`, which hold them: column and name.
         """
-        try:
-            findings = find(self.directory)
-        except Exception as refusal:  # records may be damaged, or of a shape that no detector has met
-            reason = f"What stands out could not be looked for: {first_line(refusal)}"
+        # Records may be damaged, or of a shape that no detector has met.
+        notes: list[str] = []
+        findings = attempt(lambda: find(self.directory), notes, "What stands out could not be looked for")
+        for reason in notes:
             log.warning("%s: %s", self.directory.path, reason)
             findings = [Finding("failure", reason, "", "")]
         return [*map(self._describe_finding, findings)]
@@ -215,13 +223,47 @@ class ExploredRun:
 
     @remember
     def round(self, number: int) -> Round:
-        """Return a round's records; see `read_round`.
+        """Return a round's records, scored now if they were not; of a damaged file no records, and a note.
 
         Raises:
             RunDirectoryError: the round is not there.
         """
         self.directory.require_rounds([number])
-        return read_round(self.directory, number, env=self.env, can_score=not self.is_language)
+        notes: list[str] = []
+        try:
+            table = self.directory.round("records", number)
+        except RunDirectoryError as broken:
+            return Round(pl.DataFrame(schema={"record_id": pl.Int64}), [str(broken)])
+        if "score" not in table.columns:
+            table = self._add_scores(table, number, notes)
+        with suppress(ValueError, KeyError, TypeError, WhenceError):  # a space that is not stored in this way
+            table = show_taken_actions(self.directory, table)
+        score, columns = pl.col("score"), {*table.columns}
+        if "score" in columns:  # JSON has no NaN
+            table = table.with_columns(score=pl.when(score.is_finite()).then(score))
+        if {"score", "tokens"} <= columns:
+            table = table.with_columns(score_per_token=score / pl.col("tokens").clip(lower_bound=1))
+        if {"score", "error"} <= columns:
+            error = pl.col("error").cast(pl.Float64)
+            table = table.with_columns(differs=pl.when(error.is_finite()).then(score.abs() > SIGNIFICANT * error))
+        return Round(table, notes)
+
+    def _add_scores(self, table: pl.DataFrame, number: int, notes: list[str]) -> pl.DataFrame:
+        if self.is_language:
+            notes.append(
+                "No response of this round was scored. To see scores, train with the rule `ScoreAll()`, which keeps "
+                "all responses, or give the rollouts to `whence llm score`."
+            )
+            return table
+        failure = "Nothing was scored in this round, and scoring it now failed"
+        scores = attempt(lambda: score_round(self.directory, number, env=self.env), notes, failure)
+        if scores is None:
+            return table
+        notes.append(
+            "Nothing was scored while this round trained. These scores were computed now, for the return, by the "
+            "policy that collected the round."
+        )
+        return table.join(scores.to_polars(), on="record_id", how="left", maintain_order="left")
 
     def record(self, number: int, record: int) -> dict[str, Any]:
         """Return a record's row of its round's table.
@@ -236,12 +278,11 @@ class ExploredRun:
         return rows.row(0, named=True)
 
     @remember
-    def changes(self, number: int) -> pl.DataFrame | str:
+    def changes(self, number: int) -> tuple[pl.DataFrame | None, str | None]:
         """Return what a round changed in the policy, a row for each record, by `compare_policies`; or why not."""
-        try:
-            return compare_policies(self.directory, number, env=self.env)
-        except Exception as refusal:
-            return first_line(refusal)
+        notes, failure = list[str](), "The policy before and after the round is not known"
+        table = attempt(lambda: compare_policies(self.directory, number, env=self.env), notes, failure)
+        return table, notes[0] if notes else None
 
     @remember
     def map(self, number: int) -> dict[str, Any] | None:
@@ -250,30 +291,28 @@ class ExploredRun:
         Raises:
             ReplayError: an episode cannot be played again.
         """
-        records = self.round(number)
-        if self.is_language or not records.scored or records.table.is_empty() or not self._has_map:
+        table = self.round(number).table
+        if self.is_language or "score" not in table.columns or not self._has_map:
             return None
-        extremes = map_extremes(self.directory, records.table, env=self.env)
+        extremes = map_extremes(self.directory, table, env=self.env)
         return None if extremes is None else extremes.to_json()
 
     def replay(self, episode: int, steps: Collection[int]) -> tuple[Frames, str | None]:
         """Return the frames of some steps of an episode, and why there are none or what is wrong with them."""
-        try:
-            with LOCK:
-                replay = replay_episode(self.directory, episode, env=self.env, frames=list(steps), last_step=max(steps))
-        except Exception as refusal:  # an environment's own code may raise anything
-            return {}, f"No frames: {first_line(refusal)}"
-        return replay.frames, replay.mismatch or replay.frames_note
+        notes: list[str] = []
+        options: Any = {"env": self.env, "frames": list(steps), "last_step": max(steps)}
+        with LOCK:
+            replay = attempt(lambda: replay_episode(self.directory, episode, **options), notes, "No frames")
+        return ({}, notes[0]) if replay is None else (replay.frames, replay.mismatch or replay.frames_note)
 
     def measure(self, number: int, record: int, rollouts: int, on_step: Callable[[], None] | None = None) -> Estimate:
         """Return a record's advantage by fresh rollouts, in the unit of the round's own; see `estimate_advantages`."""
-        try:
-            with LOCK:
-                table = estimate_advantages(
-                    self.directory, number, [record], env=self.env, continuations=rollouts, seed=0, on_step=on_step
-                )
-        except Exception as refusal:  # an environment's own code may raise anything
-            return Estimate(None, None, f"Not measured by fresh rollouts: {first_line(refusal)}")
+        notes, failure = list[str](), "Not measured by fresh rollouts"
+        options: Any = {"env": self.env, "continuations": rollouts, "seed": 0, "on_step": on_step}
+        with LOCK:
+            table = attempt(lambda: estimate_advantages(self.directory, number, [record], **options), notes, failure)
+        if table is None:
+            return Estimate(mc_text=notes[0])
         mean, error = table["mc_advantage"][0], table["mc_error"][0]
         text = f"Measured by {rollouts} fresh rollouts each with this action and with the policy's."
         if (scale := read_reward_scale(self.directory, number)) != 1:
@@ -284,7 +323,7 @@ class ExploredRun:
         return Estimate(mean / scale, error / scale, text)
 
 
-def attempt(compute: Callable[[], T], notes: list[str], failure: str, otherwise: Any) -> Any:
+def attempt(compute: Callable[[], T], notes: list[str], failure: str, otherwise: Any = None) -> Any:
     """Return what `compute` returns; if a file or an environment makes it fail, add a note that says so."""
     try:
         return compute()
@@ -314,8 +353,7 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
 
 def stamp_file(file: Path) -> tuple[int, int] | None:
     """Return what changes when a file is written anew; None if it is not there."""
-    try:
+    with suppress(OSError):
         status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
+        return status.st_mtime_ns, status.st_size
+    return None

@@ -3,27 +3,20 @@
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import polars as pl
 
 from whence.core import WhenceError
-from whence.page.explored.run import ExploredRun
-from whence.page.explored.scored_round import Round
+from whence.page.content.explored_run import ExploredRun, Round
+from whence.page.content.short_json import LONGEST, round_numbers
 from whence.scores import group_scores, is_significant, list_groupings
-
-LONGEST = 240
-"""Characters of an observation, an action or a reason that a page holds at most."""
 
 LONGEST_TEXT = 2000
 """Characters of a prompt or a response in the grid; a record that is opened shows more."""
 
 LARGEST_PAGE = 500
 """Rows of a page at most."""
-
-Labels = Sequence[str] | None
-"""The names of discrete actions; None: unknown."""
 
 
 class Column(NamedTuple):
@@ -111,12 +104,14 @@ def list_columns(names: Collection[str], *, is_language: bool) -> list[Column]:
     return [*columns[:place], *rewards, *columns[place:-1], *infos, *columns[-1:]]
 
 
-def make_cells(table: pl.DataFrame, columns: Iterable[Column], labels: Labels = None) -> dict[str, pl.Expr]:
+def make_cells(
+    table: pl.DataFrame, columns: Iterable[Column], labels: Sequence[str] | None = None
+) -> dict[str, pl.Expr]:
     """Return how each column's cells are made from a table: numbers of six digits, text cut to its length."""
     return {column.key: _make_cell(column, table.schema, labels).alias(column.key) for column in columns}
 
 
-def _make_cell(column: Column, schema: pl.Schema, labels: Labels) -> pl.Expr:
+def _make_cell(column: Column, schema: pl.Schema, labels: Sequence[str] | None) -> pl.Expr:
     key = column.key
     if key in ("observation", "raw_observation"):
         names = [name for name in schema if name.split(".")[0] == key]
@@ -152,25 +147,6 @@ def _round(number: pl.Expr) -> pl.Expr:
 def _cut(text: pl.Expr, longest: int) -> pl.Expr:
     shorter = pl.concat_str(text.str.slice(0, longest - 1), pl.lit("…"))
     return pl.when(text.str.len_chars() > longest).then(shorter).otherwise(text)
-
-
-def cut_text(text: str, longest: int = LONGEST) -> str:
-    """Return text, cut off after `longest` characters."""
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def round_number(value: Any, digits: int = 6) -> Any:
-    """Return a number with so many significant digits; null if there is none or it is not finite."""
-    if value is None or isinstance(value, int):
-        return value
-    number = float(value)
-    return float(f"{number:.{digits}g}") if math.isfinite(number) else None
-
-
-def round_numbers(values: Iterable[Any], digits: int = 6) -> list[Any]:
-    """Return numbers as `round_number` does; whole ones as integers, which are shorter."""
-    rounded = (round_number(value, digits) for value in values)
-    return [int(v) if isinstance(v, float) and v.is_integer() and abs(v) < 1e15 else v for v in rounded]
 
 
 def query_records(
@@ -281,7 +257,7 @@ NAMES = {
 
 def list_pivots(run: ExploredRun, records: Round) -> list[dict[str, str]]:
     """Return the columns by which a round's records can be grouped: `key` and `name` of each."""
-    if run.is_language or not records.scored or records.table.is_empty():
+    if run.is_language or "score" not in records.table.columns:
         return []
     return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in list_groupings(records.table)]
 
@@ -301,21 +277,17 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
     if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*keys}:
         raise WhenceError(f"Records are grouped by {', '.join(by)[:80]}; one or two of {', '.join(keys)} are needed.")
     table = group_scores(records.table, by, labels=run.labels, names=run.name_axes(number))
-    places: list[dict[Any, int]] = []
-    for name, column in zip(by, ("group", "across"), strict=False):
-        present = {*table[column]}
-        ordered = [text for text in run.group(number, name).unique().sort().to_list() if text in present]
-        places.append({text: place for place, text in enumerate(ordered)})
-    cells = []
-    for row in table.iter_rows(named=True):
-        mean, error = round_number(row["mean"], 4), round_number(row["error"], 3)
-        across = places[1][row["across"]] if len(places) > 1 else 0
-        cell = [places[0][row["group"]], across, row["records"], mean, error, is_significant(row["mean"], row["error"])]
-        cells.append(cell)
-    return {"rows": [*places[0]], "columns": [*places[1]] if len(places) > 1 else None, "cells": cells}
-
-
-def embed_pivots(run: ExploredRun, number: int, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the groups by each of some columns, and by each pair of them, by their names with a line between."""
-    choices = [(key,) for key in keys] + [*combinations(keys, 2)]
-    return {"\n".join(by): build_pivot(run, number, by) for by in choices}
+    rows = table["group"].unique().sort().to_list()
+    columns = table["across"].unique().sort().to_list() if len(by) > 1 else None
+    cells = [
+        [
+            rows.index(row["group"]),
+            columns.index(row["across"]) if columns else 0,
+            row["records"],
+            round_numbers(row["mean"], 4),
+            round_numbers(row["error"], 3),
+            is_significant(row["mean"], row["error"]),
+        ]
+        for row in table.iter_rows(named=True)
+    ]
+    return {"rows": rows, "columns": columns, "cells": cells}

@@ -213,6 +213,9 @@ def make_app(
             raise WhenceError(f"by is {by[:20]!r}; {' or '.join(SCORED)} is needed.")
         return causes.ask(explain, run, number, record, by)
 
+    def answer_advantage(run: ExploredRun, number: int, record: int, query: QueryParams) -> dict[str, Any]:
+        return measurements.ask(measure, run, number, record, continuations)
+
     async def write_note(request: Request) -> Response:
         body = bytearray()
         async for part in request.stream():

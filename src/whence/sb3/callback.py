@@ -4,17 +4,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.advice import log_new_advice
-from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, describe_scoring
+from whence.core import Objective, RecordBatch, Return, Target, WhenceError, as_objective, describe_scoring, suggest
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
 from whence.sb3.base import (
     EnvironmentSteps,
+    Last,
     Names,
     Ongoing,
     Recorder,
@@ -48,7 +49,7 @@ from whence.sb3.round_result import (
 )
 from whence.sb3.supported_models import check_model
 from whence.sb3.training_state import (
-    holds_policy,
+    count_learns,
     open_run,
     read_training,
     record_next_rollout,
@@ -103,6 +104,7 @@ class InfluenceCallback(BaseCallback):
             `attribute`. Nothing else depends on it. None: without errors.
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
+        last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
         strict: raise if a round keeps fewer than two records, instead of skipping its training.
         env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
             "module:function". Episodes are played again in what it makes. None: the environment is made again by its
@@ -132,6 +134,7 @@ class InfluenceCallback(BaseCallback):
         overwrite: bool = False,
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
+        last: Last = "keep",
         strict: bool = False,
         env: str | None = None,
         names: Names | None = None,
@@ -142,7 +145,9 @@ class InfluenceCallback(BaseCallback):
         check_rule(rule, AGENT_UNITS)
         check_engine(engine)
         check_memory(memory)
-        self.rule, self.strict = rule, strict
+        if last not in get_args(Last):
+            raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
+        self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
         self.env, self._factory = env, describe_factory(env)
@@ -215,19 +220,19 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         recorder = Recorder(self.model) if self.round.number in self.recordings else None
         buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        with select_from(buffer, selection, recorder=recorder):
+        with select_from(buffer, selection, last=self.last, recorder=recorder):
             train()
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
             if self._recorder is not None:
-                self._recorder.directory.check_writer()
-                self.recording.save(self._recorder.directory.round_path("recordings", self.recording.number))
+                self._recorder.write_file("recordings", self.recording.number, self.recording.save)
 
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
         return {
             **describe_scoring(self.rule, self.target, self.objective),
             "engine": self.engine,
+            **({} if self.last == "keep" else {"last": self.last}),
             **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
             **self._factory,
@@ -285,10 +290,7 @@ class InfluenceCallback(BaseCallback):
         self._ongoing = Ongoing(**state["ongoing"])
         self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._recorder.directory.table("metrics").to_dicts()
-        ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
-        # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or
-        # the script of the one that had ended was changed to train longer.
-        self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
+        self._learns = count_learns(self.model, checkpoint)
         load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
         self._recorder.continue_after(checkpoint, [] if reason is None else [reason])

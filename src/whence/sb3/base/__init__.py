@@ -20,6 +20,7 @@ from whence.sb3.base.recorder import model_objective as model_objective
 from whence.sb3.base.rollout_buffer import Ongoing as Ongoing
 from whence.sb3.base.rollout_buffer import begin_episodes as begin_episodes
 from whence.sb3.base.rollout_buffer import read_buffer as read_buffer
+from whence.sb3.base.sampling import Last as Last
 from whence.sb3.base.sampling import cancel_hook as cancel_hook
 from whence.sb3.base.sampling import claim_learn as claim_learn
 from whence.sb3.base.sampling import select_from as select_from

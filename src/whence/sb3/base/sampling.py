@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,13 +16,22 @@ from whence.sb3.recurrent import STATES
 from whence.sb3.supported_models import STAND_IN, original_class
 from whence.selection import Selection
 
+Last: TypeAlias = Literal["keep", "drop"]
+
 
 @contextmanager
-def select_from(buffer: RolloutBuffer, selection: Selection, *, recorder: Recorder | None = None) -> Iterator[None]:
+def select_from(
+    buffer: RolloutBuffer,
+    selection: Selection,
+    *,
+    last: Last = "keep",
+    recorder: Recorder | None = None,
+) -> Iterator[None]:
     """Let `buffer.get` yield the selected records only; the buffer has its own `get` again on exit.
 
     Every call draws SB3's permutation of all n records and then filters it, so that runs which drop different records
-    share their random streams. Weights that are not uniform become probabilities of n draws with replacement.
+    share their random streams. Weights that are not uniform become probabilities of n draws with replacement. `last`
+    says whether a last minibatch shorter than the others trains.
 
     A recurrent buffer yields its own minibatches, in which only the selected records are in the loss: the LSTM reads
     the others, too. One with fewer than two selected records joins its neighbour.
@@ -44,7 +53,7 @@ def select_from(buffer: RolloutBuffer, selection: Selection, *, recorder: Record
             recorder.start_epoch()
         order, env_change = _draw_order(buffer, sb3_get)
         if recurrent:
-            for indices in _cut_sequences(order, batch_size or len(keep), keep):
+            for indices in _cut_sequences(order, batch_size or len(keep), keep, last=last):
                 samples: Any = buffer._get_samples(indices, env_change)
                 yield samples._replace(mask=buffer.pad_and_flatten(keep[indices, None].astype(np.float32)))  # type: ignore[attr-defined]
             return
@@ -53,7 +62,7 @@ def select_from(buffer: RolloutBuffer, selection: Selection, *, recorder: Record
         else:
             weights = selection.weights.double().numpy()
             order = np.random.choice(len(keep), size=len(keep), p=weights / weights.sum())  # noqa: NPY002
-        for indices in cut_minibatches(order, batch_size or len(keep), join=not keeps_all):
+        for indices in cut_minibatches(order, batch_size or len(keep), last=last, join=not keeps_all):
             if recorder is not None:
                 recorder.add_minibatch(indices)
             yield buffer._get_samples(indices)
@@ -67,14 +76,18 @@ def select_from(buffer: RolloutBuffer, selection: Selection, *, recorder: Record
         del buffer.get  # the instance's, so that the class's is in effect again
 
 
-def _cut_sequences(order: NDArray[np.int64], batch_size: int, keep: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+def _cut_sequences(
+    order: NDArray[np.int64], batch_size: int, keep: NDArray[np.bool_], *, last: Last
+) -> list[NDArray[np.int64]]:
     """Cut records in the order of their sequences into minibatches that keep two each, to normalise advantages over.
 
-    One with fewer joins its neighbour.
+    One with fewer joins its neighbour. If a last one that is short may not be left out, it stays.
     """
-    minibatches = cut_minibatches(order, batch_size, join=False)
+    minibatches = cut_minibatches(order, batch_size, last=last, join=False)
     if keep.all():
         return minibatches
+    if keep[np.concatenate(minibatches)].sum() < 2:
+        minibatches = cut_minibatches(order, batch_size, join=False)
     joined = minibatches[:1]
     for indices in minibatches[1:]:
         if min(keep[indices].sum(), keep[joined[-1]].sum()) < 2:
@@ -107,15 +120,20 @@ def replace_samples(buffer: RolloutBuffer, get_samples: Callable[..., Any]) -> I
             buffer._get_samples = before  # type: ignore[method-assign]
 
 
-def cut_minibatches(order: NDArray[np.int64], batch_size: int, *, join: bool) -> list[NDArray[np.int64]]:
+def cut_minibatches(
+    order: NDArray[np.int64], batch_size: int, *, last: Last = "keep", join: bool
+) -> list[NDArray[np.int64]]:
     """Cut an order of records into minibatches.
 
-    With `join`, a last one of one record joins the one before, since one advantage cannot be normalised; SB3 cuts
-    without.
+    `last="drop"` leaves out a last minibatch shorter than the others, unless it is the only one. With `join`, a last
+    one of one record joins the one before, since one advantage cannot be normalised; SB3 cuts without.
     """
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    if join and len(batches) > 1 and len(batches[-1]) == 1 < batch_size:
-        batches[-2:] = [np.concatenate(batches[-2:])]
+    if len(batches) > 1 and len(batches[-1]) < batch_size:
+        if last == "drop":
+            batches.pop()
+        elif join and len(batches[-1]) == 1:
+            batches[-2:] = [np.concatenate(batches[-2:])]
     return batches
 
 

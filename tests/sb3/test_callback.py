@@ -407,6 +407,7 @@ def test_a_choice_of_ones_own_trains_and_its_metrics_are_logged(tmp_path: Path) 
         ({"rule": IIF(0.5, unit="row")}, "selects by row; the units here are record, episode"),
         ({"rule": KeepAll(), "engine": "gohst"}, "Did you mean ghost"),
         ({"rule": KeepAll(), "memory": "2GB"}, "memory is '2GB'; a number of bytes above 0"),
+        ({"rule": KeepAll(), "last": "all"}, "last is 'all'"),
         ({"rule": KeepAll(), "target": Return}, "target is <class"),
         ({"rule": KeepAll(), "run": 5}, "run is 5; pass the directory's path"),
         *(

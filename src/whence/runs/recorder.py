@@ -160,6 +160,11 @@ class RunRecorder:
             self.directory.write_round(table_name, number, table)
         self.directory.write_round("records", number, records)  # last: a round with records is whole
 
+    def write_file(self, name: RoundTensors, number: int, save: Callable[[Path], None]) -> None:
+        """Write a round's file by a function that saves to a path."""
+        self.directory.check_writer()
+        save(self.directory.round_path(name, number))
+
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
         """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
         if self.writes:

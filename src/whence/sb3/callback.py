@@ -58,7 +58,7 @@ from whence.sb3.round_result import (
 )
 from whence.sb3.supported_models import check_model
 from whence.sb3.training_state import (
-    holds_policy,
+    count_learns,
     open_run,
     read_training,
     record_next_rollout,
@@ -234,8 +234,7 @@ class InfluenceCallback(BaseCallback):
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
             if self._recorder is not None:
-                self._recorder.directory.check_writer()
-                self.recording.save(self._recorder.directory.round_path("recordings", self.recording.number))
+                self._recorder.write_file("recordings", self.recording.number, self.recording.save)
 
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
@@ -300,10 +299,7 @@ class InfluenceCallback(BaseCallback):
         self._ongoing = Ongoing(**state["ongoing"])
         self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._recorder.directory.table("metrics").to_dicts()
-        ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
-        # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or
-        # the script of the one that had ended was changed to train longer.
-        self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
+        self._learns = count_learns(self.model, checkpoint)
         load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
         self._recorder.continue_after(checkpoint, [] if reason is None else [reason])

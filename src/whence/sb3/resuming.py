@@ -199,6 +199,7 @@ def resume(
         target=target,
         objective=objective,
         engine=config["engine"],
+        last=config.get("last", "keep"),
         folds=config.get("folds", FOLDS),
         env=config["env"] if config.get("factory_source") else None,
         names=config.get("names", {}),

@@ -210,6 +210,15 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
         log.warning("%s: going on after round %d (%s of %s steps).", path, checkpoint.round, f"{done:,}", f"{total:,}")
 
 
+def count_learns(model: Any, checkpoint: Checkpoint) -> int:
+    """Return the number of calls of `learn()` in a run, with the one that continues after a checkpoint."""
+    state = checkpoint.content["callback"]
+    has_ended = state["last_timestep"] >= checkpoint.content["model"]["total_timesteps"]
+    # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or the
+    # script of the one that had ended was changed to train longer.
+    return int(state["learns"] + (has_ended and holds_policy(model, checkpoint)))
+
+
 def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:
     """Return whether a model has a checkpoint's policy: it is the model that was trained, or `resume` returned it."""
     policy = checkpoint.content["model"]["policy"]

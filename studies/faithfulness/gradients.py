@@ -17,7 +17,8 @@ from whence.core import RecordBatch, as_view, eval_mode, preserve_rng_state
 from whence.lab.agents import RunConfig, make_training_env
 from whence.lab.agents.training import make_model
 from whence.lab.visits import returns_to_go
-from whence.sb3 import collect, load_tensors, named_tensors
+from whence.sb3 import collect
+from whence.sb3.models import load_tensors, named_tensors
 
 Vector = NDArray[np.float64]
 

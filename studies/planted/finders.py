@@ -24,7 +24,7 @@ from studies.planted.scores import Floats
 from whence.causes.ranking import average_nearest
 from whence.core import RecordBatch, eval_mode, named_leaves
 from whence.llm import WithValueHead, language_view
-from whence.sb3 import actor_critic_view
+from whence.sb3.policy import actor_critic_view
 from whence.scores.gradient_products import GradientProducts
 
 ANCHORS, CLUSTERS = 32, 50

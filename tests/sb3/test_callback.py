@@ -23,7 +23,7 @@ import whence
 from helpers.toys import OnRolloutEnd, Toy, model
 from whence import DTV, IIF, KeepAll, RecordBatch, Return, RunDirectory, Selection, WhenceError, replay_episode
 from whence.sb3 import Choice, InfluenceCallback, model_objective
-from whence.sb3.base.model_description import HYPERPARAMETERS
+from whence.sb3.models.descriptions import HYPERPARAMETERS
 from whence.selection import ScoreAll
 
 

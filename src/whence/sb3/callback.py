@@ -22,29 +22,8 @@ from whence.core import (
 from whence.engines import check_engine, check_memory
 from whence.rounds.recording import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
-from whence.sb3.base import (
-    EnvironmentSteps,
-    Last,
-    Names,
-    Ongoing,
-    Recorder,
-    cancel_hook,
-    check_groups,
-    check_names,
-    check_observation,
-    check_recordings,
-    check_step,
-    claim_learn,
-    describe_factory,
-    model_objective,
-    named_tensors,
-    read_buffer,
-    read_names,
-    select_from,
-    watch_training,
-    wrap_next,
-)
-from whence.sb3.episodes import ResetTracker
+from whence.sb3.episodes import ResetTracker, check_factory
+from whence.sb3.models import Names, check_model, check_names, named_tensors, read_names
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
@@ -56,7 +35,23 @@ from whence.sb3.round_result import (
     read_settings,
     read_train_metrics,
 )
-from whence.sb3.supported_models import check_model
+from whence.sb3.rounds import (
+    EnvironmentSteps,
+    Last,
+    Ongoing,
+    Recorder,
+    cancel_hook,
+    check_groups,
+    check_observation,
+    check_recordings,
+    check_step,
+    claim_learn,
+    model_objective,
+    read_buffer,
+    select_from,
+    watch_training,
+    wrap_next,
+)
 from whence.sb3.training_state import (
     holds_policy,
     open_run,
@@ -120,7 +115,7 @@ class InfluenceCallback(BaseCallback):
             class and its wrappers, as far as their arguments can be stored.
         names: of discrete actions or of the axes of others, and of the observation's entries, as pages show them:
             {"actions": [...], "observations": [...]}. What it lacks is read from the environment if that tells them:
-            `action_names`, `get_action_meanings()`, an Enum `Actions`, or `observation_names`.
+            `action_names`, `get_action_meanings()`, or `observation_names`.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -159,7 +154,7 @@ class InfluenceCallback(BaseCallback):
         self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
-        self.env, self._factory = env, describe_factory(env)
+        self.env = check_factory(env)
         self.names = check_names(names or {})
         self.engine, self.memory = engine, memory
         self.folds = check_folds(folds)
@@ -245,7 +240,7 @@ class InfluenceCallback(BaseCallback):
             **({} if self.last == "keep" else {"last": self.last}),
             **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
-            **self._factory,
+            **({} if self.env is None else {"env": self.env, "env_kwargs": {}}),
         }
 
     @property

@@ -33,8 +33,8 @@ from whence.core import (
     preserve_rng_state,
     unwrap_compiled,
 )
-from whence.sb3.recurrent import is_recurrent, prepare_sequences, run_sequences
-from whence.sb3.supported_models import check_policy
+from whence.sb3.models.recurrent import is_recurrent, prepare_sequences, run_sequences
+from whence.sb3.models.supported_models import check_policy
 
 log = logging.getLogger("whence")
 

@@ -12,7 +12,7 @@ from stable_baselines3.common.logger import Logger
 
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
-from whence.sb3.base import EnvironmentSteps, model_objective
+from whence.sb3.rounds import EnvironmentSteps, model_objective
 from whence.scores import Influence, NoMean, add_errors, usable_folds
 from whence.selection import Selection, summarise_selection
 

@@ -16,8 +16,14 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import ReplayError, decode, encode
-from whence.sb3.base.wrappers import Part, describe_parts, is_watcher, iterate_wrappers
-from whence.sb3.episodes.attributes import load_attributes, read_attributes
+from whence.sb3.episodes.wrappers import (
+    Part,
+    describe_parts,
+    is_watcher,
+    iterate_wrappers,
+    load_attributes,
+    read_attributes,
+)
 
 STATE = "whence_generator_state"
 """The key of a reset's info under which `RecordResets` puts the generator's state."""

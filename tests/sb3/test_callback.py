@@ -246,11 +246,6 @@ def test_the_records_of_an_episode_share_a_fate(tmp_path: Path) -> None:
     assert callback.recording.records.ids[trained].sort().values.tolist() == sorted(table.filter("keep")["record_id"])
 
 
-def test_strict_raises_instead() -> None:
-    with pytest.raises(WhenceError, match="keeps 1 of 32 records"):
-        model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
-
-
 def pristine(toy: Any) -> bool:
     return type(toy) is PPO and "train" not in vars(toy) and not {"get", "_get_samples"} & set(vars(toy.rollout_buffer))
 

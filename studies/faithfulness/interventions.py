@@ -9,7 +9,7 @@ from torch import Tensor
 
 from studies.faithfulness.outcomes import check_scores, read_batch_size, seed_outcomes
 from whence.lab.rounds import reshuffle, retrain
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.scores.influence import Influence
 from whence.selection import read_scores
 from whence.stored.agents import Evaluate

@@ -14,7 +14,7 @@ from torch import Tensor
 from studies.faithfulness.outcomes import check_scores, compute_scores, measure_outcomes, read_batch_size
 from whence.core import Target, WhenceError
 from whence.lab.rounds import METHODS, check_target, compute_lds, draw_subsets, open_round, reshuffle, retrain
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.stored.agents import Evaluate
 
 _NUMBERS = dict.fromkeys(("lds", "low", "high", "ceiling"), pl.Float64)

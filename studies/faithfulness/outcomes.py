@@ -24,7 +24,7 @@ from whence.core import (
 )
 from whence.lab.rounds import METHODS, attribute_round, check_target, open_round, snapshot_scores
 from whence.lab.visits import compute_td_errors
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.scores.folds import PartialTarget, check_batch_target
 from whence.stored.agents import Evaluate
 

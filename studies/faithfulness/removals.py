@@ -13,7 +13,7 @@ from torch import Tensor
 from studies.faithfulness.outcomes import Outcomes, check_scores, measure_outcomes, read_batch_size
 from whence.core import Target, WhenceError
 from whence.lab.rounds import Orders, check_target, open_round, reshuffle, retrain
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.stored.agents import Evaluate
 
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)

@@ -31,7 +31,7 @@ from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, eval_m
 from whence.engines import measure_bytes
 from whence.lab.rounds import MARGIN, Point, SteppedRound, check_target, open_round, raise_on_divergence, step
 from whence.lab.rounds.replay import pull_back, target_gradient
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 
 DRAWS = 64
 """The number of trainings that are averaged; estimators.py compares numbers, and means."""

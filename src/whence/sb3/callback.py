@@ -20,7 +20,7 @@ from whence.core import (
     suggest,
 )
 from whence.engines import check_engine, check_memory
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
 from whence.sb3.episodes import ResetTracker, check_factory
 from whence.sb3.models import Names, check_model, check_names, named_tensors, read_names
@@ -376,7 +376,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
         if not metrics["skipped"]:
-            with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
+            with name_round(self.round.number), watch_training(self.model, self.round.records):
                 self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
         record_next_rollout(self.model, self._tracker)

@@ -11,7 +11,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
 from whence.core import InvalidRecords, RecordBatch, Return, RunDirectoryError, preserve_rng_state
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.sb3.episodes import Pool

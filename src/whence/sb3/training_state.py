@@ -14,17 +14,8 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
-from whence.core import RunDirectoryError, library_versions, load_rng_state, read_rng_state
+from whence.core import RunDirectoryError, load_rng_state, read_rng_state
 from whence.runs import Checkpoint, RunRecorder
-from whence.sb3.base import (
-    LIBRARIES,
-    EnvironmentSteps,
-    begin_episodes,
-    describe_model,
-    load_tensors,
-    named_tensors,
-    wrap_next,
-)
 from whence.sb3.episodes import (
     ResetTracker,
     accept_resets,
@@ -34,6 +25,8 @@ from whence.sb3.episodes import (
     restore_environments,
     restore_vec_wrappers,
 )
+from whence.sb3.models import describe_model, load_tensors, named_tensors, read_versions
+from whence.sb3.rounds import EnvironmentSteps, begin_episodes, wrap_next
 
 log = logging.getLogger("whence")
 
@@ -60,7 +53,7 @@ def open_run(
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
     checkpoint = recorder.begin(
         {**describe_model(model), **settings},
-        versions=library_versions(LIBRARIES),
+        versions=read_versions(model.env),
         overwrite=overwrite,
         may_change=may_change,
         check=partial(check_continues, model, recorder.path),

@@ -39,9 +39,10 @@ from whence.core import eval_mode
 from whence.lab import read_rows
 from whence.lab.language import Lab, smollm2
 from whence.llm import PPOConfig, ValidationLoss
+from whence.llm.base import ignore_old_names
 from whence.llm.text import context_length, generate, read_prompts
 from whence.llm.trl import InfluenceGRPOTrainer
-from whence.stored.language.loading import hide_progress_bars, ignore_old_names, load_language_model
+from whence.stored.language.loading import hide_progress_bars, load_language_model
 
 PUZZLE, TRAINED, TESTED, SAMPLING, ROUNDS, EVERY = "basic_arithmetic", 128, 96, 0, 16, 4
 GROUPS, GROUP, REVERSED = 4, 8, 0.2

@@ -14,7 +14,7 @@ from whence.lab.arms import counts_scoring
 from whence.lab.efficiency import Curve, make_curve
 from whence.lab.language.laboratory_tasks import make_laboratory
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
-from whence.llm.base import PPOConfig
+from whence.llm.base import PPOConfig, ignore_old_names
 from whence.llm.ppo import PPOTrainer
 from whence.llm.scores import RESPONSE_TARGETS
 from whence.llm.text import (
@@ -34,7 +34,6 @@ from whence.stored.language import (
     choose_sample_prompts,
     describe,
     hide_progress_bars,
-    ignore_old_names,
     load_task,
     make_sampling_config,
     make_trainer_config,

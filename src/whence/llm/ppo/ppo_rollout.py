@@ -18,12 +18,12 @@ from whence.llm.base import (
     Reference,
     WithValueHead,
     average_rows,
+    last_token,
     list_infos,
     list_signals,
     list_tokens,
     make_rows,
 )
-from whence.llm.base import token_losses as losses
 from whence.llm.scores import evaluate_rows
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.scores import Influence
@@ -93,14 +93,14 @@ def make_rollout(
     draft = make_rows(**tokens)
     evaluation = (draft, config.temperature, config.generation_batch_size, processes)
     outputs = evaluate_rows(model, *evaluation, with_entropy=True)
-    with reference.activate(model) as start_model:
+    with reference.activate(model.language_model) as start_model:
         ref_log_probs = evaluate_rows(start_model, *evaluation).log_prob
     assert outputs.value is not None
     assert outputs.entropy is not None
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
     _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
     penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
-    token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
+    token_rewards = reward_tokens(scores.to(mask.device), kl_coef * penalty, mask)
     advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
     # A prompt may begin with the token that pads others.
     prompts = torch.where(responses.attention_mask.bool(), responses.input_ids, -1)[:, : -mask.shape[1]]
@@ -108,7 +108,7 @@ def make_rollout(
         **tokens,
         log_probs=outputs.log_prob,
         values=torch.where(mask, outputs.value, 0.0),
-        advantages=losses.whiten(advantages, mask),
+        advantages=whiten(advantages, mask),
         returns=torch.where(mask, advantages + outputs.value, 0.0),
         record_ids=torch.arange(first_id, first_id + len(mask)),
         rewards=rewards,
@@ -125,6 +125,31 @@ def make_rollout(
         outputs.entropy,
         ref_log_probs,
     )
+
+
+def reward_tokens(
+    scores: Float[Tensor, " n"], penalty: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]
+) -> Float[Tensor, "n R"]:
+    """Return each token's reward: minus its penalty, plus the row's score at the last response token.
+
+    A row without a response token gets no reward.
+    """
+    rewards = torch.where(mask, -penalty, 0.0)
+    last = last_token(mask)
+    rows = mask.any(dim=1)
+    rewards[rows, last[rows]] += scores[rows].to(rewards)
+    return rewards
+
+
+def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
+    """Return values minus their mean over all response tokens, divided by their standard deviation; 0 elsewhere.
+
+    The variance has Bessel's correction, as in TRL.
+    """
+    chosen = values[mask]
+    if len(chosen) < 2:
+        return torch.where(mask, values, 0.0)
+    return torch.where(mask, (values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), 0.0)
 
 
 def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor, "n R"], first_id: int) -> None:

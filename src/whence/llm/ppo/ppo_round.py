@@ -10,8 +10,7 @@ from torch import Tensor
 from whence.core import ModuleView, RecordBatch, train_mode
 from whence.engines import record_training_pass
 from whence.llm.base import PPOConfig, Processes, WithValueHead, language_view
-from whence.llm.base import token_losses as losses
-from whence.llm.scores import RoundChooser, scale_gradients
+from whence.llm.scores import RoundChooser, masked_mean, scale_gradients, surrogate, value_loss
 from whence.scores import check_gradients, measure_gradients
 from whence.selection import Selection
 
@@ -183,13 +182,13 @@ def evaluate_terms(view: ModuleView, rows: RecordBatch, config: PPOConfig, accel
     assert isinstance(batch.observations, dict)
     columns = batch.observations
     mask, old_log_probs = columns["response_mask"], columns["log_probs"]
-    objective = losses.surrogate(outputs.log_prob, old_log_probs, columns["advantages"], config.cliprange)
-    value = losses.value_loss(outputs.value, columns["values"], columns["returns"], config.cliprange_value)
+    objective = surrogate(outputs.log_prob, old_log_probs, columns["advantages"], config.cliprange)
+    value = value_loss(outputs.value, columns["values"], columns["returns"], config.cliprange_value)
     with torch.no_grad():
         ratio = (outputs.log_prob - old_log_probs).exp()
         approx_kl = ratio - 1 - (outputs.log_prob - old_log_probs)
         clipped = ((ratio - 1).abs() > config.cliprange).to(ratio)
-    return _Terms(*(losses.masked_mean(column, mask) for column in (objective, value, approx_kl, clipped)))
+    return _Terms(*(masked_mean(column, mask) for column in (objective, value, approx_kl, clipped)))
 
 
 def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:

@@ -12,8 +12,7 @@ from transformers import get_scheduler
 
 from whence.core import NonFinite, RecordBatch, WhenceError, eval_mode, preserve_rng_state
 from whence.llm.base import language_view
-from whence.llm.base.token_losses import surrogate
-from whence.llm.scores import evaluate_rows
+from whence.llm.scores import evaluate_rows, surrogate
 
 _SUMMED = ("dapo", "cispo", "vespo", "bnpo", "dr_grpo", "luspo")
 """TRL's losses that are means over all tokens of a step; the others are means over rows."""

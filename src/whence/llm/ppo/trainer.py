@@ -174,7 +174,7 @@ class PPOTrainer:
         if not hasattr(self.model.language_model, "hf_device_map"):
             self.model = self.model.to(self.accelerator.device)
         self.processes.broadcast_model(self.model)
-        self.reference = Reference(self.model)
+        self.reference = Reference(self.model.language_model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
         self.kl_coef = config.init_kl_coef
         self.metrics: list[dict[str, Any]] = []

@@ -15,7 +15,10 @@ from .row_scores import Scoring as Scoring
 from .row_scores import add_reference as add_reference
 from .row_scores import evaluate_rows as evaluate_rows
 from .row_scores import score as score
+from .row_scores import score_target_rows as score_target_rows
+from .row_scores import score_tokens as score_tokens
 from .token_objectives import GroupObjective as GroupObjective
 from .token_objectives import TokenPPO as TokenPPO
-from .token_scores import score_target_rows as score_target_rows
-from .token_scores import score_tokens as score_tokens
+from .token_objectives import masked_mean as masked_mean
+from .token_objectives import surrogate as surrogate
+from .token_objectives import value_loss as value_loss

@@ -21,10 +21,9 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from whence.core import RunDirectoryError, WhenceError, library_versions
-from whence.llm.base import average_rows, list_infos, list_tokens
-from whence.llm.base.run_description import describe_run, describe_settings, is_secret
+from whence.llm.base import average_rows, describe_run, describe_settings, is_secret, list_infos, list_tokens
 from whence.llm.text import join_messages, list_chats, list_vocabulary
-from whence.llm.trl.pass_signals import PassSignals, list_pass_signals
+from whence.llm.trl.completions import PassSignals, list_pass_signals
 from whence.runs import (
     Checkpoint,
     RunDirectory,

@@ -5,7 +5,6 @@ from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig
 from .language_config import describe as describe
 from .loading import hide_progress_bars as hide_progress_bars
-from .loading import ignore_old_names as ignore_old_names
 from .loading import load_checkpoint as load_checkpoint
 from .loading import load_function as load_function
 from .loading import load_language_model as load_language_model

@@ -25,9 +25,19 @@ from whence.core import (
     rows_of,
     target_name,
 )
-from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
-from whence.llm.files import SCORED
+from whence.llm.base import (
+    EXTRA_PADDING,
+    PPOConfig,
+    Reference,
+    TokenRows,
+    WithValueHead,
+    has_adapter,
+    load_adapter,
+    make_table_rows,
+    pad_rows,
+)
 from whence.llm.ppo import load_parameters, make_rollout
+from whence.llm.rollout_files import SCORED
 from whence.llm.scores import (
     RESPONSE_TARGETS,
     GroupObjective,
@@ -37,7 +47,7 @@ from whence.llm.scores import (
 )
 from whence.llm.text import Responses
 from whence.llm.trl.supported_settings import make_group_objective
-from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
+from whence.runs import RunDirectory, checkpoint_path
 from whence.stored.language.language_config import LanguageConfig
 from whence.stored.language.loading import hide_progress_bars, load_checkpoint, load_pretrained
 from whence.stored.language.tasks import (
@@ -266,7 +276,7 @@ def _rebuild_ppo(
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy with its value head, the rows with advantages computed again, and the objective."""
     model = WithValueHead(task.model)
-    reference = Reference(model)
+    reference = Reference(model.language_model)
     if policy is not None:
         load_parameters(policy, model)
     kl_coef = run.table("metrics").filter(pl.col("round") == number)["kl_coef"][0]
@@ -307,10 +317,7 @@ def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | Non
 
 def _load_trained_model(model: Any, folder: Path) -> Any:
     """Return the model in a folder in Transformers' format; where it is an adapter, the model with this adapter."""
-    if not hasattr(model, "disable_adapter"):
+    if not has_adapter(model):
         return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
-    from peft import set_peft_model_state_dict
-
-    _, tensors = read_tensor_file(folder / "adapter_model.safetensors", RunDirectoryError)
-    set_peft_model_state_dict(model, tensors)
+    load_adapter(model, folder)
     return model

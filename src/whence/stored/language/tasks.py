@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.core import Target, WhenceError, load_plugin
-from whence.llm.base import PPOConfig, list_tokens
+from whence.llm.base import PPOConfig, add_adapter, list_tokens
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
     Evaluate,
@@ -25,13 +25,7 @@ from whence.llm.text import (
     read_prompts,
 )
 from whence.stored.language.language_config import LanguageConfig
-from whence.stored.language.loading import (
-    ignore_old_names,
-    load_data,
-    load_function,
-    load_language_model,
-    load_pretrained,
-)
+from whence.stored.language.loading import load_data, load_function, load_language_model, load_pretrained
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
@@ -126,7 +120,7 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
         WhenceError: a model, data set or function cannot be loaded.
     """
     task = (_load_laboratory if config.task else _load_user_task)(config, rewards)
-    return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
+    return replace(task, model=add_adapter(task.model, config.lora)) if config.lora else task
 
 
 def _load_laboratory(config: LanguageConfig, rewards: bool) -> Task:
@@ -181,14 +175,6 @@ def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, 
     rewards = compute_rewards(reward, responses.prompts, responses.texts, prompts.columns)
     error = float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
     return {"test_return": float(rewards.mean()), "standard_error": error}
-
-
-def _add_adapter(model: Any, config: LanguageConfig) -> Any:
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    settings = {"r": config.lora, "lora_alpha": 2 * config.lora, "lora_dropout": 0.0, "target_modules": "all-linear"}
-    with ignore_old_names():
-        return get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **settings))
 
 
 def make_validation_target(task: Task) -> ValidationLoss:

@@ -285,9 +285,7 @@ def _read_tokens(
     longest, context = max(len(prompt) + len(response) for prompt, response in pairs), context_length(model)
     if context is not None and longest > context:
         raise WhenceError(f"A rollout has {longest} tokens, and the model reads {context}. Leave such rows out.")
-    device = next(iter(model.parameters())).device
-    tokens = pad_rows([prompt for prompt, _ in pairs], [response for _, response in pairs], tokenizer.pad_token_id)
-    return TokenRows(*(column.to(device) for column in tokens))
+    return pad_rows(*zip(*pairs, strict=True), tokenizer.pad_token_id, next(iter(model.parameters())).device)
 
 
 def add_advantages(step: pl.DataFrame) -> pl.DataFrame:

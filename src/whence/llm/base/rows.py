@@ -20,14 +20,17 @@ class TokenRows(NamedTuple):
     response_mask: Bool[Tensor, "n R"]
 
 
-def pad_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int) -> TokenRows:
-    """Return the token ids of prompts and their responses as rows, filled up with `pad`."""
+def pad_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int, device: Any = None
+) -> TokenRows:
+    """Return the token ids of prompts and their responses as rows, filled up with `pad`, on a device; None: the CPU."""
     width, length = max(map(len, prompts)), max(1, *map(len, responses))
     ids = torch.full((len(prompts), width + length), pad)
     mask = torch.zeros_like(ids)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         place = slice(width - len(prompt), width + len(response))
         ids[row, place], mask[row, place] = torch.tensor([*prompt, *response]), 1
+    ids, mask = ids.to(device), mask.to(device)
     return TokenRows(ids, mask, mask[:, width:].bool())
 
 

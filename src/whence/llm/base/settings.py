@@ -46,7 +46,6 @@ class PPOConfig:
         temperature: sampling temperature; the policy that trains is the one at this temperature.
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that hold this much probability.
-        missing_eos_penalty: subtracted from the reward of a response that does not end; None: nothing.
         disable_dropout: switch dropout off, so that ratios begin at 1.
         generation_batch_size: rows of a pass that generates, or evaluates without gradients.
         save_every: rounds from one checkpoint to the next; 0: none are written. None: after every round, or after
@@ -84,7 +83,6 @@ class PPOConfig:
     temperature: Positive = 1.0
     top_k: Natural = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    missing_eos_penalty: NotNegative | None = None
     disable_dropout: bool = True
     generation_batch_size: Count = 64
     save_every: Natural | None = None

@@ -8,9 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.core import ModuleView, RecordBatch, train_mode
-from whence.engines import record_training_pass
 from whence.llm.base import PPOConfig, Processes, WithValueHead, language_view
-from whence.llm.scores import RoundChooser, masked_mean, scale_gradients, surrogate, value_loss
+from whence.llm.scores import RoundChooser, masked_mean, surrogate, value_loss
 from whence.scores import check_gradients, measure_gradients
 from whence.selection import Selection
 
@@ -146,7 +145,7 @@ def _choose_in_step(
     for pass_rows in step_rows.split(config.mini_batch_size * processes.number):
         chunk, step, loss = pass_rows[processes.part(len(pass_rows))], None, None
         if len(chunk):
-            with record_training_pass(chooser.layers, chooser.parameters, len(chunk)) as step:
+            with chooser.record_pass(len(chunk)) as step:
                 terms = evaluate_terms(view, rows.take(chunk), config, accelerator)
                 loss = terms.add_up(torch.ones(len(chunk)), len(step_rows), config.vf_coef)
                 loss = loss if scaler is None else scaler.scale(loss)
@@ -158,8 +157,7 @@ def _choose_in_step(
     weight, count = float(selection.weights[step_rows].sum()), int(selection.keep[step_rows].sum())
     if not weight:
         return None
-    processes.sum_gradients(chooser.parameters.values())
-    scale_gradients(chooser.parameters, len(step_rows) / weight)
+    chooser.sum_gradients(len(step_rows) / weight)
     return torch.stack([torch.zeros(4), *(terms.measure(part, weight, count) for terms, part in parts)]).sum(dim=0)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -157,6 +158,10 @@ class RoundChooser:
         differs_elsewhere = self._scoring.processes.agree_on_most(int(reason is not None))
         return reason or ("another process's pass differs from a plain one" if differs_elsewhere else None)
 
+    def record_pass(self, rows: int) -> AbstractContextManager[TrainingPass]:
+        """Return a context in which a forward pass on `rows` rows is recorded, for `run_backward`."""
+        return record_training_pass(self.layers, self.parameters, rows)
+
     def begin(self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None = None) -> None:
         """Begin a round with the rows of all processes; call it, and all that follows, in every process.
 
@@ -269,6 +274,13 @@ class RoundChooser:
         """What the round's passes have chosen so far; rows that had no pass are kept."""
         return Selection(self._keep.clone(), self._weights.clone(), list(self._reasons))
 
+    def sum_gradients(self, factor: float) -> None:
+        """Let a step's gradients be their sum over processes, times a factor: the mean over the rows that were kept."""
+        self._scoring.processes.sum_gradients(self.parameters.values())
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def end_step(self, factor: float = 1.0) -> None:
         """End a step. `factor` times the loss of its passes is the mean over all rows that the target is made of.
 
@@ -349,10 +361,3 @@ def _compare_with_plain(
     if not abs(float(scores[0]) - expected) <= tolerance * abs(expected):
         return f"on two rows a score is {float(scores[0]):.4g}, and {expected:.4g} by a plain backward pass"
     return None
-
-
-def scale_gradients(parameters: dict[str, nn.Parameter], factor: float) -> None:
-    """Multiply the gradients: at the end of a step, so that it is the mean over the rows that were kept."""
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    if factor != 1 and gradients:
-        torch._foreach_mul_(gradients, factor)

@@ -8,8 +8,7 @@ from typing import Any
 
 import polars as pl
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, pad_across_processes
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +24,6 @@ def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
 
 def make_completion_rows(
     output: Mapping[str, Any],
-    accelerator: Accelerator,
     processes: Processes,
     batches_done: int,
     rewards: Float[Tensor, " n"],
@@ -41,7 +39,7 @@ def make_completion_rows(
         raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
 
     def gather_tokens(tokens: Tensor, *, pad_first: bool = False) -> Tensor:
-        padded = accelerator.pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
+        padded = pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
         return processes.gather(padded, len(tokens) * processes.number)
 
     mask = output["completion_mask"]

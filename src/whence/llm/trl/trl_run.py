@@ -5,7 +5,6 @@ arrays (`weights_only=True`); whence loads none of them. Its own file comes last
 written when the process was killed, and is passed over.
 """
 
-import json
 import logging
 import math
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import polars as pl
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from whence.core import RunDirectoryError, WhenceError, library_versions
 from whence.llm.base import average_rows, describe_run, describe_settings, is_secret, list_infos, list_tokens
@@ -136,7 +135,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def _read_start(self, folder: Path) -> Checkpoint:
         _check_files(folder)
-        done, rest = divmod(int(read_progress(folder)["global_step"]), self._steps)
+        done, rest = divmod(read_progress(folder).global_step, self._steps)
         if rest:
             raise RunDirectoryError(
                 f"{folder} lies within a round, whose responses would be drawn again. Take another one."
@@ -146,9 +145,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def is_finished(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint is that of a training's last step."""
         progress, args = read_progress(checkpoint), self._trainer.args
-        same_epochs = progress.get("num_train_epochs") == args.num_train_epochs
-        total = args.max_steps if args.max_steps > 0 else progress["max_steps"] if same_epochs else math.inf
-        if finished := progress["global_step"] >= total:
+        same_epochs = progress.num_train_epochs == args.num_train_epochs
+        total = args.max_steps if args.max_steps > 0 else progress.max_steps if same_epochs else math.inf
+        if finished := progress.global_step >= total:
             log.warning("%s holds this run, finished: nothing is trained.", self.recorder.path)
         return bool(finished)
 
@@ -297,10 +296,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         }
 
 
-def read_progress(checkpoint: Path) -> Mapping[str, Any]:
+def read_progress(checkpoint: Path) -> Any:
     """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more."""
-    progress: Mapping[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    return progress
+    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
 def _check_files(checkpoint: Path) -> None:

@@ -110,15 +110,13 @@ def rebuild_round(
         )
     torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
     task = load_task(config, rewards=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    task.model.to(device)
-    tokens = _read_tokens(table, task.tokenizer, device)
+    task.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if config.algorithm == "ppo":
         size = settings.mini_batch_size
-        model, rows, objective = _rebuild_ppo(run, number, task, settings, tokens, table, policy)
+        model, rows, objective = _rebuild_ppo(run, number, task, settings, table, policy)
     else:
         size = settings.per_device_train_batch_size
-        model, rows, objective = _rebuild_trl(run, task, settings, tokens, table, policy)
+        model, rows, objective = _rebuild_trl(run, task, settings, table, policy)
     make_mean = {target_name(make()): make for make in RESPONSE_TARGETS.values()}.get(run.config["target"])
     if make_target is None and make_mean is not None:
         target = make_mean(rows, batch_size=size)
@@ -130,11 +128,10 @@ def rebuild_round(
 
 def _check_kept_target(run: RunDirectory) -> None:
     """Refuse a run whose scores are of what each round had drawn or done, and of what was not kept."""
-    what = "over responses that were drawn" if run.config.get("held_out") else None
     units: tuple[Unit | None, ...] = (None, "record", "row", "group")
-    if run.config["target"] in [target_name(MeanObjective(unit)) for unit in units]:
-        what = "the objective of the steps that were taken"
-    if what is not None:
+    is_of_steps = run.config["target"] in [target_name(MeanObjective(unit)) for unit in units]
+    if is_of_steps or run.config.get("held_out"):
+        what = "the objective of the steps that were taken" if is_of_steps else "over responses that were drawn"
         raise Unsupported(
             f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
         )
@@ -173,12 +170,11 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
     Raises:
         RunDirectoryError: the policy was not kept; or the run was made by a script and no checkpoint was given.
     """
-    is_scored = run.config.get("algorithm") == SCORED
+    if model is None and run.config.get("algorithm") == SCORED:
+        run.check_trust()
+        model = run.config["model"]
     if model is not None:
         return load_checkpoint(model, run.config.get("dtype", "float32"))
-    if is_scored:
-        run.check_trust()
-        return load_checkpoint(run.config["model"], run.config["dtype"])
     if not run.experiment:
         raise RunDirectoryError(
             f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
@@ -261,21 +257,14 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
 
 
 def _read_tokens(table: pl.DataFrame, tokenizer: Any, device: Any) -> TokenRows:
-    rows = pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id)
-    return TokenRows(*(column.to(device) for column in rows))
+    return pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id, device)
 
 
 def _rebuild_ppo(
-    run: RunDirectory,
-    number: int,
-    task: Task,
-    settings: PPOConfig,
-    tokens: TokenRows,
-    table: pl.DataFrame,
-    policy: Path | None,
+    run: RunDirectory, number: int, task: Task, settings: PPOConfig, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy with its value head, the rows with advantages computed again, and the objective."""
-    model = WithValueHead(task.model)
+    model, tokens = WithValueHead(task.model), _read_tokens(table, task.tokenizer, task.model.device)
     reference = Reference(model.language_model)
     if policy is not None:
         load_parameters(policy, model)
@@ -283,18 +272,16 @@ def _rebuild_ppo(
     rewards, first_id = table["reward"].to_list(), table["record_id"][0]
     ended = torch.tensor(table["ended"].to_list(), device=tokens.input_ids.device)
     responses = Responses(*tokens, ended, table["prompt"].to_list(), table["response"].to_list())
-    rollout = make_rollout(
-        model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id=first_id
-    )
+    rollout = make_rollout(model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id)
     return model, rollout.rows, TokenPPO(clip_range=settings.cliprange)
 
 
 def _rebuild_trl(
-    run: RunDirectory, task: Task, settings: Any, tokens: TokenRows, table: pl.DataFrame, policy: Path | None
+    run: RunDirectory, task: Task, settings: Any, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
     objective, multiple = make_group_objective(settings), getattr(settings, "pad_to_multiple_of", None)
-    ids, attended, mask = tokens
+    ids, attended, mask = _read_tokens(table, task.tokenizer, task.model.device)
     widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
     missing = int(widths.max()) + mask.shape[1] - ids.shape[1]
     rows = make_table_rows(table, TokenRows(pad(ids, (missing, 0)), pad(attended, (missing, 0)), mask))

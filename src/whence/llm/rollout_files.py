@@ -137,12 +137,9 @@ def _rename(table: pl.DataFrame, columns: Mapping[str, str], file: Path) -> pl.D
 
 def _split(table: pl.DataFrame) -> list[pl.DataFrame]:
     """Return the steps of a table in parts of at most `ROUND` rows, if groups allow; more rows may follow the last."""
-    by = [name for name in ("step",) if name in table.columns]
-    steps = table.with_columns(_run=pl.struct(by).rle_id() if by else 0).partition_by(
-        "_run", include_key=False, maintain_order=True
-    )
+    runs = table.with_columns(_run=pl.col("step").rle_id() if "step" in table.columns else 0)
     parts: list[pl.DataFrame] = []
-    for step in steps:
+    for step in runs.partition_by("_run", include_key=False, maintain_order=True):
         while len(step) > ROUND:
             place = _find_cut(step)
             parts.append(step.head(place))
@@ -176,10 +173,8 @@ def score_rollouts(
     leave_one_out: Unit | None = "row",
     columns: Mapping[str, str] = MappingProxyType({}),
     max_tokens: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     batch_size: int = 16,
-    memory: int | None = None,
     about: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
     on_round: Callable[[int, int], None] | None = None,
@@ -206,10 +201,8 @@ def score_rollouts(
         columns: see `read_steps`.
         max_tokens: the most tokens of a response in the training: shorter ones ended, and get an end-of-text token.
             None: all ended.
-        chat_template_kwargs: further arguments of the chat template.
         temperature: the sampling temperature of the responses.
         batch_size: rows of a pass.
-        memory: bytes that scoring may hold at a time; None: those of `batch_size` rows.
         about: a further description of the run, in JSON types.
         overwrite: delete the run that the directory holds, and start anew.
         on_round: called with the number of each round and of its rows.
@@ -227,7 +220,7 @@ def score_rollouts(
             "a weight above 0 and a model that it is measured from (--beta and --reference), or neither."
         )
     leave_one_out = None if rows_of(target) is not None else leave_one_out
-    scoring = Scoring(target, objective, temperature, "auto", memory, batch_size, leave_one_out=leave_one_out)
+    scoring = Scoring(target, objective, temperature, "auto", None, batch_size, leave_one_out=leave_one_out)
     description = {
         **describe_rows_scored(model, ScoreAll(), scoring),
         "algorithm": SCORED,
@@ -250,8 +243,7 @@ def score_rollouts(
                 seconds: dict[str, dict[str, float]] = {}
                 with time_stage(seconds, "scoring"):
                     table = add_advantages(step.with_row_index("record_id", first_id).cast({"record_id": pl.Int64}))
-                    tokens = _read_tokens(table, model, tokenizer, max_tokens, chat_template_kwargs)
-                    rows = make_table_rows(table, tokens)
+                    rows = make_table_rows(table, _read_tokens(table, model, tokenizer, max_tokens))
                     if reference is not None:
                         rows = add_reference(rows, reference, temperature, batch_size)
                     influence = score(model, rows, scoring)
@@ -272,20 +264,19 @@ def _find_last_round(run: Path) -> Checkpoint:
     return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
-def _read_tokens(
-    table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None, settings: Mapping[str, Any] | None
-) -> TokenRows:
+def _read_tokens(table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None) -> TokenRows:
     """Return the tokens of a round's prompts and responses, on the model's device; from texts at `most` tokens."""
     if {"prompt_ids", "response_ids"} <= set(table.columns):
         pairs = list(zip(table["prompt_ids"].to_list(), table["response_ids"].to_list(), strict=True))
     else:
         texts = table.select("prompt", completion="response").iter_rows(named=True)
-        encoded = (encode_pair(number, row, tokenizer, settings) for number, row in enumerate(texts))
+        encoded = (encode_pair(number, row, tokenizer, None) for number, row in enumerate(texts))
         pairs = [(prompt, response[:most]) for prompt, response in encoded]
     longest, context = max(len(prompt) + len(response) for prompt, response in pairs), context_length(model)
     if context is not None and longest > context:
         raise WhenceError(f"A rollout has {longest} tokens, and the model reads {context}. Leave such rows out.")
-    return pad_rows(*zip(*pairs, strict=True), tokenizer.pad_token_id, next(iter(model.parameters())).device)
+    prompts, responses = zip(*pairs, strict=True)
+    return pad_rows(prompts, responses, tokenizer.pad_token_id, next(iter(model.parameters())).device)
 
 
 def add_advantages(step: pl.DataFrame) -> pl.DataFrame:

@@ -1,7 +1,6 @@
 from .in_step import RoundChooser as RoundChooser
 from .in_step import Way as Way
 from .in_step import choose_way as choose_way
-from .in_step import log_way as log_way
 from .language_targets import RESPONSE_TARGETS as RESPONSE_TARGETS
 from .language_targets import SequenceReturn as SequenceReturn
 from .language_targets import SequenceReward as SequenceReward

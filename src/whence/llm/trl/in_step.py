@@ -57,10 +57,8 @@ class PassChooser(RoundChooser):
         super().begin(rows, progress, draw_rows)
         self._rows_left, self._rows_of_step = len(rows), 0
 
-    def find_difference(self, output: Mapping[str, Any]) -> str | None:
-        """Return how a recorded pass on two rows of the first batch differs from a plain one; None: it does not."""
-        if self.is_confirmed:
-            return None
+    def confirm_batch(self, output: Mapping[str, Any]) -> bool:
+        """Return whether a recorded pass on two rows of a generation batch is as a plain one; see `confirm`."""
         lengths = output["completion_mask"].sum(dim=1)
         places = lengths.argsort(descending=True)[[0, min(1, len(lengths) - 1)]]
         # Rows without an advantage have no gradient to compare.

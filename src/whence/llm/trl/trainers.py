@@ -32,7 +32,7 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.llm.base import ONE, Processes
-from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
+from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, score
 from whence.llm.trl.completions import (
     KEPT,
     ROW,
@@ -142,7 +142,8 @@ class _SelectingTrainer:
 
     def find_checkpoint(self) -> Path | None:
         """Return the run's last whole checkpoint, which `train(resume_from_checkpoint=True)` goes on from."""
-        return None if self._run is None else self._run.find_checkpoint()
+        latest = None if self._run is None else self._run.find_checkpoint()
+        return None if latest is None else latest.path
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's sampler, whose next order of the prompts is that of the epoch that training goes on in."""
@@ -164,9 +165,8 @@ class _SelectingTrainer:
         if type(self.rule) is not KeepAll:
             with time_stage(self.seconds, "scoring"), preserve_rng_state():
                 self.rows = self._make_rows(output)
-                if self.chooser is not None and (difference := self.chooser.find_difference(output)):
+                if self.chooser is not None and not self.chooser.confirm_batch(output):
                     self.chooser = None
-                    log_way(difference)
                 if self.chooser is not None:
                     self.chooser.begin(self.rows, self._progress)
                     return output

@@ -84,11 +84,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._start: Checkpoint | None = None
         self._choice: dict[str, Any] = {}
 
-    def find_checkpoint(self) -> Path | None:
+    def find_checkpoint(self) -> Checkpoint | None:
         """Return the last whole checkpoint of this run, not of one that was in the directory before."""
-        return None if (latest := self._find_latest()) is None else latest.path
-
-    def _find_latest(self) -> Checkpoint | None:
         if not (self.recorder.path / "config.json").exists():
             return None
         run_id = RunDirectory.open(self.recorder.path).notes.get(_RUN_ID, "")
@@ -111,7 +108,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             RunDirectoryError: see `RunDirectory.find_start`; or there is no checkpoint, or it lies within a round.
         """
-        latest, folder = self._find_latest(), self.recorder.path
+        latest, folder = self.find_checkpoint(), self.recorder.path
         self.recorder = RunRecorder(folder, writes=self.recorder.writes)  # the one of an earlier training has ended
         if resume is True and latest is None:
             raise RunDirectoryError(
@@ -210,8 +207,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if not (checkpoint / _FILE).exists():
             return
         content = load_tree(checkpoint / _FILE)
-        if trainer.chooser is not None and (gradient := content.get("target_gradient")) is not None:
-            trainer.chooser.gradient = {n: each.to(trainer.accelerator.device) for n, each in gradient.items()}
+        if trainer.chooser is not None:
+            trainer.chooser.restore(content.get("target_gradient"))
         state = content["processes"][trainer.args.process_index]
         load_states(self._list_parts(), state["user"])
         if state["reference"] is not None and self._moves_reference():

@@ -15,7 +15,6 @@ from .rounds import make_stored_rows as make_stored_rows
 from .rounds import rebuild_round as rebuild_round
 from .rounds import rebuild_rows as rebuild_rows
 from .tasks import Task as Task
-from .tasks import choose_sample_prompts as choose_sample_prompts
 from .tasks import load_task as load_task
 from .tasks import make_response_target as make_response_target
 from .tasks import make_sampling_config as make_sampling_config
@@ -24,4 +23,3 @@ from .tasks import make_trainer_config as make_trainer_config
 from .tasks import make_validation_target as make_validation_target
 from .tasks import prepare_test as prepare_test
 from .tasks import scoring_memory as scoring_memory
-from .tasks import split_held_out as split_held_out

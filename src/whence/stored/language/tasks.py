@@ -224,36 +224,6 @@ def _make_demonstration(task: Task, prompt: Prompt, response: str) -> dict[str, 
     return {"prompt": prompt, "completion": response}
 
 
-def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
-    """Return the prompts that train, and those of the target's responses; None: the target needs none.
-
-    Raises:
-        WhenceError: no prompt would be left to train.
-    """
-    if not config.held_out:
-        return task.prompts, None
-    cut = len(task.prompts) - config.held_out
-    if cut < 1:
-        raise WhenceError(
-            f"held_out is {config.held_out}, and there are {len(task.prompts)} prompts; at least one has to train."
-        )
-    return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
-
-
-_SAMPLE = 16
-"""Prompts that are answered at each evaluation."""
-
-
-def choose_sample_prompts(task: Task) -> Any:
-    """Return the prompts whose answers are stored: the first of the test, or of the training if there is no test.
-
-    The reward has to find its columns there, too; the test of a user has those that its own reward asks for.
-    """
-    needed = set(find_columns(task.reward, list_columns(task.prompts)))
-    source = task.prompts if task.test is None or not needed <= set(list_columns(task.test)) else task.test
-    return source.select(range(min(_SAMPLE, len(source))))
-
-
 def scoring_memory(config: LanguageConfig) -> int | None:
     """Return the bytes that scoring may hold: ample for small laboratories; None, those of a pass, for other models."""
     return 2**31 if config.has_small_model else None

@@ -34,9 +34,9 @@ from whence.core import RunDirectoryError, describe, hide_working_directory, wri
 from whence.lab import load_comparison
 from whence.lab.agents import configure, run
 from whence.page import ExploredRun, write_report
-from whence.page.explored.rounds import build_detail, build_round
+from whence.page.content.rounds import build_detail, build_round
+from whence.page.questions import Questions
 from whence.page.server import make_app
-from whence.page.server.questions import Questions
 from whence.runs import SIGNATURE, Checkpoint, signatures
 from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.base.stored_spaces import describe_space, make_space

@@ -46,10 +46,18 @@ assert "Laboratory" not in CliRunner().invoke(app, ["--help"]).output
 """
 
 FILES = (
-    *("test_callback", "test_environment_steps", "test_keeping", "test_loops", "test_recurrent", "test_runs"),
-    *("test_findings"),
-    *("test_explorer", "test_language_page", "test_viewer"),
-    *("test_llm_answers", "test_rollout_files"),
+    "test_callback",
+    "test_environment_steps",
+    "test_explorer",
+    "test_findings",
+    "test_keeping",
+    "test_language_page",
+    "test_llm_answers",
+    "test_loops",
+    "test_recurrent",
+    "test_rollout_files",
+    "test_runs",
+    "test_viewer",
 )
 """The files of tests of recording, findings, page, why and prove that need no laboratory."""
 

@@ -6,19 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import whence
 from studies.benchmarks.cells import Cell, Result, Setting
 from studies.benchmarks.policies import LANGUAGE, WIDTHS, make_subject
 from studies.benchmarks.subjects import Subject
-from studies.benchmarks.timing import (
-    find_free_memory,
-    is_too_long,
-    measure_peak,
-    predict,
-    spread,
-    take_turns,
-)
+from studies.benchmarks.timing import find_free_memory, is_too_long, measure_peak, predict, spread, take_turns
 from whence.core import WhenceError, first_line
 from whence.engines import measure_bytes
 from whence.scores.attribution import score_targets
@@ -89,8 +83,8 @@ def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Resul
     if refused is not None:
         return {"records": size, "refused": refused}
     smaller = [line for line in lines if "estimated" not in line]
-    if smaller and (reason := find_obstacle(smaller, size, setting.device)):
-        return estimate(smaller, size, reason)
+    if smaller and (estimated := estimate(smaller, size, setting.device)):
+        return estimated
     subject = make_subject(name, setting.device)
     records = subject.records(size)
     runs = [score(subject, records, engine), make_plain_pass(subject, records)]
@@ -103,7 +97,7 @@ def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Resul
         "records": size,
         "parameters": subject.parameters,
         "budget": subject.memory,
-        "record_bytes": count_bytes(records),
+        "record_bytes": sum(leaf.nbytes for leaf in tree_leaves(records.columns)) // size,
         "seconds": spread(seconds),
         "plain": spread(plain),
         "ratio": spread([one / other for one, other in zip(seconds, plain, strict=True)]),
@@ -113,31 +107,18 @@ def measure_engine(name: str, engine: str, size: int, setting: Setting) -> Resul
     return result
 
 
-def count_bytes(records: whence.RecordBatch) -> int:
-    """Return the bytes of one record."""
-    leaves = torch.utils._pytree.tree_leaves(records.columns)
-    return sum(leaf.nbytes for leaf in leaves) // len(records)
-
-
-def find_obstacle(smaller: list[Result], size: int, device: str) -> str | None:
-    """Return why so many records are not scored, from what fewer took; None: they are."""
-    sizes = [line["records"] for line in smaller]
-    seconds = predict(sizes, [line["seconds"]["median"] for line in smaller], size)
-    if is_too_long(seconds):
-        return "time"
-    if 3 * smaller[-1]["record_bytes"] * size + smaller[-1]["budget"] > find_free_memory(device):
-        return "memory"  # the records, their copies on the way, and what scoring may hold
-    return None
-
-
-def estimate(smaller: list[Result], size: int, reason: str) -> Result:
-    """Return what so many records would take, in proportion to what fewer took."""
-    sizes = [line["records"] for line in smaller]
+def estimate(smaller: list[Result], size: int, device: str) -> Result | None:
+    """Return what so many records would take, in proportion to what fewer took; None: they are scored."""
+    sizes, last = [line["records"] for line in smaller], smaller[-1]
     seconds, plain = (predict(sizes, [line[name]["median"] for line in smaller], size) for name in ("seconds", "plain"))
+    # The records, their copies on the way, and what scoring may hold.
+    needed = 3 * last["record_bytes"] * size + last["budget"]
+    if not is_too_long(seconds) and needed <= find_free_memory(device):
+        return None
     return {
         "records": size,
-        "parameters": smaller[-1]["parameters"],
-        "estimated": reason,
+        "parameters": last["parameters"],
+        "estimated": "time" if is_too_long(seconds) else "memory",
         "estimated_from": sizes,
         "seconds": {"median": seconds},
         "plain": {"median": plain},

@@ -94,9 +94,7 @@ def make_language_subject(name: str, device: str) -> Subject:
         tokens = rows.observations["advantages"]
         weights, target_weights = tokens / RESPONSE, rows.advantages[:, None].expand(-1, RESPONSE).contiguous()
         ids = rows.observations["input_ids"]
-        return Question(
-            Logits(model), (ids,), rows.actions, weights, target_weights, compute_log_probs, "model.lm_head"
-        )
+        return Question(Logits(model), (ids,), rows.actions, weights, target_weights, compute_log_probs)
 
     return Subject(
         name=name,

@@ -6,13 +6,12 @@ those of whence. Install what is missing: `make peers`.
 """
 
 import importlib.util
-import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,15 +133,13 @@ def dattri(question: Question) -> Tensor:
 
     def objective(parameters: dict[str, Tensor], record: tuple[Tensor, ...]) -> Tensor:
         *inputs, actions, weights = (tensor[None] for tensor in record)
-        return sum_weighted(
-            question, functional_call(question.model, parameters, tuple(inputs)), actions, weights
-        ).sum()
+        outputs = functional_call(question.model, parameters, tuple(inputs))
+        return sum_weighted(question, outputs, actions, weights).sum()
 
     def target(parameters: dict[str, Tensor], records: tuple[Tensor, ...]) -> Tensor:
         *inputs, actions, weights = records
-        return sum_weighted(
-            question, functional_call(question.model, parameters, tuple(inputs)), actions, weights
-        ).mean()
+        outputs = functional_call(question.model, parameters, tuple(inputs))
+        return sum_weighted(question, outputs, actions, weights).mean()
 
     state = question.model.state_dict()
     task = AttributionTask(objective, question.model, state, target_func=target)
@@ -205,24 +202,7 @@ def captum(question: Question) -> Tensor:
     return (records @ target.flatten()) / len(question)
 
 
-def captum_fast(question: Question) -> Tensor:
-    """Ask captum's TracInCPFast, which reads the last layer alone."""
-    from captum.influence import TracInCPFast
-
-    model = deepcopy(question.model)
-    tracin = TracInCPFast(
-        model,
-        model.get_submodule(question.last_layer),
-        _label(question, question.weights),
-        checkpoints=["now"],
-        checkpoints_load_func=lambda model, path: 1.0,
-        loss_fn=_Loss(question, "sum"),
-        batch_size=batch_size(question),
-    )
-    return tracin.influence(_label(question, question.target_weights).tensors).sum(0) / len(question)
-
-
-def kronfluence(question: Question, strategy: str = "identity") -> Tensor:
+def kronfluence(question: Question) -> Tensor:
     """Ask kronfluence for pairwise scores with the sum of the target's gradients; it writes them to a directory."""
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
@@ -243,7 +223,7 @@ def kronfluence(question: Question, strategy: str = "identity") -> Tensor:
         model = prepare_model(deepcopy(question.model), task)
         on_cpu = question.weights.device.type == "cpu"
         analyzer = Analyzer("suite", model, task, cpu=on_cpu, output_dir=folder, disable_tqdm=True)
-        factors = FactorArguments(strategy=strategy, use_empirical_fisher=True)
+        factors = FactorArguments(strategy="identity", use_empirical_fisher=True)
         analyzer.fit_all_factors("factors", records, per_device_batch_size=size, factor_args=factors)
         analyzer.compute_pairwise_scores(
             *("scores", "factors", records, records),
@@ -254,63 +234,16 @@ def kronfluence(question: Question, strategy: str = "identity") -> Tensor:
         return analyzer.load_pairwise_scores("scores")["all_modules"].flatten() / len(question)
 
 
-def trak(question: Question) -> Tensor:
-    """Ask TRAK, with 512 projected dimensions; the target is one example that holds all records.
+class Peer(NamedTuple):
+    """A library, or a way to do it by hand: `run` returns scores, (n,); `module` is what it imports, None: torch alone.
 
-    Its model output is a record's log-prob, and the loss's derivative in it minus the weight, which is the same for all
-    tokens of a row.
-    """
-    from trak import TRAKer
-    from trak.modelout_functions import AbstractModelOutput
-
-    class Output(AbstractModelOutput):
-        whole = False
-
-        def __init__(self) -> None:
-            pass
-
-        def get_output(self, model: Any, weights: Any, buffers: Any, *record: Tensor) -> Tensor:
-            *inputs, actions, factors = record if self.whole else [tensor[None] for tensor in record]
-            outputs = functional_call(model, (weights, buffers), tuple(inputs))
-            factors = factors if self.whole else torch.ones_like(factors)
-            return sum_weighted(question, outputs, actions, factors).mean()
-
-        def get_out_to_loss_grad(self, model: Any, weights: Any, buffers: Any, batch: Any) -> Tensor:
-            return batch[-1].reshape(len(batch[-1]), -1).mean(1, keepdim=True)
-
-    task, state = Output(), question.model.state_dict()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"device": question.weights.device.type, "proj_dim": 512, "use_half_precision": False}
-        traker = TRAKer(
-            deepcopy(question.model), task, len(question), save_dir=folder, logging_level=logging.ERROR, **settings
-        )
-        traker.load_checkpoint(state, model_id=0)
-        for batch in split(question):
-            traker.featurize((*batch.inputs, batch.actions, batch.weights), num_samples=len(batch))
-        traker.finalize_features()
-        task.whole = True
-        traker.start_scoring_checkpoint("target", state, model_id=0, num_targets=1)
-        whole = (*question.inputs, question.actions, question.target_weights)
-        traker.score(tuple(tensor[None] for tensor in whole), num_samples=1)
-        return torch.as_tensor(traker.finalize_scores("target").copy()).flatten()
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A library, or a way to do it by hand.
-
-    Attributes:
-        run: returns scores, (n,).
-        module: what it imports; None: torch alone.
-        note: by what definition its scores differ from whence's; "": they are the same.
-        layers: the pattern of the only parameters that its scores are of; None: of all.
-        holds_all: whether it holds the gradients of all records at a time, not those of a batch.
+    `note` says by what definition its scores differ from whence's, "" if they are the same; `holds_all`: whether it
+    holds the gradients of all records at a time, not those of a batch.
     """
 
     run: Callable[[Question], Tensor]
     module: str | None = None
     note: str = ""
-    layers: str | None = None
     holds_all: bool = False
 
 
@@ -321,12 +254,7 @@ PEERS: Mapping[str, Peer] = {
     "opacus": Peer(opacus, "opacus"),
     "dattri": Peer(dattri, "dattri"),
     "captum": Peer(captum, "captum", holds_all=True),
-    "captum-fast": Peer(captum_fast, "captum", "the last layer's weights alone", "action_net.weight"),
     "kronfluence": Peer(kronfluence, "kronfluence", "linear and convolutional layers alone"),
-    "kronfluence-ekfac": Peer(
-        partial(kronfluence, strategy="ekfac"), "kronfluence", "gradients are preconditioned by EKFAC's inverse"
-    ),
-    "trak": Peer(trak, "trak", "gradients are projected to 512 numbers, and preconditioned by their covariance"),
 }
 
 

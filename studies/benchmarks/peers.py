@@ -7,19 +7,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import Tensor
 
-import whence
 from studies.benchmarks.cells import Cell, Result, Setting
 from studies.benchmarks.engines import score
 from studies.benchmarks.libraries import PEERS, Peer, batch_size, is_installed, take
 from studies.benchmarks.policies import RL, make_subject
-from studies.benchmarks.subjects import Subject
+from studies.benchmarks.subjects import Question, Subject
 from studies.benchmarks.timing import find_free_memory, is_too_long, measure_peak, spread, take_turns, time_once
 from whence.core import first_line
 
@@ -78,17 +76,16 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result
     """Return what `measure_peer` does of a peer that can express the question."""
     question = subject.question(size)
     question = replace(question, model=deepcopy(question.model))  # peers leave hooks and gradients behind
-    seconds = predict_peer(partial(time_peer, peer, question, setting.device), size)
+    seconds = predict_peer(peer, question, setting.device)
     needed = COPIES * 4 * subject.parameters * (size if peer.holds_all else min(size, batch_size(question)))
     reason = "time" if is_too_long(seconds) else "memory" if needed > find_free_memory(setting.device) else None
     if reason is not None:
         return {"records": size, "estimated": reason, "estimated_from": [size // FEW], "seconds": {"median": seconds}}
-    records = subject.records(size)
-    whence_run, run = score(subject, records, "ghost"), partial(peer.run, question)
+    whence_run, run = score(subject, subject.records(size), "ghost"), partial(peer.run, question)
     turns = take_turns([run, whence_run], repeats=setting.repeats, device=setting.device)
     (scores, peak), (influence, whence_peak) = (run_for_peak(each, setting.device) for each in (run, whence_run))
     scores, truth = scores.detach().cpu().double(), influence.scores.double()
-    result = {
+    return {
         "records": size,
         "seconds": spread([turn[0] for turn in turns]),
         "whence": spread([turn[1] for turn in turns]),
@@ -98,24 +95,6 @@ def compare(peer: Peer, subject: Subject, size: int, setting: Setting) -> Result
         "peak": peak,
         "whence_peak": whence_peak,
     }
-    if peer.layers is not None and subject.model is not None:
-        with train_alone(subject.module, peer.layers):
-            of_layers = whence.attribute(subject.policy, records, **subject.scoring).scores.double()
-        result["difference_of_layers"] = measure_difference(scores, of_layers)
-    return result
-
-
-@contextlib.contextmanager
-def train_alone(module: nn.Module, pattern: str) -> Iterator[None]:
-    """Let only the parameters train whose names match a pattern."""
-    others = [p for name, p in module.named_parameters() if p.requires_grad and not fnmatchcase(name, pattern)]
-    try:
-        for parameter in others:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)
 
 
 def measure_difference(scores: Tensor, truth: Tensor) -> float:
@@ -123,18 +102,13 @@ def measure_difference(scores: Tensor, truth: Tensor) -> float:
     return float((scores - truth).abs().max() / truth.abs().max())
 
 
-def time_peer(peer: Peer, question: Any, device: str, size: int) -> float:
-    """Return the seconds of a peer on the first records."""
-    return time_once(partial(peer.run, take(question, slice(0, size))), device)
+def predict_peer(peer: Peer, question: Question, device: str) -> float:
+    """Return the seconds of a peer on all records: a part that grows with them, and one that does not."""
 
+    def time_some(size: int) -> float:
+        return time_once(partial(peer.run, take(question, slice(0, size))), device)
 
-def predict_peer(time_some: Any, size: int) -> float:
-    """Return the seconds of a peer on all records: a part that grows with them, and one that does not.
-
-    Args:
-        time_some: `time_some(n)` returns the seconds of n records.
-        size: the number of all records.
-    """
+    size = len(question)
     few, half = max(2, size // FEW), max(1, size // (2 * FEW))
     first = time_some(half)
     less = first if first > SLOW else time_some(half)  # a first call imports

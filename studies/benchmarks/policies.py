@@ -142,7 +142,7 @@ def _make_rl_subject(name: str, device: str) -> Subject:
         weights = prepared.advantages, records.advantages
         tree = inputs["observations"]
         leaves = (tree,) if actor.keys is None else tuple(tree[key] for key in actor.keys)
-        return Question(actor, leaves, inputs["actions"], *weights, log_probs, "action_net")
+        return Question(actor, leaves, inputs["actions"], *weights, log_probs)
 
     return Subject(
         name=name,

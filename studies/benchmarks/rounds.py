@@ -10,7 +10,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from studies.benchmarks.cells import Cell, Result, Setting
 from studies.benchmarks.policies import make_model
-from studies.benchmarks.timing import spread, spread_stages, take_turns
+from studies.benchmarks.timing import spread, take_turns
 from whence import IIF, Return, RunDirectory, attribute
 from whence.sb3 import InfluenceCallback, collect, model_objective
 from whence.scores.folds import FOLDS
@@ -106,7 +106,9 @@ def _compare(policy: str, title: str, influence: InfluenceCallback, run: Path | 
     pairs = list(zip(*counted.values(), strict=True))
     return {
         "records": plain.n_steps,
-        "stages": {name: spread_stages(each) for name, each in counted.items()},
+        "stages": {
+            name: {stage: spread([one[stage] for one in each]) for stage in each[0]} for name, each in counted.items()
+        },
         "seconds": spread([one["round"] for _, one in pairs]),
         "ratio": spread([one["round"] / other["round"] for other, one in pairs]),
         "share": spread([one["scoring"] / one["round"] for _, one in pairs]),

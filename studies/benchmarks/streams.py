@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from studies.stored import round_numbers, write_line
+from studies.shared import write_line
 from whence import RunDirectory
 from whence.lab.language.laboratory_tasks import Settings, make_character_tokenizer, make_model
 from whence.lab.language.problems import SYMBOLS
@@ -116,7 +116,7 @@ def main(
         line = measure(Path(folder), rows, equal, batch_size)
     line["machine"] = platform.processor() or platform.machine()
     line["cores"] = len(os.sched_getaffinity(0))
-    write_line(out, round_numbers(line), ("rows", "equal"))
+    write_line(out, line, ("rows", "equal"))
     print(line)
 
 

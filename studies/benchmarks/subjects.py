@@ -26,7 +26,6 @@ class Question:
         weights: (n,) or (n, R).
         target_weights: like `weights`.
         log_probs: `log_probs(outputs, actions)` returns a tensor like `weights`.
-        last_layer: the name of the model's last layer.
     """
 
     model: nn.Module
@@ -35,7 +34,6 @@ class Question:
     weights: Tensor
     target_weights: Tensor
     log_probs: Callable[[Any, Tensor], Tensor]
-    last_layer: str
 
     def __len__(self) -> int:
         return len(self.weights)

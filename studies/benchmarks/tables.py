@@ -1,25 +1,27 @@
-"""Tables of the suite's cells: `python -m studies.benchmarks.tables results/benchmarks` writes tables.md, summary.json.
+"""Tables of the suite's cells: `python -m studies.benchmarks.tables results/benchmarks` writes tables.md.
 
 Medians, with the lowest and the highest in brackets. "~" marks what was estimated from fewer records.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from studies.benchmarks.cells import Result, read_results
 from studies.benchmarks.engines import ENGINES, LANGUAGE_ENGINES, ROWS, SIZES
 from studies.benchmarks.engines import POLICIES as ENGINE_POLICIES
-from studies.benchmarks.engines import list_cells as list_engine_cells
-from studies.benchmarks.libraries import PEERS
 from studies.benchmarks.peers import POLICIES
 from studies.benchmarks.policies import LANGUAGE, WIDTHS
 from studies.benchmarks.timing import fit_exponent
-from studies.markdown import table
-from whence.core import write_atomically
+from studies.shared import Out, cell, table, write_page
+
+PEERS = (
+    *("torch-vmap", "matrix-vmap", "matrix-loop", "opacus", "dattri", "captum", "captum-fast", "kronfluence"),
+    *("kronfluence-ekfac", "trak"),
+)
+"""The peers in the order of the tables. The code of those that no command has any more is in the history."""
 
 FLAT = 0.05
 """The change of the peak, at most, for which memory counts as flat."""
@@ -61,38 +63,43 @@ def mark_of(line: Result) -> str:
     return "~" if "estimated" in line else ""
 
 
+def tabulate(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells as a table; nothing if there is no row."""
+    lines = [*rows]
+    return table([head, *lines]) if lines else ""
+
+
 def tabulate_by_records(cells: Cells, policies: Sequence[str], engines: Sequence[str], sizes: Sequence[int]) -> str:
     """Return seconds, and ratios to a plain pass, by policy and engine; the columns are numbers of records."""
-    lines = [["policy/engine", *(f"{size:,}" for size in sizes)]]
-    for row in (f"{policy}/{engine}" for policy in policies for engine in engines):
-        texts = []
-        for size in sizes:
-            line = cells.get(f"{row}/{size}")
-            if line is None or "refused" in line:
-                texts.append("–" if line is None else "no")
-                continue
-            mark = mark_of(line)
-            texts.append(f"{mark}{show_seconds(line['seconds']['median'])}, {mark}{line['ratio']['median']:.2f}×")
-        if any(text != "–" for text in texts):
-            lines.append([f"`{row}`", *texts])
-    return table(lines) if len(lines) > 1 else ""
+
+    def show_cell(name: str) -> str:
+        line = cells.get(name)
+        if line is None or "refused" in line:
+            return "–" if line is None else "no"
+        mark = mark_of(line)
+        return f"{mark}{show_seconds(line['seconds']['median'])}, {mark}{line['ratio']['median']:.2f}×"
+
+    names = [f"{policy}/{engine}" for policy in policies for engine in engines]
+    rows = [[f"`{name}`", *(show_cell(f"{name}/{size}") for size in sizes)] for name in names]
+    return tabulate(["policy/engine", *(f"{size:,}" for size in sizes)], [row for row in rows if {*row[1:]} != {"–"}])
 
 
 def tabulate_engines(cells: Cells) -> str:
     """Return a line for each cell of scoring."""
-    lines = [["cell", "records", "scoring", "of plain passes", "plain pass", "turns"]]
-    for name in (cell.name for cell in list_engine_cells() if cell.section == "engines"):
-        if (line := cells.get(name)) is None:
-            continue
+    order = [*ENGINE_POLICIES, *(f"width-{width}" for width in WIDTHS), *LANGUAGE]
+    known = [(*name.split("/"), line) for name, line in cells.items() if line["section"] == "engines"]
+    known.sort(key=lambda each: (order.index(each[0]), ENGINES.index(each[1]), each[3]["records"]))
+    rows = []
+    for *_, line in known:
+        first = [show_command(line["cell"]), f"{line['records']:,}"]
         if "refused" in line:
-            lines.append([show_command(name), f"{line['records']:,}", show_failure(line), "–", "–", "–"])
+            rows.append([*first, show_failure(line), "–", "–", "–"])
             continue
         mark = mark_of(line)
-        values = [show(line[key], show_seconds, mark) for key in ("seconds", "plain")]
+        seconds, plain = (show(line[key], show_seconds, mark) for key in ("seconds", "plain"))
         turns = f"0 ({line['estimated']})" if mark else str(line["seconds"]["turns"])
-        ratio = show(line["ratio"], mark=mark)
-        lines.append([show_command(name), f"{line['records']:,}", values[0], ratio, values[1], turns])
-    return table(lines) if len(lines) > 1 else ""
+        rows.append([*first, seconds, show(line["ratio"], mark=mark), plain, turns])
+    return tabulate(["cell", "records", "scoring", "of plain passes", "plain pass", "turns"], rows)
 
 
 def find_peaks(cells: Cells) -> dict[str, list[Result]]:
@@ -104,41 +111,29 @@ def find_peaks(cells: Cells) -> dict[str, list[Result]]:
     return {row: sorted(each, key=lambda line: line["records"]) for row, each in peaks.items()}
 
 
-def compare_peaks(lines: Sequence[Result]) -> dict[str, Any]:
-    """Return the peaks by records, their change up to the most records, and whether they are within the budget."""
-    peaks = {line["records"]: line["peak"]["tensors"] for line in lines}
-    last, grown = max(peaks), [line["peak"]["grown"] or 0 for line in lines]
-    return {
-        "budget": lines[0]["budget"],
-        "tensors": peaks,
-        "grown": lines[-1]["peak"]["grown"],
-        "changes": {
-            size: peaks[last] / peaks[size] - 1 for size in list(peaks)[:-1] if size in (2048, list(peaks)[-2])
-        },
-        "within": max(*peaks.values(), *grown) <= lines[0]["budget"],
-    }
-
-
-def show_change(change: float) -> str:
-    """Return whether a peak is flat, and its change."""
-    size = f"{change:+.0%}" if change < 1 else f"{change + 1:,.0f} times"
-    return f"{'yes' if abs(change) <= FLAT else 'no'}, {size}".replace("-", "−")
+def show_change(size: int, change: float) -> str:
+    """Return whether a peak is flat from so many records on, and its change."""
+    text = f"{change:+.0%}" if change < 1 else f"{change + 1:,.0f} times"
+    return f"from {size:,}: {'yes' if abs(change) <= FLAT else 'no'}, {text}".replace("-", "−")
 
 
 def tabulate_memory(cells: Cells) -> str:
-    """Return the peaks of each policy and engine under its budget."""
+    """Return the peaks of each policy and engine under its budget, and how they change up to the most records."""
+    rows = []
+    for row, lines in find_peaks(cells).items():
+        budget, peaks = lines[0]["budget"], {line["records"]: line["peak"]["tensors"] for line in lines}
+        *sizes, last = peaks
+        changes = [show_change(n, peaks[last] / peaks[n] - 1) for n in sizes if n in (2048, sizes[-1])]
+        grown = [line["peak"]["grown"] for line in lines]
+        within = max(*peaks.values(), *(each or 0 for each in grown)) <= budget
+        shown = ", ".join(f"{n:,}: {show_bytes(peak)}" for n, peak in peaks.items())
+        texts = [show_bytes(budget), shown, show_bytes(grown[-1]), "yes" if within else "**no**"]
+        rows.append([f"`{row}`", *texts, "; ".join(changes) or "–"])
     head = ["policy/engine", "budget, MiB", "tensors, MiB, by records", "process, MiB", "in it", "flat within 5%"]
-    lines = [head]
-    for row, each in find_peaks(cells).items():
-        memory = compare_peaks(each)
-        peaks = ", ".join(f"{n:,}: {show_bytes(peak)}" for n, peak in memory["tensors"].items())
-        flat = "; ".join(f"from {size:,}: {show_change(change)}" for size, change in memory["changes"].items()) or "–"
-        grown, within = show_bytes(memory["grown"]), "yes" if memory["within"] else "**no**"
-        lines.append([f"`{row}`", show_bytes(memory["budget"]), peaks, grown, within, flat])
-    return table(lines) if len(lines) > 1 else ""
+    return tabulate(head, rows)
 
 
-def fit_growth(cells: Cells) -> dict[str, dict[str, Any]]:
+def tabulate_growth(cells: Cells) -> str:
     """Return the exponents of seconds in records, and in parameters, with the sizes that they were fitted to."""
     series: dict[str, list[tuple[float, float]]] = {}
     for name, line in cells.items():
@@ -151,58 +146,55 @@ def fit_growth(cells: Cells) -> dict[str, dict[str, Any]]:
         if policy.startswith("width-") or (policy in LANGUAGE and line["records"] == ROWS[0]):
             kind = "MLPs" if policy.startswith("width-") else "LoRA" if policy.endswith("-lora") else "transformers"
             series.setdefault(f"{kind}/{engine}, parameters", []).append((line["parameters"], point))
-    growth = {}
-    for name, points in series.items():
+    rows = []
+    for name, points in sorted(series.items()):
         sizes, seconds = zip(*sorted(points), strict=True)
         if len(set(sizes)) > 1:
-            growth[name] = {"exponent": fit_exponent(sizes, seconds), "sizes": list(sizes)}
-    return growth
+            ends = f"{sizes[0]:,}", f"{sizes[-1]:,}"
+            rows.append([name, f"{fit_exponent(sizes, seconds):.2f}", *ends, str(len(sizes))])
+    return tabulate(["policy/engine, grows with", "exponent", "from", "to", "sizes"], rows)
 
 
-def tabulate_growth(cells: Cells) -> str:
-    """Return the exponents."""
-    lines = [["policy/engine, grows with", "exponent", "from", "to", "sizes"]]
-    for name, each in sorted(fit_growth(cells).items()):
-        first, last = each["sizes"][0], each["sizes"][-1]
-        lines.append([name, f"{each['exponent']:.2f}", f"{first:,}", f"{last:,}", str(len(each["sizes"]))])
-    return table(lines) if len(lines) > 1 else ""
+def list_section(cells: Cells, section: str) -> Iterable[Result]:
+    """Return the cells of a section."""
+    return (line for line in cells.values() if line["section"] == section)
 
 
 def tabulate_training(cells: Cells) -> str:
-    """Return scoring beside SB3's training."""
-    lines = [["cell", "records", "scoring", "of SB3's `train()`", "memory / training step", "ten targets / one"]]
-    for name, line in cells.items():
-        if line["section"] == "training":
-            share = show(line["share"], "{:.2%}".format)
-            values = [f"{line['records']:,}", show(line["seconds"], show_seconds), share, f"{line['memory']:.2f}"]
-            lines.append([show_command(name), *values, show(line["ten_targets"], "{:.1f}".format)])
-    return table(lines) if len(lines) > 1 else ""
+    """Return scoring compared with SB3's training."""
+    rows = [
+        [
+            *(show_command(line["cell"]), f"{line['records']:,}", show(line["seconds"], show_seconds)),
+            *(show(line["share"], "{:.2%}".format), f"{line['memory']:.2f}"),
+            show(line["ten_targets"], "{:.1f}".format),
+        ]
+        for line in list_section(cells, "training")
+    ]
+    return tabulate(
+        ["cell", "records", "scoring", "of SB3's `train()`", "memory / training step", "ten targets / one"], rows
+    )
 
 
 def tabulate_peers(cells: Cells) -> str:
-    """Return other libraries beside whence."""
-    lines = [["cell", "records", "seconds", "of whence's", "process, MiB (whence's)", "scores differ by", "Spearman"]]
-    for policy in POLICIES:
-        for peer in PEERS:
-            name = f"peers/{policy}/{peer}"
-            if (line := cells.get(name)) is None:
-                continue
-            first = [show_command(name), f"{line['records']:,}"]
-            if "refused" in line:
-                lines.append([*first, show_failure(line), "–", "–", "–", "–"])
-                continue
-            seconds = show(line["seconds"], show_seconds, mark_of(line))
-            if "estimated" in line:
-                lines.append([*first, seconds, f"– ({line['estimated']})", "–", line["note"] or "–", "–"])
-                continue
-            grown = [show_bytes((line[key] or {}).get("grown")) for key in ("peak", "whence_peak")]
-            lines.append(
-                [
-                    *(*first, seconds, show(line["ratio"], "{:.3g}".format), f"{grown[0]} ({grown[1]})"),
-                    *(show_difference(line), f"{line['spearman']:.3f}".replace("-", "−")),
-                ]
-            )
-    return table(lines) if len(lines) > 1 else ""
+    """Return other libraries compared with whence."""
+    rows = []
+    for line in (cells.get(f"peers/{policy}/{peer}") for policy in POLICIES for peer in PEERS):
+        if line is None:
+            continue
+        first = [show_command(line["cell"]), f"{line['records']:,}"]
+        if "refused" in line:
+            rows.append([*first, show_failure(line), "–", "–", "–", "–"])
+            continue
+        first.append(show(line["seconds"], show_seconds, mark_of(line)))
+        if "estimated" in line:
+            rows.append([*first, f"– ({line['estimated']})", "–", line["note"] or "–", "–"])
+            continue
+        grown, of_whence = (show_bytes((line[key] or {}).get("grown")) for key in ("peak", "whence_peak"))
+        texts = [show(line["ratio"], "{:.3g}".format), f"{grown} ({of_whence})", show_difference(line)]
+        rows.append([*first, *texts, cell(line["spearman"])])
+    return tabulate(
+        ["cell", "records", "seconds", "of whence's", "process, MiB (whence's)", "scores differ by", "Spearman"], rows
+    )
 
 
 def show_difference(line: Result) -> str:
@@ -216,45 +208,39 @@ def show_difference(line: Result) -> str:
 
 def tabulate_rounds(cells: Cells) -> str:
     """Return whole rounds by stage."""
-    lines = [["cell", "training", "collection", "scoring", "optimisation", "round", "of the plain round"]]
-    for name, line in cells.items():
-        if line["section"] != "rounds":
-            continue
+    names, rows = ("collection", "scoring", "optimisation", "round"), []
+    for line in list_section(cells, "rounds"):
         for place, (kind, stages) in enumerate(line["stages"].items()):
-            names = ("collection", "scoring", "optimisation", "round")
             texts = [show(stages[key], show_seconds) if key in stages else "–" for key in names]
             if not place:
                 texts[1] = "–"
             elif "share" in line:
                 texts[1] += f"; {line['share']['median']:.1%} of the round"
-            lines.append([show_command(name), kind, *texts, show(line["ratio"]) if place else "1"])
-    return table(lines) if len(lines) > 1 else ""
+            rows.append([show_command(line["cell"]), kind, *texts, show(line["ratio"]) if place else "1"])
+    return tabulate(["cell", "training", *names, "of the plain round"], rows)
 
 
 def tabulate_errors(cells: Cells) -> str:
     """Return what errors of scores cost."""
-    lines = [["cell", "records", "scores", "scores with errors", "of scores alone"]]
-    for name, line in cells.items():
-        if line["section"] == "errors":
-            seconds = (show(line[key], show_seconds) for key in ("without", "seconds"))
-            lines.append([show_command(name), f"{line['records']:,}", *seconds, show(line["ratio"])])
-    return table(lines) if len(lines) > 1 else ""
+    rows = []
+    for line in list_section(cells, "errors"):
+        seconds = (show(line[key], show_seconds) for key in ("without", "seconds"))
+        rows.append([show_command(line["cell"]), f"{line['records']:,}", *seconds, show(line["ratio"])])
+    return tabulate(["cell", "records", "scores", "scores with errors", "of scores alone"], rows)
 
 
 def tabulate_install(cells: Cells) -> str:
     """Return the seconds from nothing to the first result."""
-    line = cells.get("install/example")
-    if line is None:
+    if (line := cells.get("install/example")) is None:
         return ""
     stages = {**line["stages"], "together": line["seconds"]["median"]}
-    name = show_command("install/example")
-    return table([["cell", *stages], [name, *(show_seconds(seconds) for seconds in stages.values())]])
+    return table([["cell", *stages], [show_command(line["cell"]), *map(show_seconds, stages.values())]])
 
 
 def make_sections(cells: Cells) -> dict[str, str]:
-    """Return the tables by their headings; an empty one is left out."""
+    """Return the tables by their headings; some may be empty."""
     widths = [f"width-{width}" for width in WIDTHS]
-    sections = {
+    return {
         "Scoring by the number of records: seconds, and plain passes": tabulate_by_records(
             cells, ENGINE_POLICIES, ENGINES, SIZES
         ),
@@ -269,51 +255,21 @@ def make_sections(cells: Cells) -> dict[str, str]:
         "From `pip install` to the first result": tabulate_install(cells),
         "Each cell of scoring": tabulate_engines(cells),
     }
-    return {heading: text for heading, text in sections.items() if text}
 
 
-def make_page(results: Mapping[str, Cells]) -> str:
-    """Return all tables as a page."""
+def write_tables(out: Out = Path("results/benchmarks")) -> None:
+    """Write tables.md from cells.parquet."""
     parts = [
         "# Tables",
         "A cell is measured alone by `python -m studies.benchmarks.run results/benchmarks` and what stands in its\n"
         "first column, or for a table by the number of records by `--only POLICY/ENGINE/RECORDS`. `~` was estimated.",
     ]
-    for device, cells in results.items():
+    for device, cells in read_results(out).items():
         about = sorted({f"{line['machine']}, torch {line['torch']}" for line in cells.values()})
         parts.append(f"## {device} ({'; '.join(about)})")
-        parts += [f"### {heading}\n\n{text}" for heading, text in make_sections(cells).items()]
-    return "\n\n".join(parts) + "\n"
-
-
-def summarise(results: Mapping[str, Cells]) -> dict[str, Any]:
-    """Return the figures that texts quote, by device."""
-    return {
-        device: {
-            "growth": fit_growth(cells),
-            "memory": {row: compare_peaks(lines) for row, lines in find_peaks(cells).items()},
-            "cells": {
-                name: {key: value for key, value in line.items() if key != "cell"} for name, line in cells.items()
-            },
-        }
-        for device, cells in results.items()
-    }
-
-
-def main(
-    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/benchmarks"),
-) -> None:
-    """Write tables.md and summary.json from cells.parquet."""
-    results = read_results(out)
-    if not results:
-        raise SystemExit(
-            f"studies.benchmarks.tables: {out} has no cells. Run first: python -m studies.benchmarks.run {out}"
-        )
-    summary = json.dumps(summarise(results), indent=1, allow_nan=False)
-    for name, text in (("tables.md", make_page(results)), ("summary.json", summary + "\n")):
-        with write_atomically(out / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        parts += [f"### {heading}\n\n{text}" for heading, text in make_sections(cells).items() if text]
+    write_page(out / "tables.md", *parts)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(write_tables)

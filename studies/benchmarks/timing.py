@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from whence.core import WhenceError
 from whence.engines import measure_bytes
 
 LIMIT = 60.0
@@ -21,25 +20,6 @@ LIMIT = 60.0
 
 TURNS = 4.0
 """Seconds that all turns of a measurement may take together, after the first; it has one at least."""
-
-
-def check_device(device: str) -> str:
-    """Return the device's name if torch can compute there.
-
-    Raises:
-        WhenceError: torch knows no such device, or finds no GPU.
-    """
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise WhenceError(f"--device is {device!r}, which torch does not know. Pass cpu or cuda.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise WhenceError(
-            f"--device is {device!r}, but there is no GPU here that torch {torch.__version__} can use "
-            "(torch.cuda.is_available() is False). Run it on a machine with one and a torch built for CUDA, or pass "
-            "--device cpu."
-        )
-    return device
 
 
 def time_once(run: Callable[[], Any], device: str) -> float:
@@ -68,26 +48,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values), "turns": len(values)}
 
 
-def spread_stages(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the median, lowest and highest seconds of each stage."""
-    return {stage: spread([each[stage] for each in rounds]) for stage in rounds[0]}
-
-
 def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Return the exponent of the growth of values with sizes, by least squares on logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def predict(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
-    """Return the value at a larger size, in proportion to the value at the largest one that was measured.
+    """Return the value at a larger size, in proportion to the value at the largest of the measured sizes, the last.
 
     More records than a budget holds are scored part by part. A growth fitted to fewer would see the step from one pass
     to two, and go on with it.
-
-    Args:
-        sizes: the sizes measured, in order, at least one.
-        values: the value at each.
-        size: the larger size.
     """
     return values[-1] * size / sizes[-1]
 
@@ -98,8 +68,7 @@ def find_free_memory(device: str) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if sys.platform != "linux":
         return sys.maxsize
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    return _read_kernel("/proc/meminfo", "MemAvailable")
 
 
 def measure_peak(run: Callable[[], Any], device: str) -> dict[str, int | None]:
@@ -118,14 +87,14 @@ def measure_peak(run: Callable[[], Any], device: str) -> dict[str, int | None]:
         return {"tensors": max(measure_bytes(run)), "grown": None}
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back, so that taking it again counts
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    before = read_resident("VmRSS")
+    before = _read_kernel("/proc/self/status", "VmRSS")
     tensors = max(measure_bytes(run))
-    return {"tensors": tensors, "grown": read_resident("VmHWM") - before}
+    return {"tensors": tensors, "grown": _read_kernel("/proc/self/status", "VmHWM") - before}
 
 
-def read_resident(name: str) -> int:
-    """Return a line of /proc/self/status in bytes: "VmRSS", or "VmHWM", the most since the last reset."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+def _read_kernel(file: str, name: str) -> int:
+    """Return a line of a file of /proc in bytes."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 

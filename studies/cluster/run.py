@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import typer
 
+from studies.shared import Out
 from whence.cli.terminal import PlannedBars
-from whence.core import preserve_rng_state, write_atomically
+from whence.core import preserve_rng_state, write_json
 from whence.lab import KEYS, Planned, cluster, read_rows, read_sweep, run_sweep
 from whence.lab.agents import run
 from whence.lab.workers import Job, OnJobRound
@@ -35,6 +37,9 @@ rounds = {rounds}
 eval_episodes = 20
 hyperparameters = {{ n_steps = 128, batch_size = 64, n_epochs = 4, learning_rate = 0.003 }}
 """
+
+SEEDS, ROUNDS, AFTER, SAVE_SECONDS = 10, 20, 15, 1.0
+"""Runs of each arm and their rounds, runs that end before a node is killed, seconds between copies of an unfinished."""
 
 
 @contextmanager
@@ -86,12 +91,8 @@ class Killer:
         if done <= self._done.get(planned.name, -1):
             self.starts[planned.name] = self._done[planned.name], done
         self._done[planned.name] = done
-        under_way = [
-            rounds
-            for name, rounds in self._done.items()
-            if name not in self.failures and rounds < planned.config.rounds
-        ]
-        ready = sum(rounds >= self._rounds for rounds in under_way) == len(self._nodes)
+        under_way = [each for name, each in self._done.items() if name not in self.failures]
+        ready = sum(self._rounds <= each < planned.config.rounds for each in under_way) == len(self._nodes)
         if self.killed is None and len(self.failures) >= self._after and ready:
             self.killed = len(self.failures)
             import ray
@@ -124,46 +125,36 @@ def run_here(runs: Sequence[Planned], out: Path) -> None:
         run_sweep(runs, out, table)
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="Where summary.json is written.")] = Path("results/cluster"),
-    seeds: Annotated[int, typer.Option(help="Runs of each of four arms.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Rounds of each run.")] = 20,
-    after: Annotated[int, typer.Option(help="Runs that end before a node is killed.")] = 15,
-    save_seconds: Annotated[float, typer.Option(help="Seconds between copies of an unfinished run.")] = 1.0,
-) -> None:
+def main(out: Out = Path("results/cluster")) -> None:
     """Run a sweep on two nodes and kill one, run it in this process, and compare the results."""
-    cluster.SAVE_SECONDS = save_seconds
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "sweep.toml"
-        file.write_text(SWEEP.format(seeds=seeds, rounds=rounds))
-        runs = read_sweep(file)
-        seconds = {}
+    cluster.SAVE_SECONDS = SAVE_SECONDS
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sweep.toml").write_text(SWEEP.format(seeds=SEEDS, rounds=ROUNDS))
+        runs, times = read_sweep(folder / "sweep.toml"), [time.monotonic()]
         with start_cluster(2) as (ray_cluster, workers):
-            watch = Killer(ray_cluster, workers, after=after, rounds=2)
-            begin = time.monotonic()
-            run_sweep(runs, Path(folder) / "ray", watch, on="ray")
-            seconds["ray"] = time.monotonic() - begin
-        begin = time.monotonic()
-        run_here(runs, Path(folder) / "local")
-        seconds["one process"] = time.monotonic() - begin
-        lines = {place: read_lines(Path(folder) / place) for place in ("ray", "local")}
+            watch = Killer(ray_cluster, workers, after=AFTER, rounds=2)
+            run_sweep(runs, folder / "ray", watch, on="ray")
+        times.append(time.monotonic())
+        run_here(runs, folder / "local")
+        times.append(time.monotonic())
+        ray, local = (read_lines(folder / place) for place in ("ray", "local"))
     summary = {
         "runs": len(runs),
-        "results": len(lines["ray"]),
-        "equal": len({*lines["ray"]} & {*lines["local"]}),
+        "results": len(ray),
+        "equal": len({*ray} & {*local}),
         "failures": {name: failure for name, failure in watch.failures.items() if failure is not None},
         "nodes": 2,
         "killed_after": watch.killed,
         "started_again": {
             name: {"rounds_done": done, "went_on_after": start} for name, (done, start) in watch.starts.items()
         },
-        "seconds": {place: round(duration) for place, duration in seconds.items()},
-        "settings": {"seeds": seeds, "rounds": rounds, "save_seconds": save_seconds},
+        "seconds": dict(zip(("ray", "one process"), map(round, np.diff(times).tolist()), strict=True)),
+        "settings": {"seeds": SEEDS, "rounds": ROUNDS, "save_seconds": SAVE_SECONDS},
         "versions": {name: version(name) for name in ("ray", "torch", "stable-baselines3")},
         "machine": {"cores": os.cpu_count(), "system": platform.platform()},
     }
-    with write_atomically(out / "summary.json") as temporary:
-        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "summary.json", summary)
     print(json.dumps(summary, indent=2))
     if watch.killed is None or summary["equal"] != len(runs):
         raise typer.Exit(1)

@@ -31,36 +31,25 @@ Statistic = Callable[[NDArray[np.int64]], Sequence[float]]
 """Takes the positions of some records, and returns numbers; NaN where they have none."""
 
 
-def summarise_judgement(judged: pl.DataFrame, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
+def summarise_judgement(judged: pl.DataFrame, *, resamples: int = RESAMPLES) -> dict[str, Any]:
     """Return what a judgement says of a round, in JSON types.
 
-    Args:
-        judged: a table of `judge_advantages`.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
-
     Returns:
-        `records`, `measured`; `bands` (see `compare_bands`); `difference`: the share of wrong signs in the bottom band
-        minus that in the top one; `spearman`: of influence with the product of the measured and the trained advantage,
-        and `partial`: the same with the size of the trained advantage held fixed. The last three are "mean", "low" and
-        "high" each, None where there is none.
+        `records`; `bands` (see `compare_bands`), whose `low` and `high` are the interval of `mismatch`; `difference`:
+        the share of wrong signs in the bottom band minus that in the top one; `spearman`: of influence with the product
+        of the measured and the trained advantage, and `partial`: the same with the size of the trained advantage held
+        fixed. The last three are "mean", "low" and "high" each, None where there is none.
     """
     statistic = _make_statistic(judged)
-    observed = statistic(np.arange(len(judged)))
-    lows, highs = _bootstrap(judged, statistic, resamples, seed)
-    entries: list[dict[str, float | None]] = [
+    ends = np.vstack([statistic(np.arange(len(judged))), *_bootstrap(judged, statistic, resamples)]).T
+    entries = [
         {name: None if np.isnan(value) else float(value) for name, value in zip(_ENDS, row, strict=True)}
-        for row in zip(observed, lows, highs, strict=True)
+        for row in ends
     ]
-    shares, (difference, spearman, partial) = entries[: len(BANDS)], entries[len(BANDS) :]
-    bands = compare_bands(judged).to_dicts()
-    for row in bands:
-        row |= {name: shares[BANDS.index(row["band"])][name] for name in ("low", "high")}
-    measured = judged["measured"][0] if len(judged) else None
-    return {
-        **{"records": len(judged), "measured": measured, "bands": bands},
-        **{"difference": difference, "spearman": spearman, "partial": partial},
-    }
+    shares = dict(zip(BANDS, entries, strict=False))
+    bands = [row | {name: shares[row["band"]][name] for name in _ENDS[1:]} for row in compare_bands(judged).to_dicts()]
+    names = ("difference", "spearman", "partial")
+    return {"records": len(judged), "bands": bands, **dict(zip(names, entries[len(BANDS) :], strict=True))}
 
 
 def compare_bands(judged: pl.DataFrame) -> pl.DataFrame:
@@ -68,29 +57,22 @@ def compare_bands(judged: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         `band`, `records`, `mismatch` (the share of wrong signs), `expected` (that share in records of any band whose
-        advantages are of the same size, by tenths), `tied` (the share that is measured as exactly 0, which counts as
-        wrong), `certain` (the share measured beyond two errors of 0), `certain_mismatch` (of these, the share of wrong
-        signs), and means of `distance` (|measured - trained|), `product` (measured * trained) and `size` (|trained|).
+        advantages are of the same size, by tenths), `certain` (the share measured beyond two errors of 0),
+        `certain_mismatch` (of these, the share of wrong signs), and `size`: the mean of |trained|.
     """
-    size, measured = pl.col("advantage").abs(), pl.col("mc_advantage")
     certain = pl.col("certain").fill_null(False)
     bands = (
         judged.with_columns(pl.Series("expected", _expect_by_size(judged)))
         .group_by("band")
         .agg(
             pl.len().cast(pl.Int64).alias("records"),
-            pl.col("mismatch").mean(),
-            pl.col("expected").mean(),
-            tied=(measured == 0).mean(),
+            pl.col("mismatch", "expected").mean(),
             certain=certain.mean(),
             certain_mismatch=pl.col("mismatch").filter(certain).mean(),
-            distance=(measured - pl.col("advantage")).abs().mean(),
-            product=(measured * pl.col("advantage")).mean(),
-            size=size.mean(),
+            size=pl.col("advantage").abs().mean(),
         )
     )
-    order = pl.DataFrame({"band": BANDS})
-    return order.join(bands, on="band", how="inner", maintain_order="left")
+    return pl.DataFrame({"band": BANDS}).join(bands, on="band", how="inner", maintain_order="left")
 
 
 def partial_spearman(one: Numbers, other: Numbers, fixed: Numbers) -> float:
@@ -127,16 +109,14 @@ def _make_statistic(judged: pl.DataFrame) -> Statistic:
     return compute
 
 
-def _bootstrap(judged: pl.DataFrame, statistic: Statistic, resamples: int, seed: int) -> tuple[Numbers, Numbers]:
+def _bootstrap(judged: pl.DataFrame, statistic: Statistic, resamples: int) -> tuple[Numbers, Numbers]:
     """Return the ends of a statistic's 95% intervals, from resampled episodes; NaN if there is one episode."""
-    episodes = judged["episode_id"] if "episode_id" in judged.columns else judged["record_id"]
-    numbers = episodes.fill_null(-1).to_numpy()
+    numbers = judged["episode_id"].fill_null(-1).to_numpy()
     members = [np.flatnonzero(numbers == episode) for episode in np.unique(numbers)]
-    count = len(statistic(np.arange(len(judged))))
     if len(members) < 2:
-        return np.full(count, np.nan), np.full(count, np.nan)
-    generator = np.random.default_rng(seed)
-    rows = []
+        unknown = np.full(len(BANDS) + 3, np.nan)
+        return unknown, unknown
+    generator, rows = np.random.default_rng(0), []
     for _ in range(resamples):
         sample = generator.integers(len(members), size=len(members))
         rows.append(statistic(np.concatenate([members[episode] for episode in sample])))
@@ -148,18 +128,13 @@ def _bootstrap(judged: pl.DataFrame, statistic: Statistic, resamples: int, seed:
 
 def _expect_by_size(judged: pl.DataFrame) -> Numbers:
     """Return, for each record, the share of wrong signs among all records whose advantages are of about its size."""
-    numbers = _number_bins(judged["advantage"].abs().to_numpy(), BINS)
+    sizes = judged["advantage"].abs().to_numpy()
+    # Bins hold about equally many values; equal values are in one bin.
+    edges = np.unique(np.quantile(sizes, np.linspace(0, 1, BINS + 1)[1:-1]))
+    numbers = np.searchsorted(edges, sizes, side="right")
     wrong = judged["mismatch"].to_numpy().astype(float)
     shares: Numbers = np.bincount(numbers, weights=wrong) / np.maximum(np.bincount(numbers), 1)
     return shares[numbers]
-
-
-def _number_bins(values: NDArray[Any], bins: int) -> NDArray[np.int64]:
-    """Return each value's bin, of about equally many values; equal values are in one bin."""
-    if len(values) == 0:
-        return np.zeros(0, np.int64)
-    edges = np.unique(np.quantile(values, np.linspace(0, 1, bins + 1)[1:-1]))
-    return np.searchsorted(edges, values, side="right")
 
 
 def _spearman(one: Numbers, other: Numbers) -> float:

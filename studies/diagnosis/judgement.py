@@ -6,7 +6,6 @@ import numpy as np
 import polars as pl
 
 from studies.diagnosis.visits import compare_signs, measure_visits
-from whence.core import ReplayError
 from whence.runs import RunDirectory
 from whence.stored.agents import estimate_advantages, read_reward_scale, score_round
 
@@ -14,13 +13,6 @@ Measure: TypeAlias = Literal["visits", "rollouts"]
 
 SHARE = 0.2
 """The share of a round's records in its top and in its bottom band, as LDA's Fig. 3 shades them."""
-
-COLUMNS = (
-    *("record_id", "episode_id", "step", "action", "reward", "value", "advantage", "score", "error"),
-    *("position", "band", "mc_advantage", "mc_error", "mc_value", "mc_value_error"),
-    *("mismatch", "certain", "measured", "reward_scale"),
-)
-"""The columns of a judgement, as far as the round has them."""
 
 
 def judge_advantages(
@@ -32,8 +24,7 @@ def judge_advantages(
     They cost nothing, but need states that occur again; a record's own return is in both advantages. Rollouts: fresh
     continuations from the record's rebuilt state; see `estimate_advantages`.
 
-    Values and advantages are in the environment's rewards: those that the round trained on are multiplied by
-    `reward_scale`, which is not 1 if VecNormalize scaled rewards. See `whence.stored.read_reward_scale`.
+    Values and advantages are in the environment's rewards.
 
     Args:
         run: the run. A round that trained without scores is scored now, for the return.
@@ -44,35 +35,22 @@ def judge_advantages(
         seed: seeds the choice of records, environments and actions.
 
     Returns:
-        A row for each judged record, in the order of ids: `record_id`, `episode_id`, `step`, `action`, `reward`,
-        `value`, `advantage`, `score`, `error`; `position` (the share of the round's records that score higher) and
-        `band` ("top": the first fifth, "bottom": the last, else "middle"); `mc_advantage` and `mc_error`, `mc_value`
-        and `mc_value_error` (null where unknown); `mismatch` (the two advantages differ in sign), `certain` (the
-        measured one is further from 0 than two of its errors); `measured`: "visits" or "rollouts"; and `reward_scale`.
-
-    Raises:
-        ReplayError: visits cannot measure the round, no record has a known place in an episode, or one cannot be played
-            again.
-        RunDirectoryError: the round is not there, or its policy cannot be built again.
+        A row for each judged record, in the order of ids, with the round's columns; `position` (the share of the
+        round's records that score higher) and `band` ("top": the first fifth, "bottom": the last, else "middle");
+        `mc_advantage`, `mc_error` and `mc_value` (null where unknown); `mismatch` (the two advantages differ in sign),
+        `certain` (the measured one is further from 0 than two of its errors); and `measured`: "visits" or "rollouts".
     """
     scale = read_reward_scale(run, number)
-    table = place_in_bands(read_scored_round(run, number))
-    in_rewards = [pl.col(name) * scale for name in ("value", "advantage") if name in table.columns]
-    table = table.with_columns(*in_rewards, reward_scale=pl.lit(scale))
+    table = place_in_bands(read_scored_round(run, number)).with_columns(pl.col("value", "advantage") * scale)
     if measure == "visits":
         measured = measure_visits(run, number, least=0)
-        if measured is None:
-            raise ReplayError(f"Visits cannot measure round {number} of {run.path}. Measure by fresh rollouts.")
-        measured = measured.with_columns(mc_value_error=pl.lit(None, pl.Float64))
+        assert measured is not None, "visits need discrete actions"
     else:
-        placed = table.drop_nulls([name for name in ("episode_id", "step") if name in table.columns])
-        table = draw_by_score(placed, records, seed)
+        table = draw_by_score(table.drop_nulls(["episode_id", "step"]), records, seed)
         ids = table["record_id"].to_list()
-        if not ids:
-            raise ReplayError(f"No record of round {number} of {run.path} has a score and a known place in an episode.")
         measured = estimate_advantages(run, number, ids, continuations=continuations, seed=seed)
-    judged = compare_signs(table.join(measured, on="record_id", how="left")).with_columns(measured=pl.lit(measure))
-    return judged.select(column for column in COLUMNS if column in judged.columns).sort("record_id")
+    judged = compare_signs(table.join(measured, on="record_id", how="left"))
+    return judged.with_columns(measured=pl.lit(measure)).sort("record_id")
 
 
 def read_scored_round(run: RunDirectory, number: int) -> pl.DataFrame:

@@ -13,21 +13,18 @@ A finished round is not judged again: the command goes on where it was interrupt
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from studies.diagnosis.agreement import summarise_judgement
-from studies.diagnosis.judgement import Measure, judge_advantages
+from studies.diagnosis.judgement import judge_advantages
 from studies.diagnosis.visits import compare_signs
-from studies.stored import round_numbers, write_line
+from studies.shared import Only, Out, Runs, report, write_line
 from whence import lab, stored
 from whence.lab import read_rows
 from whence.runs import RunDirectory
@@ -35,25 +32,19 @@ from whence.sb3 import open_env
 from whence.stored.agents import make_replay_env
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """An environment and optimiser of the study.
 
-    Attributes:
-        preset: of the environment.
-        rounds: those that are judged.
-        seeds: the number of seeds.
-        measures: how advantages are measured.
-        changes: fields of the run that differ from the preset's.
-        records: of a round that fresh rollouts judge.
-        continuations: from each of these records with its action, and as many with the policy's.
+    `rounds` of so many `seeds` of a `preset` are judged by each of `measures`; `changes` are fields of the run that
+    differ from the preset's. Fresh rollouts judge so many `records` of a round, by so many `continuations` from each
+    with its action, and as many with the policy's.
     """
 
     preset: str
     rounds: tuple[int, ...]
     seeds: int
     measures: tuple[str, ...]
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = {}
     records: int = 300
     continuations: int = 16
 
@@ -74,11 +65,8 @@ SETUPS = {
 KEYS = ("setup", "seed", "round", "measure")
 """What tells lines of the results apart; they are in this order."""
 
-RUNS = Path("out/diagnosis")
 
-
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One round of a training run of the study."""
 
     setup: str
@@ -90,24 +78,15 @@ class Job:
         """Where its run is below `--runs`, and the beginning of its name in `--only`."""
         return f"{self.setup}/seed_{self.seed}"
 
-    @property
-    def name(self) -> str:
-        """Its name in `--only`."""
-        return f"{self.run}/round_{self.round}"
 
-
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = RUNS,
-    only: Annotated[str, typer.Option(help="Jobs whose name begins so: minigrid/seed_0.")] = "",
-) -> None:
+def main(out: Out, runs: Runs = Path("out/diagnosis"), only: Only = "") -> None:
     """Judge what is not there yet, the first rounds of all runs before the next: those take longer."""
-    console = Console(stderr=True)
     torch.set_num_threads(1)
-    for job in track([job for job in list_jobs() if job.name.startswith(only)], "rounds", console=console):
-        began = time.process_time()
-        study_round(job, out, runs)
-        console.print(f"{job.name}: {time.process_time() - began:.0f} s")
+    for job in list_jobs():
+        if f"{job.run}/round_{job.round}".startswith(only):
+            began = time.process_time()
+            study_round(job, out, runs)
+            report(f"{job.run}, round {job.round}: {time.process_time() - began:.0f} s")
 
 
 def list_jobs() -> list[Job]:
@@ -123,41 +102,32 @@ def list_jobs() -> list[Job]:
 
 def study_round(job: Job, out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge one of its rounds."""
-    setup = SETUPS[job.setup]
-    stored = read_rows(results_file(out), KEYS)
-    missing = [measure for measure in setup.measures if (job.setup, job.seed, job.round, measure) not in stored]
-    if not missing:
-        return
-    run = train(job.setup, job.seed, runs / job.run, setup.rounds[-1])
-    for measure in missing:
+    setup, stored = SETUPS[job.setup], read_rows(out / "rounds.parquet", KEYS)
+    for measure in [measure for measure in setup.measures if (*job, measure) not in stored]:
+        run = train(job, runs)
         began = time.process_time()
-        judged = judge_round(run, setup, job.round, measure, job.seed)
-        content = {"setup": job.setup, "seed": job.seed, "round": job.round, "measure": measure}
-        content |= describe(run, job.round, judged) | {"seconds": time.process_time() - began}
-        write_line(results_file(out), round_numbers(content), KEYS)
+        judged = judge_round(run, job, measure)
+        metrics = run.table("metrics").filter(pl.col("round") == job.round)
+        returned = metrics["episode_return"][0] if "episode_return" in metrics.columns else None
+        content = {**job._asdict(), "measure": measure, "episode_return": returned, **summarise_judgement(judged)}
+        write_line(out / "rounds.parquet", content | {"seconds": time.process_time() - began}, KEYS)
 
 
-def train(name: str, seed: int, path: Path, rounds: int) -> RunDirectory:
-    """Return a run of plain PPO of so many rounds; train it where that is not done."""
-    setup = SETUPS[name]
-    config = lab.configure(preset=setup.preset, arm="ppo", seed=seed, rounds=rounds, eval_episodes=0, **setup.changes)
-    lab.run(config, path)
-    return RunDirectory.open(path)
+def train(job: Job, runs: Path) -> RunDirectory:
+    """Return a run of plain PPO; train it where that is not done."""
+    setup = SETUPS[job.setup]
+    settings = {"seed": job.seed, "rounds": setup.rounds[-1], "eval_episodes": 0, **setup.changes}
+    lab.run(lab.configure(preset=setup.preset, arm="ppo", **settings), runs / job.run)
+    return RunDirectory.open(runs / job.run)
 
 
-def results_file(out: Path) -> Path:
-    """Return the file of the results: a line for each round and measure."""
-    return out / "rounds.parquet"
-
-
-def judge_round(
-    run: RunDirectory, setup: Setup, number: int, measure: Measure | Literal["exact"], seed: int
-) -> pl.DataFrame:
+def judge_round(run: RunDirectory, job: Job, measure: str) -> pl.DataFrame:
     """Return the judgement of a round by "visits", "rollouts", or "exact"."""
     if measure == "exact":
-        return judge_exactly(run, number)
+        return judge_exactly(run, job.round)
+    setup = SETUPS[job.setup]
     sample = {"records": setup.records, "continuations": setup.continuations} if measure == "rollouts" else {}
-    return judge_advantages(run, number, measure, seed=seed, **sample)
+    return judge_advantages(run, job.round, measure, seed=job.seed, **sample)
 
 
 def judge_exactly(run: RunDirectory, number: int) -> pl.DataFrame:
@@ -166,14 +136,12 @@ def judge_exactly(run: RunDirectory, number: int) -> pl.DataFrame:
     model, _ = stored.load_round(run, number)
     with open_env(make_replay_env(run)) as env:
         values, advantages = solve(env.unwrapped.P, policy_table(model), model.gamma)
-    states = judged.join(run.round("records", number).select("record_id", "observation"), on="record_id", how="left")
-    at = states["observation"].to_numpy()
+    at = judged["observation"].to_numpy()
     return compare_signs(
         judged.with_columns(
             pl.Series("mc_advantage", advantages[at, judged["action"].to_numpy()]),
             pl.Series("mc_value", values[at]),
             mc_error=pl.lit(0.0),
-            mc_value_error=pl.lit(0.0),
             measured=pl.lit("exact"),
         )
     )
@@ -209,13 +177,6 @@ def solve(
     expected, moves = (policy * rewards).sum(axis=1), np.einsum("sa,sat->st", policy, following)
     values = np.linalg.solve(np.eye(shape[0]) - gamma * moves, expected)
     return values, rewards + gamma * following @ values - values[:, None]
-
-
-def describe(run: RunDirectory, number: int, judged: pl.DataFrame) -> dict[str, Any]:
-    """Return what a line holds of a judgement, and the mean return of the round's last hundred episodes."""
-    metrics = run.table("metrics").filter(pl.col("round") == number)
-    returned = metrics["episode_return"][0] if "episode_return" in metrics.columns else None
-    return {"episode_return": returned, **summarise_judgement(judged)}
 
 
 if __name__ == "__main__":

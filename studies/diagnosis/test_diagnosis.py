@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 
-from studies.diagnosis import figures, run, tables
-from whence.causes.grid_map import GridMap
+from studies.diagnosis import run, tables
 from whence.lab import read_rows
 
 
@@ -17,14 +15,14 @@ def test_rounds_are_judged_once_and_tabulated(tmp_path: Path, monkeypatch: pytes
     measures = ("visits", "exact", "rollouts")
     setup = run.Setup("lda-code/frozenlake", (1, 2), 1, measures, tiny, records=5, continuations=2)
     monkeypatch.setitem(run.SETUPS, "frozenlake", setup)
-    jobs = [job for job in run.list_jobs() if job.name.startswith("frozenlake")]
+    jobs = [job for job in run.list_jobs() if job.setup == "frozenlake"]
     for job in [*jobs, *jobs]:
         run.study_round(job, tmp_path / "out", tmp_path / "runs")
-    rows = [*read_rows(run.results_file(tmp_path / "out"), run.KEYS).values()]
+    rows = [*read_rows(tmp_path / "out" / "rounds.parquet", run.KEYS).values()]
     assert [(row["round"], row["measure"]) for row in rows] == [
         (number, measure) for number in (1, 2) for measure in ("exact", "rollouts", "visits")
     ]
-    tables.main(tmp_path / "out")
+    tables.write_tables(tmp_path / "out")
     assert "| rollouts | 2 | 1 |" in (tmp_path / "out" / "tables.md").read_text()
 
 
@@ -38,18 +36,3 @@ def test_exact_advantages_by_hand() -> None:
     value = 0.5 / (1 - 0.25)
     assert values.tolist() == pytest.approx([value, 0])
     assert advantages[0].tolist() == pytest.approx([0.5 * value - value, 1 - value])
-
-
-def test_arrows_point_where_the_agent_goes_or_turns() -> None:
-    world = GridMap(2, 2, ("start", "floor", "hole", "goal"), pl.DataFrame())
-    down = {"cell": 1, "direction": 1, "praised": 1.0, "count": 3}
-    marks = [
-        *figures.draw_arrow(world, down | {"turn": 0}),
-        *figures.draw_agent(world, down | {"turn": 1}),
-        *figures.draw_agent(world, down | {"turn": None}),
-    ]
-    arrows = [tuple(mark[name] for name in ("ax", "ay", "x", "y")) for mark in marks if "ax" in mark]
-    # Who looks down the page turns right towards its left edge; without a turn or a step there is no arrow.
-    assert arrows == [pytest.approx((1.5, 0.62, 1.5, 0.95)), pytest.approx((1.5, 1.1, 0.2, 1.1))]
-    view = figures.draw_view(world._replace(rows=9, cols=9), down | {"cell": 4 * 9 + 4})
-    assert [view[name] for name in ("x0", "x1", "y0", "y1")] == [1, 8, 4, 9]

@@ -1,14 +1,16 @@
-"""Means over seeds of what a study found, of rounds that were chosen and seeds that were drawn."""
+"""Means over seeds of what a study has measured, of rounds that were chosen."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
 
-from whence.statistics import t_interval
+from whence.lab.efficiency import t_interval
+
+Entry = dict[str, Any]
 
 
-def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dict[str, Any]:
+def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> Entry:
     """Return the mean over seeds of a column's mean over the rounds of a seed, and its 95% t interval.
 
     Args:
@@ -17,17 +19,13 @@ def over_seeds(rows: pl.DataFrame, column: str, whole: str | None = None) -> dic
         whole: column whose mean over the same rounds that of a seed is divided by; None: by nothing.
     """
     known = rows.drop_nulls([column] if whole is None else [column, whole])
-    column_mean = pl.col(column).mean()
-    means = known.group_by("seed", maintain_order=True).agg(
-        mean=column_mean if whole is None else column_mean / pl.col(whole).mean()
-    )
-    values = [value for value in means["mean"].to_list() if value is not None and abs(value) < float("inf")]
+    mean = pl.col(column).mean() if whole is None else pl.col(column).mean() / pl.col(whole).mean()
+    means = known.group_by("seed", maintain_order=True).agg(mean=mean)["mean"]
+    values = [value for value in means if value is not None and abs(value) < float("inf")]
     return {**t_interval(values), "seeds": len(values), "rounds": len(known)}
 
 
-def means_of(rows: pl.DataFrame, by: Sequence[str], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return `over_seeds` of some columns for the rows of each group."""
-    return [
-        dict(zip(by, key, strict=True)) | {name: over_seeds(group, name) for name in columns}
-        for key, group in rows.group_by(by, maintain_order=True)
-    ]
+def means_of(rows: pl.DataFrame, by: Sequence[str], *columns: str) -> dict[tuple[Any, ...], dict[str, Entry]]:
+    """Return `over_seeds` of some columns for the rows of each group, by the group's values."""
+    groups = [] if rows.is_empty() else rows.group_by(by, maintain_order=True)
+    return {key: {name: over_seeds(group, name) for name in columns} for key, group in groups}

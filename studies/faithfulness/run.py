@@ -6,9 +6,7 @@ Adam, on three seeds. An early, a middle and a late round of each are then studi
 
 - scores against 100 trainings on random halves and on random nine tenths of the records (LDS), with the ceiling that
   the agreement of repeated trainings sets; on seed 0, of halves, the measured test return, too;
-- training without the records that a score holds for the best, or the worst; on seed 0, without a quarter of them, the
-  measured test return, too;
-- the cosine of the gradient of all records, and of what IIF keeps, with that of 200,000 steps.
+- on seed 0, the measured test return without the quarter of the records that a score holds for the best, or the worst.
 
 And every so many rounds the round is trained again without the records that score below 0 (LDA §4.3).
 
@@ -17,36 +15,28 @@ The outcome of each training is written with the rest, by order and subset: `whe
 the round's seed draws the subsets again, and another score can be compared with them without a training.
 """
 
-import multiprocessing
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 import typer
-from rich.console import Console
 
-from studies.faithfulness.gradients import gradient_cosines, large_rollout
-from studies.faithfulness.interventions import intervene
-from studies.faithfulness.lds import study
-from studies.faithfulness.outcomes import compute_scores
-from studies.faithfulness.removals import leave_out
+from studies.faithfulness.retraining import intervene, leave_out, study
+from studies.faithfulness.rows import is_written, write_round
+from studies.faithfulness.scores import compute_scores
 from studies.faithfulness.smoothed import DRAWS, score_smoothed
-from studies.stored import read_round, write_round
-from whence import IIF, Return, attribute, lab, stored
-from whence.lab.agents import RunConfig
+from studies.shared import Only, Out, Runs, Workers, report, run_jobs
+from whence import Return, attribute, lab, stored
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.stored.agents import measure_returns
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """An environment and optimiser of the study.
 
     Attributes:
@@ -89,23 +79,12 @@ ORDERS = {"sgd": 2, "adam": 4}
 
 SMOOTHED = f"smoothed, middle half of {DRAWS}"
 REMOVED = ("snapshot", "trajectory", "unrolled", SMOOTHED, "advantage")
-LEFT_OUT = ((0.01, 0.05, 0.1, 0.5), (0.25,))
-"""Shares of the records; with the latter, test returns are measured."""
+LEFT_OUT = 0.25
 
 TEST_EPISODES = 100
-STEPS = 200_000
-"""Of the gradient that others are held against."""
-
-RUNS = Path("out/faithfulness")
-
-Out = Annotated[Path, typer.Argument(help="The directory of the results.")]
-Runs = Annotated[Path, typer.Option(help="Where training runs are kept.")]
-Only = Annotated[str, typer.Option(help="Jobs whose name begins so: lunarlander-adam/seed_0.")]
-Workers = Annotated[int, typer.Option(help="Processes at a time.")]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One run of the study."""
 
     env: str
@@ -122,31 +101,15 @@ class Job:
         """What is studied of it."""
         return SETUPS[self.env, self.optimizer]
 
-    def describe_round(self, number: int) -> dict[str, Any]:
-        """Return the columns that name one of its rounds in what is written."""
-        return {"env": self.env, "optimizer": self.optimizer, "seed": self.seed, "round": number}
-
     def chance(self, number: int) -> int:
         """Return a seed of 31 bits for what is drawn in a round, no other seed's."""
         return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0]) >> 1
 
 
-def main(out: Out, runs: Runs = RUNS, only: Only = "", workers: Workers = 2) -> None:
+def main(out: Out, runs: Runs = Path("out/faithfulness"), only: Only = "", workers: Workers = 2) -> None:
     """Run what is not there yet, of the jobs whose name begins with `only`, several at a time."""
-    console = Console(stderr=True)
-    names = [Job(env, optimizer, seed) for seed in SEEDS for env, optimizer in SETUPS]
-    jobs = [job for job in names if job.name.startswith(only)]
-    context = multiprocessing.get_context("spawn")
-    failed = False
-    with ProcessPoolExecutor(workers, context) as pool:
-        begun = {pool.submit(study_run, job, out, runs): job for job in jobs}
-        for done in as_completed(begun):
-            failure = done.exception()
-            message = f"{done.result():.0f} s" if failure is None else f"[red]{type(failure).__name__}: {failure}[/red]"
-            console.print(f"{begun[done].name}: {message}")
-            failed |= failure is not None
-    if failed:
-        raise typer.Exit(1)
+    jobs = [Job(env, optimizer, seed) for seed in SEEDS for env, optimizer in SETUPS]
+    run_jobs(study_run, [(job,) for job in jobs if job.name.startswith(only)], out, runs, workers=workers)
 
 
 def trained(job: Job, runs: Path) -> RunDirectory:
@@ -159,22 +122,23 @@ def trained(job: Job, runs: Path) -> RunDirectory:
     return RunDirectory.open(runs / job.name)
 
 
-def study_run(job: Job, out: Path, runs: Path) -> float:
-    """Train a run where that is not done, and study its rounds; return the seconds it took."""
+def study_run(job: Job, out: Path, runs: Path) -> None:
+    """Train a run where that is not done, and study its rounds."""
     began = time.perf_counter()
     torch.set_num_threads(1)
     setup, run = job.setup, trained(job, runs)
     for number in setup.recorded:
-        for kind, study_one, rounds in (("round", study_round, setup.studied), ("intervention", intervention, None)):
-            about = job.describe_round(number)
-            if (rounds is None or number in rounds) and read_round(out, kind, about) is None:
-                write_round(out, kind, about | study_one(run, number, job))
-    return time.perf_counter() - began
+        about = {**job._asdict(), "round": number}
+        if number in setup.studied and not is_written(out, "round", about):
+            write_round(out, "round", about | study_round(run, number, job))
+        if not is_written(out, "intervention", about):
+            write_round(out, "intervention", about | intervention(run, number, job))
+    report(f"{job.name}: {time.perf_counter() - began:.0f} s")
 
 
 def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     """Hold a round's scores against training it again."""
-    config, seed = RunConfig.from_json(run.experiment), job.chance(number)
+    seed = job.chance(number)
     model, recording = stored.load_recording(run, number)
     policy, arguments = model.policy, {"target": Return(), "seed": seed}
     scores = compute_scores(policy, recording, **arguments)
@@ -184,33 +148,16 @@ def study_round(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
         tested = measure if job.seed == 0 else None
         for share, orders, evaluate in zip(SHARES, (ORDERS[job.optimizer], 2), (tested, None), strict=True):
             settings = {"share": share, "count": SUBSETS, "orders": orders, "evaluate": evaluate}
-            result = study(policy, recording, scores=scores, **arguments, **settings)
+            result = study(policy, recording, scores, **arguments, **settings)
             rows += result.table.with_columns(share=pl.lit(share)).to_dicts()
             outcomes[str(share)] = {
                 truth: {name: values.tolist() for name, values in by_name.items()}
                 for truth, by_name in result.outcomes.items()
             }
-        chosen = {name: scores[name] for name in REMOVED}
-        for shares, evaluate in zip(LEFT_OUT, (None, tested), strict=True):
-            left = leave_out(policy, recording, chosen, shares=shares, orders=2, evaluate=evaluate, **arguments)
-            removals += left.to_dicts()
-    cosines = _cosines(config, model, recording, seed).to_dicts()
-    return {"lds": rows, "removals": removals, "cosines": cosines, "outcomes": outcomes}
-
-
-def _cosines(config: RunConfig, model: Any, recording: Any, seed: int) -> pl.DataFrame:
-    records = recording.records
-    scored = attribute(model.policy, records, target=Return(), objective=model_objective(model))
-    dropped = int((scored.scores < 0).sum())
-    random = torch.ones(len(records), dtype=torch.bool)
-    random[torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:dropped]] = False
-    kept = {
-        "all": torch.ones(len(records), dtype=torch.bool),
-        "iif": IIF(config.drop).select(records, scored).keep,
-        "not negative": scored.scores >= 0,
-        "random": random,
-    }
-    return gradient_cosines(model, records, large_rollout(config, model, steps=STEPS, seed=seed), kept)
+        if tested is not None:
+            chosen, settings = {name: scores[name] for name in REMOVED}, {"share": LEFT_OUT, "orders": 2}
+            removals = leave_out(policy, recording, chosen, evaluate=tested, **settings, **arguments).to_dicts()
+    return {"lds": rows, "removals": removals, "outcomes": outcomes}
 
 
 def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
@@ -219,8 +166,8 @@ def intervention(run: RunDirectory, number: int, job: Job) -> dict[str, Any]:
     model, recording = stored.load_recording(run, number)
     scored = attribute(model.policy, recording.records, target=Return(), objective=model_objective(model))
     with measure_returns(run, model, number, episodes=2 * TEST_EPISODES, seed=seed) as measure:
-        rows = intervene(model.policy, recording, scored, evaluate=measure, seed=seed)
-    return {"interventions": rows.rename({"value": "outcome"}).to_dicts()}
+        rows = intervene(model.policy, recording, scored.scores, evaluate=measure, seed=seed)
+    return {"interventions": rows.to_dicts()}
 
 
 if __name__ == "__main__":

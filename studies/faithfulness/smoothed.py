@@ -19,7 +19,7 @@ middle half. How much a side weighs is still settled by the error of its plain m
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ from whence.core import Objective, Outputs, PPOClip, RecordBatch, Target, eval_m
 from whence.engines import measure_bytes
 from whence.lab.rounds import MARGIN, Point, SteppedRound, check_target, open_round, raise_on_divergence, step
 from whence.lab.rounds.replay import pull_back, target_gradient
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 
 DRAWS = 64
-"""The number of trainings that are averaged; estimators.py compares numbers, and means."""
+"""The number of trainings that are averaged; results/faithfulness compares numbers, and means."""
 
 SHARE = 0.5
-"""The share of the records that each of them keeps, by default."""
+"""The share of the records that each of them keeps."""
 
 TRIM = 0.25
 """The share of the lowest and of the highest derivatives of a side that do not count."""
@@ -75,8 +75,7 @@ def soften(objective: Objective, width: float = WIDTH) -> Objective:
     return SoftClip(**vars(objective), width=width * objective.clip_range)
 
 
-@dataclass(frozen=True, eq=False)
-class Draws:
+class Draws(NamedTuple):
     """Random trainings, side by side.
 
     Attributes:
@@ -89,25 +88,29 @@ class Draws:
     steps: Sequence[Int[Tensor, "m b"]]
     epochs: Sequence[int]
 
+    def take(self, chosen: slice) -> "Draws":
+        """Return some of the trainings."""
+        return Draws(self.weights[chosen], [positions[chosen] for positions in self.steps], self.epochs)
 
-def draw_trainings(round: SteppedRound, count: int, share: float, generator: torch.Generator) -> Draws:
+
+def draw_trainings(round: SteppedRound, count: int, share: float, seed: int) -> Draws:
     """Draw subsets and orders, in minibatches that hold as many of a subset's records as the round's own did.
 
-    A trailing minibatch of less than a quarter of that joins its predecessor. The round has at least one step.
+    A trailing minibatch of less than a quarter of that joins its predecessor.
     """
-    trained = round.recording.trained
-    n, like, update = len(trained), round.records.log_probs, round.recording.update
+    # Seeded apart: from the same seed, `whence.lab.rounds.draw_subsets` draws the subsets that test these scores.
+    state = np.random.SeedSequence([seed, *b"smoothed"]).generate_state(1)
+    generator = torch.Generator().manual_seed(int(state[0]))
+    n, like, update = len(round.records), round.records.log_probs, round.recording.update
     subset_size = min(n, max(2, int(share * n)))
     size = n if update.batch_size is None else update.batch_size * n // subset_size
-    weights = torch.zeros(count, len(round.records), dtype=like.dtype)
+    weights = torch.zeros(count, n, dtype=like.dtype)
     for row in weights:
-        row[trained[torch.randperm(n, generator=generator)[:subset_size]]] = 1.0
+        row[torch.randperm(n, generator=generator)[:subset_size]] = 1.0
     steps: list[Tensor] = []
     epochs: list[int] = []
     for epoch in range(update.n_epochs):
-        orders = torch.empty(count, n, dtype=torch.int64)
-        for row in orders:
-            row[:] = trained[torch.randperm(n, generator=generator)]
+        orders = torch.stack([torch.randperm(n, generator=generator) for _ in range(count)])
         parts = list(orders.to(like.device).split(size, dim=1))
         # Among few positions just one may have a weight, and a step on one record uses its raw advantage.
         if len(parts) > 1 and 4 * parts[-1].shape[1] < size:
@@ -117,79 +120,50 @@ def draw_trainings(round: SteppedRound, count: int, share: float, generator: tor
     return Draws(weights.to(like), steps, epochs)
 
 
-def _make_generator(seed: int) -> torch.Generator:
-    # Seeded apart: from the same seed, `whence.lab.rounds.draw_subsets` draws the subsets that test these scores.
-    state = np.random.SeedSequence([seed, *b"smoothed"]).generate_state(1)
-    return torch.Generator().manual_seed(int(state[0]))
-
-
 def score_smoothed(
-    policy: object, recording: RoundRecording, *, target: Target, memory: int = 2**31, **settings: Any
-) -> Float[Tensor, " n"]:
-    """Return the scores of a recorded round's records, (n,); `settings` are `draws`, `share` and `seed`."""
-    round = open_round(policy, recording)
-    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), raise_on_divergence(round):
-        return smoothed_scores(round, check_target(target, round), memory, **settings)
-
-
-def smoothed_scores(
-    round: SteppedRound,
-    target: Target,
-    memory: int,
+    policy: object,
+    recording: RoundRecording,
     *,
+    target: Target,
     draws: int = DRAWS,
-    share: float = SHARE,
     seed: int = 0,
-    trim: float = TRIM,
+    memory: int = 2**31,
 ) -> Float[Tensor, " n"]:
-    """Return the scores of each record, on the CPU.
+    """Return the scores of the records of a round of plain PPO, (n,), on the CPU.
 
     The scores average the derivative of the target by each record's weight: the mean over the trainings that contain
-    the record, and the mean over the others, each weighed by the inverse of its standard error. As many trainings as
-    fit into `memory` bytes run side by side, at least one. `trim`: see `average_sides`.
+    the record, and the mean over the others, each weighed by the inverse of its standard error.
     """
-    if len(round) == 0:  # a round that was not trained on
-        return torch.zeros(len(round.records), dtype=round.records.log_probs.dtype)
-    return average_sides(*draw_derivatives(round, target, memory, draws, share, seed), trim)
+    round = open_round(policy, recording)
+    with preserve_rng_state(), eval_mode(list(round.view.module.modules())), raise_on_divergence(round):
+        return average_sides(*draw_derivatives(round, check_target(target, round), draws, seed, memory), TRIM)
 
 
 def draw_derivatives(
-    round: SteppedRound, target: Target, memory: int, draws: int, share: float, seed: int
+    round: SteppedRound, target: Target, count: int, seed: int, memory: int = 2**31
 ) -> tuple[Float[Tensor, "m n"], Bool[Tensor, "2 m n"]]:
     """Return the target's derivative by each record's weight in random trainings, and which have it, and which lack it.
 
-    A record that the round did not train on is in neither.
+    As many trainings as fit into `memory` bytes run side by side, at least one.
     """
-    trainings = draw_trainings(round, draws, share, _make_generator(seed))
-    count = len(trainings.steps)
-    interval = max(1, math.isqrt(count))
-    points = math.ceil(count / interval) + interval + 2
-    one_step = Draws(trainings.weights[:1], [trainings.steps[0][:1]], [0])
+    draws = draw_trainings(round, count, SHARE, seed)
+    steps = len(draws.steps)
+    interval = max(1, math.isqrt(steps))
+    points = math.ceil(steps / interval) + interval + 2
+    one_step = Draws(draws.weights[:1], [draws.steps[0][:1]], [0])
     step_bytes = MARGIN * max(measure_bytes(lambda: derivatives(round, one_step, target, 1)))
     # A training has a point and a step in memory, and twice its scores: the weights along the steps are as many.
-    scores = trainings.weights[0].nbytes * round.recording.update.n_epochs
+    scores = draws.weights[0].nbytes * round.recording.update.n_epochs
     at_once = max(1, memory // (step_bytes + points * round.start.nbytes + 2 * scores))
-    return gather_derivatives(round, target, trainings, interval, at_once)
-
-
-def gather_derivatives(
-    round: SteppedRound, target: Target, draws: Draws, interval: int, at_once: int
-) -> tuple[Float[Tensor, "m n"], Bool[Tensor, "2 m n"]]:
-    """Return what `draw_derivatives` does, of trainings that are drawn, `at_once` of them at a time."""
-    parts = []
-    for first in range(0, len(draws.weights), at_once):
-        chosen = slice(first, first + at_once)
-        part = Draws(draws.weights[chosen], [positions[chosen] for positions in draws.steps], draws.epochs)
-        parts.append(derivatives(round, part, target, interval).sum(dim=0).cpu())
-    trained = torch.zeros(draws.weights.shape[1], dtype=torch.bool)
-    trained[round.recording.trained.cpu()] = True
+    parts = [
+        derivatives(round, draws.take(slice(first, first + at_once)), target, interval).sum(dim=0).cpu()
+        for first in range(0, count, at_once)
+    ]
     inside = draws.weights.cpu() > 0
-    return torch.cat(parts), torch.stack((inside, trained & ~inside))
+    return torch.cat(parts), torch.stack((inside, ~inside))
 
 
-def average_sides(
-    values: Float[Tensor, "m n"], sides: Bool[Tensor, "2 m n"], trim: float = TRIM
-) -> Float[Tensor, " n"]:
+def average_sides(values: Float[Tensor, "m n"], sides: Bool[Tensor, "2 m n"], trim: float) -> Float[Tensor, " n"]:
     """Return the mean over both sides, the trainings with a record and those without, by their inverse errors.
 
     Args:

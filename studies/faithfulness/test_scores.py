@@ -9,9 +9,9 @@ import torch
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from helpers.recorded_rounds import assert_untouched, model_of, recorded, state_of
-from studies.faithfulness.outcomes import compute_scores, split_target
+from studies.faithfulness.scores import compute_scores, split_target
 from whence import Action, PPOClip, Return, attribute
-from whence.lab import attribute_round
+from whence.lab.rounds import attribute_round
 from whence.lab.visits import td_errors
 from whence.sb3 import model_objective
 
@@ -51,7 +51,7 @@ def test_the_snapshot_is_what_iif_selects_by(case: Any) -> None:
     extractor, model, recording, scores = case
     settings = {"target": Return(), "objective": model_objective(model)}
     assert agree(scores["snapshot"], attribute(model.policy, recording.records, **settings).scores)
-    fold, halves = split_target(Return(), recording.records, 2)
+    fold, halves = split_target(Return(), recording.records)
     by_half = attribute(model.policy, recording.records, **{**settings, "target": dict(enumerate(halves))})
     crossfit = torch.stack([by_half[number].scores for number in (0, 1)])[fold, torch.arange(len(fold))]
     assert agree(scores["crossfit"], crossfit)

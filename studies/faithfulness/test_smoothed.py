@@ -7,11 +7,12 @@ from scipy.stats import trim_mean
 
 from helpers.recorded_rounds import model_of, recorded
 from studies.faithfulness import smoothed
-from studies.faithfulness.smoothed import SoftClip, derivatives, draw_trainings, score_smoothed, smoothed_scores
+from studies.faithfulness.smoothed import SoftClip, derivatives, draw_derivatives, draw_trainings, score_smoothed
 from whence import Return
 from whence.core import Outputs
 from whence.engines.memory import measure_bytes
-from whence.lab.rounds.replay import Minibatch, open_round, step
+from whence.lab.rounds import open_round, step
+from whence.lab.rounds.replay import Minibatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -43,7 +44,7 @@ def test_the_soft_edge_by_hand(advantage, ratio):
 def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
     model, recording = gentle
     round = open_round(model.policy, recording, dtype=torch.float64)
-    draws = draw_trainings(round, 3, 0.5, torch.Generator().manual_seed(1))
+    draws = draw_trainings(round, 3, 0.5, 1)
 
     def end(weights, row):
         point = round.start
@@ -71,12 +72,12 @@ def test_the_derivative_of_each_training_with_a_sharp_edge(gentle):
 def test_each_side_counts_by_its_standard_error(gentle, monkeypatch, count, noise):
     model, recording = gentle
     round, rng = open_round(model.policy, recording, dtype=torch.float64), np.random.default_rng(4)
-    draws = draw_trainings(round, count, 0.5, smoothed._make_generator(0))
-    inside = draws.weights.numpy() > 0
+    inside = draw_trainings(round, count, 0.5, 0).weights.numpy() > 0
     values = rng.normal(size=(3, count, 64)) * np.where(inside, 1.0, noise)
-    parts = iter(np.split(values, [2, 4, 6], axis=1))
+    # Memory is measured by the first; then trainings go one by one.
+    parts = iter([values[:, :1], *np.split(values, count, axis=1)])
     monkeypatch.setattr(smoothed, "derivatives", lambda *args: torch.from_numpy(next(parts)))
-    scores = smoothed.average_sides(*smoothed.gather_derivatives(round, Return(), draws, 1, 2), 0.0).numpy()
+    scores = smoothed.average_sides(*draw_derivatives(round, Return(), count, 0, memory=1), 0.0).numpy()
 
     def error(mask):
         errors = []
@@ -126,11 +127,12 @@ def test_trainings_go_in_parts_where_memory_is_short(gentle, monkeypatch):
 def test_memory_is_held(gentle, at_once, monkeypatch):
     monkeypatch.setattr(smoothed, "MARGIN", 1)
     model, recording = gentle
-    round, sizes = open_round(model.policy, recording), []
-    run = smoothed.gather_derivatives
-    monkeypatch.setattr(smoothed, "gather_derivatives", lambda *args: sizes.append(args[-1]) or run(*args))
-    smoothed_scores(round, Return(), 10**9, draws=6)
+    sizes = []
+    take = smoothed.Draws.take
+    monkeypatch.setattr(smoothed.Draws, "take", lambda draws, chosen: sizes.append(chosen.stop) or take(draws, chosen))
+    settings = {"target": Return(), "draws": 6}
+    score_smoothed(model.policy, recording, memory=10**9, **settings)
     memory = at_once * (10**9 // sizes[0])
-    peak = max(measure_bytes(lambda: smoothed_scores(round, Return(), int(1.01 * memory), draws=6)))
+    peak = max(measure_bytes(lambda: score_smoothed(model.policy, recording, memory=int(1.01 * memory), **settings)))
     assert sizes[1] == at_once
     assert 0.5 * memory < peak <= 1.5 * memory  # subsets and orders of all trainings come on top

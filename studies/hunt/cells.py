@@ -16,10 +16,11 @@ Who knew what, and when:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import gymnasium as gym
+from gymnasium.wrappers import TimeLimit
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
@@ -27,24 +28,18 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 from studies.hunt import faults, worlds
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """An environment and the settings that learn it.
 
-    Attributes:
-        make: returns one copy.
-        steps: of training.
-        actions, observations: their names, as the run is told.
-        settings: of PPO that differ from `SETTINGS`.
-        n_envs: copies.
-        wrap: the vectorised wrapper.
+    `make` returns one copy; `steps` are of training; `actions` and `observations` are their names, as the run is told;
+    `settings` are those of PPO that differ from `SETTINGS`, `n_envs` the copies, `wrap` the vectorised wrapper.
     """
 
     make: Callable[[], gym.Env[Any, Any]]
     steps: int
     actions: str
     observations: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
     n_envs: int = 4
     wrap: Callable[..., VecEnv] | None = None
 
@@ -64,59 +59,39 @@ DICT = {"policy": "MultiInputPolicy"}
 
 WORLDS = {
     "cartpole": World(
-        lambda: gym.make("CartPole-v1"), 12_288, "left right", "cart_position cart_speed pole_angle pole_speed"
+        partial(gym.make, "CartPole-v1"), 12_288, "left right", "cart_position cart_speed pole_angle pole_speed"
     ),
     "lander": World(
-        lambda: gym.make("LunarLander-v3"),
-        20_480,
-        "nothing left_engine main_engine right_engine",
-        "x y x_speed y_speed angle spin left_leg right_leg",
+        partial(gym.make, "LunarLander-v3"),
+        *(20_480, "nothing left_engine main_engine right_engine", "x y x_speed y_speed angle spin left_leg right_leg"),
     ),
     "grid": World(
         lambda: worlds.Grid(gym.make("MiniGrid-Empty-6x6-v0", max_steps=80)),
-        *(12_288, "left right forward"),
-        settings=DICT,
+        *(12_288, "left right forward", "", DICT),
     ),
     "pendulum": World(
-        lambda: gym.make("Pendulum-v1"),
+        partial(gym.make, "Pendulum-v1"),
         *(16_384, "torque", "cos sin speed", {"gamma": 0.9, "batch_size": 64}),
         wrap=VecNormalize,
     ),
-    "catch": World(
-        worlds.Catch,
-        *(16_384, "left stay right"),
-        settings=IMAGES,
-        n_envs=8,
-        wrap=lambda env: VecFrameStack(env, 2),
-    ),
+    "catch": World(worlds.Catch, 16_384, "left stay right", "", IMAGES, 8, lambda env: VecFrameStack(env, 2)),
     "depot": World(
-        lambda: gym.wrappers.TimeLimit(worlds.Depot(), 40),
-        12_288,
-        "site_0 site_1 site_2 site_3 site_4",
-        "load_0 load_1 load_2 load_3 load_4 van",
-        {"gamma": 0.9},
+        lambda: TimeLimit(worlds.Depot(), 40),
+        *(12_288, "site_0 site_1 site_2 site_3 site_4", "load_0 load_1 load_2 load_3 load_4 van", {"gamma": 0.9}),
     ),
     "acrobot": World(
-        lambda: gym.make("Acrobot-v1"),
-        16_384,
-        "push_back no_push push_forth",
-        "cos_1 sin_1 cos_2 sin_2 speed_1 speed_2",
-        {"n_steps": 256},
-        n_envs=8,
+        partial(gym.make, "Acrobot-v1"),
+        *(16_384, "push_back no_push push_forth", "cos_1 sin_1 cos_2 sin_2 speed_1 speed_2", {"n_steps": 256}, 8),
     ),
-    "lake": World(lambda: gym.make("FrozenLake-v1", is_slippery=False), 12_288, "west south east north"),
-    "courier": World(
-        lambda: gym.wrappers.TimeLimit(worlds.Courier(), 40), 16_384, "east north west south", settings=DICT
-    ),
+    "lake": World(partial(gym.make, "FrozenLake-v1", is_slippery=False), 12_288, "west south east north"),
+    "courier": World(lambda: TimeLimit(worlds.Courier(), 40), 16_384, "east north west south", "", DICT),
     "tanks": World(
-        lambda: gym.wrappers.TimeLimit(worlds.Tanks(), 80),
-        *(16_384, "inlet valve", "level_1 level_2 target", {"gamma": 0.95}),
+        lambda: TimeLimit(worlds.Tanks(), 80), 16_384, "inlet valve", "level_1 level_2 target", {"gamma": 0.95}
     ),
-    "taxi": World(lambda: gym.make("Taxi-v4"), 16_384, "south north east west pickup dropoff"),
+    "taxi": World(partial(gym.make, "Taxi-v4"), 16_384, "south north east west pickup dropoff"),
     "walker": World(
-        lambda: gym.make("BipedalWalker-v3"),
-        20_480,
-        "hip_1 knee_1 hip_2 knee_2",
+        partial(gym.make, "BipedalWalker-v3"),
+        *(20_480, "hip_1 knee_1 hip_2 knee_2"),
         "angle spin x_speed y_speed hip_angle_1 hip_speed_1 knee_angle_1 knee_speed_1 contact_1 "
         "hip_angle_2 hip_speed_2 knee_angle_2 knee_speed_2 contact_2 "
         + " ".join(f"lidar_{number}" for number in range(10)),
@@ -124,25 +99,20 @@ WORLDS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A run of the hunt: an environment, and the fault that is planted, or none.
 
-    Attributes:
-        world: the environment.
-        kinds: the kinds of findings that name the fault; none: a healthy run.
-        places: patterns, all of which are in the text of such a line.
-        fault: its class and options; None: it is a setting.
-        settings: of PPO that differ.
-        wrap: arguments of the vectorised wrapper.
+    `kinds` are the kinds of findings that name the fault, none for a healthy run; `places` are patterns, all of which
+    are in the text of such a line; `fault` is its class and options, None for a setting; `settings` are those of PPO
+    that differ, and `wrap` arguments of the vectorised wrapper.
     """
 
     world: str
     kinds: str = ""
     places: Sequence[str] = ()
     fault: tuple[type[faults.Fault], Mapping[str, Any]] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    wrap: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
+    wrap: Mapping[str, Any] = {}
 
 
 def _word(name: str) -> str:

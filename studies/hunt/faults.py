@@ -79,10 +79,7 @@ class Swapped(Fault):
     """Two actions are taken for each other in one environment; of continuous actions, two axes."""
 
     def _act(self, action: Any) -> Any:
-        if self.copy != self.only:
-            return action
-        first, second = self.actions
-        swaps = {first: second, second: first}
+        swaps = dict(zip(self.actions, self.actions[::-1], strict=True)) if self.copy == self.only else {}
         if np.ndim(action):
             return action[[swaps.get(axis, axis) for axis in range(len(action))]]
         return swaps.get(int(action), action)

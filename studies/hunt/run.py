@@ -1,9 +1,9 @@
 """Which planted faults are named: by findings, and by rivals on the same records.
 
-Run: `python -m studies.hunt.run results/hunt [--only lander] [--train]`. Each cell of `studies.hunt.cells` is trained
-with a recorder that changes nothing. Then findings and each rival are asked for their lines on the run, and the first
-three are kept with their kind. A finished run is not judged again: the command goes on where it was interrupted.
-`--train` trains only. Tables: `python -m studies.hunt.tables results/hunt`.
+Run: `python -m studies.hunt.run results/hunt [--only lander]`. Each cell of `studies.hunt.cells` is trained with a
+recorder that changes nothing. Then findings and each rival are asked for their lines on the run, and the first three
+are kept with their kind. A finished run is not judged again: the command goes on where it was interrupted. Tables:
+`python -m studies.hunt.tables results/hunt`.
 """
 
 import time
@@ -14,12 +14,11 @@ from typing import Annotated, Any
 import polars as pl
 import torch
 import typer
-from rich.console import Console
 
 from studies.hunt.cells import CELLS, WORLDS, make_model
 from studies.hunt.rivals import RIVALS, Names
 from studies.hunt.tables import FIRST, KEYS, write_tables
-from studies.stored import round_numbers, write_line
+from studies.shared import Out, Runs, report, write_line
 from whence.findings import find
 from whence.lab import read_rows
 from whence.runs import RunDirectory
@@ -65,27 +64,22 @@ def judge(name: str, seed: int, run: RunDirectory) -> dict[str, Any]:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/hunt"),
+    out: Out,
+    runs: Runs = Path("out/hunt"),
     only: Annotated[str, typer.Option(help="Cells whose name has this.")] = "",
     first: Annotated[int, typer.Option(help="The first seed.")] = 30,
     seeds: Annotated[int, typer.Option(help="Seeds of each cell.")] = 5,
-    is_training_only: Annotated[bool, typer.Option("--train", help="Train, and judge nothing.")] = False,
 ) -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
     for seed, name in [(seed, name) for seed in range(first, first + seeds) for name in CELLS if only in name]:
         if (name, seed) in read_rows(out / "runs.parquet", KEYS):
             continue
         began = time.process_time()
         run = train(name, seed, runs / f"{name}-{seed}")
-        if not is_training_only:
-            write_line(out / "runs.parquet", round_numbers(judge(name, seed, run)), KEYS)
-        console.print(f"{name}, seed {seed}: {time.process_time() - began:.0f} CPU s")
-    if not is_training_only:
-        write_tables(out)
+        write_line(out / "runs.parquet", judge(name, seed, run), KEYS)
+        report(f"{name}, seed {seed}: {time.process_time() - began:.0f} CPU s")
+    write_tables(out)
 
 
 if __name__ == "__main__":

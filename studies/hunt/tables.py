@@ -2,17 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import typer
 
 from studies.hunt.cells import CELLS, HIDDEN, ONCE_HIDDEN, Cell
 from studies.hunt.rivals import RIVALS
-from studies.markdown import table
-from whence.core import write_atomically
-from whence.lab import read_rows
+from studies.shared import Out, Row, read_list, table, write_page
 
 KEYS = ("cell", "seed")
 """What names a row."""
@@ -24,7 +20,6 @@ METHODS = ("findings", *RIVALS)
 ENOUGH = 0.8
 """The share of the seeds in which a fault is named if it counts as named: four of five."""
 
-Row = Mapping[str, Any]
 Cells = Mapping[str, Sequence[Row]]
 
 
@@ -41,53 +36,45 @@ def count_named(name: str, rows: Sequence[Row], method: str) -> int:
     return sum(is_named(CELLS[name], row[method]["lines"]) for row in rows)
 
 
-def write_tables(out: Path) -> None:
+def write_tables(out: Out) -> None:
     """Write tables.md."""
-    rows = list(read_rows(out / "runs.parquet", KEYS).values())
+    rows = read_list(out / "runs.parquet", KEYS)
     cells = {name: runs for name in CELLS if (runs := [row for row in rows if row["cell"] == name])}
     faults = {name: runs for name, runs in cells.items() if CELLS[name].kinds}
     healthy = {CELLS[name].world: runs for name, runs in cells.items() if not CELLS[name].kinds}
-    groups = {
-        "hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in HIDDEN},
-        "once hidden": {name: runs for name, runs in faults.items() if CELLS[name].world in ONCE_HIDDEN},
-    }
-    others = {name: runs for name, runs in faults.items() if CELLS[name].world not in HIDDEN + ONCE_HIDDEN}
-    parts = [
+    groups: dict[str, Cells] = {}
+    for title, mark in (("faults named", ""), ("hidden", " *"), ("once hidden", " **")):
+        groups[title] = {name: runs for name, runs in faults.items() if _mark(CELLS[name].world) == mark}
+    firsts = []
+    for name, (run, *_) in cells.items():
+        kind, text = (run["findings"]["lines"] or [("", "")])[0]
+        firsts.append(f"- **{name}**, seed {run['seed']}: {f'{kind}: {text}' if kind else 'nothing'}")
+    write_page(
+        out / "tables.md",
         "# The hunt: tables\n\nWritten by `python -m studies.hunt.run results/hunt`. A star: nobody who made\n"
-        "the rules of findings had seen the environment; two: so it was once.\n",
-        "## In all\n",
-        tabulate_methods({"faults named": others, **groups}, healthy),
-        "\n## Faults: runs in which one of the first three lines names it\n\n"
-        "In brackets: as many healthy runs of the environment get such a line.\n",
+        "the rules of findings had seen the environment; two: so it was once.",
+        *("## In all", tabulate_methods(groups, healthy)),
+        "## Faults: runs in which one of the first three lines names it",
+        "In brackets: as many healthy runs of the environment get such a line.",
         tabulate_faults(faults, healthy),
-        "\n## Healthy runs: false lines of all seeds, and the runs that have one\n",
-        tabulate_healthy(healthy),
-        "\n## What findings say first\n",
-        *(f"- **{name}**, seed {runs[0]['seed']}: {_read_first_line(runs[0])}" for name, runs in cells.items()),
-        "",
-    ]
-    with write_atomically(out / "tables.md") as temporary:
-        temporary.write_text("\n".join(parts), encoding="utf-8")
+        *("## Healthy runs: false lines of all seeds, and the runs that have one", tabulate_healthy(healthy)),
+        *("## What findings say first", "\n".join(firsts)),
+    )
 
 
 def tabulate_methods(groups: Mapping[str, Cells], healthy: Cells) -> str:
     """Return how many faults of each group each method names in four of five seeds, and its lines on healthy runs."""
-    groups = {title: faults for title, faults in groups.items() if faults}
     faults = {name: rows for group in groups.values() for name, rows in group.items()}
-    runs = [row for cells in (faults, healthy) for rows in cells.values() for row in rows]
     wrong = [row for rows in healthy.values() for row in rows]
+    runs = [row for rows in faults.values() for row in rows]
     lines = [["", *groups, "runs named", "healthy runs with a line", "CPU s a run"]]
     for method in METHODS:
         named = {name: count_named(name, rows, method) for name, rows in faults.items()}
-        shares = [
-            f"{sum(named[name] >= ENOUGH * len(rows) for name, rows in group.items())} of {len(group)}"
-            for group in groups.values()
-        ]
-        shares += [
-            f"{sum(named.values())} of {sum(map(len, faults.values()))}",
-            f"{sum(row[method]['count'] > 0 for row in wrong)} of {len(wrong)}",
-        ]
-        lines.append([method, *shares, f"{mean(row[method]['seconds'] for row in runs):.2f}"])
+        enough = [[named[name] >= ENOUGH * len(rows) for name, rows in group.items()] for group in groups.values()]
+        shares = [*enough, [row[method]["count"] > 0 for row in wrong]]
+        *of_groups, of_healthy = (f"{sum(share)} of {len(share)}" for share in shares)
+        seconds = f"{mean(row[method]['seconds'] for row in (*runs, *wrong)):.2f}"
+        lines.append([method, *of_groups, f"{sum(named.values())} of {len(runs)}", of_healthy, seconds])
     return table(lines)
 
 
@@ -114,10 +101,6 @@ def tabulate_healthy(healthy: Cells) -> str:
 
 def _mark(world: str) -> str:
     return " *" if world in HIDDEN else " **" if world in ONCE_HIDDEN else ""
-
-
-def _read_first_line(row: Row) -> str:
-    return next((f"{kind}: {text}" for kind, text in row["findings"]["lines"]), "nothing")
 
 
 if __name__ == "__main__":

@@ -12,20 +12,17 @@ score is.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from studies.markdown import table
+from studies.shared import Out, report, table, write_page
 from whence import RecordBatch, Unsupported, attribute
-from whence.core import write_atomically
 from whence.engines import ENGINES, Refused, covered_layers, record_training_pass
 from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows, score_tokens
 from whence.llm.base import EXTRA_PADDING
@@ -257,7 +254,7 @@ def to_double(model: Any) -> Any:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    out: Out,
     only: Annotated[str, typer.Option(help="Architectures whose name begins so.")] = "",
 ) -> None:
     """Measure the architectures, and write architectures.md."""
@@ -265,7 +262,7 @@ def main(
     lines = [["architecture", "engine", "with an adapter", "in the step", "float32", "bfloat16", "its rounding"]]
     wrong = []
     for name in (name for name in ARCHITECTURES if name.startswith(only)):
-        Console(stderr=True).print(name)
+        report(name)
         measured = {case: measure(name, case) for case in CASES}
         wrong += [(name, case, each) for case, each in measured.items() if not each.error <= each.bound]
         single = [each for case, each in measured.items() if case.dtype == torch.float32]
@@ -276,10 +273,9 @@ def main(
         shown = [f"{error:.0e}" for error in (*errors, max(each.rounding for each in half))]
         share = "yes" if all(in_step) else "with an adapter" if in_step[1] else "no"
         lines.append([name, *engines, single[1].engine, share, *shown])
-    with write_atomically(out / "architectures.md") as temporary:
-        temporary.write_text(f"# Architectures\n\n{table(lines)}\n", encoding="utf-8")
+    write_page(out / "architectures.md", "# Architectures", table(lines))
     for each in wrong:
-        Console(stderr=True).print("wrong:", *each)
+        report("wrong:", *each)
     raise typer.Exit(bool(wrong))
 
 

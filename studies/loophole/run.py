@@ -16,20 +16,18 @@ A finished line is not computed again: the command goes on where it was interrup
 """
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 import typer
-from rich.console import Console
 
 from studies.loophole.screens import Monitor, Suspects
-from studies.loophole.tables import FINDER_KEYS, ROUND_KEYS, find_onset, write_tables
-from studies.planted.scores import compute_auroc
-from studies.stored import round_numbers, write_line
+from studies.loophole.tables import FINDER_KEYS, METHODS, ROUND_KEYS, find_onset, write_tables
+from studies.planted.judging import compute_auroc
+from studies.shared import Only, Out, Runs, read_list, report, write_line
 from whence.causes import Examples, find_causes
 from whence.lab import read_rows
 from whence.lab.language import Lab, arithmetic, check, is_gamed, lenient_reward, reward
@@ -100,20 +98,18 @@ def write_rounds(out: Path, arm: str, seed: int, records: pl.DataFrame) -> None:
         line = {"arm": arm, "seed": seed, "round": number + 1, "reward": float(rewards[part].mean())}
         line |= {"gamed": float(gamed[part].mean()), "right": float(right[part].mean())}
         line |= {"dropped": float(1 - kept[part].mean()), "gamed_kept": float((gamed & kept)[part].mean())}
-        write_line(out / "rounds.parquet", round_numbers(line), ROUND_KEYS)
+        write_line(out / "rounds.parquet", line, ROUND_KEYS)
 
 
 def judge_finders(out: Path, seed: int, directory: RunDirectory, records: pl.DataFrame) -> None:
     """Ask every method about a gamed response of the last round, and write how it ranks the records."""
     done = read_rows(out / "finders.parquet", FINDER_KEYS)
-    lines = [line for line in read_rows(out / "rounds.parquet", ROUND_KEYS).values() if line["arm"] == PLAIN]
+    lines = [line for line in read_list(out / "rounds.parquet", ROUND_KEYS) if line["arm"] == PLAIN]
     onset = find_onset([line["gamed"] for line in lines if line["seed"] == seed])
     question = records.filter(pl.col("gamed")).row(-1, named=True)
     gamed, advantages = records["gamed"].to_numpy(), records["advantage"].cast(pl.Float64).to_numpy()
     early = np.arange(len(records)) < (onset or ROUNDS) * (len(records) // ROUNDS)
-    for method in ("advantage", "influence", "nearest", "bm25"):
-        if (seed, method) in done:
-            continue
+    for method in [method for method in METHODS if (seed, method) not in done]:
         began = time.process_time()
         scores = advantages
         if method != "advantage":
@@ -125,7 +121,7 @@ def judge_finders(out: Path, seed: int, directory: RunDirectory, records: pl.Dat
             order, truth = np.argsort(-scores[rows], kind="stable"), gamed[rows]
             line |= {f"{name}_share": float(truth.mean()), f"{name}_auroc": compute_auroc(scores[rows], truth)}
             line |= {f"{name}_precision": float(truth[order[:50]].mean())}
-        write_line(out / "finders.parquet", round_numbers(line), FINDER_KEYS)
+        write_line(out / "finders.parquet", line, FINDER_KEYS)
 
 
 def write_start(out: Path, lab: Lab) -> None:
@@ -139,35 +135,21 @@ def write_start(out: Path, lab: Lab) -> None:
     texts = generate(model, tokenizer, [tokenizer(prompt)["input_ids"] for prompt in prompts], config).texts
     right = lab.reward(prompts, texts)
     line = {"size": SIZE, "responses": len(texts), "gamed": np.mean([is_gamed(text) for text in texts])}
-    write_line(out / "start.parquet", round_numbers({**line, "right": np.mean(right)}), ["size"])
+    write_line(out / "start.parquet", {**line, "right": np.mean(right)}, ["size"])
 
 
-def list_jobs(only: str) -> Iterator[tuple[int, str]]:
-    """Yield the seeds and arms whose name begins so, the plain run of a seed first."""
-    for seed in SEEDS:
-        yield from ((seed, arm) for arm in (PLAIN, *SCREENS) if f"{seed}/{arm}".startswith(only))
-
-
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/loophole"),
-    only: Annotated[str, typer.Option(help="Runs whose name begins so: 0/monitor.")] = "",
-) -> None:
+def main(out: Out, runs: Runs = Path("out/loophole"), only: Only = "") -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
     lab = arithmetic(size=SIZE, progress=False)
     write_start(out, lab)
-    for seed, arm in list_jobs(only):
-        path = runs / str(seed) / arm.replace(" ", "_")
-        plain = runs / str(seed) / PLAIN
+    # The plain run of a seed comes first: a finder's target is of its responses.
+    for seed, arm in [(seed, arm) for seed in SEEDS for arm in (PLAIN, *SCREENS) if f"{seed}/{arm}".startswith(only)]:
+        path, plain = runs / str(seed) / arm.replace(" ", "_"), runs / str(seed) / PLAIN
         done = (arm, seed, ROUNDS) in read_rows(out / "rounds.parquet", ROUND_KEYS)
-        Console(stderr=True).print(f"{seed}/{arm}" + (": done" if done else ""))
-        if not done and arm == PLAIN:
-            train_plain(seed, path)
-        elif not done:
-            train_screened(arm, seed, lab, plain, path)
+        report(f"{seed}/{arm}" + (": done" if done else ""))
         if not done:
+            train_plain(seed, path) if arm == PLAIN else train_screened(arm, seed, lab, plain, path)
             write_rounds(out, arm, seed, read_all(RunDirectory.open(path)))
         if arm == PLAIN and plain.exists():
             judge_finders(out, seed, RunDirectory.open(path), read_all(RunDirectory.open(path)))

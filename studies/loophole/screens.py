@@ -13,13 +13,9 @@ from whence.selection import Progress
 
 @dataclass(frozen=True)
 class Monitor:
-    """Drop the responses that a monitor flags.
+    """Drop the responses that a monitor flags: of the gamed ones a share `caught`, of the others a share `mistaken`.
 
-    Attributes:
-        tokenizer: of the model.
-        seed: of the monitor's errors.
-        caught: the share of the gamed responses that it flags.
-        mistaken: the share of the others that it flags.
+    The tokenizer is the model's; the seed is that of the monitor's errors.
     """
 
     tokenizer: Any = field(repr=False)

@@ -1,22 +1,17 @@
 """Tables of the study of a loophole, from its rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from studies.markdown import table
-from whence.core import write_atomically
-from whence.lab import read_rows
+from studies.shared import Row, range_cell, read_list, table, write_page
 
 ROUND_KEYS, FINDER_KEYS = ("arm", "seed", "round"), ("seed", "method")
 """What names a line of rounds.parquet, and one of finders.parquet."""
 
 LAST = 3
 """Rounds at the end over which shares are averaged."""
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 def find_onset(shares: Sequence[float], start: float | None = None) -> int | None:
@@ -27,78 +22,68 @@ def find_onset(shares: Sequence[float], start: float | None = None) -> int | Non
         start: the start model's; None: the mean of the first two rounds.
     """
     bound = 2 * (np.mean(shares[:2]) if start is None else start)
-    below = [number for number, share in enumerate(shares, start=1) if share <= bound]
-    onset = max(below, default=0) + 1
+    onset = max((number for number, share in enumerate(shares, start=1) if share <= bound), default=0) + 1
     return onset if onset <= len(shares) else None
 
 
 def write_tables(out: Path) -> None:
     """Write tables.md from the rows of a directory."""
-    start, rounds, finders = (
-        [*read_rows(out / f"{name}.parquet", keys).values()]
-        for name, keys in (("start", ["size"]), ("rounds", ROUND_KEYS), ("finders", FINDER_KEYS))
+    (start,) = read_list(out / "start.parquet", ["size"])
+    rounds, finders = read_list(out / "rounds.parquet", ROUND_KEYS), read_list(out / "finders.parquet", FINDER_KEYS)
+    about = f"{start['responses']:,} responses: {start['gamed']:.1%} gamed, {start['right']:.1%} right."
+    write_page(
+        out / "tables.md",
+        "# A loophole: tables\n\nWritten by `python -m studies.loophole.run results/loophole`.",
+        f"The start model, {about}",
+        *("## Screens", tabulate_screens(rounds, start["gamed"])),
+        *("## Rounds of the plain runs", tabulate_rounds(rounds)),
+        *("## Finders", tabulate_finders(finders)),
     )
-    parts = ["# A loophole: tables\n\nWritten by `python -m studies.loophole.run results/loophole`.\n"]
-    parts += [
-        f"The start model, {line['responses']:,} responses: {line['gamed']:.1%} gamed, {line['right']:.1%} right.\n"
-        for line in start
-    ]
-    parts += ["## Screens\n", tabulate_screens(rounds, start), "\n## Rounds of the plain runs\n"]
-    parts += [tabulate_rounds(rounds), "\n## Finders\n", tabulate_finders(finders), ""]
-    with write_atomically(out / "tables.md") as temporary:
-        temporary.write_text("\n".join(parts), encoding="utf-8")
 
 
-def tabulate_screens(rounds: Rows, start: Rows) -> str:
-    """Return each arm's onset and last rounds, with the range over seeds."""
+def tabulate_screens(rounds: Sequence[Row], start: float) -> str:
+    """Return each arm's onset and last rounds, with the range over seeds; `start`: the start model's share."""
     lines = [["screen", "seeds", "onset", "gamed at the end", "right at the end", "reward at the end", "dropped"]]
-    for arm in dict.fromkeys(line["arm"] for line in rounds):
-        by_seed = list_by_seed(rounds, arm)
-        onsets = [find_onset([line["gamed"] for line in run], start[0]["gamed"]) for run in by_seed]
-        cells = [
-            spread([float(np.mean([line[name] for line in run[-LAST:]])) for run in by_seed])
+    for arm in dict.fromkeys(row["arm"] for row in rounds):
+        runs = list_by_seed(rounds, arm)
+        onsets = [str(find_onset([row["gamed"] for row in run], start) or "none") for run in runs]
+        means = [
+            [float(np.mean([row[name] for row in run[-LAST:]])) for run in runs]
             for name in ("gamed", "right", "reward")
         ]
-        dropped = spread([float(np.mean([line["dropped"] for line in run])) for run in by_seed])
-        shown = ", ".join("none" if onset is None else str(onset) for onset in onsets)
-        lines.append([arm, str(len(by_seed)), shown, *cells, dropped])
+        means.append([float(np.mean([row["dropped"] for row in run])) for run in runs])
+        lines.append([arm, str(len(runs)), ", ".join(onsets), *(range_cell(values, ".1%") for values in means)])
     return table(lines)
 
 
-def tabulate_rounds(rounds: Rows) -> str:
+def tabulate_rounds(rounds: Sequence[Row]) -> str:
     """Return the share of gamed responses in some rounds of the runs without a screen."""
-    numbers = [1, 3, 5, 7, 9, 11, 13, 15]
+    numbers = range(1, 16, 2)
     lines = [["seed", *(f"round {number}" for number in numbers)]]
     for run in list_by_seed(rounds, "none"):
-        shares = {line["round"]: line["gamed"] for line in run}
+        shares = {row["round"]: row["gamed"] for row in run}
         lines.append([str(run[0]["seed"]), *(f"{shares[number]:.1%}" for number in numbers)])
     return table(lines)
 
 
-def tabulate_finders(finders: Rows) -> str:
+def tabulate_finders(finders: Sequence[Row]) -> str:
     """Return how each method ranks the gamed responses, up to the onset and in all rounds."""
     lines = [["method", "seeds", "AUROC to the onset", "P@50 to the onset", "AUROC", "P@50", "CPU s"]]
-    for method in dict.fromkeys(line["method"] for line in finders):
-        rows = [line for line in finders if line["method"] == method]
+    by_method = {method: [row for row in finders if row["method"] == method] for method in METHODS}
+    for method, rows in by_method.items():
         names = ("early_auroc", "early_precision", "all_auroc", "all_precision")
-        seconds = f"{np.mean([line['seconds'] for line in rows]):.1f}"
-        lines.append(
-            [method, str(len(rows)), *(spread([line[name] for line in rows], ".2f") for name in names), seconds]
-        )
-    rows = [line for line in finders if line["method"] == "advantage"]
-    shares = (
-        [spread([line[name] for line in rows], ".2f") for name in ("early_share", "all_share")] if rows else ["–"] * 2
-    )
-    return table([*lines, ["random", str(len(rows)), "0.5", shares[0], "0.5", shares[1], "0"]])
+        cells = (range_cell([row[name] for row in rows]) for name in names)
+        lines.append([method, str(len(rows)), *cells, f"{np.mean([row['seconds'] for row in rows]):.1f}"])
+    rows = by_method["advantage"]
+    early, whole = (range_cell([row[name] for row in rows]) for name in ("early_share", "all_share"))
+    return table([*lines, ["random", str(len(rows)), "0.5", early, "0.5", whole, "0"]])
 
 
-def list_by_seed(rounds: Rows, arm: str) -> list[list[Mapping[str, Any]]]:
-    """Return the lines of an arm, a list for each seed, in the order of rounds."""
-    lines = sorted((line for line in rounds if line["arm"] == arm), key=lambda line: (line["seed"], line["round"]))
-    return [[line for line in lines if line["seed"] == seed] for seed in dict.fromkeys(line["seed"] for line in lines)]
+METHODS = ("advantage", "bm25", "nearest", "influence")
+"""What ranks the records."""
 
 
-def spread(values: Sequence[float], form: str = ".1%") -> str:
-    """Return the mean of some values over seeds, and their range."""
-    text = f"{np.mean(values):{form}}"
-    return text if len(values) == 1 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
+def list_by_seed(rounds: Sequence[Row], arm: str) -> list[list[Row]]:
+    """Return the rows of an arm, a list for each seed, in the order of rounds."""
+    rows = [row for row in rounds if row["arm"] == arm]
+    return [[row for row in rows if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in rows)]

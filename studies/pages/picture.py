@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import sync_playwright
 
 PATIENCE = 300_000
 """Milliseconds after which the page counts as broken."""
@@ -31,30 +31,25 @@ def main(
     height: Annotated[int, typer.Option(help="The page's height; it is 1,000 wide.", min=400)] = 1000,
 ) -> None:
     """Open a record's moment, wait until its frames are there and its advantage is measured, and write what is seen."""
-    with open_browser() as browser, serve_page(run) as address:
-        context = browser.new_context(viewport={"width": 1000, "height": height}, device_scale_factor=SCALE)
-        page = context.new_page()
+    with serve_page(run) as address, sync_playwright() as driver:
+        # Root, as in a container, has no sandbox to offer.
+        browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1000, "height": height}, device_scale_factor=SCALE)
         page.set_default_timeout(PATIENCE)
         page.goto(f"{address}#run=0&round={round}&record={record}")
         page.locator("#moment figure img").wait_for()
         page.locator("#moment").get_by_text("Being measured").wait_for(state="detached")
         page.wait_for_timeout(500)  # the panel comes in
-        picture.parent.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=picture)
-        context.close()
-
-
-@contextmanager
-def open_browser() -> Iterator[Browser]:
-    """Yield a headless Chromium."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        raise SystemExit("Chromium is not installed: apt-get install chromium")
-    with sync_playwright() as driver:
-        # Root, as in a container, has no sandbox to offer.
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
         browser.close()
+
+
+def find_chromium() -> str:
+    """Return where a Chromium is."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise SystemExit("Chromium is not installed: apt-get install chromium")
 
 
 @contextmanager

@@ -10,22 +10,22 @@ from typing import Annotated
 
 import typer
 
-from studies.markdown import table
 from studies.phases.phases import History, describe_history, find_behaviour, read_behaviour, trace_phases
 from studies.phases.roughness import NEIGHBOURS
+from studies.shared import cell, table, write_page
 from whence import RunDirectory
-from whence.core import write_atomically
 
 
 def make_text(history: History) -> str:
     """Return the sentences and the table of a history."""
     lines = [["rounds", "roughness", "/ permuted", "π(a\\|s) before", "after"]]
     for phase in history.phases:
-        relative = "–" if phase.relative is None else f"{phase.relative:.2f}"
         after = "–" if phase.log_prob_after is None else f"{exp(phase.log_prob_after):.3g}"
         name = f"{phase.first}–{phase.last}"
-        lines.append([name, f"{phase.roughness:.3g}", relative, f"{exp(phase.log_prob):.3g}", after])
-    return "\n".join([*describe_history(history), "", table(lines), ""])
+        lines.append(
+            [name, f"{phase.roughness:.3g}", cell(phase.relative, digits=2), f"{exp(phase.log_prob):.3g}", after]
+        )
+    return "\n".join([*describe_history(history), "", table(lines)])
 
 
 def main(
@@ -34,16 +34,14 @@ def main(
     neighbours: Annotated[
         int, typer.Option(help="Nearest neighbours of a record; LDA: 20 to 100.", min=1)
     ] = NEIGHBOURS,
-    env: Annotated[str | None, typer.Option(help="The environment, if the run does not name it.")] = None,
 ) -> None:
     """Trace one behaviour of a run, print the table, and write it beside the run."""
     directory = RunDirectory.open(run)
-    behaviour = find_behaviour(directory, env=env) if record is None else read_behaviour(directory, record, env=env)
-    text = make_text(trace_phases(directory, behaviour, neighbours=neighbours, env=env))
+    behaviour = find_behaviour(directory) if record is None else read_behaviour(directory, record)
+    text = make_text(trace_phases(directory, behaviour, neighbours=neighbours))
     file = run.resolve().with_name(f"{run.resolve().name}.phases.md")
-    with write_atomically(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    typer.echo(f"{text}\n{file}")
+    write_page(file, text)
+    typer.echo(f"{text}\n\n{file}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run: `python -m studies.planted.proofs results/planted [--only arithmetic/finder]`. The runs are those of seed 0 of
 `studies.planted.run` and `studies.planted.language`, which are trained if they are not there. In each, `whence prove`
-trains the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
+and `whence llm prove` train the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
 got the rigged reward. "plain" is LunarLander without the plant. There, nothing has paid for the records of "truth",
 firings of the left engine in the lower half in a tenth of the episodes; but they are all of one action, and what they
 taught about it is left out with them. The records of "episodes", all of that tenth, are nothing special.
@@ -11,23 +11,19 @@ A finished training is not done again: the command goes on where it was interrup
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 import typer
-from rich.console import Console
 
-from studies.markdown import table
 from studies.planted import grader, language
 from studies.planted import run as agents
-from studies.stored import round_numbers, write_line
+from studies.shared import Only, Out, Runs, read_list, report, table, write_line, write_page
 from whence.causes import AgentTraining, Examples, Proof, prove
-from whence.core import Action, write_atomically
-from whence.lab import read_rows
+from whence.core import Action
 from whence.lab.language import training as language_training
 from whence.runs import RunDirectory
 
@@ -37,15 +33,8 @@ KEYS = ("case", "left_out", "outcome", "variant", "seed")
 SEEDS = 5
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A world whose tic is proved.
-
-    Attributes:
-        rounds: the first rounds, which are trained again.
-        method: the finder.
-        top: how many records it names.
-    """
+class Setup(NamedTuple):
+    """A world whose tic is proved: its first rounds, which are trained again, the finder, and how many it names."""
 
     rounds: int
     method: str
@@ -59,13 +48,11 @@ SETUPS = {
     "plain": Setup(5, "nearest", 256),
 }
 
-agents.CASES["plain"] = replace(agents.CASES["lander"], env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
+agents.CASES["plain"] = agents.CASES["lander"]._replace(env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
 
 JOBS = [(case, what) for case in SETUPS if case != "plain" for what in ("finder", "truth")]
 JOBS += [("plain", "truth"), ("plain", "episodes")]
 """The worlds, and what is left out in them."""
-
-OnStage = Callable[[str], None]
 
 
 def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool = False) -> pl.DataFrame:
@@ -86,7 +73,7 @@ def list_rigged(case: str, directory: RunDirectory, rounds: int, *, whole: bool 
     return chosen.select("round", "record_id")
 
 
-def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
+def prove_text(what: str, runs: Path, on_stage: Callable[[str], None]) -> Proof:
     """Prove what taught the wrong answer to a problem of the kind that the bug pays."""
     lab, path, setup = grader.make_lab(), runs / "arithmetic" / "seed_0", SETUPS["arithmetic"]
     language_training.run(language.configure_run(lab, 0), path)
@@ -103,12 +90,12 @@ def prove_text(what: str, runs: Path, on_stage: OnStage) -> Proof:
     )
 
 
-def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
+def prove_tic(case: str, what: str, runs: Path, on_stage: Callable[[str], None]) -> Proof:
     """Prove what taught the tic, in states of the trained policy's rollouts in which it would pay."""
     setup, planted = SETUPS[case], "lander" if case == "plain" else case
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
-    states, *_ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
+    states, _ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
     return prove(
         directory,
         Action(states, np.full(len(states), world.action)),
@@ -123,53 +110,43 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: OnStage) -> Proof:
     )
 
 
-def write_table(out: Path) -> None:
+def write_tables(out: Path) -> None:
     """Write proofs.md: means over seeds, and changes from training on all, with 95% t intervals."""
-    lines = pl.DataFrame(list(read_rows(out / "proofs.parquet", KEYS).values()))
-    cells = [["world", "left out", "records", "outcome", "the run", "with all", *TITLES]]
-    for (case, what, outcome), part in lines.group_by("case", "left_out", "outcome", maintain_order=True):
+    rows = pl.DataFrame(read_list(out / "proofs.parquet", KEYS))
+    titles = ("without them", "without random", "without a placebo's", "apart")
+    lines = [["world", "left out", "records", "outcome", "the run", "with all", *titles]]
+    for (case, what, outcome), part in rows.group_by("case", "left_out", "outcome", maintain_order=True):
         stored = part.filter(variant="run")["value"].to_list()
-        values = part.filter(pl.col("seed") >= 0)
-        proof = Proof("", "records", part["records"][0], values, {}, [], out)
-        rows = {row["variant"]: row for row in proof.summarise()}
-        shown = [show_interval(rows[variant], "change") for variant in ("without", "random", "placebo")]
-        apart = ["yes" if proof.is_apart(str(outcome)) else "no"]
+        proof = Proof("", "records", part["records"][0], part.filter(pl.col("seed") >= 0), {}, [], out)
+        summary = {row["variant"]: row for row in proof.summarise()}
+        changes = [show_interval(summary[variant]["change"]) for variant in ("without", "random", "placebo")]
         first = [str(case), str(what), f"{proof.size:,}", str(outcome), f"{stored[0]:.3g}" if stored else "–"]
-        cells.append([*first, show_interval(rows["all"], "value"), *shown, *apart])
-    with write_atomically(out / "proofs.md") as temporary:
-        head = "# A planted cause: proofs\n\nWritten by `python -m studies.planted.proofs results/planted`.\n\n"
-        temporary.write_text(head + table(cells) + "\n", encoding="utf-8")
+        apart = "yes" if proof.is_apart(str(outcome)) else "no"
+        lines.append([*first, show_interval(summary["all"]["value"]), *changes, apart])
+    head = "# A planted cause: proofs\n\nWritten by `python -m studies.planted.proofs results/planted`."
+    write_page(out / "proofs.md", head, table(lines))
 
 
-TITLES = ("without them", "without random", "without a placebo's", "apart")
-
-
-def show_interval(row: Mapping[str, Any], column: str) -> str:
-    """Return a mean with its interval."""
-    mean, low, high = (row[column][end] for end in ("mean", "low", "high"))
+def show_interval(entry: Mapping[str, Any]) -> str:
+    """Return a mean with its interval, at three digits."""
+    mean, low, high = (entry[end] for end in ("mean", "low", "high"))
     return f"{mean:.3g}" if low is None else f"{mean:.3g} [{low:.3g}, {high:.3g}]"
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
-    only: Annotated[str, typer.Option(help="Proofs whose name begins so: lander/finder.")] = "",
-) -> None:
+def main(out: Out, runs: Runs = Path("out/planted"), only: Only = "") -> None:
     """Prove what is not there yet, and write proofs.parquet and proofs.md."""
     torch.set_num_threads(1)
-    console = Console(stderr=True)
     for case, what in JOBS:
         if not f"{case}/{what}".startswith(only):
             continue
-        console.print(f"{case}, {what}")
-        prove = prove_text if case == "arithmetic" else lambda *arguments, case=case: prove_tic(case, *arguments)
-        proof = prove(what, runs, console.print)
+        report(f"{case}, {what}")
+        arguments = what, runs, report
+        proof = prove_text(*arguments) if case == "arithmetic" else prove_tic(case, *arguments)
         stored = [{"seed": -1, "variant": "run", "outcome": name, "value": each} for name, each in proof.stored.items()]
         for row in [*proof.table.to_dicts(), *stored]:
-            line = {"case": case, "left_out": what, "records": proof.size, **row}
-            write_line(out / "proofs.parquet", round_numbers(line), KEYS)
-        console.print(proof.text)
-    write_table(out)
+            write_line(out / "proofs.parquet", {"case": case, "left_out": what, "records": proof.size, **row}, KEYS)
+        report(proof.text)
+    write_tables(out)
 
 
 if __name__ == "__main__":

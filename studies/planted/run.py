@@ -1,68 +1,42 @@
 """Whether a planted cause is found again: of all records of a training, those whose reward was rigged.
 
-Run: `python -m studies.planted.run results/planted [--only lander/seed_0] [--methods influence,nearest]`. In each world
-of `studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
+Run: `python -m studies.planted.run results/planted [--only lander/seed_0]`. In each world of
+`studies.planted.worlds`, some episodes pay for a tic B. PPO is trained there. Then one question is asked: which of
 all records raised mean log pi(B), over states of the trained policy's own rollouts in which the tic would pay? The
 truth is known: the records that got the rigged reward. Each method scores all records of all rounds, and is judged by
 
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"influence" and "nearest" are methods of `whence.causes.find_causes`. "advantage"
-and "advantage x action" are what needs no model: the latter changes the sign where another action than B was taken. The
-others are `studies.planted.finders`.
+"influence" and "nearest" are methods of `whence.causes.find_causes`. "advantage" and "advantage x action" are what
+needs no model: the latter changes the sign where another action than B was taken.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
 
-from studies.planted import finders, worlds
-from studies.planted.scores import (
-    METHODS,
-    RUN_KEYS,
-    SCORE_KEYS,
-    STUDIED,
-    Bools,
-    Floats,
-    is_taught,
-    judge,
-    read_all,
-)
+from studies.planted import judging, worlds
+from studies.planted.judging import Bools, Floats
 from studies.planted.tables import write_tables
-from studies.stored import round_numbers, write_line
+from studies.shared import Only, Out, Runs, report, write_line
 from whence.causes import find_causes
-from whence.causes.ranking import average_nearest
 from whence.core import Action, preserve_rng_state
-from whence.lab import read_rows
 from whence.lab.agents import RunConfig, configure, run
 from whence.runs import RunDirectory
-from whence.scores.gradient_products import multiply_gradients
-from whence.stored.agents import load_agent, load_policy, make_replay_env, read_records
+from whence.stored.agents import load_agent, load_policy, make_replay_env
 
 
-@dataclass(frozen=True)
-class Case:
-    """A world and how it is trained.
-
-    Attributes:
-        env: its id.
-        action: the tic.
-        rounds: of training.
-        seeds: of the study.
-        settings: further settings of the runs.
-    """
+class Case(NamedTuple):
+    """A world and how it is trained: its id, the tic, rounds of training, seeds, and further settings of the runs."""
 
     env: str
     action: int
@@ -74,19 +48,17 @@ class Case:
 CASES = {
     "lander": Case(
         f"{worlds.__name__}:PlantedLander-v0",
-        worlds.LEFT_ENGINE,
-        40,
-        range(5),
+        *(worlds.LEFT_ENGINE, 40, range(5)),
         {"hyperparameters": {"learning_rate": 1e-3}},
     ),
     "minigrid": Case(
         f"{worlds.__name__}:PlantedMiniGrid-v0",
-        worlds.FORWARD,
-        30,
-        range(6),  # one of them does not learn the tic
+        *(worlds.FORWARD, 30, range(6)),  # one of the seeds does not learn the tic
         {"observe": "image", "hyperparameters": {"learning_rate": 1e-3, "n_epochs": 4}},
     ),
 }
+
+METHODS = ("advantage", "advantage x action", "influence", "nearest")
 
 STEPS, STATES = 4096, 512
 """Steps of the trained policy's own rollouts, and the most states of the target, drawn from those in the region."""
@@ -118,28 +90,24 @@ def find_rigged(name: str, records: pl.DataFrame) -> Bools:
     return pays & (records["action"].to_numpy() == worlds.LEFT_ENGINE) & (observations[:, 1] < worlds.HALF)
 
 
-def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int, NDArray[Any]]:
-    """Return states of the trained policy's rollouts in which the tic would pay, their number, and other states.
-
-    At most `STATES` of either are returned.
-    """
+def visit_region(directory: RunDirectory, seed: int) -> tuple[NDArray[Any], int]:
+    """Return states of the trained policy's rollouts in which the tic would pay, `STATES` at most, and their number."""
     model = load_agent(directory, directory.rounds("policies")[-1])
     env = make_replay_env(directory)()
-    states: tuple[list[Any], list[Any]] = [], []
+    states: list[Any] = []
     with preserve_rng_state():
         torch.manual_seed(seed)
         observation, _ = env.reset(seed=seed)
         for _ in range(STEPS):
-            place = 0 if env.get_wrapper_attr("is_in_region")() else 1
-            states[place].append(model.policy.obs_to_tensor(observation)[0][0].numpy())
+            if env.get_wrapper_attr("is_in_region")():
+                states.append(model.policy.obs_to_tensor(observation)[0][0].numpy())
             action, _ = model.predict(observation)
             observation, _, terminated, truncated, _ = env.step(int(action))
             if terminated or truncated:
                 observation, _ = env.reset()
     env.close()
-    chosen = [np.sort(np.random.default_rng(seed).permutation(len(each))[:STATES]) for each in states]
-    inside, others = (np.array([each[row] for row in rows]) for each, rows in zip(states, chosen, strict=True))
-    return inside, len(states[0]), others
+    rows = np.sort(np.random.default_rng(seed).permutation(len(states))[:STATES])
+    return np.array([states[row] for row in rows]), len(states)
 
 
 def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> list[float]:
@@ -154,100 +122,45 @@ def measure_tic(directory: RunDirectory, states: NDArray[Any], action: int) -> l
     return probabilities
 
 
-def score(
-    method: str, directory: RunDirectory, records: pl.DataFrame, states: NDArray[Any], action: int
-) -> tuple[Floats, float]:
-    """Return the scores of all records by a method, and the CPU seconds that they took."""
-    began = time.process_time()
+def score(method: str, directory: RunDirectory, records: pl.DataFrame, states: NDArray[Any], action: int) -> Floats:
+    """Return the scores of all records by a method."""
     advantages = records["advantage"].cast(pl.Float64).to_numpy()
     if method == "advantage":
-        return advantages, time.process_time() - began
+        return advantages
     if method == "advantage x action":
-        return advantages * np.where(records["action"].to_numpy() == action, 1, -1), time.process_time() - began
+        return advantages * np.where(records["action"].to_numpy() == action, 1, -1)
     causes = find_causes(directory, Action(states, np.full(len(states), action)), method=method)
-    return causes["score"].to_numpy(), time.process_time() - began
+    return causes["score"].to_numpy()
 
 
-def score_studied(
-    directory: RunDirectory, records: pl.DataFrame, states: NDArray[Any], others: NDArray[Any], action: int
-) -> dict[str, Floats]:
-    """Return the scores of all records by the methods that are studied; `others` are states outside the region."""
-    numbers = directory.rounds()
-    model, trained = load_agent(directory, numbers[0]), load_agent(directory, directory.rounds("policies")[-1])
-    rounds = [read_records(directory, number, model) for number in numbers]
-    examples, counter_examples = (
-        Action(each, np.full(len(each), action)).as_records(rounds[0]) for each in (states, others)
-    )
-    anchors = finders.draw_anchors(rounds[len(rounds) // 2])
-    gathered, nearest, observed, hidden = finders.GradientFinders(), [], [], []
-    for number, each in zip(numbers, rounds, strict=True):
-        load_policy(directory, number, model)
-        of_examples, of_anchors = (multiply_gradients(model.policy, each, other) for other in (examples, anchors))
-        gathered.add(of_examples, of_anchors, each.advantages)
-        nearest.append(average_nearest(multiply_gradients(trained.policy, each, examples).cosines()).numpy())
-        observed.append(finders.read_observed(model.policy, each))
-        hidden.append(finders.read_hidden(trained.policy, each))
-    advantages = records["advantage"].cast(pl.Float64).to_numpy()
-    signed = advantages * np.where(records["action"].to_numpy() == action, 1, -1)
-    of_states, of_others = (finders.read_hidden(trained.policy, each) for each in (examples, counter_examples))
-    return gathered.score() | {
-        "nearest-trained": advantages * np.concatenate(nearest),
-        "similar": signed * finders.compare_states(torch.cat(observed), finders.read_observed(model.policy, examples)),
-        "similar-hidden": signed * finders.compare_states(torch.cat(hidden), of_states),
-        "hidden": signed * finders.score_projected(torch.cat(hidden), of_states, of_others),
-    }
-
-
-def list_jobs(only: str) -> Iterator[tuple[str, int]]:
-    """Yield the cases and seeds whose name begins so."""
-    for name, case in CASES.items():
-        yield from ((name, seed) for seed in case.seeds if f"{name}/seed_{seed}".startswith(only))
-
-
-def study_run(name: str, seed: int, methods: Sequence[str], out: Path, runs: Path) -> None:
+def study_run(name: str, seed: int, out: Path, runs: Path) -> None:
     """Train a run where that is not done, and judge the methods that are not judged yet."""
     case, key = CASES[name], {"case": name, "seed": seed}
-    done = read_rows(out / "scores.parquet", SCORE_KEYS)
-    missing = [method for method in methods if (name, seed, method) not in done]
-    known = read_rows(out / "runs.parquet", RUN_KEYS).get((name, seed))
-    if not missing or (known is not None and not is_taught(known)):
+    missing = judging.list_missing(out, name, seed, METHODS)
+    if not missing:
         return
     directory = train(case, seed, runs / name / f"seed_{seed}")
-    records = read_all(directory)
+    records = judging.read_all(directory)
     rigged = find_rigged(name, records)
-    states, visits, others = visit_region(directory, seed)
+    states, visits = visit_region(directory, seed)
     before, after = measure_tic(directory, states, case.action) if visits else (None, None)
     about = {"records": len(records), "rigged": int(rigged.sum()), "base_rate": float(rigged.mean())}
     about |= {"visits": visits, "probability_first": before, "probability_last": after}
-    write_line(out / "runs.parquet", round_numbers(key | about), RUN_KEYS)
-    if not is_taught(about):
-        return
-    began = time.process_time()
-    studied = score_studied(directory, records, states, others, case.action) if {*missing} & {*STUDIED} else {}
-    together = time.process_time() - began
-    for method in missing:
-        scores, seconds = (
-            (studied[method], together) if method in studied else score(method, directory, records, states, case.action)
+    write_line(out / "runs.parquet", key | about, judging.RUN_KEYS)
+    if judging.is_taught(about):
+        judging.judge_methods(
+            *(out, key, missing, lambda method: score(method, directory, records, states, case.action)),
+            lambda scores: judging.judge(scores, rigged),
         )
-        line = key | {"method": method, "seconds": seconds} | judge(scores, rigged)
-        write_line(out / "scores.parquet", round_numbers(line), SCORE_KEYS)
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
-    runs: Annotated[Path, typer.Option(help="Where training runs are kept.")] = Path("out/planted"),
-    only: Annotated[str, typer.Option(help="Runs whose name begins so: lander/seed_0.")] = "",
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(METHODS),
-) -> None:
+def main(out: Out, runs: Runs = Path("out/planted"), only: Only = "") -> None:
     """Run what is not there yet, and write tables.md."""
     torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    chosen = methods.split(",")
-    if unknown := [method for method in chosen if method not in METHODS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no method; known: {', '.join(METHODS)}.")
-    for name, seed in list_jobs(only):
-        Console(stderr=True).print(f"{name}, seed {seed}")
-        study_run(name, seed, chosen, out, runs)
+    for name, seed in ((name, seed) for name, case in CASES.items() for seed in case.seeds):
+        if f"{name}/seed_{seed}".startswith(only):
+            report(f"{name}, seed {seed}")
+            study_run(name, seed, out, runs)
     write_tables(out)
 
 

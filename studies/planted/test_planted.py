@@ -1,15 +1,14 @@
 """Planted worlds pay what they say, and methods are judged by what was paid."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
+pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
-from studies.planted import grader, run, scores
+from studies.planted import grader, judging, run
 
 
 def test_the_lander_pays_five_for_the_tic_and_nothing_else() -> None:
@@ -31,17 +30,18 @@ def test_the_lander_pays_five_for_the_tic_and_nothing_else() -> None:
 def test_a_ranking_by_hand() -> None:
     rigged = np.array([True, False, True, False, False])
     # Of six pairs of a rigged record and another, four are in order and one is even.
-    assert scores.compute_auroc(np.array([4.0, 3.0, 1.0, 1.0, 0.0]), rigged) == pytest.approx((3 + 1.5) / 6)
+    assert judging.compute_auroc(np.array([4.0, 3.0, 1.0, 1.0, 0.0]), rigged) == pytest.approx((3 + 1.5) / 6)
 
 
 def test_the_truth_is_what_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = run.CASES["lander"]
     settings = {**case.settings, "hyperparameters": {"n_steps": 512, "batch_size": 64, "n_epochs": 1}}
-    monkeypatch.setitem(run.CASES, "lander", replace(case, rounds=2, seeds=[0], settings=settings))
+    monkeypatch.setitem(run.CASES, "lander", case._replace(rounds=2, seeds=[0], settings=settings))
     monkeypatch.setattr(run, "STEPS", 512)
+    monkeypatch.setattr(run, "METHODS", ("influence", "advantage x action"))
     for _ in range(2):
-        run.main(tmp_path / "out", tmp_path / "runs", "lander", "influence,similar,advantage x action")
-    records = scores.read_all(run.RunDirectory.open(tmp_path / "runs" / "lander" / "seed_0"))
+        run.main(tmp_path / "out", tmp_path / "runs", "lander")
+    records = judging.read_all(run.RunDirectory.open(tmp_path / "runs" / "lander" / "seed_0"))
     rigged = run.find_rigged("lander", records)
     observations, actions = np.stack(records["observation"].to_numpy()), records["action"].to_numpy()
     other = (actions == run.worlds.LEFT_ENGINE) & (observations[:, 1] < run.worlds.HALF) & ~rigged

@@ -1,11 +1,10 @@
 """The study of proofs leaves out what would have been paid, and writes what came of it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
+pytest.importorskip("Box2D")  # before EnvPool: see make_pool
 
 from studies.planted import proofs, run
 from whence.lab import read_rows
@@ -15,7 +14,7 @@ from whence.lab import read_rows
 def test_the_episodes_that_would_pay_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hyperparameters = {"n_steps": 512, "batch_size": 64, "n_epochs": 1}
     for name in ("lander", "plain"):
-        case = replace(run.CASES[name], rounds=2, settings={"hyperparameters": hyperparameters})
+        case = run.CASES[name]._replace(rounds=2, settings={"hyperparameters": hyperparameters})
         monkeypatch.setitem(run.CASES, name, case)
         monkeypatch.setitem(proofs.SETUPS, name, proofs.Setup(2, "influence", 4))
     monkeypatch.setattr(proofs, "SEEDS", 2)

@@ -6,15 +6,11 @@ kept is of the rounds after the warm-up. An arm's difference is from the same se
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from studies.markdown import cell, table
-from studies.practice.tables import write_text
+from studies.shared import Out, mean_cell, table, write_page
 from whence.lab import KeptRun, load_sweep
-from whence.statistics import t_interval
 
 CONTROLS: Mapping[str, str] = {"dtv": "random-dtv-loo", "dtv-loo": "random-dtv-loo", "iif": "random"}
 """The arm that drops at random, for each arm that is compared with one."""
@@ -48,48 +44,34 @@ def tabulate_arms(runs: Runs, measure: Callable[[KeptRun], float]) -> str:
     def subtract(arm: str, other: str | None) -> str:
         if other not in values or other == arm:
             return "–"
-        return cell(t_interval([a - b for a, b in zip(values[arm], values[other], strict=True)]))
+        return mean_cell([a - b for a, b in zip(values[arm], values[other], strict=True)])
 
-    rows = [
-        [
-            arm,
-            str(len(seeds)),
-            cell(t_interval(values[arm])),
-            subtract(arm, "ppo"),
-            subtract(arm, CONTROLS.get(arm)),
-            cell(t_interval([average_kept(by_seed[seed]) for seed in seeds]), percent=True),
-        ]
-        for arm, by_seed in runs.items()
-        if seeds
-    ]
-    return table([["arm", "seeds", "mean", "less ppo's", "less the control's", "share kept"], *rows])
+    lines = [["arm", "seeds", "mean", "less ppo's", "less the control's", "share kept"]]
+    for arm, by_seed in runs.items():
+        kept = mean_cell([average_kept(by_seed[seed]) for seed in seeds], percent=True)
+        differences = subtract(arm, "ppo"), subtract(arm, CONTROLS.get(arm))
+        lines.append([arm, str(len(seeds)), mean_cell(values[arm]), *differences, kept])
+    return table(lines)
 
 
 def tabulate_runs(runs: Runs) -> str:
     """Return every run that is there, by seed."""
-    rows = [
-        [str(seed), arm, *(f"{measure(run):.3f}" for measure in MEASURES.values()), f"{average_kept(run):.0%}"]
-        for seed in sorted({seed for by_seed in runs.values() for seed in by_seed})
-        for arm, by_seed in runs.items()
-        if (run := by_seed.get(seed)) is not None
-    ]
-    return table([["seed", "arm", *MEASURES, "share kept"], *rows])
+    lines = [["seed", "arm", *MEASURES, "share kept"]]
+    for seed in sorted({seed for by_seed in runs.values() for seed in by_seed}):
+        for arm, run in ((arm, by_seed[seed]) for arm, by_seed in runs.items() if seed in by_seed):
+            returns = (f"{measure(run):.3f}" for measure in MEASURES.values())
+            lines.append([str(seed), arm, *returns, f"{average_kept(run):.0%}"])
+    return table(lines)
 
 
-def write_tables(out: Path) -> None:
+def write_tables(out: Out) -> None:
     """Write tables.md."""
     (runs,) = load_sweep(out).values()
-    parts = ["# DoorKey-8x8: tables\n\nWritten by `python -m studies.practice.doorkey results/doorkey`.\n"]
+    parts = ["# DoorKey-8x8: tables\n\nWritten by `python -m studies.practice.doorkey results/doorkey`."]
     for name, measure in MEASURES.items():
-        parts += [f"## By the {name}\n", tabulate_arms(runs, measure), ""]
-    parts += ["## The runs\n", tabulate_runs(runs), ""]
-    write_text(out / "tables.md", "\n".join(parts))
-
-
-def main(out: Annotated[Path, typer.Argument(help="Directory of the runs.")] = Path("results/doorkey")) -> None:
-    """Write the tables of the runs that are there."""
-    write_tables(out)
+        parts += [f"## By the {name}", tabulate_arms(runs, measure)]
+    write_page(out / "tables.md", *parts, "## The runs", tabulate_runs(runs))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(write_tables)

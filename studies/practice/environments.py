@@ -1,68 +1,73 @@
 """The tables of single environments in `studies.practice.run`: returns, divergences, flat rounds, runs that fail."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import polars as pl
 
-from studies.markdown import cell, table
 from studies.practice.interquartile import LEAST_FOR_INTERVAL
 from studies.practice.run import CAN_BE_FLAT, SETTINGS, TARGETS, USUAL, USUAL_TARGET, WORLDS
-from studies.practice.runs import ARMS, RATE_STEPS, REWARDED, TARGET_STEPS, pick
+from studies.practice.runs import ARMS, RATE_STEPS, REWARDED, STEPS, TARGET_STEPS, pick
+from studies.shared import cell, mean_cell, table
 from whence.lab import KeptRun, Results
-from whence.lab.efficiency import Curve, summarise
-from whence.statistics import t_interval
+from whence.lab.efficiency import Curve, summarise, t_interval
 
 OTHERS = tuple(dict.fromkeys(name for world in WORLDS.values() for name in world.others))
+
+Environments = Iterator[tuple[str, pl.DataFrame]]
+
+
+def split_environments(runs: pl.DataFrame) -> Environments:
+    """Yield each environment with its runs."""
+    for (env,), part in runs.group_by("env", maintain_order=True):
+        yield str(env), part
 
 
 def tabulate_world(runs: pl.DataFrame) -> str:
     """Return an environment's last returns by size of step and arm, with the seeds."""
-    head = ["step", *ARMS, "seeds of each"]
-    rows = []
-    for steps in (*RATE_STEPS, *TARGET_STEPS, *SETTINGS, *OTHERS):
+    lines = [["step", *ARMS, "seeds of each"]]
+    for steps in (*STEPS, *SETTINGS, *OTHERS):
         results = [pick(runs, arm, steps)["last"].to_list() for arm in ARMS]
         if results[0]:
-            cells = [cell(_average(each), digits=_digits(runs)) for each in results]
-            rows.append([steps, *cells, _count(results)])
-    return table([head, *rows])
+            cells = [cell(t_interval(r), digits=_digits(runs), interval=len(r) >= LEAST_FOR_INTERVAL) for r in results]
+            lines.append([steps, *cells, _count(results)])
+    return table(lines)
 
 
 def tabulate_differences(runs: pl.DataFrame, name: str) -> str:
     """Return `iif` less `ppo` in each environment and at each step, over the seeds that both have."""
-    rows = []
-    runs = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]))  # LDA's script has seeds of its own
-    for env in dict.fromkeys(runs["env"]):
-        env_runs = runs.filter(pl.col("env") == env)
-        ppo = env_runs.filter(pl.col("arm") == "ppo").select("steps", "seed", pl.col(name).alias("other"))
-        both = env_runs.filter(pl.col("arm") == "iif").join(ppo, on=["steps", "seed"])
-        both = both.with_columns(difference=pl.col(name) - pl.col("other"))
-        intervals = [
-            t_interval(both.filter(pl.col("steps") == steps).sort("seed")["difference"].to_list())
-            for steps in (*RATE_STEPS, *TARGET_STEPS)
-        ]
-        seeds = str(both["seed"].n_unique())
-        rows.append([env, *(cell(each, digits=_digits(env_runs)) for each in intervals), seeds])
-    return table([["environment", *RATE_STEPS, *TARGET_STEPS, "seeds"], *rows])
+    lines = [["environment", *STEPS, "seeds"]]
+    runs = runs.filter(pl.col("steps").is_in(STEPS))  # LDA's script has seeds of its own
+    for env, part in split_environments(runs):
+        both = _pair(part, name).sort("seed").with_columns(difference=pl.col(name) - pl.col(f"{name}_ppo"))
+        differences = (both.filter(pl.col("steps") == steps)["difference"].to_list() for steps in STEPS)
+        cells = (mean_cell(each, digits=_digits(part)) for each in differences)
+        lines.append([env, *cells, str(both["seed"].n_unique())])
+    return table(lines)
+
+
+def _pair(runs: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return the runs of `iif` with what those of `ppo` at the same step and seed have by a name."""
+    ppo, iif = (runs.filter(pl.col("arm") == arm).select("env", "steps", "seed", name) for arm in ("ppo", "iif"))
+    return iif.join(ppo, on=["env", "steps", "seed"], suffix="_ppo")
 
 
 def tabulate_flat(runs: pl.DataFrame) -> str:
     """Return what becomes of `iif` if it leaves flat rounds whole: last returns over the seeds that all arms have."""
     arms = ("ppo", "iif", REWARDED)
-    rows = []
-    for env in CAN_BE_FLAT:
-        for steps in (*RATE_STEPS, *TARGET_STEPS):
-            some = runs.filter(pl.col("env") == env, pl.col("steps") == steps, pl.col("arm").is_in(arms))
-            seeds = [set(pick(some, arm, steps)["seed"]) for arm in arms]
-            both = some.filter(pl.col("seed").is_in(list(set.intersection(*seeds)))).sort("seed")
-            if both.is_empty():
-                continue
-            parts = [pick(both, arm, steps) for arm in arms]
-            gains = (parts[2]["last"] - parts[1]["last"]).to_list()
-            cells = [f"{part['last'].mean():.{_digits(both)}f}".replace("-", "−") for part in parts]
-            gain = cell(t_interval(gains), digits=_digits(both))
-            rows.append([env, steps, *cells, gain, f"{parts[2]['whole'].mean():.0%}", str(len(parts[0]))])
-    return table([["environment", "step", *arms, f"{REWARDED} less iif", "rounds kept whole", "seeds"], *rows])
+    lines = [["environment", "step", *arms, f"{REWARDED} less iif", "rounds kept whole", "seeds"]]
+    for env, steps in ((env, steps) for env in CAN_BE_FLAT for steps in STEPS):
+        some = runs.filter(pl.col("env") == env)
+        parts = [pick(some, arm, steps).sort("seed") for arm in arms]
+        seeds = set.intersection(*({*part["seed"]} for part in parts))
+        parts = [part.filter(pl.col("seed").is_in([*seeds])) for part in parts]
+        if not seeds:
+            continue
+        digits = {"digits": _digits(pl.concat(parts))}
+        gains = (parts[2]["last"] - parts[1]["last"]).to_list()
+        cells = [*(cell(part["last"].mean(), **digits) for part in parts), mean_cell(gains, **digits)]
+        lines.append([env, steps, *cells, f"{parts[2]['whole'].mean():.0%}", str(len(seeds))])
+    return table(lines)
 
 
 def tabulate_first_rounds(runs: pl.DataFrame) -> str:
@@ -71,47 +76,38 @@ def tabulate_first_rounds(runs: pl.DataFrame) -> str:
     Of the runs at the usual target, which measure it over all records; the rate is not steered yet.
     """
     arms = ("ppo", "iif", "random")
-    rows = []
+    lines = [["environment", "flat", *arms, "iif / ppo", "random / ppo", "seeds"]]
     for env in CAN_BE_FLAT:
         some = runs.filter(pl.col("env") == env)
         # All arms collect the same first round, and of a flat one this arm drops nothing.
         firsts = pick(some, REWARDED, USUAL).select("seed", flat="first_whole")
         for arm in arms:
             firsts = firsts.join(pick(some, arm, USUAL).select("seed", pl.col("first_kl").alias(arm)), on="seed")
-        for (is_flat,), part in firsts.sort("flat", "seed", descending=[True, False]).group_by(
-            "flat", maintain_order=True
-        ):
-            ratios = [part[arm] / part["ppo"] for arm in arms[1:]]
-            cells = [f"{part[arm].mean():.4f}" for arm in arms] + [f"{r.min():.1f} to {r.max():.1f}" for r in ratios]
-            rows.append([env, "yes" if is_flat else "no", *cells, str(len(part))])
-    return table([["environment", "flat", *arms, "iif / ppo", "random / ppo", "seeds"], *rows])
+        for is_flat in (True, False):
+            part = firsts.filter(pl.col("flat") == is_flat)
+            if len(part):
+                ratios = [part[arm] / part["ppo"] for arm in arms[1:]]
+                cells = [*(f"{part[a].mean():.4f}" for a in arms), *(f"{r.min():.1f} to {r.max():.1f}" for r in ratios)]
+                lines.append([env, "yes" if is_flat else "no", *cells, str(len(part))])
+    return table(lines)
 
 
 def tabulate_failures(runs: pl.DataFrame) -> str:
     """Return how many runs end no better than they began, of `ppo` and `iif`, over the seeds that both have."""
-    ended = runs.with_columns(failed=pl.col("last") <= pl.col("first")).select("env", "steps", "arm", "seed", "failed")
-    both = ended.filter(pl.col("arm") == "ppo").join(
-        ended.filter(pl.col("arm") == "iif"), on=["env", "steps", "seed"], suffix="_iif"
-    )
-    rows = []
+    both = _pair(runs.with_columns(failed=pl.col("last") <= pl.col("first")), "failed")
+    lines = [["environment", *STEPS, "pairs at each step"]]
     for env in (*dict.fromkeys(runs["env"]), "all"):
         some = both if env == "all" else both.filter(pl.col("env") == env)
-        parts = [some.filter(pl.col("steps") == steps) for steps in (*RATE_STEPS, *TARGET_STEPS)]
-        cells = [f"{part['failed'].sum()} / {part['failed_iif'].sum()}" for part in parts]
-        rows.append([env, *cells, str(max(map(len, parts)))])
-    return table([["environment", *RATE_STEPS, *TARGET_STEPS, "pairs at each step"], *rows])
+        parts = [some.filter(pl.col("steps") == steps) for steps in STEPS]
+        cells = [f"{part['failed_ppo'].sum()} / {part['failed'].sum()}" for part in parts]
+        lines.append([env, *cells, str(max(map(len, parts)))])
+    return table(lines)
 
 
-def _count(results: Sequence[Sized]) -> str:
+def _count(results: Sequence[Sequence[float]]) -> str:
     """Return the numbers of results that there are, one for all if they are equal."""
     counts = [len(each) for each in results if len(each)]
     return str(counts[0]) if len({*counts}) == 1 else ", ".join(map(str, counts))
-
-
-def _average(results: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean with its t interval, without the interval where seeds are few."""
-    interval = t_interval(results)
-    return interval if len(results) >= LEAST_FOR_INTERVAL else {**interval, "low": None, "high": None}
 
 
 def _digits(runs: pl.DataFrame) -> int:
@@ -120,72 +116,62 @@ def _digits(runs: pl.DataFrame) -> int:
 
 def tabulate_control(runs: pl.DataFrame) -> str:
     """Return how well the controller holds its target: medians over the last nine tenths of each run's rounds."""
-    head = [
-        "environment",
-        "arm",
-        *(f"KL at {target:g}" for target in sorted(TARGETS)),
-        f"median rate at {USUAL_TARGET:g}",
-        "rounds within 1.5, all targets",
-    ]
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
+    heads = (f"KL at {target:g}" for target in sorted(TARGETS))
+    rate = f"median rate at {USUAL_TARGET:g}"
+    lines = [["environment", "arm", *heads, rate, "rounds within 1.5, all targets"]]
+    for env, part in split_environments(runs):
         for arm in ("ppo", "iif"):
-            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in TARGET_STEPS]
-            if any(part.is_empty() for part in some):
-                continue
-            usual = pick(runs.filter(pl.col("env") == env), arm, USUAL)
-            within = pl.concat(some)["within"].mean()
-            divergences = [f"{part['kl'].mean():.4f}" for part in some]
-            rows.append([env, arm, *divergences, f"{usual['rate'].mean():.2g}", f"{within:.0%}"])
-    return table([head, *rows])
+            some = [pick(part, arm, steps) for steps in TARGET_STEPS]
+            if all(len(each) for each in some):
+                cells = [f"{each['kl'].mean():.4f}" for each in some]
+                cells.append(f"{pick(part, arm, USUAL)['rate'].mean():.2g}")
+                lines.append([env, arm, *cells, f"{pl.concat(some)['within'].mean():.0%}"])
+    return table(lines)
 
 
 def tabulate_bounds(runs: pl.DataFrame) -> str:
     """Return the share of rounds in which the controller's rate was at its lowest and at its highest."""
-    head = ["environment", "arm", *(f"at {target:g}: lowest / highest" for target in sorted(TARGETS))]
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
-        for arm in ("ppo", "iif"):
-            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in TARGET_STEPS]
-            cells = [
-                f"{part['lowest'].mean():.0%} / {part['highest'].mean():.0%}" if len(part) else "–" for part in some
-            ]
-            rows.append([env, arm, *cells])
-    return table([head, *rows])
+
+    def show(part: pl.DataFrame) -> str:
+        return f"{part['lowest'].mean():.0%} / {part['highest'].mean():.0%}" if len(part) else "–"
+
+    lines = [["environment", "arm", *(f"at {target:g}: lowest / highest" for target in sorted(TARGETS))]]
+    for env, part in split_environments(runs):
+        lines += [[env, arm, *(show(pick(part, arm, steps)) for steps in TARGET_STEPS)] for arm in ("ppo", "iif")]
+    return table(lines)
 
 
 def tabulate_divergence(runs: pl.DataFrame) -> str:
     """Return each arm's divergence a round at fixed learning rates: medians over rounds, means over seeds."""
-    head = ["environment", "arm", *RATE_STEPS, "seeds"]
-    rows = []
-    for env in dict.fromkeys(runs["env"]):
+    lines = [["environment", "arm", *RATE_STEPS, "seeds"]]
+    for env, part in split_environments(runs):
         for arm in ARMS:
-            some = [pick(runs.filter(pl.col("env") == env), arm, steps) for steps in RATE_STEPS]
-            cells = [f"{part['kl'].mean():.4f}" if len(part) else "–" for part in some]
-            if any(len(part) for part in some):
-                rows.append([env, arm, *cells, _count([part["kl"] for part in some])])
-    return table([head, *rows])
+            some = [pick(part, arm, steps)["kl"].to_list() for steps in RATE_STEPS]
+            if any(some):
+                lines.append(
+                    [env, arm, *(cell(t_interval(each), interval=False, digits=4) for each in some), _count(some)]
+                )
+    return table(lines)
 
 
 def tabulate_script(sweep: Results) -> str:
     """Return what `iif` saves by LDA's script on LunarLander, by training's returns: few policies were evaluated."""
-    runs = sweep.get("lunarlander-lda", {})
-    if not {"ppo", "iif"} <= {*runs}:
-        return "No runs."
+    runs = sweep["lunarlander-lda"]
     curves = {arm: {seed: _read_training_curve(run) for seed, run in by_seed.items()} for arm, by_seed in runs.items()}
     ppo, iif = (summarise(curves)[arm] for arm in ("ppo", "iif"))
-    rows = [[f"{len(runs['iif'])} seeds", "ppo (null)", "iif", "iif, against the null or less ppo's"]]
+    lines = [[f"{len(runs['iif'])} seeds", "ppo (null)", "iif", "iif, against the null or less ppo's"]]
     for head, name in {"SE_ave": "se_ave_literal", "SE_peak": "se_peak_literal", "RT_peak": "rt_peak_paper"}.items():
-        rows.append([head, *(cell(each, percent=True) for each in (ppo[name], iif[name], iif[name]["against_null"]))])
+        lines.append([head, *(cell(each, percent=True) for each in (ppo[name], iif[name], iif[name]["against_null"]))])
     for head, name in {"mean return": "auc", "last return": "final_return"}.items():
-        rows.append([head, *(cell(each, digits=0) for each in (ppo[name], iif[name], iif[name]["differences"]["ppo"]))])
-    return table(rows)
+        lines.append(
+            [head, *(cell(each, digits=0) for each in (ppo[name], iif[name], iif[name]["differences"]["ppo"]))]
+        )
+    return table(lines)
 
 
 def _read_training_curve(run: KeptRun) -> Curve:
     """Return the returns of each round's rollout, which the policy of the round before played."""
     returns = run.tables["rounds"]["episode_return"].to_numpy()
-    seconds = run.tables["seconds"]
     kinds = ("collection_cpu", "optimisation_cpu", *(("scoring_cpu",) if run.config.arm == "iif" else ()))
-    spent = seconds.select(pl.sum_horizontal(kinds)).to_series().to_numpy()
+    spent = run.tables["seconds"].select(pl.sum_horizontal(kinds)).to_series().to_numpy()
     return Curve(returns, np.zeros(len(returns)), spent[:-1])

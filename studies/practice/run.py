@@ -1,6 +1,6 @@
 """Does it pay to choose records with the PPO that people use, and at the same divergence a round?
 
-Run: `python -m studies.practice.run results/practice [--seeds 0,1] [--only cartpole] [--workers 2]`. Runs are made seed
+Run: `python -m studies.practice.run results/practice [--only cartpole] [--workers 2]`. Runs are made seed
 by seed, all environments before the next seed; the settings that have few seeds come last. A finished run is not made
 again, an interrupted one goes on. Tables: `python -m studies.practice.tables`.
 
@@ -15,56 +15,51 @@ Each run has SB3's default settings, Adam and one environment. It trains
 
 Arms: `ppo`; `iif`, which drops an eighth of the records that score below 0; the same with one half; `random`, which
 drops as many as `iif`, at random; and, where rounds can be flat, `iif-rewarded`, which is `iif` in the other rounds and
-`ppo` in the flat ones. `SEEDS`, `ARM_SEEDS` and `FEW` say how many seeds each has. The code of targets and of
-`iif-rewarded` is in the history, in the version of 2026-11-25: their runs are tabulated, and no more are made.
+`ppo` in the flat ones. The code of targets and of `iif-rewarded` is in the history, in the version of 2026-11-25: their
+runs are tabulated, and no more are made.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from studies.shared import Out, Workers
 from whence.cli.terminal import PlannedBars
 from whence.lab import Planned, make_label, run_sweep
-from whence.lab.agents import RunConfig, configure
+from whence.lab.agents import configure
 
 DROP = 0.125
 """The usual share to drop."""
 
-FEW = 3
-"""The seeds of settings that answer none of the main questions."""
+SEEDS, LDA_SEEDS, FEW = 10, 20, 3
+"""The seeds of the main questions, of LDA's script, and of settings that answer none of the main questions."""
 
 ARM_SEEDS: Mapping[tuple[str, float], int] = {("random", DROP): 10, ("iif", 0.5): 5}
-"""The seeds of some arms, where the environment has more."""
+"""The seeds of the controls."""
+
+Settings = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class World:
-    """An environment of the study, and how long it is trained in."""
+class World(NamedTuple):
+    """An environment of the study, how long it is trained in, its settings, and other people's, by name."""
 
     env: str
     rounds: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other people's settings of the environment, by name."""
+    settings: Settings
+    others: Mapping[str, Settings] = {}
 
 
 def configure_zoo(rounds: int, n_envs: int, **hyperparameters: Any) -> dict[str, Any]:
     """Return the zoo's settings at their rate; at a target they are not trained any more."""
-    settings = {"rounds": rounds, "n_envs": n_envs, "hyperparameters": hyperparameters}
-    return {"zoo": settings, "zoo_kl0.02": None}
+    return {"zoo": {"rounds": rounds, "n_envs": n_envs, "hyperparameters": hyperparameters}, "zoo_kl0.02": {}}
 
 
 _POOL = {"evaluate_with": "envpool"}
-_GRID = _POOL | {
-    "observe": "image",
-    "policy": "CnnPolicy",
-    "policy_kwargs": {"features_extractor_class": "MiniGridCNN"},
-}
+_CNN = {"policy": "CnnPolicy", "policy_kwargs": {"features_extractor_class": "MiniGridCNN"}}
+_GRID = _POOL | _CNN | {"observe": "image"}
 _MUJOCO = _POOL | {"collect_with": "envpool"}
 
 _CARTPOLE_ZOO = configure_zoo(
@@ -89,9 +84,7 @@ WORLDS: Mapping[str, World] = {
 }
 """The environments, in the order in which each seed is trained."""
 
-SEEDS: Mapping[str, int] = dict.fromkeys(WORLDS, 10) | {"lunarlander": 20}
-"""The seeds of rates and targets in each environment, and of LDA's script."""
-
+MAIN = (("ppo", DROP), ("iif", DROP))
 RATES = (3e-4, 1e-3, 3e-3, 1e-4)
 TARGETS = (0.02, 0.01, 0.04, 0.005)
 DEFAULT_RATE, USUAL_TARGET = RATES[0], TARGETS[0]
@@ -119,74 +112,43 @@ CAN_BE_FLAT = ("minigrid-doorkey", "acrobot", "minigrid-empty", "cartpole")
 """Environments in which a round may give every action the same reward."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """How large steps are: what a group of runs shares; None as settings: they are not trained any more."""
-
-    name: str
-    settings: Mapping[str, Any] | None
-    arms: Sequence[tuple[str, float]] = (("ppo", DROP), ("iif", DROP))
-
-
-def list_steps() -> list[Steps]:
-    """Return the rates and targets, those that answer most first."""
-    rates = [Steps(f"lr{rate:g}", {"hyperparameters": {"learning_rate": rate}}) for rate in RATES]
-    targets = [Steps(f"kl{target:g}", None) for target in TARGETS]
-    ordered = [rates[0], targets[0], rates[1], targets[1], targets[2], rates[2], rates[3], targets[3]]
-    return [
-        replace(steps, arms=[*steps.arms, *(arm for arm, names in CONTROLS.items() if steps.name in names)])
-        for steps in ordered
-    ]
+def list_steps(world: World) -> Iterator[tuple[str, Settings, Mapping[tuple[str, float], int]]]:
+    """Yield the rates and other settings of an environment: name, settings, and the seeds of each arm."""
+    for rate in RATES:
+        name = f"lr{rate:g}"
+        controls = {arm: ARM_SEEDS[arm] for arm, names in CONTROLS.items() if name in names}
+        yield name, {"hyperparameters": {"learning_rate": rate}}, dict.fromkeys(MAIN, SEEDS) | controls
+    for name, each in SETTINGS.items():
+        yield name, {"hyperparameters": {**each}}, {MAIN[0]: FEW}
+    for name, each in world.others.items():
+        if each:  # else it is not trained any more
+            yield name, each, dict.fromkeys(MAIN, LDA_SEEDS if name == "lda" else FEW)
 
 
-def list_settings(world: World, seed: int) -> list[Steps]:
-    """Return the other settings of a seed: LDA's script, and of the first seeds the rest."""
-    some = [Steps(name, {"hyperparameters": {**each}}, arms=[("ppo", DROP)]) for name, each in SETTINGS.items()]
-    others = [Steps(name, each) for name, each in world.others.items()]
-    return [steps for steps in (*some, *others) if seed < FEW or steps.name == "lda"]
-
-
-def configure_world(name: str, **settings: Any) -> RunConfig:
-    """Return the settings of an environment, at SB3's defaults where no others are given."""
-    world = WORLDS[name]
-    rounds = settings.get("rounds", world.rounds)
-    fixed = {"eval_every": max(1, rounds // 5), "eval_episodes": 50, "drop": DROP}
-    return configure(env=world.env, **world.settings, **{"rounds": rounds, **fixed, **settings})
-
-
-def list_arms(name: str, seed: int, steps: Steps) -> list[tuple[str, float]]:
-    """Return the arms that have this seed in an environment, with the share that each drops."""
-    return [arm for arm in steps.arms if seed < min(SEEDS[name], ARM_SEEDS.get(arm, math.inf))]
-
-
-def plan_runs(name: str, seed: int, compared: Iterable[Steps]) -> Iterator[Planned]:
-    """Yield the runs of an environment and a seed."""
-    for steps in compared:
-        if steps.settings is None:
-            continue
-        for arm, drop in list_arms(name, seed, steps):
-            run = replace(configure_world(name, **steps.settings), seed=seed, arm=arm, drop=drop)
-            yield Planned(f"{name}-{steps.name}", make_label(run, DROP), run)
-
-
-def plan_study(names: Sequence[str], seeds: Iterable[int]) -> list[Planned]:
+def plan_study(names: list[str]) -> list[Planned]:
     """Return the runs of some environments: rates seed by seed, then the other settings."""
-    pairs = [(name, seed) for seed in seeds for name in names]
-    runs = [plan_runs(name, seed, list_steps()) for name, seed in pairs]
-    runs += [plan_runs(name, seed, list_settings(WORLDS[name], seed)) for name, seed in pairs]
-    return list(chain.from_iterable(runs))
+    runs = []
+    for name in names:
+        world = WORLDS[name]
+        for place, (steps, settings, arms) in enumerate(list_steps(world)):
+            rounds = settings.get("rounds", world.rounds)
+            fixed = {"rounds": rounds, "eval_every": max(1, rounds // 5), "eval_episodes": 50, "drop": DROP}
+            config = configure(env=world.env, **{**world.settings, **fixed, **settings})
+            for (arm, drop), count in arms.items():
+                for seed in range(count):
+                    run = replace(config, seed=seed, arm=arm, drop=drop)
+                    planned = Planned(f"{name}-{steps}", make_label(run, DROP), run)
+                    runs.append((place >= len(RATES), seed, len(runs), planned))
+    return [planned for *_, planned in sorted(runs, key=lambda run: run[:3])]
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/practice"),
+    out: Out,
     only: Annotated[str, typer.Option(help="Environments, separated by commas.")] = ",".join(WORLDS),
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = ",".join(
-        map(str, range(max(SEEDS.values())))
-    ),
-    workers: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+    workers: Workers = 2,
 ) -> None:
     """Train what is not there yet."""
-    runs = plan_study(only.split(","), [int(seed) for seed in seeds.split(",")])
+    runs = plan_study(only.split(","))
     with PlannedBars(runs) as table:
         failures = run_sweep(runs, out, table, workers=workers)
     for name, failure in failures.items():

@@ -1,14 +1,12 @@
 """The results of `studies.practice.run`: a row for each run that is tabulated."""
 
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
-from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, DROP, RATES, SEEDS, TARGETS, WORLDS, list_arms, list_steps
-from whence.lab import KeptRun, Results, load_sweep, make_label
-from whence.lab.agents import RunConfig
+from studies.practice.run import ARM_SEEDS, DEFAULT_RATE, LDA_SEEDS, RATES, SEEDS, TARGETS
+from whence.lab import KeptRun, load_sweep
 
 RANGE = 10.0
 """The highest rate that the controller of a target set, over the one at the start, and that over the lowest."""
@@ -16,38 +14,22 @@ RANGE = 10.0
 RESULTS = {"last": "last return", "mean": "mean return"}
 RATE_STEPS = tuple(f"lr{rate:g}" for rate in sorted(RATES))
 TARGET_STEPS = tuple(f"kl{target:g}" for target in sorted(TARGETS))
+STEPS = (*RATE_STEPS, *TARGET_STEPS)
 ARMS = ("ppo", "iif", "iif-drop0.5", "random")
 REWARDED = "iif-rewarded"
 
 
-def count_seeds(sweep: Results, name: str) -> int:
-    """Return the seeds, 0 and those after it, of which an environment has all planned runs at rates and targets."""
-    return len(list(takewhile(lambda seed: _is_complete(sweep, name, seed), range(SEEDS[name]))))
-
-
-def _is_complete(sweep: Results, name: str, seed: int) -> bool:
-    return all(
-        seed in sweep.get(f"{name}-{steps.name}", {}).get(make_label(RunConfig(name, arm, seed, drop=drop), DROP), {})
-        for steps in list_steps()
-        for arm, drop in list_arms(name, seed, steps)
-    )
-
-
 def read_runs(out: Path) -> pl.DataFrame:
-    """Return a row for each run: environment, steps, arm, seed, results, divergence, and whether it is pooled.
+    """Return a row for each run: environment, steps, arm, seed, results, and divergence.
 
-    Those seeds of an environment are read that are complete: runs of the next one are kept until it is, too. Those are
-    pooled that are complete in every environment. LDA's script has seeds of its own.
+    Seeds beyond those that all environments have are left out, but for LDA's script, which has seeds of its own.
     """
-    sweep = load_sweep(out)
-    complete = {name: count_seeds(sweep, name) for name in WORLDS}
     rows = []
-    for group, arms in sweep.items():
+    for group, arms in load_sweep(out).items():
         env, _, steps = group.rpartition("-")
-        seeds = SEEDS[env] if steps == "lda" else complete[env]
-        shared = SEEDS[env] if steps == "lda" else min(complete.values())
+        seeds = LDA_SEEDS if steps == "lda" else SEEDS
         rows += [
-            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run, steps), "pooled": seed < shared}
+            {"env": env, "steps": steps, "arm": arm, "seed": seed, **_measure(run, steps)}
             for arm, runs in arms.items()
             for seed, run in runs.items()
             if seed < min(seeds, ARM_SEEDS.get((run.config.arm, run.config.drop), seeds))
@@ -83,18 +65,14 @@ def _measure(run: KeptRun, steps: str) -> dict[str, float | bool]:
 
 def scale_results(runs: pl.DataFrame) -> pl.DataFrame:
     """Return the runs with each result scaled in its environment, by `ppo` and `iif` at the rates and targets."""
-    scaled = runs
-    main = runs.filter(pl.col("steps").is_in([*RATE_STEPS, *TARGET_STEPS]), pl.col("arm").is_in(["ppo", "iif"]))
-    for name in RESULTS:
-        best = (
-            main.group_by("env", "steps", "arm").agg(pl.col(name).mean()).group_by("env").agg(best=pl.col(name).max())
-        )
-        zero = runs.group_by("env").agg(zero=pl.col("first").mean())
-        scaled = scaled.join(best, on="env").join(zero, on="env")
-        share = (pl.col(name) - pl.col("zero")) / (pl.col("best") - pl.col("zero"))
-        scaled = scaled.with_columns(share.round(9).alias(name))  # polars adds up in any order
-        scaled = scaled.drop("best", "zero")
-    return scaled
+    main = runs.filter(pl.col("steps").is_in(STEPS), pl.col("arm").is_in(["ppo", "iif"]))
+    means = main.group_by("env", "steps", "arm").agg(pl.col(*RESULTS).mean().name.prefix("best "))
+    best = means.group_by("env").agg(pl.col("^best .*$").max())
+    zero = runs.group_by("env").agg(zero=pl.col("first").mean())
+    scaled = runs.join(best, on="env").join(zero, on="env")
+    shares = [(pl.col(name) - pl.col("zero")) / (pl.col(f"best {name}") - pl.col("zero")) for name in RESULTS]
+    # Polars adds up in any order.
+    return scaled.with_columns(share.round(9) for share in shares).drop("^best .*$", "zero")
 
 
 def pick(runs: pl.DataFrame, arm: str, steps: str) -> pl.DataFrame:

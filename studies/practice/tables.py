@@ -1,4 +1,4 @@
-"""The tables of `studies.practice.run`: tables.md and summary.json, from the runs that are there.
+"""The tables of `studies.practice.run`: tables.md, from the runs that are there.
 
 Run: `python -m studies.practice.tables results/practice`. A run's result is its last test return, or the mean of its
 evaluations after the start. Each is scaled in its environment: 0 is the untrained policy, 1 the best mean of `ppo` or
@@ -8,40 +8,18 @@ each environment, where each has three. The same target is not the same divergen
 also compared with those of `ppo` whose divergence was the nearest, in each environment.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
 import polars as pl
 import typer
 
-from studies.markdown import cell, table
-from studies.practice.environments import (
-    OTHERS,
-    tabulate_bounds,
-    tabulate_control,
-    tabulate_differences,
-    tabulate_divergence,
-    tabulate_failures,
-    tabulate_first_rounds,
-    tabulate_flat,
-    tabulate_script,
-    tabulate_world,
-)
+from studies.practice import environments
 from studies.practice.interquartile import Scores, bootstrap, probability_of_improvement, subtract_means
 from studies.practice.run import BEST_RATE, CONTROLS, DEFAULT, DROP, RATES, USUAL, WORLDS
-from studies.practice.runs import (
-    RATE_STEPS,
-    RESULTS,
-    REWARDED,
-    TARGET_STEPS,
-    pick,
-    read_runs,
-    scale_results,
-)
-from whence.core import write_atomically
+from studies.practice.runs import RATE_STEPS, RESULTS, REWARDED, STEPS, TARGET_STEPS, pick, read_runs, scale_results
+from studies.shared import Out, cell, grid, table, write_page
 from whence.lab import load_sweep
 
 LAST = ("walker2d", "bipedalwalker", "minigrid-doorkey")
@@ -119,10 +97,10 @@ def match_divergence(runs: pl.DataFrame, steps: str) -> pl.DataFrame:
 
 def tabulate_matches(scaled: pl.DataFrame) -> str:
     """Return the target of the runs of `ppo` that got nearest to each target's runs of `iif`, by environment."""
-    matches = [match_divergence(scaled, steps).select("env", "steps").unique() for steps in TARGET_STEPS]
-    targets = [dict(each.iter_rows()) for each in matches]
-    rows = [[env, *(each.get(env, "–") for each in targets)] for env in dict.fromkeys(scaled["env"])]
-    return table([["environment", *(f"iif at {steps}" for steps in TARGET_STEPS)], *rows])
+    targets = {f"iif at {steps}": match_divergence(scaled, steps).select("env", "steps") for steps in TARGET_STEPS}
+    nearest = {head: dict(each.unique().iter_rows()) for head, each in targets.items()}
+    envs = dict.fromkeys(scaled["env"])
+    return grid("environment", envs, [*nearest], lambda env, head: nearest[head].get(env, "–"))
 
 
 def list_rates(runs: pl.DataFrame, arm: str) -> pl.DataFrame:
@@ -130,22 +108,15 @@ def list_rates(runs: pl.DataFrame, arm: str) -> pl.DataFrame:
     return pl.concat([pick(runs, arm, f"lr{rate:g}") for rate in RATES])
 
 
-def list_omissions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any]]:
+def tabulate_omissions(scaled: pl.DataFrame, name: str) -> str:
     """Return `iif` less `ppo` at each size of step, over all environments and without each of them."""
-    answers: dict[str, dict[str, Any]] = {}
-    for omitted in ("none", *dict.fromkeys(scaled["env"])):
+
+    def show(omitted: str, steps: str) -> str:
         part = scaled.filter(pl.col("env") != omitted)
-        pairs = {steps: (pick(part, "iif", steps), pick(part, "ppo", steps)) for steps in (*RATE_STEPS, *TARGET_STEPS)}
-        pairs[OWN_BEST] = list_rates(part, "iif"), list_rates(part, "ppo")
-        scores = {steps: list_scores(*pair, name) for steps, pair in pairs.items()}
-        answers[omitted] = {steps: bootstrap(*pair, subtract_means) for steps, pair in scores.items()}
-    return answers
+        pair = [list_rates(part, arm) if steps == OWN_BEST else pick(part, arm, steps) for arm in ("iif", "ppo")]
+        return cell(bootstrap(*list_scores(*pair, name), subtract_means), digits=2)
 
-
-def tabulate_omissions(answers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the differences without each environment as a table."""
-    head = ["without", *RATE_STEPS, *TARGET_STEPS, OWN_BEST]
-    return table([head, *([env, *(cell(row[steps], digits=2) for steps in head[1:])] for env, row in answers.items())])
+    return grid("without", ("none", *dict.fromkeys(scaled["env"])), [*STEPS, OWN_BEST], show)
 
 
 def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] | None]:
@@ -163,7 +134,7 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
         add("iif", "random", steps)
     for steps in controls["iif-drop0.5"]:
         add("iif-drop0.5", "iif", steps)
-    for steps in (*RATE_STEPS, *TARGET_STEPS):
+    for steps in STEPS:
         add("iif", "ppo", steps)
     for steps in TARGET_STEPS:
         iif, nearest = pick(scaled, "iif", steps), match_divergence(scaled, steps)
@@ -175,12 +146,12 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
             add(REWARDED, other, steps)
     rates = {arm: list_rates(scaled, arm) for arm in ("ppo", "iif")}
     answers["iif less ppo, each at its own best rate"] = compare(rates["iif"], rates["ppo"], name)
-    for steps in OTHERS:
+    for steps in environments.OTHERS:
         add("iif", "ppo", steps)
     for about, some in (("mean of the rates", RATE_STEPS), ("mean of the targets", TARGET_STEPS)):
         parts = [average_steps(scaled, arm, some) for arm in ("iif", "ppo")]
         answers[f"iif less ppo, {about}"] = compare(parts[0], parts[1], name)
-    ppo = {steps: pick(scaled, "ppo", steps) for steps in (*RATE_STEPS, *TARGET_STEPS)}
+    ppo = {steps: pick(scaled, "ppo", steps) for steps in STEPS}
     for steps in TARGET_STEPS:
         answers[f"ppo at {steps} less ppo at its own best rate"] = compare(ppo[steps], rates["ppo"], name)
     targets = pl.concat([ppo[steps] for steps in TARGET_STEPS])
@@ -188,7 +159,7 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
     answers[f"ppo at kl0.04 less ppo at {BEST_RATE}"] = compare(ppo["kl0.04"], ppo[BEST_RATE], name)
     for arm in ("ppo", "iif"):
         default, usual = pick(scaled, arm, DEFAULT), pick(scaled, arm, USUAL)
-        for steps in (*RATE_STEPS, *TARGET_STEPS):
+        for steps in STEPS:
             if steps != DEFAULT:
                 about = f"{arm} at {steps} less {arm} at the default rate"
                 answers[about] = compare(pick(scaled, arm, steps), default, name)
@@ -198,70 +169,47 @@ def list_questions(scaled: pl.DataFrame, name: str) -> dict[str, dict[str, Any] 
     return answers
 
 
-def tabulate_questions(answers: Mapping[str, Mapping[str, Any] | None]) -> str:
+def tabulate_questions(scaled: pl.DataFrame, name: str) -> str:
     """Return the comparisons as a table."""
-    head = ["compared", "environments", "runs", "difference of IQM", "P(improvement)"]
-    rows = [
-        [
-            what,
-            str(each["environments"]),
-            str(each["runs"]),
-            cell(each["difference"], digits=2),
-            cell(each["improves"], digits=2),
-        ]
-        for what, each in answers.items()
-        if each is not None
-    ]
-    return table([head, *rows])
+    lines = [["compared", "environments", "runs", "difference of IQM", "P(improvement)"]]
+    for what, each in list_questions(scaled, name).items():
+        if each is not None:
+            cells = (cell(each[key], digits=2) for key in ("difference", "improves"))
+            lines.append([what, str(each["environments"]), str(each["runs"]), *cells])
+    return table(lines)
 
 
-def write_tables(out: Path) -> None:
-    """Write tables.md and summary.json."""
+def write_tables(out: Out) -> None:
+    """Write tables.md."""
     runs = read_runs(out)
     order = {name: place for place, name in enumerate(WORLDS)}
     runs = runs.sort(pl.col("env").replace_strict(order, return_dtype=pl.Int64), "steps", "arm", "seed")
-    pooled = runs.filter("pooled")
-    scaled = scale_results(pooled)
-    groups = {
-        "all": ("", scaled),
-        "last": (", the last three environments alone", scaled.filter(pl.col("env").is_in(LAST))),
+    scaled = scale_results(runs)
+    groups = {"": scaled, ", the last three environments alone": scaled.filter(pl.col("env").is_in(LAST))}
+    tables = {
+        f"By the {about}{which}": tabulate_questions(some, name)
+        for which, some in groups.items()
+        for name, about in RESULTS.items()
     }
-    parts = ["# Practice: tables\n\nWritten by `python -m studies.practice.tables results/practice`.\n"]
-    summary: dict[str, Any] = {"runs": len(runs)}
-    for group, (which, some) in groups.items():
-        summary[group] = {name: list_questions(some, name) for name in RESULTS}
-        for name, about in RESULTS.items():
-            parts += [f"## By the {about}{which}\n", tabulate_questions(summary[group][name]), ""]
-    summary["omissions"] = {name: list_omissions(scaled, name) for name in RESULTS}
     for name, about in RESULTS.items():
-        table_of_omissions = tabulate_omissions(summary["omissions"][name])
-        parts += [f"## iif less ppo by the {about}, without an environment\n", table_of_omissions, ""]
-    parts += ["## The runs of ppo of the nearest divergence\n", tabulate_matches(scaled), ""]
+        tables[f"iif less ppo by the {about}, without an environment"] = tabulate_omissions(scaled, name)
+    tables["The runs of ppo of the nearest divergence"] = tabulate_matches(scaled)
     for name, about in RESULTS.items():
-        parts += [f"## iif less ppo by the {about}, by environment\n", tabulate_differences(runs, name), ""]
-    parts += ["## Flat rounds kept whole: last test return\n", tabulate_flat(pooled), ""]
-    parts += ["## How far the first round goes: runs that are steered to .02\n", tabulate_first_rounds(pooled), ""]
-    parts += ["## Runs that end no better than they began: ppo / iif\n", tabulate_failures(pooled), ""]
-    parts += ["## Does the controller hold its target?\n", tabulate_control(runs), ""]
-    parts += ["## How often is its rate at a bound?\n", tabulate_bounds(runs), ""]
-    parts += ["## Divergence a round at fixed learning rates\n", tabulate_divergence(runs), ""]
-    for env in dict.fromkeys(runs["env"]):
-        parts += [f"## {env}: last test return\n", tabulate_world(runs.filter(pl.col("env") == env)), ""]
-    parts += ["## LDA's script on LunarLander, by training's returns\n", tabulate_script(load_sweep(out)), ""]
-    write_text(out / "tables.md", "\n".join(parts))
-    write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, complete or not at all."""
-    with write_atomically(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def main(out: Annotated[Path, typer.Argument(help="Directory of the runs.")] = Path("results/practice")) -> None:
-    """Write the tables of the runs that are there."""
-    write_tables(out)
+        tables[f"iif less ppo by the {about}, by environment"] = environments.tabulate_differences(runs, name)
+    tables |= {
+        "Flat rounds kept whole: last test return": environments.tabulate_flat(runs),
+        "How far the first round goes: runs that are steered to .02": environments.tabulate_first_rounds(runs),
+        "Runs that end no better than they began: ppo / iif": environments.tabulate_failures(runs),
+        "Does the controller hold its target?": environments.tabulate_control(runs),
+        "How often is its rate at a bound?": environments.tabulate_bounds(runs),
+        "Divergence a round at fixed learning rates": environments.tabulate_divergence(runs),
+    }
+    for env, part in environments.split_environments(runs):
+        tables[f"{env}: last test return"] = environments.tabulate_world(part)
+    tables["LDA's script on LunarLander, by training's returns"] = environments.tabulate_script(load_sweep(out))
+    head = "# Practice: tables\n\nWritten by `python -m studies.practice.tables results/practice`."
+    write_page(out / "tables.md", head, *(f"## {title}\n\n{text}" for title, text in tables.items()))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(write_tables)

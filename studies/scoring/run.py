@@ -12,13 +12,10 @@ studies.scoring.tables results/scoring`.
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from studies.benchmarks.cells import Cell, Result, Setting
-from studies.benchmarks.run import Device, Only, Repeats, Show, measure_chosen
+from studies.benchmarks.cells import Cell, Result, Setting, make_command
 from studies.benchmarks.timing import measure_peak, spread
 from studies.scoring.trainings import STAGES, WAYS, Way, train_grpo, train_ppo
 
@@ -72,17 +69,7 @@ def measure_memory(trainer: str, size: str, batch: int, setting: Setting) -> Res
     return {"bytes": {way.name: measure_way(way) for way in WAYS if way.share in (0, 0.5)}}
 
 
-def main(
-    out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/scoring"),
-    only: Only = None,
-    device: Device = "cpu",
-    repeats: Repeats = 5,
-    show: Show = False,
-) -> None:
-    """Measure, and write cells.parquet."""
-    command = "studies.scoring.run"
-    measure_chosen(list_cells(), out, only=only, device=device, repeats=repeats, show=show, command=command)
-
+main = make_command(list_cells, "results/scoring")
 
 if __name__ == "__main__":
     typer.run(main)

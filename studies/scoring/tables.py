@@ -5,17 +5,15 @@ Run: `python -m studies.scoring.tables results/scoring`, which writes tables.md.
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from studies.benchmarks.cells import read_results
 from studies.benchmarks.subjects import MIB
-from studies.markdown import table
 from studies.scoring.run import BATCHES, EPOCHS, SIZES, TRAINERS
 from studies.scoring.trainings import WAYS
-from whence.core import write_atomically
+from studies.shared import Out, table, write_page
 
 NAMES = {"ppo": "PPO", "grpo": "GRPO", "grpo-whole": "GRPO without gradient checkpointing"}
 
@@ -62,24 +60,21 @@ def list_memory(cells: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [f"{NAMES[trainer]}, {size}, {batch}", *texts]
 
 
-def main(out: Annotated[Path, typer.Argument(help="Directory of the results.")] = Path("results/scoring")) -> None:
+def write_tables(out: Out) -> None:
     """Write tables.md."""
     parts = ["# What choosing costs on language models"]
     for device, cells in read_results(out).items():
         parts.append(f"## {device}")
         for trainer in TRAINERS:
-            parts.append(
-                f"{NAMES[trainer]}: scoring and steps over the plain training's steps; median [lowest, highest] of "
-                "turns. A way's number is the share of rows that it drops."
-            )
+            about = "scoring and steps over the plain training's steps; median [lowest, highest] of turns."
+            parts.append(f"{NAMES[trainer]}: {about} A way's number is the share of rows that it drops.")
             parts.append(table([*list_ratios(cells, trainer)]))
         parts.append("A step of GRPO with one iteration, in seconds, with generation and rewards:")
         parts.append(table([*list_steps(cells)]))
         parts.append("The most memory of a training in tensors, MiB, and over the plain one's:")
         parts.append(table([*list_memory(cells)]))
-    with write_atomically(out / "tables.md") as temporary:
-        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_page(out / "tables.md", *parts)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(write_tables)

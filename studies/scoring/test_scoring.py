@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.benchmarks.run import measure
+from studies.benchmarks.cells import measure_cells
 from studies.scoring import run, tables
 from studies.scoring.trainings import STAGES, WAYS
 
@@ -20,9 +20,9 @@ def test_a_cell_is_measured_once_and_tabled(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(run.TRAINERS, "grpo", train)
     cells = [cell for cell in run.list_cells() if cell.name == "grpo/1M/16/1"]
     for _ in range(2):
-        measure(tmp_path, cells, "cpu", 2)
+        measure_cells(tmp_path, cells, "cpu", 2)
     assert calls == 2 * [way.name for way in WAYS]
-    tables.main(tmp_path)
+    tables.write_tables(tmp_path)
     text = (tmp_path / "tables.md").read_text()
     assert "| 1M, 16, 1 | 2 |" + 3 * " 2.00 [2.00, 2.00] |" + 3 * " 1.50 [1.50, 1.50] |" in text
     assert "| GRPO, 1M, 16 | 1 | 2 | 4 | 1.33 |" in text

@@ -98,19 +98,9 @@ def count_digits(prompts: list[str], completions: list[str], **columns: Any) -> 
 def train_ppo(size: str, batch: int, epochs: int, way: Way, device: str) -> dict[str, float]:
     """Return the CPU seconds of the stages of the last round of PPO in minibatches of `batch` rows."""
     with tempfile.TemporaryDirectory() as folder:
-        config = PPOConfig(
-            folder,
-            rounds=ROUNDS,
-            batch_size=ROWS,
-            mini_batch_size=batch,
-            ppo_epochs=epochs,
-            learning_rate=0.0,
-            max_new_tokens=RESPONSE,
-            generation_batch_size=ROWS,
-            disable_tqdm=True,
-            save_every=0,
-            eval_every=0,
-        )
+        sizes = {"batch_size": ROWS, "mini_batch_size": batch, "generation_batch_size": ROWS, "rounds": ROUNDS}
+        plain = {"learning_rate": 0.0, "disable_tqdm": True, "save_every": 0, "eval_every": 0}
+        config = PPOConfig(folder, ppo_epochs=epochs, max_new_tokens=RESPONSE, **sizes, **plain)
         tokenizer = make_tokenizer()
         PPOTrainer(config, make_model(size), tokenizer, count_digits, write_prompts(), **way.arguments).train()
         seconds = pl.read_parquet(Path(folder) / "timings.parquet").row(-1, named=True)
@@ -138,14 +128,6 @@ class _Clocked:
         return loss
 
 
-class _PlainGRPO(_Clocked, GRPOTrainer):  # type: ignore[misc]
-    pass
-
-
-class _ChoosingGRPO(_Clocked, InfluenceGRPOTrainer):
-    pass
-
-
 def train_grpo(
     size: str, batch: int, epochs: int, way: Way, device: str, *, checkpointing: bool = True
 ) -> dict[str, float]:
@@ -154,21 +136,13 @@ def train_grpo(
     Gradient checkpointing is TRL's default.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = GRPOConfig(
-            folder,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=ROWS // batch,
-            num_generations=GENERATIONS,
-            num_iterations=epochs,
-            gradient_checkpointing=checkpointing,
-            max_steps=ROUNDS * epochs,
-            max_completion_length=RESPONSE,
-            learning_rate=0.0,
-            use_cpu=device == "cpu",
-            **{"bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"},
-        )
-        trainer_class = _PlainGRPO if way.select is None else _ChoosingGRPO
-        trainer = trainer_class(
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": ROWS // batch}
+        sizes |= {"num_generations": GENERATIONS, "num_iterations": epochs, "max_completion_length": RESPONSE}
+        plain = {"bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+        plain |= {"learning_rate": 0.0, "use_cpu": device == "cpu", "max_steps": ROUNDS * epochs}
+        args = GRPOConfig(folder, gradient_checkpointing=checkpointing, **sizes, **plain)
+        trainer_class = GRPOTrainer if way.select is None else InfluenceGRPOTrainer
+        trainer = type("ClockedGRPO", (_Clocked, trainer_class), {})(
             model=make_model(size),
             reward_funcs=count_digits,
             args=args,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -24,14 +24,12 @@ from whence.selection import Selection
 CHUNK = 4096
 """Records that the policy reads at a time."""
 
+Update = Mapping[str, Tensor]
+"""Parameters, or how far they have moved, by name."""
+
 
 def find_acting_parameters(view: PolicyView, records: RecordBatch) -> frozenset[str]:
-    """Return the names of the parameters that log-probs depend on.
-
-    Args:
-        view: the policy's view.
-        records: records that the policy can read; the first is used.
-    """
+    """Return the names of the parameters that log-probs depend on, by the first of some records."""
     with torch.enable_grad():
         params = {name: p.detach().requires_grad_() for name, p in view.parameters().items()}
         total = view(params, view.prepare(records.take(slice(0, 1)))).log_prob.sum()
@@ -55,7 +53,7 @@ class MatchedUpdate(InfluenceCallback):
     and scores are written as the rule made them, although every record trained.
     """
 
-    def __init__(self, rule: SelectionRule, *, by: Literal["norm", "divergence"] = "norm", **options: Any) -> None:
+    def __init__(self, rule: SelectionRule, *, by: str = "norm", **options: Any) -> None:
         super().__init__(rule, **options)
         self.by = by
 
@@ -69,15 +67,17 @@ class MatchedUpdate(InfluenceCallback):
         others = frozenset(start.keys() - acting)
         with self.optimisation_clock.paused(), preserve_rng_state(), preserve_model(self.model):
             super().train_selected(train, selection)
-            norms = {names: _measure_update(policy, start, names) for names in (acting, others)}
+            norms = {names: _measure_norm(_read_update(policy, start, names)) for names in (acting, others)}
             divergence = measure_divergence(self.model)
         train()
+        update = _read_update(policy, start, acting)
         if self.by == "norm":
-            scale = _scale_to_norm(policy, start, acting, norms[acting])
+            scale = _scale_to_norm(policy, start, update, norms[acting])
         else:
-            scale = _scale_to_divergence(self.model, start, acting, divergence)
+            scale = _scale_to_divergence(self.model, start, update, divergence)
         self.logger.record("train/update_scale", scale)
-        self.logger.record("train/update_scale_value", _scale_to_norm(policy, start, others, norms[others]))
+        update = _read_update(policy, start, others)
+        self.logger.record("train/update_scale_value", _scale_to_norm(policy, start, update, norms[others]))
         self.logger.record("train/approx_kl", measure_divergence(self.model))
 
 
@@ -100,26 +100,30 @@ def measure_divergence(model: Any) -> float:
     return total / size
 
 
-def _measure_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> float:
-    """Return the norm of the named parameters' update."""
-    # In the policy's order: a set's own differs from process to process, and so would the sum's last digit.
-    updates = [p.detach() - start[name] for name, p in policy.named_parameters() if name in names]
-    return math.sqrt(sum(float(update.double().square().sum()) for update in updates))
+def _read_update(policy: Any, start: Update, names: Collection[str]) -> dict[str, Tensor]:
+    """Return how far each of the named parameters has moved, in the policy's order.
+
+    A set's own order differs from process to process, and so would the last digit of a sum.
+    """
+    return {name: p.detach() - start[name] for name, p in policy.named_parameters() if name in names}
 
 
-def _scale_to_norm(policy: Any, start: Mapping[str, Tensor], names: Collection[str], norm: float) -> float:
-    """Move the named parameters along their update until it has this norm; return the factor."""
-    present = _measure_update(policy, start, names)
+def _measure_norm(update: Update) -> float:
+    return math.sqrt(sum(float(each.double().square().sum()) for each in update.values()))
+
+
+def _scale_to_norm(policy: Any, start: Update, update: Update, norm: float) -> float:
+    """Move parameters along their update until it has this norm; return the factor."""
+    present = _measure_norm(update)
     scale = norm / present if present > 0 else 1.0
     if not math.isfinite(scale):
         raise NonFinite(f"An update has the norm {present}, and was to have {norm}: training has diverged.")
-    _move(policy, start, _read_update(policy, start, names), scale)
+    _move(policy, start, update, scale)
     return scale
 
 
-def _scale_to_divergence(model: Any, start: Mapping[str, Tensor], names: Collection[str], divergence: float) -> float:
-    """Move the named parameters along their update until the policy has this divergence; return the factor."""
-    update = _read_update(model.policy, start, names)
+def _scale_to_divergence(model: Any, start: Update, update: Update, divergence: float) -> float:
+    """Move parameters along their update until the policy has this divergence; return the factor."""
     scale = 1.0
     for _ in range(20):
         _move(model.policy, start, update, scale)
@@ -133,12 +137,7 @@ def _scale_to_divergence(model: Any, start: Mapping[str, Tensor], names: Collect
     return scale
 
 
-def _read_update(policy: Any, start: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Return how far each of the named parameters has moved."""
-    return {name: p.detach() - start[name] for name, p in policy.named_parameters() if name in names}
-
-
-def _move(policy: Any, start: Mapping[str, Tensor], update: Mapping[str, Tensor], scale: float) -> None:
+def _move(policy: Any, start: Update, update: Update, scale: float) -> None:
     """Set parameters to `start + scale * update`."""
     with torch.no_grad():
         params = dict(policy.named_parameters())
@@ -154,18 +153,13 @@ def main(
 ) -> None:
     """Train one run of the control."""
     arm = {"norm": "ppo-matched", "divergence": "ppo-as-far"}[by]
+
+    def make_callback(config: Any, directory: Any, _: Any) -> MatchedUpdate:
+        settings = {"target": config.make_target(), "engine": config.engine, "run": directory}
+        return MatchedUpdate(IIF(config.drop, config.warmup), by=by, **settings)
+
     config = replace(lab.configure(preset=preset, seed=seed), arm=arm)
-    lab.run(
-        config,
-        run,
-        make_callback=lambda config, directory, _: MatchedUpdate(
-            IIF(config.drop, config.warmup),
-            by="norm" if by == "norm" else "divergence",
-            target=config.make_target(),
-            engine=config.engine,
-            run=directory,
-        ),
-    )
+    lab.run(config, run, make_callback=make_callback)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,13 @@
 Run: `python -m studies.selection.seconds results/paper`. It reads stored timings, and trains nothing.
 """
 
-from pathlib import Path
-from typing import Annotated
-
 import numpy as np
 import polars as pl
 import typer
 
-from studies.markdown import cell, table
-from whence.core import write_atomically
-from whence.lab import load_sweep
-from whence.lab.arms import STANDARD
+from studies.shared import Out, mean_cell, table, write_page
+from whence.lab import STANDARD, load_sweep
 from whence.lab.efficiency import literal_levels, seconds_to
-from whence.statistics import t_interval
 
 LDA = {
     "frozenlake": ("0.11", "1.51 / 2.01", "82.2 / 93.9", "64.6"),
@@ -42,11 +36,10 @@ A mean round:
 
 The whole training, and IIF until PPO's highest return, which is the mean over PPO's seeds:
 
-{whole}
-"""
+{whole}"""
 
 
-def main(out: Annotated[Path, typer.Argument(help="The directory of the results.")]) -> None:
+def write_tables(out: Out) -> None:
     """Write the tables."""
     results = load_sweep(out)
     rounds = [["", "scoring: IIF", "LDA", "optimisation: IIF", "PPO", "LDA: IIF / PPO"]]
@@ -54,22 +47,21 @@ def main(out: Annotated[Path, typer.Argument(help="The directory of the results.
     for name, (scoring, optimisation, total, to_peak) in LDA.items():
         iif, ppo = ([*results[name][arm].values()] for arm in ("iif", STANDARD))
         scored, *trained = (
-            cell(t_interval([run.tables["seconds"][f"{stage}_cpu"].mean() for run in runs]))
+            mean_cell([run.tables["seconds"][f"{stage}_cpu"].mean() for run in runs])
             for stage, runs in (("scoring", iif), ("optimisation", iif), ("optimisation", ppo))
         )
         rounds.append([name, scored, scoring, *trained, optimisation])
         peaks = [literal_levels(run.curve)[-1] for run in ppo]
         reached = [float(np.mean([seconds_to(run.curve, peak) for peak in peaks])) for run in iif]
         sums = ([float(run.curve.seconds.sum()) for run in runs] for runs in (iif, ppo))
-        *totals, matched = (cell(t_interval(values), digits=1) for values in (*sums, reached))
+        *totals, matched = (mean_cell(values, digits=1) for values in (*sums, reached))
         whole.append([name, *totals, total, matched, to_peak])
     about = {
         "machine": "; ".join(pl.read_parquet(out / "timings.parquet")["machine"].unique().sort()),
         "seeds": ", ".join(f"{len(results[name]['iif'])} of {name}" for name in LDA),
     }
-    with write_atomically(out / "seconds.md") as temporary:
-        temporary.write_text(TEXT.format(**about, rounds=table(rounds), whole=table(whole)), encoding="utf-8")
+    write_page(out / "seconds.md", TEXT.format(**about, rounds=table(rounds), whole=table(whole)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(write_tables)

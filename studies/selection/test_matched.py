@@ -1,18 +1,14 @@
-"""What only studies measure: matched updates, and gradients of large rollouts."""
-
-import math
+"""Updates that are matched to a selection's."""
 
 import gymnasium as gym
 import pytest
 import torch
 from stable_baselines3 import PPO
 
-from studies.faithfulness.gradients import gradient_cosines, large_rollout
 from studies.selection.matched import MatchedUpdate, main
 from whence import IIF, KeepAll, RunDirectory
-from whence.lab.agents import configure, make_training_env
-from whence.lab.agents.training import make_model
-from whence.sb3 import InfluenceCallback, collect
+from whence.lab.agents import configure
+from whence.sb3 import InfluenceCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 
@@ -69,40 +65,3 @@ def test_a_run_trains_with_a_studys_callback(tmp_path, monkeypatch):
     run = RunDirectory.open(tmp_path / "run")
     assert run.experiment["arm"] == "ppo-as-far"
     assert "train/update_scale" in run.table("metrics").columns
-
-
-@pytest.fixture(scope="module")
-def rollouts():
-    sizes = {"n_steps": 128, "batch_size": 64}
-    config = configure(env="CartPole-v1", hyperparameters=sizes, policy_kwargs={"net_arch": [8]})
-    model = make_model(config, make_training_env(config))
-    records = collect(model)
-    return config, model, records, large_rollout(config, model, steps=2001, seed=5)
-
-
-def compute_gradient(model, records, advantages):
-    _, log_probs, _ = model.policy.evaluate_actions(records.observations, records.actions)
-    parameters = [p for name, p in model.policy.named_parameters() if "value" not in name]
-    gradients = torch.autograd.grad((log_probs * advantages).mean(), parameters)
-    return torch.cat([part.flatten() for part in gradients]).double()
-
-
-def test_cosines_with_a_large_rollout_of_the_same_policy(rollouts):
-    config, model, records, large = rollouts
-    assert len(large) == 2100  # 21 steps in each of a hundred environments
-    assert large_rollout(config, model, steps=2001, seed=5).fingerprint == large.fingerprint
-    cosines = gradient_cosines(model, records, large, {"some": records.values > 0})
-    some, half = records.take(records.values > 0), len(large) // 2
-
-    def cosine(a, b):
-        return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
-
-    first, second, whole = (
-        compute_gradient(model, part, part.advantages)
-        for part in (large.take(slice(0, half)), large.take(slice(half, None)), large)
-    )
-    agreement = cosine(first, second)
-    for treated, advantages in (("raw", some.advantages), ("centred", some.advantages - some.advantages.mean())):
-        (row,) = cosines.filter(advantages=treated, truth="gae").to_dicts()
-        assert row["cosine"] == pytest.approx(cosine(compute_gradient(model, some, advantages), whole), abs=1e-5)
-        assert row["reliability"] == pytest.approx(math.sqrt(2 * agreement / (1 + agreement)), abs=1e-5)

@@ -20,7 +20,7 @@ from helpers.moment_views import TABLE, hostile_view, measure
 from helpers.toys import Toy
 from whence import IIF, Return, RunDirectory, attribute
 from whence.page import choose_frames, read_window
-from whence.page.explored.moment_view import PolicyChange, describe_score
+from whence.page.content.moment_view import PolicyChange, describe_score
 from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.scores.moments import find_moment, find_moments

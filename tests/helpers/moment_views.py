@@ -5,7 +5,7 @@ import polars as pl
 from PIL import Image
 
 from whence.page import MomentView, read_window
-from whence.page.explored.moment_view import PolicyChange
+from whence.page.content.moment_view import PolicyChange
 from whence.scores.moments import find_moment
 
 

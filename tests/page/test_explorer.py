@@ -11,11 +11,10 @@ from PIL import Image
 
 from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
-from whence.page import ExploredRun, build_detail, build_round, describe_runs, query_records
-from whence.page.embedding import NOT_EMBEDDED, embed_rounds
-from whence.page.explored.frames import WIDTH, encode_frames, replay_moments
-from whence.page.explored.rounds import ROWS, describe_trust, order_strip
-from whence.page.explored.scored_round import read_round
+from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
+from whence.page.content.frames import WIDTH, encode_frames, replay_moments
+from whence.page.content.rounds import ROWS, describe_trust, order_strip
+from whence.page.embedded_rounds import NOT_EMBEDDED, embed_rounds
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant
@@ -92,7 +91,7 @@ class TestResponses:
         shown = [(one["record"], one["reward"], one["dropped"]) for one in group["responses"]]
         assert shown == [(1, 1.0, False), (3, 1.0, False), (0, 0.0, True)]
         assert plain(build_detail(run, 1, 2))["group"]["total"] == 1
-        monkeypatch.setattr("whence.page.explored.responses.GROUP", 2)
+        monkeypatch.setattr("whence.page.content.responses.GROUP", 2)
         opened = plain(build_detail(run, 1, 1))
         assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
 
@@ -143,7 +142,7 @@ class TestRound:
             config = {"action_space": space, "policy_kwargs": {"squash_output": squashed}}
             run = RunDirectory.create(tmp_path / str(squashed), config)
             run.write_round("records", 1, table)
-            assert read_round(run, 1, env=None, can_score=False).table["action"].to_list() == actions
+            assert ExploredRun(run).round(1).table["action"].to_list() == actions
 
     def test_numbers_that_are_not_finite_are_null(self, tmp_path):
         odd = np.array([np.nan, np.inf, -np.inf] * 20, dtype=np.float32)
@@ -154,7 +153,7 @@ class TestRound:
         plain(query_records(run, 1))
 
     def test_a_large_round_shows_the_episodes_of_its_moments(self, monkeypatch):
-        monkeypatch.setattr("whence.page.explored.rounds.STRIP", 20)
+        monkeypatch.setattr("whence.page.content.rounds.STRIP", 20)
         table = table_of()
         moments = find_moments(table, lowest=True, most=1)
         assert set(order_strip(table, moments)["episode_id"]) == {moments[0].episode_id}
@@ -231,6 +230,21 @@ class TestDetail:
         assert {len(values) for values in window.values()} == {10}
         assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
         assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
+
+    def test_its_facts_in_words(self, lake):
+        view = gather_moment(lake, 1, find_moment(lake.round(1).table, 17))
+        assert view.facts == {
+            "score": "29 ± 10, training on it raises the target",
+            "moment": "steps 5 to 7: 3 records, total 66, 0 dropped",
+            **{"trained": "yes", "action": "1", "advantage": "2.43", "value": "2.43", "return": "2.43", "reward": "1"},
+        }
+        dropped = gather_moment(lake, 1, find_moment(lake.round(1).table, 0), rollouts=2)
+        assert dropped.facts["moment"] == "steps 0 to 2: 3 records, total -69, 3 dropped"
+        assert dropped.facts["trained"] == "no, dropped: too low"
+        assert dropped.facts["fresh rollouts"].startswith("Not measured by fresh rollouts: ")
+
+    def test_what_cannot_be_replayed_says_why(self, lake):
+        detail = plain(build_detail(lake, 1, 13))
         # Its environment is not there.
         assert detail["frames"] is None
         assert detail["frames_note"].startswith("No frames: ")
@@ -264,7 +278,7 @@ class TestFrames:
             asked.append((episode, sorted(frames)))
             return make_replay(frames)
 
-        monkeypatch.setattr("whence.page.explored.run.replay_episode", replay)
+        monkeypatch.setattr("whence.page.content.explored_run.replay_episode", replay)
         ((_, embedded),) = embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded)))
@@ -289,7 +303,7 @@ class TestFrames:
     )
     def test_what_is_missing_of_frames_is_said(self, lake, monkeypatch, step, drawn, mismatch, frames_note, expected):
         replay = make_replay(drawn, mismatch, frames_note)
-        monkeypatch.setattr("whence.page.explored.run.replay_episode", lambda *_, **__: replay)
+        monkeypatch.setattr("whence.page.content.explored_run.replay_episode", lambda *_, **__: replay)
         ((frames, note),) = replay_moments(lake, [(find_moment(table_of(), step), [1, 2, 3])]).values()
         assert (list(frames), note) == expected
 

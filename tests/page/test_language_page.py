@@ -12,7 +12,7 @@ from whence.findings.rewards import find_onset
 from whence.llm.base import average_rows, list_signals
 from whence.llm.text import list_chats
 from whence.page import ExploredRun, build_round, describe_runs
-from whence.page.explored.responses import describe_text, list_turns
+from whence.page.content.responses import describe_text, list_turns
 from whence.runs import RunDirectory, write_flag
 
 

@@ -14,8 +14,8 @@ from helpers.language_training import (
     vowels,
 )
 from whence.llm.text import answer_prompts, read_prompts
-from whence.page import write_report
-from whence.page.answers import read_answers
+from whence.page import ExploredRun, write_report
+from whence.page.content.responses import read_answers
 from whence.runs import RunDirectory
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -86,22 +86,22 @@ class TestPage:
             runs[name].write_round("answers", 0, table_of(["p", "q"], ["a", "b"], [0.0, None]))
             runs[name].write_round("answers", 4, table_of(["z", "p"], ["c", f"of {name}"], [1.0, reward]))
         runs["bare"] = RunDirectory.create(tmp_path / "bare", {"kind": "language"})
-        shown = read_answers(runs, notes := [])
+        shown = read_answers([ExploredRun(run, name) for name, run in runs.items()], notes := [])
         assert (shown["prompts"], notes) == (["p", "q", "z"], [])
         sources = [(one["run"], one["round"]) for one in shown["sources"]]
         assert sources == [("ppo", 0), ("ppo", 4), ("ippo", 0), ("ippo", 4)]
         assert shown["sources"][0]["answers"] == [{"text": "a", "reward": 0.0}, {"text": "b", "reward": None}, None]
         assert [one and one["text"] for one in shown["sources"][3]["answers"]] == ["of ippo", None, "c"]
-        assert read_answers({"bare": runs["bare"]}, notes) is None
+        assert read_answers([ExploredRun(runs["bare"])], notes) is None
 
     def test_many_checkpoints_are_spread(self, tmp_path):
         run = RunDirectory.create(tmp_path / "run", {"kind": "language"})
         for number in range(30):
             run.write_round("answers", number, table_of(["p"], [str(number)], [0.0]))
-        shown = read_answers({"run": run}, [])
+        shown = read_answers([ExploredRun(run)], [])
         assert [one["round"] for one in shown["sources"]][::11] == [0, 29]
         assert len(shown["sources"]) == 12
-        many = read_answers({str(at): run for at in range(5)}, [])
+        many = read_answers([ExploredRun(run)] * 5, [])
         assert [one["round"] for one in many["sources"]] == [0, 29] * 5
 
     def test_texts_are_escaped(self, tmp_path):

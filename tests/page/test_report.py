@@ -19,7 +19,8 @@ from whence.lab.agents.training import run
 from whence.lab.comparison import run_path
 from whence.lab.tables import METRICS, cell, format_seeds, give_verdict, make_summary
 from whence.page import ExploredRun, write_report
-from whence.page.explored.grid import LONGEST, STEPS
+from whence.page.content.record_grid import STEPS
+from whence.page.content.short_json import LONGEST
 from whence.page.figures import (
     COLOURS,
     arm_colours,

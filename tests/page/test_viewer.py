@@ -12,8 +12,8 @@ from helpers.serving import Server, end_processes
 from whence.cli.commands.report_command import view
 from whence.core import WhenceError
 from whence.page import ExploredRun, describe_runs
+from whence.page.questions import Questions
 from whence.page.server import serve
-from whence.page.server.questions import Questions
 from whence.runs import RunDirectory
 from whence.selection import FromMask
 
@@ -94,7 +94,7 @@ class TestRoutes:
 
     def test_a_failure_is_a_sentence(self, path, monkeypatch):
         live = Server([run_of(path / "failing")])
-        monkeypatch.setattr("whence.page.server.routes.build_round", lambda run, number: 1 / 0)
+        monkeypatch.setattr("whence.page.server.build_round", lambda run, number: 1 / 0)
         assert live.status("/api/runs/0/rounds/1") == 503
         assert live.status("/api/page") == 200
 

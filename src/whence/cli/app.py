@@ -111,10 +111,12 @@ def _make_group(commands: Mapping[str, str], **settings: Any) -> typer.Typer:
     return group
 
 
+_BEGINNING = "Begin with: whence train CartPole-v1 --selection iif. " if HAS_LABORATORY else ""
+
 app = _make_group(
     COMMANDS,
     help="Which records of a rollout helped the policy, which harmed it; and training on the right ones.",
-    epilog="Begin with: whence train CartPole-v1 --selection iif. The documentation is in docs/ of the source tree.",
+    epilog=f"{_BEGINNING}The documentation is in docs/ of the source tree.",
 )
 app.add_typer(
     _make_group(LLM_COMMANDS, help="Post-train a language model with PPO, GRPO or RLOO on the responses that help."),

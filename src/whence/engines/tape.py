@@ -54,7 +54,7 @@ def covered_layers(modules: Mapping[str, nn.Module], parameters: Mapping[str, Te
             raise Refused(
                 f"The ghost engine has no rule for the layer `{path}` ({type(module).__name__}); it knows "
                 f"{', '.join(ruled_types())}. Use engine='forward' (or 'auto'), or register a rule with "
-                "whence.engines.register_rule."
+                "whence.register_rule."
             )
     return layers
 

@@ -1,4 +1,6 @@
-"""What is wrong with an agent's run, in one line each."""
+"""Findings: what is wrong with a run, in one line each."""
 
-from whence.findings.finding import Finding as Finding
-from whence.findings.finding_search import find as find
+import lazy_loader
+
+# What is imported is in __init__.pyi; it loads at first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

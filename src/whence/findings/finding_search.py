@@ -1,6 +1,7 @@
 """The search through all kinds of faults."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -41,7 +42,7 @@ EFFECTS: Sequence[Callable[[Evidence], Claims]] = (find_loops, find_critic_fault
 """What is looked for in the records: what may be wrong with the environment, and what follows also from settings."""
 
 
-def find(run: RunDirectory) -> list[Finding]:
+def find(run: RunDirectory | str | Path) -> list[Finding]:
     """Return what stands out in a run, the surest first, at most five; nothing where nothing stands out.
 
     In a language model's run it looks at the rewards and the metrics; see `find_gamed_rewards`.
@@ -49,9 +50,13 @@ def find(run: RunDirectory) -> list[Finding]:
     Findings are ordered by their chance. Plain facts, whose `p` is None, and chances below one in a million are all as
     good as certain: of these, causes come before what follows from them.
 
+    Args:
+        run: the run, or its directory.
+
     Raises:
         RunDirectoryError: a round's file is damaged.
     """
+    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     if run.is_language:
         return [*find_gamed_rewards(run), *give_advice(run.table("metrics"), run.config).values()][:MOST]
     evidence = read_evidence(run)

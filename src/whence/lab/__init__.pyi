@@ -1,5 +1,6 @@
-from .agents.plan import configure as configure
-from .agents.plan import plan_comparison as plan_comparison
+from .agents.configurations import configure as configure
+from .agents.configurations import plan_comparison as plan_comparison
+from .agents.run_config import RunConfig as RunConfig
 from .agents.training import is_finished as is_finished
 from .agents.training import run as run
 from .comparison import Comparison as Comparison
@@ -11,13 +12,9 @@ from .kept_runs import load_sweep as load_sweep
 from .kept_runs import summarise_sweep as summarise_sweep
 from .plans import read_sweep as read_sweep
 from .rounds.round_scores import attribute_round as attribute_round
-from .tables import READING as READING
-from .tables import make_summary as make_summary
-from .tables import write_tables as write_tables
 
 # isort: split
 # What the command and the studies import besides.
-from .agents.run_config import RunConfig as RunConfig
 from .arms import ARMS as ARMS
 from .arms import CONTROL as CONTROL
 from .arms import LANGUAGE_ARMS as LANGUAGE_ARMS
@@ -35,3 +32,6 @@ from .plans import runner_of as runner_of
 from .rowfile import put_row as put_row
 from .rowfile import read_rows as read_rows
 from .rowfile import write_rows as write_rows
+from .tables import READING as READING
+from .tables import make_summary as make_summary
+from .tables import write_tables as write_tables

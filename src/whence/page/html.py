@@ -14,11 +14,18 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from whence.core import show, write_atomically
-from whence.page.answers import read_answers
-from whence.page.embedding import OnRound, embed_rounds, spread
-from whence.page.explored.moment_view import TARGETS, name_target
-from whence.page.explored.rounds import describe_runs
-from whence.page.explored.run import ExploredRun, attempt, identify_run
+from whence.page.content import (
+    TARGETS,
+    ExploredRun,
+    attempt,
+    describe_runs,
+    identify_run,
+    name_target,
+    read_answers,
+    spread,
+    write_json,
+)
+from whence.page.embedded_rounds import OnRound, embed_rounds
 from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.stored.agents import AnyEnv
@@ -125,14 +132,13 @@ def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
 def _choose_colours(runs: Runs) -> Colours:
     """Return a colour for each run; a run alone that is a plain arm has the colour that it has in comparisons."""
     ((label, _), run), *others = runs.items()
-    is_plain = not others and bool(run.experiment) and run.config.get("rule") == "KeepAll()"
+    is_plain = not others and bool(run.experiment) and run.config.get("rule") == {"rule": "KeepAll"}
     return arm_colours((name for name, _ in runs), label if is_plain else None)
 
 
 def embed(value: Any) -> Markup:
     """Return JSON for a script element: nothing in it can end the element or begin another."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII, so that there is no separator of lines
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+    return Markup(write_json(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def render(
@@ -155,9 +161,9 @@ def render(
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), colours, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
-    language = {run.label: run.directory for run in explored if run.is_language}
+    answers = read_answers([run for run in explored if run.is_language], notes)
     content |= {
-        "answers_json": None if (answers := read_answers(language, notes)) is None else embed(answers),
+        "answers_json": None if answers is None else embed(answers),
         "language": page["kind"] == "responses",
         "notes": notes,
         "distrust": [explain_distrust(run.directory.path) for run in strangers[:1]],
@@ -183,7 +189,6 @@ def render(
 def load_template() -> jinja2.Template:
     """Return the page's template."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["code"] = _mark_code
     return environment.from_string(_read_file("template.html"))
 
 
@@ -274,13 +279,6 @@ def _format_fact(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(layer, dict) and "class" in layer for layer in value):
         return " < ".join(str(layer["class"]).rpartition(":")[2] for layer in value)  # the environment and its wrappers
     return json.dumps(value, ensure_ascii=False)
-
-
-def _mark_code(text: str) -> Markup:
-    """Return text with the parts in backticks as code."""
-    parts = text.split("`")
-    marked = [Markup("<code>{}</code>").format(part) if place % 2 else part for place, part in enumerate(parts)]
-    return Markup("").join(marked)
 
 
 def count(number: int, noun: str) -> str:

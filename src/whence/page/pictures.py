@@ -10,8 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.core import Unsupported, WhenceError, write_atomically
-from whence.page.explored.cause_view import SCORED, CauseView
-from whence.page.explored.moment_view import MomentView, PolicyChange, choose_frames, describe_score, format_number
+from whence.page.content import SCORED, CauseView, MomentView, PolicyChange, choose_frames, format_number
 from whence.scores import name_action
 
 if TYPE_CHECKING:
@@ -58,27 +57,22 @@ def draw_moment(view: MomentView, path: Path) -> None:
     Raises:
         Unsupported: Pillow is not installed.
     """
-    moment, estimate = view.moment, view.estimate
+    moment, facts = view.moment, view.facts
     colour = HARM if moment.score < 0 else HELP
-    fate = "" if view.row.get("keep") is None else "; trained" if view.row["keep"] else "; dropped"
-    is_measured = estimate is not None and estimate.mean is not None
-    measured = f" (by fresh rollouts {estimate.mean:.3g} ± {estimate.error:.2g})" if is_measured and estimate else ""
-    numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
-    parts = [f"action: {view.action}", f"advantage {format_number(moment.advantage)}{measured}"]
-    parts += [f"{name} {format_number(number)}" for name, number in numbers.items()]
+    rollouts = [f"Fresh rollouts: {facts.pop('fresh rollouts')}"] if "fresh rollouts" in facts else []
     heading = [
-        (f"Record {moment.record_id}: score {describe_score(moment.score, moment.error)}", 24, colour),
-        (f"{view.place}{fate}", 17, GREY),
-        ("   ·   ".join(parts), 17, INK),
+        (f"Record {moment.record_id}: score {facts.pop('score')}", 24, colour),
+        (view.place, 17, GREY),
+        ("   ·   ".join(f"{name}: {text}" for name, text in facts.items()), 17, INK),
     ]
     if view.policy is not None:
         changes = "; ".join(_list_largest_changes(view.policy))
         heading.append((f"The policy in this state, before and after the round: {changes}", 17, INK))
-    heading += [(note, 15, GREY) for note in (view.policy_note, view.frames_note) if note]
+    heading += [(note, 15, GREY) for note in (*rollouts, view.policy_note, view.frames_note) if note]
     steps = [*view.frames] or choose_frames(view.window, moment)
-    edges = [(colour, 5) if step == moment.step else (LINE, 1) for step in steps]
     cells = [
-        Cell(view.frames.get(step), _describe_step(view, step), edge) for step, edge in zip(steps, edges, strict=True)
+        Cell(view.frames.get(step), _describe_step(view, step), (colour, 5) if step == moment.step else (LINE, 1))
+        for step in steps
     ]
     if path.suffix.lower() == ".png" or not view.frames:
         _save([_draw([(heading, cells)])], path)
@@ -94,10 +88,9 @@ def _list_largest_changes(change: PolicyChange) -> list[str]:
 
 
 def _describe_step(view: MomentView, step: int) -> str:
-    rows = view.window.filter(pl.col("step") == step).to_dicts() if "step" in view.window.columns else []
-    row: Mapping[str, Any] = rows[0] if rows else {}
+    row = view.window.row(by_predicate=pl.col("step") == step, named=True)
     numbers = [f"{name} {format_number(row[name])}" for name in _NUMBERS if name in row]
-    return "\n".join([f"step {step}: {name_action(row.get('action', '–'), view.action_labels)}", *numbers])
+    return "\n".join([f"step {step}: {name_action(row.get('action'), view.action_labels)}", *numbers])
 
 
 def draw_causes(view: CauseView, path: Path) -> None:
@@ -150,8 +143,6 @@ def _draw(sections: Sequence[Section], across: int = ACROSS) -> "Image":
 
 def _write(pen: Any, text: str, place: tuple[int, int], size: int, colour: str, width: int) -> int:
     """Write text in lines of at most so many pixels, and return where they end."""
-    from PIL import ImageFont
-
     letters = int(width / (0.5 * size))  # letters are about half as wide as high
     lines = [
         line
@@ -159,7 +150,7 @@ def _write(pen: Any, text: str, place: tuple[int, int], size: int, colour: str, 
         for line in textwrap.wrap(part, letters, max_lines=3, placeholder="…")
     ]
     for number, line in enumerate(lines):
-        pen.text((place[0], place[1] + number * size * 1.25), line, fill=colour, font=ImageFont.load_default(size))
+        pen.text((place[0], place[1] + number * size * 1.25), line, fill=colour, font_size=size)
     return place[1] + round(len(lines) * size * 1.25)
 
 

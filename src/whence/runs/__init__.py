@@ -13,6 +13,7 @@ from whence.runs.config_file import check_content as check_content
 from whence.runs.config_file import find_content as find_content
 from whence.runs.directory import POLICIES_EVERY as POLICIES_EVERY
 from whence.runs.directory import RunDirectory as RunDirectory
+from whence.runs.directory import open_run as open_run
 from whence.runs.files import CHANGED as CHANGED
 from whence.runs.files import Table as Table
 from whence.runs.files import check_links as check_links

@@ -72,7 +72,7 @@ _SOURCES = "env_source", "factory_source"
 
 
 def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str]) -> None:
-    """Refuse to go on with the run in a directory in another configuration; see `list_changes`."""
+    """Refuse to continue the run in a directory in another configuration; see `list_changes`."""
     for kind in _SOURCES:
         old, new = before.get(kind) or {}, now.get(kind) or {}
         if changed := [name for name in old if name in new and old[name] != new[name]]:

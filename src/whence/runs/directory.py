@@ -62,7 +62,7 @@ class RunDirectory:
     statistics/round_00005.safetensors VecNormalize's statistics when round 5 had been collected
     states/round_00005.safetensors     a recurrent policy's states before round 5 was collected
     recordings/round_00005.safetensors what round 5's optimisation did, if recordings are on
-    checkpoints/round_00005.safetensors all that training needs to go on after round 5; the last two are kept
+    checkpoints/round_00005.safetensors all that training needs to continue after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes
     vocabulary.parquet                 a language model's tokens: the text of each id
     .signature                         of the configuration and the place, by the user who made the run
@@ -78,7 +78,7 @@ class RunDirectory:
         versions: versions of the libraries it was run with.
         notes: what happened to the run, in JSON types: no part of what it is.
         is_trusted: whether what the configuration names may run, as this user made the run here, or says so.
-        checkpoint: the one that `begin` goes on from; None in a run that starts, or is read.
+        checkpoint: the one that `begin` continues from; None in a run that starts, or is read.
     """
 
     path: Path
@@ -217,7 +217,7 @@ class RunDirectory:
         return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
 
     def remove_later(self) -> None:
-        """Delete what rounds wrote after those that a resumed run goes on from."""
+        """Delete what rounds wrote after those that the run continues from."""
         if (rounds := self._kept_rounds) is None:
             return
         self._kept_rounds = None
@@ -375,3 +375,8 @@ class RunDirectory:
         if not path.exists():
             written = f"rounds {rounds[0]} to {rounds[-1]}" if (rounds := self.rounds()) else "no rounds"
             raise RunDirectoryError(f"{path} is not there; {self.path} holds {written}.")
+
+
+def open_run(path: str | Path, *, trust: bool = False) -> RunDirectory:
+    """Open a run's directory, finished or not; see `RunDirectory.open`."""
+    return RunDirectory.open(path, trust=trust)

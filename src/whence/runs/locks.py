@@ -71,7 +71,7 @@ def _acquire(directory: Path) -> Lock:
         directory.mkdir(parents=True, exist_ok=True)
         if (file := directory / LOCK).is_symlink():
             raise RunDirectoryError(f"{file} is a link to another file. Delete the link, and start again.")
-        # The lock is not the thread's: a training may go on in another one.
+        # The lock is not the thread's: a training may continue in another one.
         lock = FileLock(file, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire(blocking=False)

@@ -104,9 +104,9 @@ class InfluenceCallback(BaseCallback):
         engine: see `attribute`.
         memory: bytes that scoring may hold at a time; see `attribute`.
         run: the directory to write each round to; see `RunDirectory`. None: nothing is written. If it holds an
-            unfinished run of the same configuration, `learn()` goes on where that was interrupted, to the same bits as
-            if it had not been; see `whence.sb3.resume`. A finished run is left as it is.
-        save_every: with `run`, rounds from one checkpoint to the next; 0: none are written, and the run cannot go on.
+            unfinished run of the same configuration, `learn()` continues where that was interrupted, to the same bits
+            as if it had not been; see `whence.sb3.resume`. A finished run is left as it is.
+        save_every: with `run`, rounds from one checkpoint to the next; 0: none are written, and no run continues.
             None: after every round, or after fewer of them, so that checkpoints take at most 2% of the time.
         overwrite: delete the run that the directory holds, and start anew.
         folds: with `run`, each score is written with its standard error over so many folds of episodes; see
@@ -301,8 +301,8 @@ class InfluenceCallback(BaseCallback):
         self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._recorder.directory.table("metrics").to_dicts()
         ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
-        # A model goes on after a learn() that had ended: another begins. Otherwise the interrupted one goes on, or the
-        # script of the one that had ended was changed to train longer.
+        # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or
+        # the script of the one that had ended was changed to train longer.
         self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
         load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)

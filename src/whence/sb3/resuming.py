@@ -151,9 +151,9 @@ def resume(
     device: str = "auto",
     **hyperparameters: Any,
 ) -> tuple[Any, InfluenceCallback]:
-    """Return model and callback of an interrupted training, to go on with `learn()`.
+    """Return model and callback of an interrupted training, to continue with `learn()`.
 
-    The same script, or the same command, goes on by itself when it is run again. This is for those who have the run
+    The same script, or the same command, continues by itself when it is run again. This is for those who have the run
     directory alone, or called `learn()` several times. Training then ends with the same bits as if it had not been
     interrupted. The test returns that `whence train` would have measured meanwhile are measured when it is called.
 

@@ -38,7 +38,7 @@ from whence.sb3.episodes import (
 log = logging.getLogger("whence")
 
 NAMES = "names.actions", "names.observations"
-"""The settings that may be others when a training goes on: they are only shown."""
+"""The settings that may differ when a training continues: they are only shown."""
 
 
 def open_run(
@@ -220,7 +220,7 @@ def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) 
     """Put a model and its environments where they were; if that cannot be had exactly, new episodes begin.
 
     Returns:
-        Why new episodes begin; None: the ongoing episodes go on.
+        Why new episodes begin; None: the ongoing episodes continue.
     """
     content, env = checkpoint.content, model.env
     with tracker.wrapped():

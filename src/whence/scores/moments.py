@@ -74,12 +74,10 @@ def find_moments(records: pl.DataFrame, *, lowest: bool, most: int) -> list[Mome
     scores = ordered["score"].cast(pl.Float64).fill_null(0.0).to_numpy()
     keys = scores if lowest else -scores
     stretch = _number_stretches(ordered)
-    candidates = np.flatnonzero(keys < 0)
-    order = keys / _read_errors(ordered)
-    candidates = candidates[np.lexsort((ordered["record_id"].to_numpy()[candidates], order[candidates]))]
+    order = np.lexsort((ordered["record_id"].to_numpy(), keys / _read_errors(ordered)))
     is_free = np.ones(len(scores), dtype=bool)
     moments: list[Moment] = []
-    for face in candidates:
+    for face in order[keys[order] < 0]:
         if len(moments) == most:
             break
         if is_free[face]:
@@ -137,60 +135,45 @@ def _number_stretches(ordered: pl.DataFrame) -> NDArray[np.int64]:
     """Return a number for each record that differs where a moment must end: between episodes and environments."""
     if "episode_id" not in ordered.columns:
         return np.arange(len(ordered))
-    columns = [
-        ordered[name].cast(pl.Int64).fill_null(-1).to_numpy()
-        for name in ("env_index", "episode_id")
-        if name in ordered.columns
-    ]
-    differs = np.any([np.diff(column, prepend=column[:1]) != 0 for column in columns], axis=0)
-    return np.cumsum(differs | (columns[-1] < 0))  # an unknown episode joins no neighbour
+    keys = [name for name in ("env_index", "episode_id") if name in ordered.columns]
+    differs = pl.struct(keys).rle_id().diff().fill_null(0) != 0
+    is_unknown = pl.col("episode_id").fill_null(-1) < 0  # an unknown episode joins no neighbour
+    return ordered.select((differs | is_unknown).cum_sum()).to_series().to_numpy()
 
 
 def _extend(
     face: int, keys: NDArray[np.float64], stretch: NDArray[np.int64], is_free: NDArray[np.bool_]
 ) -> tuple[int, int]:
     """Return the positions of a moment's first and last record; `keys` are below 0 where scores have its sign."""
-    level = ALIKE * keys[face]
-
-    def belongs(position: int) -> bool:
-        inside = 0 <= position < len(keys) and stretch[position] == stretch[face]
-        return bool(inside and is_free[position] and keys[position] <= level)
-
-    first = last = face
-    while belongs(first - 1):
-        first -= 1
-    while belongs(last + 1):
-        last += 1
-    return first, last
+    ends = np.flatnonzero((stretch != stretch[face]) | ~is_free | ~(keys <= ALIKE * keys[face]))
+    after = int(np.searchsorted(ends, face))
+    first, end = [-1, *ends[after - 1 : after]][-1] + 1, [*ends[after : after + 1], len(keys)][0]
+    return int(first), int(end) - 1
 
 
 def _make_moment(ordered: pl.DataFrame, face: int, first: int, last: int) -> Moment:
     stretch = ordered[first : last + 1]
     row = ordered.row(face, named=True)
     steps = stretch["step"] if "step" in ordered.columns else None
+    names = ("record_id", "episode_id", "env_index", "step", "error", "action", "advantage", "value", "reward")
+    about: dict[str, Any] = {name: row.get(name) for name in names}
     return Moment(
-        record_id=row["record_id"],
-        episode_id=row.get("episode_id"),
-        env_index=row.get("env_index"),
-        step=row.get("step"),
+        **about,
         first_step=None if steps is None else steps[0],
         last_step=None if steps is None else steps[-1],
         records=len(stretch),
         dropped=int((~stretch["keep"]).sum()) if "keep" in ordered.columns else 0,
         score=float("nan") if row["score"] is None else float(row["score"]),
-        error=row.get("error"),
         total=float(stretch["score"].cast(pl.Float64).sum()),  # a column of nulls alone has no number for a sum
-        action=row.get("action"),
-        advantage=row.get("advantage"),
-        value=row.get("value"),
         return_=row.get("return"),
-        reward=row.get("reward"),
         record_ids=tuple(stretch["record_id"].to_list()),
     )
 
 
 def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
-    """Return an action in words: its label if there is one, else its numbers."""
+    """Return an action in words: its label if there is one, else its numbers; a dash for None."""
+    if action is None:
+        return "–"
     if isinstance(action, int) and labels is not None and 0 <= action < len(labels):
         return labels[action]
     if isinstance(action, float):
@@ -200,10 +183,10 @@ def name_action(action: Any, labels: Sequence[str] | None = None) -> str:
     return str(action)
 
 
-def list_observations(columns: Sequence[str]) -> list[str]:
-    """Return the columns of the observations as the environment returned them, before any normalisation."""
+def list_observations(columns: Sequence[str], root: str | None = None) -> list[str]:
+    """Return the columns of the observations as the environment returned them, or those of a `root`."""
     roots = [column.split(".")[0] for column in columns]
-    root = "raw_observation" if "raw_observation" in roots else "observation"
+    root = root or ("raw_observation" if "raw_observation" in roots else "observation")
     return [column for column, its_root in zip(columns, roots, strict=True) if its_root == root]
 
 

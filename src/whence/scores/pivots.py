@@ -61,7 +61,7 @@ def group_scores(
         most: the largest number of groups by each column; those of the largest |total| stay.
 
     Returns:
-        A row for each group: `group` (text), `across` (text, the group by the second column, if there are two),
+        A row for each group: `group` (an Enum in the groups' order), `across` (that by the second column, if two),
         `records`, `mean` score, `error` (of the mean, by `group_errors`; null where unknown),
         `share_negative`, `total` and `dropped_share`. No rows if the table lacks what is needed.
     """
@@ -88,7 +88,7 @@ def group_scores(
         dropped_share=dropped,
     )
     grouped = grouped.with_columns(errors.gather(grouped["error"]))
-    return grouped.sort("mean", *columns).with_columns(pl.col(*columns).cast(pl.String))
+    return grouped.sort("mean", *columns)
 
 
 def find_common_groups(
@@ -207,12 +207,10 @@ def _cut_whole(name: str, numbers: pl.Series) -> Bins:
 
 
 def _bin_actions(actions: pl.Series, labels: Sequence[str] | None) -> Bins:
-    if isinstance(actions.dtype, pl.Array) and not actions.null_count():
+    if (isinstance(actions.dtype, pl.Array) or actions.dtype.is_float()) and not actions.null_count():
         rows = np.asarray(actions.to_numpy()).reshape(len(actions), -1)
         signs = [", ".join(f"a{axis} {'<' if x < 0 else '≥'} 0" for axis, x in enumerate(row)) for row in rows.tolist()]
         return _bin_distinct(pl.Series(signs), str)
-    if actions.dtype.is_float() and not actions.null_count():
-        return ["a0 < 0", "a0 ≥ 0"], (actions.to_numpy() >= 0).astype(np.int64)
     if actions.dtype.is_nested():
         names = [None if action is None else name_action(action, labels) for action in actions.to_list()]
         return _bin_distinct(pl.Series(names, dtype=pl.String), str)

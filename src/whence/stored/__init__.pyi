@@ -1,6 +1,10 @@
 from .agents.fresh_rollouts import estimate_advantages as estimate_advantages
 from .agents.policy_changes import compare_policies as compare_policies
-from .agents.replaying import replay_episode as replay_episode
 from .agents.rounds import load_recording as load_recording
 from .agents.rounds import load_round as load_round
 from .agents.rounds import measure_returns as measure_returns
+from .language.language_config import LanguageConfig as LanguageConfig
+
+# isort: split
+# What only whence imports besides.
+from .agents.replaying import replay_episode as replay_episode

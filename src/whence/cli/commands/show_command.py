@@ -7,14 +7,12 @@ import typer
 
 from whence.causes import check_kind
 from whence.cli.terminal import (
-    console,
     errors,
     find_round,
-    list_cells,
-    make_table,
     options,
     print_json,
     print_line,
+    print_moments,
     print_response,
     print_view,
 )
@@ -30,7 +28,7 @@ from whence.page import (
     read_window,
 )
 from whence.runs import RunDirectory
-from whence.scores import Moment, find_moment, find_moments, name_action
+from whence.scores import find_moment, find_moments
 
 
 def show(
@@ -100,17 +98,7 @@ def show(
         print_json(content | ({} if out is None else {"picture": str(out)}))
         return
     if top or bottom:
-        _print_list(moments, explored.labels)
+        print_moments(moments, explored.labels)
     print_view(view)
     if out is not None:
         print_line(f"Picture: {out}")
-
-
-def _print_list(moments: list[Moment], labels: list[str] | None) -> None:
-    rows = []
-    for moment in moments:
-        error = "" if moment.error is None else f" ± {moment.error:.2g}"
-        score, action = f"{moment.score:.3g}{error}", name_action(moment.action, labels)
-        rows.append([*list_cells(moment), action, score, moment.dropped])
-    title = f"The {len(moments)} most {'harmful' if moments[0].score < 0 else 'helpful'} moments"
-    console.print(make_table(title, ["record", "episode", "steps", "action", "score", "dropped"], rows))

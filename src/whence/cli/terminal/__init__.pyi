@@ -12,8 +12,8 @@ from .explanations import print_explanation as print_explanation
 from .laboratory import HAS_LABORATORY as HAS_LABORATORY
 from .laboratory import describe_training as describe_training
 from .laboratory import require_laboratory as require_laboratory
-from .moment_tables import list_cells as list_cells
 from .moment_tables import print_causes as print_causes
+from .moment_tables import print_moments as print_moments
 from .moment_tables import print_response as print_response
 from .moment_tables import print_view as print_view
 from .moment_tables import shorten as shorten

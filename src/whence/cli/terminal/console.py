@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -21,15 +20,8 @@ errors = Console(stderr=True)
 
 def print_json(content: Any) -> None:
     """Print a value as JSON, for scripts: nothing else goes to standard output. What is not finite is null."""
-    typer.echo(json.dumps(_replace_non_finite(content), indent=2, default=str, allow_nan=False))
-
-
-def _replace_non_finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _replace_non_finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace_non_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    typer.echo(json.dumps(finite, indent=2))
 
 
 def make_printable(text: str) -> str:

@@ -1,7 +1,6 @@
 """Moments, responses and causes in the terminal."""
 
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whence.cli.terminal.console import console, make_printable, make_table, print_line
-from whence.page import CauseView, MomentView, describe_score, format_number
+from whence.page import CauseView, MomentView, cut_text, describe_score, describe_training, format_number
 from whence.scores import Moment, name_action
 
 NEAR = 4
@@ -31,7 +30,11 @@ def print_view(view: MomentView) -> None:
     """Print a moment: what it is, what was done there, what the round changed, and the steps around it."""
     moment = view.moment
     print_line(f"Record {moment.record_id} of {view.place}")
-    _print_facts(_list_facts(view))
+    facts = view.facts
+    if view.state:
+        # A state of one number has no names of axes.
+        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64]).removeprefix("state ")
+    _print_facts(facts | ({"frames": view.frames_note} if view.frames_note else {}))
     if (change := view.policy) is not None:
         title = f"Policy before and after the round; value {change.values[0]:.3g} → {change.values[1]:.3g}"
         if not change.spreads:
@@ -55,31 +58,6 @@ def _print_facts(facts: Mapping[str, str | Text]) -> None:
     console.print(table)
 
 
-def _list_facts(view: MomentView) -> dict[str, str]:
-    moment = view.moment
-    facts = {"score": describe_score(moment.score, moment.error)}
-    if moment.records > 1:
-        text = f"steps {moment.first_step} to {moment.last_step}: {moment.records} records, total {moment.total:.3g}"
-        facts["moment"] = f"{text}, {moment.dropped} dropped"
-    facts |= _describe_training(view.row) | {"action": view.action, "advantage": format_number(moment.advantage)}
-    if (estimate := view.estimate) is not None:
-        number = "" if estimate.mean is None else f"{estimate.mean:.3g} ± {estimate.error:.2g}. "
-        facts["fresh rollouts"] = f"{number}{estimate.text}"
-    numbers = {"value": moment.value, "return": moment.return_, "reward": moment.reward}
-    facts |= {name: format_number(number) for name, number in numbers.items() if number is not None}
-    if view.state:
-        # A state of one number has no names of axes.
-        facts["state"] = ", ".join(f"{name} {value:.3g}" for name, value in view.state[:64]).removeprefix("state ")
-    return facts | ({"frames": view.frames_note} if view.frames_note else {})
-
-
-def _describe_training(row: Mapping[str, Any]) -> dict[str, str]:
-    if row.get("keep") is None:
-        return {}
-    reason = f": {row['reason']}" if row.get("reason") else ""
-    return {"trained": "yes" if row["keep"] else f"no, dropped{reason}"}
-
-
 def _make_strip(view: MomentView) -> Table:
     """Return the steps around a moment's face as a table, the face marked."""
     window, moment = view.window, view.moment
@@ -97,10 +75,23 @@ def _make_strip(view: MomentView) -> Table:
     return make_table("Steps around it", ["", "step", "action", *names, ""], cells)
 
 
-def list_cells(moment: Moment) -> list[object]:
-    """Return where a moment is, as cells of a table: its record, its episode and its steps."""
-    steps = f"{moment.first_step}–{moment.last_step}" if moment.records > 1 else moment.step
-    return [moment.record_id, moment.episode_id, steps]
+def print_moments(moments: Sequence[Moment], labels: Sequence[str] | None) -> None:
+    """Print a table of a round's most harmful or most helpful moments."""
+    rows = [
+        [
+            *(moment.record_id, moment.episode_id, _name_steps(moment.first_step, moment.last_step)),
+            name_action(moment.action, labels),
+            f"{moment.score:.3g}" + ("" if moment.error is None else f" ± {moment.error:.2g}"),
+            moment.dropped,
+        ]
+        for moment in moments
+    ]
+    title = f"The {len(moments)} most {'harmful' if moments[0].score < 0 else 'helpful'} moments"
+    console.print(make_table(title, ["record", "episode", "steps", "action", "score", "dropped"], rows))
+
+
+def _name_steps(first: int | None, last: int | None) -> object:
+    return first if first == last else f"{first}–{last}"
 
 
 def print_response(row: Mapping[str, Any], number: int, response: Text | None = None) -> None:
@@ -108,7 +99,7 @@ def print_response(row: Mapping[str, Any], number: int, response: Text | None = 
     print_line(f"Record {row['record_id']}, round {number}")
     score = row.get("score")
     facts: dict[str, str | Text] = {"score": describe_score(float("nan") if score is None else score, row.get("error"))}
-    facts |= _describe_training(row)
+    facts |= describe_training(row)
     facts |= {name: format_number(row[name]) for name in ("reward", "advantage") if row.get(name) is not None}
     facts |= {name: str(row[name]) for name in ("prompt", "response") if row.get(name) is not None}
     _print_facts(facts if response is None else facts | {"response": response})
@@ -135,7 +126,7 @@ def _list_cause_cells(row: Mapping[str, Any]) -> dict[str, object]:
     if "prompt" in row:
         cells |= {name: shorten(row[name]) for name in ("prompt", "response")} | {"reward": f"{row['reward']:.3g}"}
     else:
-        steps = f"{row['first_step']}–{row['last_step']}" if row["records"] > 1 else row["step"]
+        steps = _name_steps(row["first_step"], row["last_step"])
         cells |= {"episode": row["episode"], "steps": steps, "action": row["action"]}
     advantage = "–" if row["advantage"] is None else f"{row['advantage']:+.3g}"
     return cells | {"advantage": advantage, "score": f"{row['score']:+.3g}"}
@@ -150,22 +141,16 @@ def print_strip(rounds: pl.DataFrame) -> None:
     gaps = numbers[-1] - numbers[0] + 1 - len(numbers)
     span = f"rounds {numbers[0]} to {numbers[-1]}"
     print_line(f"\nSums of scores in {f'{len(numbers)} of {span}' if gaps else span}:")
-    columns = min(_COLUMNS, len(rounds))
-    edges = [round(place * len(rounds) / columns) for place in range(columns + 1)]
-    sums: dict[str, list[float]] = {"for": rounds["raised"].to_list(), "against": rounds["lowered"].to_list()}
-    means = {
-        name: [abs(sum(values[first:last])) / (last - first) for first, last in pairwise(edges)]
-        for name, values in sums.items()
-    }
-    largest = max(map(max, means.values())) or 1.0
-    for name, values in means.items():
-        print_line(f"{name:<8} {''.join(_BLOCKS[ceil(8 * value / largest)] for value in values)}")
+    place = pl.int_range(pl.len()) * min(_COLUMNS, len(rounds)) // pl.len()
+    means = rounds.group_by(place=place, maintain_order=True).agg(pl.col("raised", "lowered").mean().abs())
+    largest = max(*means["raised"], *means["lowered"]) or 1.0
+    for side, column in (("for", "raised"), ("against", "lowered")):
+        print_line(f"{side:<8} {''.join(_BLOCKS[ceil(8 * mean / largest)] for mean in means[column])}")
 
 
 def shorten(text: str) -> str:
     """Return a text on one line, cut to the width of a table's cell."""
-    line = show_text(text)
-    return line if len(line) <= _EXCERPT else line[: _EXCERPT - 1] + "…"
+    return cut_text(show_text(text), _EXCERPT)
 
 
 def show_text(text: str) -> str:

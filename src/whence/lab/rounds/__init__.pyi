@@ -1,3 +1,10 @@
+from .retraining import compute_lds as compute_lds
+from .retraining import draw_subsets as draw_subsets
+from .retraining import reshuffle as reshuffle
+from .retraining import retrain as retrain
+
+# isort: split
+# What the laboratory, the command and the studies import besides.
 from .replay import MARGIN as MARGIN
 from .replay import Point as Point
 from .replay import SteppedRound as SteppedRound
@@ -9,10 +16,6 @@ from .replay import raise_on_divergence as raise_on_divergence
 from .replay import step as step
 from .retraining import NOBODY as NOBODY
 from .retraining import Orders as Orders
-from .retraining import compute_lds as compute_lds
-from .retraining import draw_subsets as draw_subsets
-from .retraining import reshuffle as reshuffle
-from .retraining import retrain as retrain
 from .round_scores import METHODS as METHODS
 from .round_scores import attribute_round as attribute_round
 from .round_scores import snapshot_scores as snapshot_scores

@@ -17,7 +17,7 @@ log = logging.getLogger("whence")
 
 _LIBRARIES = ("whence", "torch", "transformers", "accelerate")
 
-# Settings that may change when a training goes on.
+# Settings that may change when a training continues.
 _MAY_CHANGE = (
     "rounds",
     *(f"ppo.{name}" for name in ("save_every", "keep_checkpoints", "eval_every", "report_to", "disable_tqdm")),

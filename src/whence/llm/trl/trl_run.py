@@ -100,7 +100,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         return None
 
     def choose_checkpoint(self, resume: str | Path | bool | None) -> Path | None:
-        """Return the checkpoint to go on from, or None; nothing is changed. Call it in every process.
+        """Return the checkpoint to continue from, or None; nothing is changed. Call it in every process.
 
         Args:
             resume: `resume_from_checkpoint` of Transformers: a checkpoint's folder; True: the last whole one.
@@ -171,7 +171,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         recorder.write_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Complete a checkpoint that Transformers has written; one without an optimiser cannot be gone on from."""
+        """Complete a checkpoint that Transformers has written; no training continues from one without an optimiser."""
         if args.save_only_model:
             return
         if state.global_step % self._steps:

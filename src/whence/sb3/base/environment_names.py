@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
@@ -69,13 +69,13 @@ def _count(space: spaces.Space[Any]) -> int:
 def _ask(env: Any, kind: str) -> Sequence[str]:
     """Return the names that the first environment tells; none if it does not."""
     with suppress(Exception):  # it may be of another library, or tell something else
-        attribute, listed = f"{kind[:-1]}_names", cast("Sequence[str]", None)
-        if env.has_attr(attribute):
+        listed: Any = None
+        if env.has_attr(attribute := f"{kind[:-1]}_names"):
             listed = env.get_attr(attribute, [0])[0]
         elif kind == "actions" and env.has_attr("get_action_meanings"):
             listed = env.env_method("get_action_meanings", indices=[0])[0]
         if _are_names(listed):
-            return listed
+            return [*listed]
         # Only in this process: a class need not go through to another, which would end.
         for name in ("Actions", "actions") if isinstance(env, DummyVecEnv) and kind == "actions" else ():
             each = env.get_attr(name, [0])[0] if env.has_attr(name) else None

@@ -18,12 +18,10 @@ from whence.core import (
     RecordBatch,
     RunDirectoryError,
     Target,
-    Unit,
     Unsupported,
     WhenceError,
     preserve_rng_state,
     rows_of,
-    target_name,
 )
 from whence.llm.base import (
     EXTRA_PADDING,
@@ -117,7 +115,7 @@ def rebuild_round(
     else:
         size = settings.per_device_train_batch_size
         model, rows, objective = _rebuild_trl(run, task, settings, table, policy)
-    make_mean = {target_name(make()): make for make in RESPONSE_TARGETS.values()}.get(run.config["target"])
+    make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(_name_target(run))
     if make_target is None and make_mean is not None:
         target = make_mean(rows, batch_size=size)
     else:
@@ -128,13 +126,17 @@ def rebuild_round(
 
 def _check_kept_target(run: RunDirectory) -> None:
     """Refuse a run whose scores are of what each round had drawn or done, and of what was not kept."""
-    units: tuple[Unit | None, ...] = (None, "record", "row", "group")
-    is_of_steps = run.config["target"] in [target_name(MeanObjective(unit)) for unit in units]
+    is_of_steps = _name_target(run) == MeanObjective.__qualname__
     if is_of_steps or run.config.get("held_out"):
         what = "the objective of the steps that were taken" if is_of_steps else "over responses that were drawn"
         raise Unsupported(
             f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
         )
+
+
+def _name_target(run: RunDirectory) -> str:
+    """Return the name of the target that a run's responses were scored by; of a run without scores none."""
+    return str((run.config.get("target") or {}).get("target", ""))
 
 
 def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:

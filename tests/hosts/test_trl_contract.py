@@ -6,16 +6,18 @@ import tempfile
 import tomllib
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from helpers.contracts import check_each
 from helpers.trl_training import TRAINERS, make_trainer
 from whence import NonPositive, Unsupported
-from whence.llm.trl import fused_head
+from whence.llm.trl import in_step
 from whence.llm.trl import supported_settings as trl_settings
 from whence.llm.trl.completions import SCALE
 
@@ -24,8 +26,24 @@ HELD = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advan
 
 
 def keeps_what_the_layer_needs():
+    """Tell whether log-probs, gradients and products of a layer, 5 tokens by 2 units, are those of a plain layer."""
     pytest.importorskip("trl.kernels")  # since TRL 1.16
-    return hasattr(fused_head.trl_utils, "_ChunkedLogProbFunction") and fused_head.find_changed_head() is None
+    weight, bias = torch.linspace(-1, 2, 10).reshape(5, 2), torch.linspace(0, 1, 5)
+    head = in_step.FusedHead(SimpleNamespace(weight=nn.Parameter(weight), bias=nn.Parameter(bias)))
+    hidden, targets = torch.linspace(-1, 1, 6).reshape(3, 2).requires_grad_(), torch.tensor([4, 0, 2])
+    numbers, g = torch.tensor([[0, -1], [1, 2]]), torch.tensor([[1.0, 0.0], [2.0, -1.0]])
+    logits = nn.functional.linear(hidden, head.weight, head.bias) / 0.5
+    log_probs = logits.log_softmax(dim=1).gather(1, targets[:, None])[:, 0]
+    expected = torch.autograd.grad((log_probs * g[numbers >= 0]).sum(), (head.weight, head.bias))
+    with head.replace((numbers >= 0).long()):
+        outputs = in_step.trl_utils._ChunkedLogProbFunction.apply(hidden, head.weight, head.bias, targets, 0.5, 2)
+    with torch.no_grad():
+        gradient = in_step._sum_rows(head, numbers, g, None)
+        product = in_step._multiply(head, dict(zip(("weight", "bias"), expected, strict=True)), numbers, g).sum()
+    square = torch.stack([each.square().sum() for each in expected]).sum()
+    computed = outputs[0], gradient["weight"], gradient["bias"], product
+    pairs = zip(computed, (log_probs, *expected, square), strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
 
 
 @cache

@@ -6,14 +6,18 @@ from tokenizers.processors import TemplateProcessing
 from helpers.language_training import CHAT, make_tokenizer
 from whence.core import InvalidRecords, WhenceError
 from whence.llm import PPOConfig, ValidationLoss
-from whence.llm.text import encode_demonstrations
 from whence.llm.text.prompts import tokenize_prompts
 
 ROWS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "cde", "completion": "a"}]
 
 
+def encode(rows, tokenizer, **settings):
+    columns = ValidationLoss.of(rows, tokenizer, **settings).rows.observations
+    return [columns[name] for name in ("input_ids", "attention_mask", "response_mask")]
+
+
 def test_prompts_stand_left_and_responses_right():
-    ids, attended, mask = encode_demonstrations(ROWS, make_tokenizer())
+    ids, attended, mask = encode(ROWS, make_tokenizer())
     assert ids.tolist() == [[0, 2, 3, 4, 4, 1], [4, 5, 6, 2, 1, 0]]
     assert attended.tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]
     assert mask.tolist() == [[True, True, True], [True, True, False]]
@@ -24,9 +28,9 @@ def test_an_end_that_a_tokenizer_appends_ends_no_prompt():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
     assert tokenizer("ab")["input_ids"] == [2, 3, 1]
     rows = [*ROWS, {"prompt": "ab</s>", "completion": "cc</s>"}]
-    plain = encode_demonstrations(ROWS, make_tokenizer())[0]
-    assert encode_demonstrations(ROWS, tokenizer)[0].tolist() == plain.tolist()
-    assert encode_demonstrations(rows, tokenizer)[0][2].tolist() == [2, 3, 1, 4, 4, 1]
+    plain = encode(ROWS, make_tokenizer())[0]
+    assert encode(ROWS, tokenizer)[0].tolist() == plain.tolist()
+    assert encode(rows, tokenizer)[0][2].tolist() == [2, 3, 1, 4, 4, 1]
     config = PPOConfig("unused", max_new_tokens=2)
     assert tokenize_prompts(tokenizer, ["ab", "ab</s>"], config, None) == [[2, 3], [2, 3, 1]]
 
@@ -35,21 +39,21 @@ def test_a_chat_goes_through_its_template():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     row = {"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "jcc"}]}
-    ids, _, mask = encode_demonstrations([row], tokenizer)
+    ids, _, mask = encode([row], tokenizer)
     assert ids.tolist() == [[2, 3, 11, 4, 4]]
     assert mask.tolist() == [[True, True]]
     tokenizer.chat_template = "{% if brief %}i{% endif %}" + CHAT
-    ids, _, _ = encode_demonstrations([row], tokenizer, chat_template_kwargs={"brief": True})
+    ids, _, _ = encode([row], tokenizer, chat_template_kwargs={"brief": True})
     config = PPOConfig("unused", max_new_tokens=2, chat_template_kwargs={"brief": True})
     assert ids.tolist() == [[10, 2, 3, 11, 4, 4]]
     assert tokenize_prompts(tokenizer, [row["prompt"]], config, None) == [[10, 2, 3, 11]]
     row["completion"][0]["content"] = "cc"
     with pytest.raises(WhenceError, match="does not begin with its prompt"):
-        encode_demonstrations([row], tokenizer)
+        encode([row], tokenizer)
 
 
 def test_what_is_cut_off_counts_for_nothing(caplog):
-    _, _, mask = encode_demonstrations(ROWS, make_tokenizer(), max_length=3)
+    _, _, mask = encode(ROWS, make_tokenizer(), max_length=3)
     assert mask.tolist() == [[True], [False]]
     assert "1 of 2 demonstrations have no response token" in caplog.text
     with pytest.raises(InvalidRecords, match=r"response_mask is False .* 2 demonstrations"):
@@ -67,9 +71,9 @@ def test_what_is_cut_off_counts_for_nothing(caplog):
 )
 def test_other_data_sets_are_refused(rows, message):
     with pytest.raises(WhenceError, match=message):
-        encode_demonstrations(rows, make_tokenizer())
+        encode(rows, make_tokenizer())
 
 
 def test_a_tokenizer_without_a_pad_token_is_refused():
     with pytest.raises(WhenceError, match="no pad_token"):
-        encode_demonstrations(ROWS, make_tokenizer(pad=False))
+        encode(ROWS, make_tokenizer(pad=False))

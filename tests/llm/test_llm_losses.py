@@ -11,7 +11,7 @@ import torch
 from whence import WhenceError
 from whence.advantages import gae
 from whence.llm.base import PPOConfig
-from whence.llm.base import token_losses as losses
+from whence.llm.ppo.ppo_rollout import reward_tokens, whiten
 from whence.llm.ppo.ppo_round import steer_kl_coef
 from whence.llm.text import compute_rewards, find_columns
 from whence.llm.text.generation import _mask_until_end
@@ -24,14 +24,14 @@ def test_whitening_is_over_all_response_tokens():
     # Of 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3.
     spread = math.sqrt(14 / 3)
     expected = torch.tensor([[-2 / spread, -1 / spread, 0.0], [3 / spread, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    assert torch.allclose(losses.whiten(values, MASK), expected, atol=1e-6)
+    assert torch.allclose(whiten(values, MASK), expected, atol=1e-6)
     single = torch.tensor([[True, False, False]])
-    assert losses.whiten(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
+    assert whiten(values[:1], single).tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_the_reward_is_at_the_last_token():
     penalty = torch.tensor([[0.1, 0.2, 0.3], [0.4, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    found = losses.token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, MASK)
+    found = reward_tokens(torch.tensor([1.0, 2.0, 3.0]), penalty, MASK)
     expected = torch.tensor([[-0.1, -0.2, 0.7], [1.6, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert torch.allclose(found, expected)
 

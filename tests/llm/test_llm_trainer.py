@@ -45,9 +45,8 @@ from whence import (
 from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
 from whence.llm.base import Reference, WithValueHead, make_rows
-from whence.llm.base import token_losses as losses
-from whence.llm.base.run_description import describe_reward, describe_rows, describe_settings
-from whence.llm.ppo import PPOTrainer, make_rollout
+from whence.llm.base.settings import describe_reward, describe_rows, describe_settings
+from whence.llm.ppo import PPOTrainer, make_rollout, ppo_round
 from whence.llm.ppo import trainer as trainer_module
 from whence.llm.ppo.ppo_round import optimise
 from whence.llm.scores import TokenReturn, ValidationLoss, evaluate_rows, in_step, score
@@ -279,7 +278,7 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
     tokenizer = make_tokenizer()
     torch.manual_seed(3)
     responses = generate(model.language_model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
-    reference = Reference(WithValueHead(make_model(seed=1)))
+    reference = Reference(make_model(seed=1))
     rollout = make_rollout(model, reference, responses, vowels, 0.3, config)
     mask, mine = responses.response_mask, evaluate_responses(model, responses, config)
     with reference.activate(model) as start:
@@ -317,7 +316,7 @@ def test_with_an_adapter_the_reference_is_the_model_at_the_start(tmp_path, train
     expected = (adapted if trained_before else base)(ids).logits.detach()
     trainer = make_trainer(tmp_path, NonPositive(), model=adapted)
     trainer.train()
-    with trainer.reference.activate(trainer.model) as start:
+    with trainer.reference.activate(trainer.model.language_model) as start:
         assert torch.allclose(start(ids).logits, expected, atol=1e-6)
     assert not torch.allclose(trainer.model.language_model(ids).logits, expected, atol=1e-4)
     frozen = {n: p for n, p in trainer.model.language_model.named_parameters() if "lora" not in n}
@@ -361,7 +360,7 @@ PLACES = {
     "generation": (trainer_module, "generate", 6),  # twice a round, and the held-out prompts after the others
     "rewards": (trainer_module, "make_rollout", 5),
     "scoring": (in_step, "compute_target_gradient", 2),
-    "optimisation": (losses, "value_loss", 10),
+    "optimisation": (ppo_round, "value_loss", 10),
     "writing records": (trainer_module, "make_response_table", 3),
     "evaluation": (trainer_module, "write_evaluation", 4),  # the first is of the start model
     "writing a checkpoint": (checkpoints, "write_tensor_file", 3),

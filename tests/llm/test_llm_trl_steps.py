@@ -13,8 +13,8 @@ from helpers.trl_training import Watch, count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
 from whence.engines import TrainingPass
 from whence.llm import language_view
-from whence.llm.trl import fused_head
-from whence.llm.trl.choosing import PassChooser
+from whence.llm.trl import in_step
+from whence.llm.trl.in_step import PassChooser
 from whence.selection import ScoreAll
 
 
@@ -145,44 +145,45 @@ def test_rows_dropped_in_the_first_step_cost_later_ones_no_pass(tmp_path, monkey
     assert sum(sizes[4:]) == 5
 
 
-@pytest.mark.parametrize("is_checked", [True, False], ids=["at first", "on two rows"])
-@pytest.mark.parametrize("change", ["names", "numbers"])
-def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, monkeypatch, caplog, change, is_checked):
-    said, (known, gradient) = (
-        ["its numbers are others", "lm_head.weight` differs"],
-        (find_function(), fused_head._sum_rows),
-    )
-    if change == "names":
-        said = ["AttributeError: ", "has no attribute 'backward'"]
-        monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, SimpleNamespace(apply=known.apply))
-    else:
-        monkeypatch.setattr(fused_head, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
-    if not is_checked:
-        monkeypatch.setattr("whence.llm.trl.choosing.find_changed_head", lambda: None)
-    chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True))
-    assert caplog.text.count("passes of their own") == 1
-    assert said[not is_checked] in caplog.text
-    assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
-    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False)))
-
-
-def test_another_number_of_saved_tensors_is_seen_before_training(monkeypatch):
-    class Changed(known := find_function()):
+def change_saved_tensors(known):
+    class Changed(known):
         @staticmethod
         def forward(ctx, *args):
             columns = known.forward(ctx, *args)
             ctx.save_for_backward(*ctx.to_save, columns[0])
             return columns
 
-    monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, Changed)
-    assert "ValueError: too many values to unpack" in fused_head.find_changed_head()
+        @staticmethod
+        def backward(ctx, *gradients):
+            names = ("compute_dtype", "chunk_size", "kernel_args", "needs_input_grad")
+            kept = {name: getattr(ctx, name) for name in names}
+            return known.backward(SimpleNamespace(saved_tensors=ctx.saved_tensors[:-1], **kept), *gradients)
+
+    return Changed
 
 
-def test_another_output_layer_ends_no_training_before_rows_are_compared(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fused_head.trl_utils, fused_head._NAME, SimpleNamespace(apply=find_function().apply))
-    flat = train(tmp_path, "grpo", "llama", ScoreAll(), reward_funcs=lambda completions, **_: [0.0] * len(completions))
-    assert not flat.chooser.is_confirmed
-    assert "A pass trains on all its rows, unscored" in caplog.text
+CHANGES = {
+    "has no attribute 'backward'": lambda known: SimpleNamespace(apply=known.apply),
+    "too many values to unpack": change_saved_tensors,
+    "lm_head.weight` differs": None,
+}
+
+
+@pytest.mark.parametrize("rewards", ["plain", "flat"])
+@pytest.mark.parametrize("message", CHANGES)
+def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, monkeypatch, caplog, message, rewards):
+    known, gradient, settings = find_function(), in_step._sum_rows, {}
+    if (change := CHANGES[message]) is not None:
+        monkeypatch.setattr(in_step.trl_utils, in_step._NAME, change(known))
+    else:
+        monkeypatch.setattr(in_step, "_sum_rows", lambda *args: {n: 1.01 * t for n, t in gradient(*args).items()})
+    if rewards == "flat":  # rows are compared even if none of the batch has an advantage
+        settings["reward_funcs"] = lambda completions, **_: [0.0] * len(completions)
+    chosen = train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=True), **settings)
+    assert caplog.text.count("passes of their own") == 1
+    assert message in caplog.text
+    assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
+    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False), **settings))
 
 
 def find_function():

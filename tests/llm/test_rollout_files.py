@@ -18,9 +18,8 @@ from helpers.trl_training import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError
-from whence.llm import GroupObjective, SequenceReturn, language_view
-from whence.llm.files import read_steps, rollout_files, score_rollouts
-from whence.llm.files.scored_rollouts import add_advantages
+from whence.llm import GroupObjective, SequenceReturn, language_view, rollout_files
+from whence.llm.rollout_files import add_advantages, read_steps, score_rollouts
 from whence.stored.language.loading import load_checkpoint
 
 ROWS = [

@@ -13,7 +13,7 @@ import polars as pl
 
 from whence.core import WhenceError
 from whence.llm.base import make_table_rows, pad_rows
-from whence.llm.files import add_advantages
+from whence.llm.rollout_files import add_advantages
 from whence.llm.text import join_messages
 from whence.runs import RunDirectory
 from whence.selection import KeepAll, Progress, SelectionRule, check_rule
@@ -40,8 +40,9 @@ def slime_filter(
     def mark(args: Any, groups: Sequence[Sequence[Any]]) -> None:
         responses = [_list_turns(response) for group in groups for response in group]
         for turns, trains in zip(responses, _choose(rule, args, responses), strict=True):
-            for turn in turns if not trains or any(_read_text(turn) in texts for turn in turns) else ():
-                turn.remove_sample = True
+            if not trains or any((join_messages(turn.prompt), turn.response) in texts for turn in turns):
+                for turn in turns:
+                    turn.remove_sample = True
 
     return mark
 
@@ -75,10 +76,6 @@ def _choose(rule: SelectionRule, args: Any, responses: Sequence[Sequence[Any]]) 
     tokens = [sample.tokens[len(prompt) :] for sample, prompt in zip(samples, prompts, strict=True)]
     rows = make_table_rows(add_advantages(table), pad_rows(prompts, tokens, 0))
     return rule.select(rows, None, Progress()).keep.tolist()
-
-
-def _read_text(sample: Any) -> tuple[str, str]:
-    return join_messages(sample.prompt), sample.response
 
 
 def _read_flagged(run: RunDirectory) -> set[tuple[str, str]]:

@@ -8,7 +8,7 @@ import typer
 from whence.cli.terminal import errors, make_printable, print_line
 from whence.cli.terminal.options import Overwrite, optional
 from whence.core import WhenceError
-from whence.llm.files import NAMES, score_rollouts
+from whence.llm.rollout_files import NAMES, score_rollouts
 from whence.stored.language import hide_progress_bars, load_checkpoint, make_scored_target
 
 TARGETS = {

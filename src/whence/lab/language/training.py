@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
-from whence.core import MeanObjective, RunDirectoryError
+from whence.core import MeanObjective, RunDirectoryError, WhenceError
 from whence.lab.arms import counts_scoring
 from whence.lab.efficiency import Curve, make_curve
 from whence.lab.language.laboratory_tasks import make_laboratory
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
-from whence.llm.base import PPOConfig
+from whence.llm.base import PPOConfig, ignore_old_names
 from whence.llm.ppo import PPOTrainer
 from whence.llm.scores import RESPONSE_TARGETS
 from whence.llm.text import (
@@ -31,16 +31,13 @@ from whence.runs import CheckpointClock, RunDirectory
 from whence.stored.language import (
     LanguageConfig,
     Task,
-    choose_sample_prompts,
     describe,
     hide_progress_bars,
-    ignore_old_names,
     load_task,
     make_sampling_config,
     make_trainer_config,
     make_validation_target,
     scoring_memory,
-    split_held_out,
 )
 
 OnRound: TypeAlias = Callable[[int, Mapping[str, Any]], None]
@@ -267,3 +264,33 @@ def _save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     save(temporary)
     temporary.rename(folder)
+
+
+def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
+    """Return the prompts that train, and those of the target's responses; None: the target needs none.
+
+    Raises:
+        WhenceError: no prompt would be left to train.
+    """
+    if not config.held_out:
+        return task.prompts, None
+    cut = len(task.prompts) - config.held_out
+    if cut < 1:
+        raise WhenceError(
+            f"held_out is {config.held_out}, and there are {len(task.prompts)} prompts; at least one has to train."
+        )
+    return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
+
+
+_SAMPLE = 16
+"""Prompts that are answered at each evaluation."""
+
+
+def choose_sample_prompts(task: Task) -> Any:
+    """Return the prompts whose answers are stored: the first of the test, or of the training if there is no test.
+
+    The reward has to find its columns there, too; the test of a user has those that its own reward asks for.
+    """
+    needed = set(find_columns(task.reward, list_columns(task.prompts)))
+    source = task.prompts if task.test is None or not needed <= set(list_columns(task.test)) else task.test
+    return source.select(range(min(_SAMPLE, len(source))))

@@ -1,4 +1,4 @@
-"""Prompts and responses as records: one record a row, with columns of numbers for its response tokens."""
+"""Prompts and responses as records, one a row, and as columns of a round's table."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.core import Array, InvalidRecords, RecordBatch, Tree
-from whence.llm.base.token_losses import last_token
 
 
 class TokenRows(NamedTuple):
@@ -21,15 +20,24 @@ class TokenRows(NamedTuple):
     response_mask: Bool[Tensor, "n R"]
 
 
-def pad_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int) -> TokenRows:
-    """Return the token ids of prompts and their responses as rows, filled up with `pad`."""
+def pad_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int, device: Any = None
+) -> TokenRows:
+    """Return the token ids of prompts and their responses as rows, filled up with `pad`, on a device; None: the CPU."""
     width, length = max(map(len, prompts)), max(1, *map(len, responses))
     ids = torch.full((len(prompts), width + length), pad)
     mask = torch.zeros_like(ids)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         place = slice(width - len(prompt), width + len(response))
         ids[row, place], mask[row, place] = torch.tensor([*prompt, *response]), 1
+    ids, mask = ids.to(device), mask.to(device)
     return TokenRows(ids, mask, mask[:, width:].bool())
+
+
+def last_token(mask: Bool[Tensor, "n R"]) -> Tensor:
+    """Return the position of each row's last response token, (n,) int64; 0 for a row without any."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, positions, 0).amax(dim=1)
 
 
 def make_rows(
@@ -170,3 +178,60 @@ def _make_info(name: str, values: list[Any]) -> pl.Series:
     if len(kinds) > 1 or not kinds <= {bool, int, float, str}:
         values = [v if v is None or isinstance(v, str) else json.dumps(v, default=str) for v in values]
     return pl.Series(name, values)
+
+
+def list_signals(
+    mask: Bool[Tensor, "n R"],
+    lengths: list[int],
+    *,
+    log_probs: Float[Tensor, "n R"],
+    entropies: Float[Tensor, "n R"] | None = None,
+    ref_log_probs: Float[Tensor, "n R"] | None = None,
+    ratios: Float[Tensor, "n R"] | None = None,
+    clip: tuple[float, float] | None = None,
+) -> list[pl.Series]:
+    """Return numbers of tokens as columns of lists, and of each response as numbers; NaN is unknown.
+
+    The numbers are `entropy`, the mean over tokens; `divergence` from the reference, the sum of differences of
+    log-probs; and `clip_share`, the share of ratios outside of `clip`.
+
+    Args:
+        mask: the tokens that count; others, such as a tool's, have null.
+        lengths: the tokens of each response in its column of ids.
+        log_probs: under the policy that drew the response.
+        entropies: of the same policy, in nats.
+        ref_log_probs: under the reference model.
+        ratios: of the probabilities after the last step on the response to those before the first.
+        clip: the bounds of ratios.
+    """
+    columns = {"log_probs": log_probs, "entropies": entropies, "ref_log_probs": ref_log_probs, "ratios": ratios}
+    present = {n: torch.where(mask, c.float().cpu(), torch.nan) for n, c in columns.items() if c is not None}
+    series = []
+    for name, column in present.items():
+        rows = [row[:length].tolist() for row, length in zip(column, lengths, strict=True)]
+        lists = pl.Series(f"token_{name}", rows, dtype=pl.List(pl.Float32))
+        series.append(lists.list.eval(pl.element().fill_nan(None)))
+    numbers = {}
+    if entropies is not None:
+        numbers["entropy"] = present["entropies"].nanmean(dim=1)
+    if ref_log_probs is not None:
+        known = (present["log_probs"] - present["ref_log_probs"]).double()
+        numbers["divergence"] = torch.where(known.isnan().all(dim=1), torch.nan, known.nansum(dim=1))
+    if ratios is not None and clip is not None:
+        outside = ((present["ratios"] < clip[0]) | (present["ratios"] > clip[1])).float()
+        numbers["clip_share"] = torch.where(present["ratios"].isnan(), torch.nan, outside).nanmean(dim=1)
+    return series + [pl.Series(name, v.tolist(), dtype=pl.Float64).fill_nan(None) for name, v in numbers.items()]
+
+
+_MEANS = {"tokens": "length", "ended": "ended_share", "divergence": "kl", "clip_share": "train/clip_fraction"}
+"""Metrics of rounds that are means of columns of other names."""
+
+
+def average_rows(table: pl.DataFrame) -> dict[str, Any]:
+    """Return a round's means for its metrics: of rewards, numbers of the data set, and what tokens have."""
+    wanted = [name for name in table.columns if name in _MEANS or name.split(".")[0] in ("reward", "info")]
+    numbers = [n for n in wanted if table.schema[n].is_numeric() or table.schema[n] == pl.Boolean]
+    means = {_MEANS.get(n, n): table[n].cast(pl.Float64).fill_nan(None).mean() for n in numbers}
+    if "token_entropies" in table.columns:
+        means["train/entropy_loss"] = table.select(-pl.col("token_entropies").explode().mean()).item()
+    return means

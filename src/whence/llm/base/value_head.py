@@ -1,9 +1,6 @@
-"""A causal language model with a value head, and its start model."""
+"""A causal language model with a value head."""
 
-import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.core import WhenceError
+from whence.llm.base.lora import get_base_model
 from whence.runs import read_tensor_file, write_tensor_file
 
 VALUE_HEAD = "value_head.safetensors"
@@ -27,8 +25,7 @@ class LanguageOutputs(NamedTuple):
 
 def accepts_argument(model: Any, name: str) -> bool:
     """Tell whether a model's forward pass has a parameter of this name."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
-    return name in inspect.signature(inner.forward).parameters
+    return name in inspect.signature(get_base_model(model).forward).parameters  # PEFT's forward takes anything
 
 
 class WithValueHead(nn.Module):
@@ -46,11 +43,6 @@ class WithValueHead(nn.Module):
         self.value_head = nn.Linear(width, 1, device=next(language_model.parameters()).device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether the language model trains a PEFT adapter."""
-        return hasattr(self.language_model, "disable_adapter")
 
     def forward(
         self,
@@ -95,36 +87,3 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):  # dropout, attention_dropout, resid_pdrop, layerdrop, ...
                 setattr(module, name, 0.0)
-
-
-class Reference:
-    """The start model: the model before training, from which the policy's divergence is measured.
-
-    With a PEFT adapter it is the model with the adapter as it was at the start, which may have been trained before;
-    otherwise it is a frozen copy, which doubles the memory.
-
-    Args:
-        model: the model, before it is trained.
-    """
-
-    def __init__(self, model: WithValueHead) -> None:
-        self._copy: Any = None
-        self._adapter: dict[str, Tensor] = {}
-        if model.has_adapter:
-            trainable = ((name, p) for name, p in model.language_model.named_parameters() if p.requires_grad)
-            self._adapter = {name: parameter.detach().clone() for name, parameter in trainable}
-        else:
-            self._copy = copy.deepcopy(model.language_model).eval().requires_grad_(False)
-
-    @contextmanager
-    def activate(self, model: WithValueHead) -> Iterator[Any]:
-        """Yield the start model as a causal language model; until the end, `model` has the adapter of the start."""
-        parameters = dict(model.language_model.named_parameters())
-        present = {name: parameters[name].data for name in self._adapter}
-        try:
-            for name, tensor in self._adapter.items():
-                parameters[name].data = tensor
-            yield model.language_model if self._copy is None else self._copy
-        finally:
-            for name, tensor in present.items():
-                parameters[name].data = tensor

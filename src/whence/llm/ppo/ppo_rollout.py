@@ -18,12 +18,12 @@ from whence.llm.base import (
     Reference,
     WithValueHead,
     average_rows,
+    last_token,
     list_infos,
     list_signals,
     list_tokens,
     make_rows,
 )
-from whence.llm.base import token_losses as losses
 from whence.llm.scores import evaluate_rows
 from whence.llm.text import NO_COLUMNS, Columns, Responses, Reward, compute_rewards
 from whence.scores import Influence
@@ -39,7 +39,6 @@ class Rollout:
         rows: a record for each response, with whitened advantages.
         rewards: (n,) float64 values of the reward functions, before any penalty.
         divergence: (n,) divergence of each response from the start model, in nats, by the estimate that penalises it.
-        entropy: the policy's entropy per response token, in nats: minus the mean log-prob of the drawn tokens.
         columns: the prompts' further columns, with a value for each response.
         token_entropies: (n, R) the entropies of all tokens that could have followed, in nats.
         ref_log_probs: (n, R) log-probs of the response tokens under the start model.
@@ -49,7 +48,6 @@ class Rollout:
     rows: RecordBatch
     rewards: Float[Tensor, " n"]
     divergence: Float[Tensor, " n"]
-    entropy: float
     columns: Columns
     token_entropies: Float[Tensor, "n R"]
     ref_log_probs: Float[Tensor, "n R"]
@@ -86,21 +84,18 @@ def make_rollout(
         raise NonFinite(f"{error} It is record {ids[0]}.", record_ids=ids) from error
     if processes.number > 1:
         rewards = processes.gather(rewards.to(mask.device), len(mask)).cpu()
-    scores = rewards.clone()
-    if config.missing_eos_penalty is not None:
-        scores -= config.missing_eos_penalty * (~responses.ended.cpu()).double()
     tokens = {name: getattr(responses, name) for name in ("input_ids", "attention_mask", "response_mask")}
     draft = make_rows(**tokens)
     evaluation = (draft, config.temperature, config.generation_batch_size, processes)
     outputs = evaluate_rows(model, *evaluation, with_entropy=True)
-    with reference.activate(model) as start_model:
+    with reference.activate(model.language_model) as start_model:
         ref_log_probs = evaluate_rows(start_model, *evaluation).log_prob
     assert outputs.value is not None
     assert outputs.entropy is not None
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
     _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
     penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
-    token_rewards = losses.token_rewards(scores.to(mask.device), kl_coef * penalty, mask)
+    token_rewards = reward_tokens(rewards.to(mask.device), kl_coef * penalty, mask)
     advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
     # A prompt may begin with the token that pads others.
     prompts = torch.where(responses.attention_mask.bool(), responses.input_ids, -1)[:, : -mask.shape[1]]
@@ -108,23 +103,46 @@ def make_rollout(
         **tokens,
         log_probs=outputs.log_prob,
         values=torch.where(mask, outputs.value, 0.0),
-        advantages=losses.whiten(advantages, mask),
+        advantages=whiten(advantages, mask),
         returns=torch.where(mask, advantages + outputs.value, 0.0),
         record_ids=torch.arange(first_id, first_id + len(mask)),
         rewards=rewards,
         group_ids=prompts.unique(dim=0, return_inverse=True)[1],
     )
-    token_log_probs = outputs.log_prob[mask]
     return Rollout(
         responses,
         rows,
         rewards,
         torch.where(mask, penalty, 0.0).sum(dim=1).cpu(),
-        -float(token_log_probs.mean()) if len(token_log_probs) else 0.0,
         columns,
         outputs.entropy,
         ref_log_probs,
     )
+
+
+def reward_tokens(
+    scores: Float[Tensor, " n"], penalty: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]
+) -> Float[Tensor, "n R"]:
+    """Return each token's reward: minus its penalty, plus the row's score at the last response token.
+
+    A row without a response token gets no reward.
+    """
+    rewards = torch.where(mask, -penalty, 0.0)
+    last = last_token(mask)
+    rows = mask.any(dim=1)
+    rewards[rows, last[rows]] += scores[rows].to(rewards)
+    return rewards
+
+
+def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
+    """Return values minus their mean over all response tokens, divided by their standard deviation; 0 elsewhere.
+
+    The variance has Bessel's correction, as in TRL.
+    """
+    chosen = values[mask]
+    if len(chosen) < 2:
+        return torch.where(mask, values, 0.0)
+    return torch.where(mask, (values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), 0.0)
 
 
 def _check_finite(columns: Mapping[str, Float[Tensor, "n R"]], mask: Bool[Tensor, "n R"], first_id: int) -> None:
@@ -176,7 +194,8 @@ def make_metrics_row(
     number: int, rollout: Rollout, selection: Selection, influence: Influence | None
 ) -> dict[str, Any]:
     """Return a round's row of metrics, without those of the optimisation."""
-    rewards, keep = rollout.rewards, selection.keep
+    rewards, keep, tokens = rollout.rewards, selection.keep, rollout.rows.observations
+    log_probs = tokens["log_probs"][tokens["response_mask"]]
     return {
         "round": number,
         **average_rows(pl.DataFrame(list_infos(rollout.columns))),
@@ -184,7 +203,8 @@ def make_metrics_row(
         "reward_kept": float(rewards[keep].mean()) if keep.any() else None,
         "reward_dropped": float(rewards[~keep].mean()) if (~keep).any() else None,
         "kl": float(rollout.divergence.mean()),
-        "train/entropy_loss": -rollout.entropy,
+        # Minus the mean log-prob of the drawn tokens is the policy's entropy per token, in nats.
+        "train/entropy_loss": float(log_probs.mean()) if len(log_probs) else 0.0,
         "length": float(rollout.responses.response_mask.sum(dim=1).double().mean()),
         "ended_share": float(rollout.responses.ended.to(torch.float64).mean()),
         **summarise_selection(selection, influence),

@@ -1,17 +1,15 @@
 """The steps of a round of PPO on a language model, on the selected responses."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.core import ModuleView, RecordBatch, train_mode
-from whence.engines import record_training_pass
 from whence.llm.base import PPOConfig, Processes, WithValueHead, language_view
-from whence.llm.base import token_losses as losses
-from whence.llm.scores import RoundChooser, scale_gradients
+from whence.llm.scores import RoundChooser, masked_mean, surrogate, value_loss
 from whence.scores import check_gradients, measure_gradients
 from whence.selection import Selection
 
@@ -50,6 +48,70 @@ class _Terms(NamedTuple):
         return torch.stack(sums).cpu()
 
 
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """The steps of a round, of which each process takes a part of every step's rows."""
+
+    view: ModuleView
+    rows: RecordBatch
+    config: PPOConfig
+    processes: Processes
+
+    def evaluate(self, places: Int[Tensor, " p"]) -> _Terms:
+        """Return what the rows of a pass contribute to a step, with a graph."""
+        accelerator: Any = self.processes.accelerator
+        batch = self.rows.take(places).to(accelerator.device)
+        with accelerator.autocast():
+            outputs = self.view.only({"log_prob", "value"}, self.view.parameters(), self.view.prepare(batch))
+        assert outputs.value is not None
+        columns: Any = batch.observations
+        clip_range, old_log_probs = self.config.cliprange, columns["log_probs"]
+        objective = surrogate(outputs.log_prob, old_log_probs, columns["advantages"], clip_range)
+        value = value_loss(outputs.value, columns["values"], columns["returns"], self.config.cliprange_value)
+        with torch.no_grad():
+            ratio = (outputs.log_prob - old_log_probs).exp()
+            approx_kl = ratio - 1 - (outputs.log_prob - old_log_probs)
+            clipped = ((ratio - 1).abs() > clip_range).to(ratio)
+        means = (masked_mean(each, columns["response_mask"]) for each in (objective, value, approx_kl, clipped))
+        return _Terms(*means)
+
+    def accumulate(self, places: Int[Tensor, " b"], weights: Float[Tensor, " n"]) -> Float[Tensor, "4"]:
+        """Add the gradient of this process's part of a step's rows; return these rows' part of MEANS."""
+        total, means = float(weights[places].sum()) or 1.0, torch.zeros(4)
+        part, accelerator = places[self.processes.part(len(places))], self.processes.accelerator
+        assert accelerator is not None
+        for chunk in part.split(self.config.mini_batch_size) if len(part) else ():
+            terms = self.evaluate(chunk)
+            accelerator.backward(terms.add_up(weights[chunk], total, self.config.vf_coef))
+            means += terms.measure(weights[chunk], total, len(places))
+        return means
+
+    def choose(self, places: Int[Tensor, " b"], chooser: RoundChooser) -> Float[Tensor, "4"] | None:
+        """Set the gradient of the rows of a step that the chooser keeps; return their MEANS, None: none train.
+
+        All rows of a pass have the denominator that they have if all rows of the step train.
+        """
+        parts, scaler = [], getattr(self.processes.accelerator, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        for pass_rows in places.split(self.config.mini_batch_size * self.processes.number):
+            chunk, step, loss = pass_rows[self.processes.part(len(pass_rows))], None, None
+            if len(chunk):
+                with chooser.record_pass(len(chunk)) as step:
+                    terms = self.evaluate(chunk)
+                    loss = terms.add_up(torch.ones(len(chunk)), len(places), self.config.vf_coef)
+                    loss = loss if scaler is None else scaler.scale(loss)
+            weights = chooser.run_backward(step, loss, pass_rows, scale / len(places))
+            if len(chunk):
+                parts.append((terms, weights))
+        chooser.end_step(1 / scale)
+        selection = chooser.selection
+        weight, count = float(selection.weights[places].sum()), int(selection.keep[places].sum())
+        if not weight:
+            return None
+        chooser.sum_gradients(len(places) / weight)
+        return torch.stack([torch.zeros(4), *(terms.measure(part, weight, count) for terms, part in parts)]).sum(dim=0)
+
+
 def optimise(
     model: Any,
     optimizer: Any,
@@ -71,8 +133,8 @@ def optimise(
     Raises:
         NonFinite: a gradient is not finite; the step on it is not taken.
     """
-    step_means, view, accelerator = [], language_view(model, temperature=config.temperature), processes.accelerator
-    assert accelerator is not None
+    steps, step_means = _Steps(language_view(model, temperature=config.temperature), rows, config, processes), []
+    accelerator: Any = processes.accelerator
     model.train()
     size = config.mini_batch_size * config.gradient_accumulation_steps * processes.number
     # One flag for all accelerators of the process; a trainer that was stopped between two steps leaves it False, and
@@ -84,12 +146,12 @@ def optimise(
         selected = order[selection.keep[order]]
         for step_rows in selected.split(size) if len(selected) else ():
             if chooser is not None and epoch == 0:
-                means = _choose_in_step(view, rows, step_rows, chooser, config, processes)
+                means = steps.choose(step_rows, chooser)
                 if means is None:
                     continue
                 step_rows = step_rows[chooser.selection.keep[step_rows]]
             else:
-                means = _accumulate_gradient(view, rows, step_rows, selection.weights, config, processes)
+                means = steps.accumulate(step_rows, selection.weights)
                 processes.sum_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
             if accelerator.scaler is None:  # scaled gradients overflow as a rule, and the scaler leaves out the step
                 ids = rows.ids[step_rows].tolist()
@@ -109,87 +171,14 @@ def optimise(
     return dict(zip(MEANS, processes.sum_tensors({"": mean})[""].tolist(), strict=True))
 
 
-def _accumulate_gradient(
-    view: ModuleView,
-    rows: RecordBatch,
-    step_rows: Int[Tensor, " b"],
-    weights: Float[Tensor, " n"],
-    config: PPOConfig,
-    processes: Processes,
-) -> Float[Tensor, "4"]:
-    """Add the gradient of this process's part of a step's rows; return these rows' part of MEANS."""
-    assert processes.accelerator is not None
-    total, means = float(weights[step_rows].sum()) or 1.0, torch.zeros(4)
-    part = step_rows[processes.part(len(step_rows))]
-    for chunk in part.split(config.mini_batch_size) if len(part) else ():
-        terms = evaluate_terms(view, rows.take(chunk), config, processes.accelerator)
-        processes.accelerator.backward(terms.add_up(weights[chunk], total, config.vf_coef))
-        means += terms.measure(weights[chunk], total, len(step_rows))
-    return means
-
-
-def _choose_in_step(
-    view: ModuleView,
-    rows: RecordBatch,
-    step_rows: Int[Tensor, " b"],
-    chooser: RoundChooser,
-    config: PPOConfig,
-    processes: Processes,
-) -> Float[Tensor, "4"] | None:
-    """Set the gradient of the rows of a step that the chooser keeps; return MEANS of this process's, None: none train.
-
-    All rows of a pass have the denominator that they have if all rows of the step train.
-    """
-    accelerator, parts = processes.accelerator, []
-    assert accelerator is not None
-    scaler = accelerator.scaler
-    scale = 1.0 if scaler is None else scaler.get_scale()
-    for pass_rows in step_rows.split(config.mini_batch_size * processes.number):
-        chunk, step, loss = pass_rows[processes.part(len(pass_rows))], None, None
-        if len(chunk):
-            with record_training_pass(chooser.layers, chooser.parameters, len(chunk)) as step:
-                terms = evaluate_terms(view, rows.take(chunk), config, accelerator)
-                loss = terms.add_up(torch.ones(len(chunk)), len(step_rows), config.vf_coef)
-                loss = loss if scaler is None else scaler.scale(loss)
-        weights = chooser.run_backward(step, loss, pass_rows, scale / len(step_rows))
-        if len(chunk):
-            parts.append((terms, weights))
-    chooser.end_step(1 / scale)
-    selection = chooser.selection
-    weight, count = float(selection.weights[step_rows].sum()), int(selection.keep[step_rows].sum())
-    if not weight:
-        return None
-    processes.sum_gradients(chooser.parameters.values())
-    scale_gradients(chooser.parameters, len(step_rows) / weight)
-    return torch.stack([torch.zeros(4), *(terms.measure(part, weight, count) for terms, part in parts)]).sum(dim=0)
-
-
 def compute_pair_loss(
-    model: Any, rows: RecordBatch, config: PPOConfig, accelerator: Accelerator, alone: bool
+    model: Any, rows: RecordBatch, config: PPOConfig, processes: Processes, alone: bool
 ) -> Float[Tensor, ""]:
     """Return the loss of the two rows with the largest advantages; `alone`: the first one's part of it."""
-    pair = rows.take(rows.advantages.abs().topk(2).indices)
     with train_mode(model):
-        terms = evaluate_terms(language_view(model, temperature=config.temperature), pair, config, accelerator)
+        steps = _Steps(language_view(model, temperature=config.temperature), rows, config, processes)
+        terms = steps.evaluate(rows.advantages.abs().topk(2).indices)
     return terms.add_up(torch.tensor([1.0, float(not alone)]), 2.0, config.vf_coef)
-
-
-def evaluate_terms(view: ModuleView, rows: RecordBatch, config: PPOConfig, accelerator: Accelerator) -> _Terms:
-    """Return what the rows of a pass contribute to a step, with a graph."""
-    batch = rows.to(accelerator.device)
-    with accelerator.autocast():
-        outputs = view.only({"log_prob", "value"}, view.parameters(), view.prepare(batch))
-    assert outputs.value is not None
-    assert isinstance(batch.observations, dict)
-    columns = batch.observations
-    mask, old_log_probs = columns["response_mask"], columns["log_probs"]
-    objective = losses.surrogate(outputs.log_prob, old_log_probs, columns["advantages"], config.cliprange)
-    value = losses.value_loss(outputs.value, columns["values"], columns["returns"], config.cliprange_value)
-    with torch.no_grad():
-        ratio = (outputs.log_prob - old_log_probs).exp()
-        approx_kl = ratio - 1 - (outputs.log_prob - old_log_probs)
-        clipped = ((ratio - 1).abs() > config.cliprange).to(ratio)
-    return _Terms(*(losses.masked_mean(column, mask) for column in (objective, value, approx_kl, clipped)))
 
 
 def steer_kl_coef(coefficient: float, divergence: float, config: PPOConfig) -> float:

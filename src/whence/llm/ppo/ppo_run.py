@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from whence.core import RunDirectoryError, WhenceError, library_versions
-from whence.llm.base.run_description import describe_run
+from whence.llm.base import describe_run
 from whence.llm.text import list_vocabulary
 from whence.runs import Checkpoint, RunRecorder, load_tree
 

@@ -1,6 +1,6 @@
 """A language model trained again on the stored responses of some rounds, by any trainer's clipped objective."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ from transformers import get_scheduler
 
 from whence.core import NonFinite, RecordBatch, WhenceError, eval_mode, preserve_rng_state
 from whence.llm.base import language_view
-from whence.llm.base.token_losses import surrogate
-from whence.llm.scores import evaluate_rows
+from whence.llm.scores import evaluate_rows, surrogate
 
 _SUMMED = ("dapo", "cispo", "vespo", "bnpo", "dr_grpo", "luspo")
 """TRL's losses that are means over all tokens of a step; the others are means over rows."""
@@ -157,31 +156,30 @@ def train_again(
     with preserve_rng_state(), eval_mode(model.modules()):
         references = {n: evaluate_log_probs(model, rows, recipe) if recipe.beta else None for n, rows in rounds.items()}
         for number, rows in rounds.items():
-            old = evaluate_log_probs(model, rows, recipe)
-            generator = np.random.default_rng([seed, number])
-            orders = (torch.from_numpy(generator.permutation(len(rows))) for _ in range(recipe.epochs))
-            for order in orders:
+            old, generator = evaluate_log_probs(model, rows, recipe), np.random.default_rng([seed, number])
+            for _ in range(recipe.epochs):
+                order = torch.from_numpy(generator.permutation(len(rows)))
                 for places in order.split(recipe.step_rows or len(rows)):
-                    trained = places[weights[number][places] > 0]
-                    _step(model, params, optimizer, rows, trained, (old, references[number]), weights[number], recipe)
+                    if len(trained := places[weights[number][places] > 0]):
+                        _accumulate(model, rows, trained, (old, references[number]), weights[number], recipe)
+                        if recipe.max_grad_norm is not None:
+                            torch.nn.utils.clip_grad_norm_(params, recipe.max_grad_norm)
+                        optimizer.step()
+                        optimizer.zero_grad()
                     scheduler.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in params):
         raise NonFinite("Training diverged: a parameter is not finite. Lower the learning rate: --learning-rate.")
 
 
-def _step(
+def _accumulate(
     model: Any,
-    params: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
     rows: RecordBatch,
     places: Tensor,
     log_probs: tuple[Float[Tensor, "n R"], Float[Tensor, "n R"] | None],
     weights: Float[Tensor, " n"],
     recipe: Recipe,
 ) -> None:
-    """Step on some rows; `log_probs` are those at the round's beginning, and the reference's."""
-    if not len(places):
-        return
+    """Add the gradient of a step on some rows; `log_probs` are those at the round's beginning, and the reference's."""
     view, mask = language_view(model, temperature=recipe.temperature), rows.observations["response_mask"]
     lengths = mask.sum(dim=1).clamp(min=1)
     # A row's weight in the step, and a token's: a mean over rows of the means over tokens, or one over all tokens.
@@ -190,14 +188,9 @@ def _step(
     for part in places.split(recipe.pass_rows):
         chunk: Any = rows.take(part)
         present = view.only({"log_prob"}, view.parameters(), view.prepare(chunk)).log_prob
-        low, high = recipe.clip_range
-        objective = surrogate(present, log_probs[0][part], chunk.observations["advantages"], low, high)
+        objective = surrogate(present, log_probs[0][part], chunk.observations["advantages"], *recipe.clip_range)
         if log_probs[1] is not None:
             difference = log_probs[1][part] - present
             ratios = (present - log_probs[0][part]).exp() if recipe.corrected else 1.0
             objective = objective - recipe.beta * ratios * (difference.exp() - difference - 1)
         (-(torch.where(mask[part], objective, 0.0) * shares[part][:, None]).sum() / total).backward()
-    if recipe.max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(params, recipe.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()

@@ -36,7 +36,6 @@ from whence.llm.scores import (
     Way,
     check_held_out,
     choose_way,
-    log_way,
     score,
 )
 from whence.llm.text import (
@@ -174,7 +173,7 @@ class PPOTrainer:
         if not hasattr(self.model.language_model, "hf_device_map"):
             self.model = self.model.to(self.accelerator.device)
         self.processes.broadcast_model(self.model)
-        self.reference = Reference(self.model)
+        self.reference = Reference(self.model.language_model)
         self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, config))
         self.kl_coef = config.init_kl_coef
         self.metrics: list[dict[str, Any]] = []
@@ -291,9 +290,8 @@ class PPOTrainer:
         """Begin a round whose rows are chosen in the steps; None: they are chosen before, also if two rows differ."""
         if self._chooser is None:
             return None
-        compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.accelerator)
-        if not self._chooser.is_confirmed and (reason := self._chooser.confirm(compute_loss)) is not None:
-            log_way(reason)
+        compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.processes)
+        if not self._chooser.confirm(compute_loss):
             self._chooser = None
             return None
         draw_rows = None if self.held_out is None else partial(self._draw_held_out, self.held_out, number, seconds)
@@ -381,8 +379,8 @@ class PPOTrainer:
         self.kl_coef, self._prompt_queue = content["kl_coef"], list(content["queue"])
         self._generator.set_state(content["generator"])
         self._kinds_of_advice = set(content["advice"])
-        if self._chooser is not None and content.get("target") is not None:
-            self._chooser.gradient = {name: t.to(self.accelerator.device) for name, t in content["target"].items()}
+        if self._chooser is not None:
+            self._chooser.restore(content.get("target"))
         load_states((self.rule, self.reward), self.processes.load_state(content["processes"])["user"])
 
     def save_model(self, folder: str | Path | None = None) -> None:

@@ -1,8 +1,6 @@
 from .in_step import RoundChooser as RoundChooser
 from .in_step import Way as Way
 from .in_step import choose_way as choose_way
-from .in_step import log_way as log_way
-from .in_step import scale_gradients as scale_gradients
 from .language_targets import RESPONSE_TARGETS as RESPONSE_TARGETS
 from .language_targets import SequenceReturn as SequenceReturn
 from .language_targets import SequenceReward as SequenceReward
@@ -15,7 +13,10 @@ from .row_scores import Scoring as Scoring
 from .row_scores import add_reference as add_reference
 from .row_scores import evaluate_rows as evaluate_rows
 from .row_scores import score as score
+from .row_scores import score_target_rows as score_target_rows
+from .row_scores import score_tokens as score_tokens
 from .token_objectives import GroupObjective as GroupObjective
 from .token_objectives import TokenPPO as TokenPPO
-from .token_scores import score_target_rows as score_target_rows
-from .token_scores import score_tokens as score_tokens
+from .token_objectives import masked_mean as masked_mean
+from .token_objectives import surrogate as surrogate
+from .token_objectives import value_loss as value_loss

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -67,12 +68,11 @@ def choose_way(
     if select == "in_step":
         raise WhenceError(f"Rows cannot be chosen in the step: {obstacle}. Leave out select='in_step'.")
     if rule.needs_influence:
-        log_way(obstacle)
+        _log_way(obstacle)
     return "before"
 
 
-def log_way(obstacle: str) -> None:
-    """Say that rows are chosen before the steps, and why."""
+def _log_way(obstacle: str) -> None:
     log.warning("Rows are scored in passes of their own, before the steps: %s.", obstacle)
 
 
@@ -82,16 +82,15 @@ def _find_obstacle(
     """Return why rows cannot be chosen in the step; None: they can."""
     name, unit = type(rule).__name__, getattr(rule, "unit", "record")
     unit = "group" if getattr(rule, "needs_groups", False) else unit
-    if not rule.needs_influence:
-        return f"{name} reads no scores"
-    if find_scorer(rule) is not None:
-        return f"{name} brings its own scores, which are of the whole round"
-    if unit not in ("record", "row"):
-        return f"{name} drops by the {unit}, of which a step may have a part only"
-    if objective is not None:
-        return "scores in the step are of the loss that trains, and another objective was given"
-    if not processes.hold_copies:
-        return "each process holds a part of the model only"
+    obstacles = {
+        f"{name} reads no scores": not rule.needs_influence,
+        f"{name} brings its own scores, which are of the whole round": find_scorer(rule) is not None,
+        f"{name} drops by the {unit}, of which a step may have a part only": unit not in ("record", "row"),
+        "scores in the step are of the loss that trains, and another objective was given": objective is not None,
+        "each process holds a part of the model only": not processes.hold_copies,
+    }
+    if obstacle := next((text for text, is_there in obstacles.items() if is_there), None):
+        return obstacle
     parameters = language_view(model).parameters()  # which also registers the rules of the model's layers
     if len({parameter.device for parameter in parameters.values()}) > 1:
         return "the model is spread over several devices"
@@ -119,7 +118,6 @@ class RoundChooser:
         parameters: the parameters that train, by name.
         layers: the layers that hold them.
         gradient: the target's gradient by the parameters' names, to be raised; None: there is none yet.
-        is_confirmed: whether `confirm` was called.
     """
 
     def __init__(self, model: nn.Module, rule: SelectionRule, scoring: Scoring, refresh_every: int) -> None:
@@ -135,18 +133,26 @@ class RoundChooser:
         self._has_refused = False
         self._rows: RecordBatch | None = None
         self._progress = Progress()
-        self.is_confirmed = False
+        self._is_confirmed = False
 
-    def confirm(self, compute_loss: Callable[[bool], Tensor]) -> str | None:
-        """Compare a recorded pass on two rows with a plain backward pass; return how they differ, None: they do not.
+    def restore(self, gradient: Gradient | None) -> None:
+        """Put back the gradient that the target had when a checkpoint was written; None: it had none."""
+        if gradient is not None:
+            device = self._scoring.processes.device
+            self.gradient = {name: tensor.to(device) for name, tensor in gradient.items()}
 
-        Nothing of the model changes. Call it in every process.
+    def confirm(self, compute_loss: Callable[[bool], Tensor]) -> bool:
+        """Return whether a recorded pass on two rows is as a plain backward pass; if not, a warning says how.
+
+        It is compared once, and nothing of the model changes. Call it in every process.
 
         Args:
             compute_loss: evaluates the model, and returns the loss of two rows, or if its argument is True the first
                 one's part of it.
         """
-        self.is_confirmed = True
+        if self._is_confirmed:
+            return True
+        self._is_confirmed = True
         # Without dropout, of which a row by itself gets other numbers; checkpointing is as in training.
         modules = [each for each in self._model.modules() if each is not self._model]
         with eval_mode(each for each in modules if not getattr(each, "gradient_checkpointing", False)):
@@ -154,8 +160,14 @@ class RoundChooser:
                 reason = _compare_with_plain(self.layers, self.parameters, compute_loss)
             except Exception as failure:  # a trainer's own pass may have changed with its release
                 reason = first_line(failure).rstrip(".")
-        differs_elsewhere = self._scoring.processes.agree_on_most(int(reason is not None))
-        return reason or ("another process's pass differs from a plain one" if differs_elsewhere else None)
+        if not self._scoring.processes.agree_on_most(int(reason is not None)):
+            return True
+        _log_way(reason or "another process's pass differs from a plain one")
+        return False
+
+    def record_pass(self, rows: int) -> AbstractContextManager[TrainingPass]:
+        """Return a context in which a forward pass on `rows` rows is recorded, for `run_backward`."""
+        return record_training_pass(self.layers, self.parameters, rows)
 
     def begin(self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None = None) -> None:
         """Begin a round with the rows of all processes; call it, and all that follows, in every process.
@@ -269,6 +281,13 @@ class RoundChooser:
         """What the round's passes have chosen so far; rows that had no pass are kept."""
         return Selection(self._keep.clone(), self._weights.clone(), list(self._reasons))
 
+    def sum_gradients(self, factor: float) -> None:
+        """Let a step's gradients be their sum over processes, times a factor: the mean over the rows that were kept."""
+        self._scoring.processes.sum_gradients(self.parameters.values())
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def end_step(self, factor: float = 1.0) -> None:
         """End a step. `factor` times the loss of its passes is the mean over all rows that the target is made of.
 
@@ -349,10 +368,3 @@ def _compare_with_plain(
     if not abs(float(scores[0]) - expected) <= tolerance * abs(expected):
         return f"on two rows a score is {float(scores[0]):.4g}, and {expected:.4g} by a plain backward pass"
     return None
-
-
-def scale_gradients(parameters: dict[str, nn.Parameter], factor: float) -> None:
-    """Multiply the gradients: at the end of a step, so that it is the mean over the rows that were kept."""
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    if factor != 1 and gradients:
-        torch._foreach_mul_(gradients, factor)

@@ -1,6 +1,7 @@
 """Targets for language models: the rows' own return, that of held-out rows, or trusted demonstrations."""
 
 import hashlib
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,8 +27,10 @@ from whence.core import (
     WhenceError,
     target_name,
 )
-from whence.llm.base import Processes, make_rows
-from whence.llm.text import encode_demonstrations
+from whence.llm.base import Processes, make_rows, pad_rows
+from whence.llm.text import check_tokenizer, encode_pair
+
+log = logging.getLogger("whence")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -260,18 +263,28 @@ class ValidationLoss(_MeanOverRows):
         """Return the target for demonstrations in the form of TRL's data sets.
 
         Args:
-            dataset: rows with "prompt" and "completion", texts or messages of a chat.
+            dataset: rows with "prompt" and "completion", texts or messages of a chat; completions that are texts get an
+                end-of-text token, if they do not end in one.
             tokenizer: the model's tokenizer.
             max_length: the most tokens of a demonstration; longer ones are cut at the end. None: no limit.
             batch_size: the most demonstrations in one pass.
             chat_template_kwargs: further arguments of the chat template, as TRL's setting of that name.
 
         Raises:
-            WhenceError: the data set has other columns.
+            WhenceError: there are no rows, or other columns; or the chat template does not put the completion after
+                the prompt.
             InvalidRecords: not a single response token.
         """
-        rows = encode_demonstrations(dataset, tokenizer, max_length, chat_template_kwargs)
-        return cls(*rows, batch_size=batch_size)
+        check_tokenizer(tokenizer)
+        pairs = [encode_pair(number, row, tokenizer, chat_template_kwargs) for number, row in enumerate(dataset)]
+        if not pairs:
+            raise WhenceError("There are no demonstrations; give at least one.")
+        if max_length is not None:
+            pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
+        prompts, responses = zip(*pairs, strict=True)
+        if empty := sum(not response for response in responses):
+            log.warning("%d of %d demonstrations have no response token that counts.", empty, len(pairs))
+        return cls(*pad_rows(prompts, responses, tokenizer.pad_token_id), batch_size=batch_size)
 
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         return _mask_log_probs(outputs, rows).sum(dim=1)

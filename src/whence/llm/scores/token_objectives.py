@@ -1,14 +1,48 @@
-"""Objectives of rows: PPO's, as a mean over response tokens, and those of GRPO and RLOO."""
+"""Objectives of rows: PPO's, as a mean over response tokens, and those of GRPO and RLOO; and their terms.
+
+Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a response, including its end-of-text token.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from whence.core import InvalidRecords, Outputs, RecordBatch, WhenceError
-from whence.llm.base.token_losses import masked_mean, surrogate, value_loss
+
+
+def masked_mean(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, " n"]:
+    """Return each row's mean over its response tokens; 0 for a row without any."""
+    return torch.where(mask, values, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def surrogate(
+    log_probs: Float[Tensor, "n R"],
+    old_log_probs: Float[Tensor, "n R"],
+    advantages: Float[Tensor, "n R"],
+    clip_range: float,
+    highest: float | None = None,
+) -> Float[Tensor, "n R"]:
+    """Return PPO's clipped objective of each token, to be raised; `highest` is the clip range above 1, if another."""
+    ratio = (log_probs - old_log_probs).exp()
+    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range if highest is None else highest))
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def value_loss(
+    values: Float[Tensor, "n R"],
+    old_values: Float[Tensor, "n R"],
+    returns: Float[Tensor, "n R"],
+    clip_range: float | None,
+) -> Float[Tensor, "n R"]:
+    """Return half the squared error of each token's value, or of the clipped value, whichever is more."""
+    error = (values - returns).square()
+    if clip_range is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+        error = torch.maximum(error, (clipped - returns).square())
+    return 0.5 * error
 
 
 def _check_columns(records: RecordBatch, *names: str) -> RecordBatch:

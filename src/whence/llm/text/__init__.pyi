@@ -9,7 +9,6 @@ from .prompts import Prompt as Prompt
 from .prompts import Prompts as Prompts
 from .prompts import check_tokenizer as check_tokenizer
 from .prompts import context_length as context_length
-from .prompts import encode_demonstrations as encode_demonstrations
 from .prompts import encode_pair as encode_pair
 from .prompts import join_messages as join_messages
 from .prompts import list_chats as list_chats

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from whence.core import eval_mode, preserve_rng_state
-from whence.llm.base import ONE, PPOConfig, Processes
+from whence.llm.base import ONE, PPOConfig, Processes, get_base_model
 from whence.llm.text.prompts import Prompts
 from whence.llm.text.rewards import Reward, compute_rewards
 from whence.runs import RunDirectory
@@ -124,7 +124,7 @@ def _generate_chunk(
 @contextmanager
 def _ignore_model_settings(model: Any) -> Iterator[None]:
     """Ignore a model's own generation settings: log-probs would not account for a penalty on repetitions."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = get_base_model(model)
     before = getattr(inner, "generation_config", None)
     inner.generation_config = GenerationConfig()
     try:

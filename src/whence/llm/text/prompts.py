@@ -1,7 +1,6 @@
 """Prompts and demonstrations: texts, chats and data sets, as tokens."""
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,8 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from whence.core import WhenceError
-from whence.llm.base import PPOConfig, TokenRows, pad_rows
+from whence.llm.base import PPOConfig
 from whence.llm.text.rewards import Columns, Reward, find_columns
-
-log = logging.getLogger("whence")
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
 """A text, or the messages of a chat, each with "role" and "content"."""
@@ -140,37 +137,6 @@ def list_columns(dataset: Any) -> list[str]:
     return [name for name in names if name != "prompt"]
 
 
-def encode_demonstrations(
-    dataset: Any,
-    tokenizer: Any,
-    max_length: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> TokenRows:
-    """Return the tokens of demonstrations.
-
-    Args:
-        dataset: rows with "prompt" and "completion", texts or messages of a chat, as in TRL's data sets; completions
-            that are texts get an end-of-text token, if they do not end in one.
-        tokenizer: the model's tokenizer.
-        max_length: the most tokens of a demonstration; longer ones are cut at the end. None: no limit.
-        chat_template_kwargs: further arguments of the chat template.
-
-    Raises:
-        WhenceError: there are no rows, or other columns; or the chat template does not put the completion after the
-            prompt.
-    """
-    check_tokenizer(tokenizer)
-    rows = list(dataset)
-    if not rows:
-        raise WhenceError("There are no demonstrations; give at least one.")
-    pairs = [encode_pair(number, row, tokenizer, chat_template_kwargs) for number, row in enumerate(rows)]
-    if max_length is not None:
-        pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
-    if empty := sum(not response for _, response in pairs):
-        log.warning("%d of %d demonstrations have no response token that counts.", empty, len(pairs))
-    return pad_rows([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokenizer.pad_token_id)
-
-
 def encode_pair(
     number: int, row: Any, tokenizer: Any, settings: Mapping[str, Any] | None
 ) -> tuple[list[int], list[int]]:
@@ -237,10 +203,7 @@ def _write_arguments(arguments: Any) -> str:
 
 def _join_parts(message: Mapping[str, Any]) -> str:
     content = message.get("content") or []
-    texts = list(map(_read_part, [content] if isinstance(content, str) else content))
+    parts = [content] if isinstance(content, str) else content
+    texts = [part if isinstance(part, str) else part.get("text") or f"<{part.get('type', 'part')}>" for part in parts]
     calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
     return "".join(texts + calls)
-
-
-def _read_part(part: str | Mapping[str, Any]) -> str:
-    return part if isinstance(part, str) else part.get("text") or f"<{part.get('type', 'part')}>"

@@ -1,4 +1,4 @@
-"""The completions of a TRL generation batch: as records, and as kept rows of a minibatch."""
+"""The completions of a TRL generation batch: as records, as kept rows of a minibatch, and what passes say of them."""
 
 import math
 from collections import Counter
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import polars as pl
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, pad_across_processes
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whence.core import NonFinite, RecordBatch, Unsupported
-from whence.llm.base import EXTRA_PADDING, Processes, make_rows
+from whence.llm.base import EXTRA_PADDING, Processes, list_signals, make_rows
 
 
 def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
@@ -24,7 +24,6 @@ def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
 
 def make_completion_rows(
     output: Mapping[str, Any],
-    accelerator: Accelerator,
     processes: Processes,
     batches_done: int,
     rewards: Float[Tensor, " n"],
@@ -40,7 +39,7 @@ def make_completion_rows(
         raise Unsupported(f"TRL's batch holds {others[0]}: completions are scored by their tokens alone.")
 
     def gather_tokens(tokens: Tensor, *, pad_first: bool = False) -> Tensor:
-        padded = accelerator.pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
+        padded = pad_across_processes(tokens.contiguous(), dim=1, pad_index=0, pad_first=pad_first)
         return processes.gather(padded, len(tokens) * processes.number)
 
     mask = output["completion_mask"]
@@ -195,3 +194,61 @@ def discard_gradients(params: Iterable[nn.Parameter], optimizer: torch.optim.Opt
     for param in params:
         param.grad.zero_()  # type: ignore[union-attr]
     return optimizer.register_step_pre_hook(remove)
+
+
+_SAME_RATIO = 1e-5
+"""Ratios of probabilities that differ from 1 by no more are of one policy."""
+
+_COLUMNS = ("log_probs", "entropies", "last")
+
+
+class PassSignals:
+    """Log-probs and entropies of the tokens of this process's completions, of a generation batch."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[str, Tensor]] = {}
+
+    def note(self, minibatch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor | None) -> None:
+        """Take a pass: the first one's log-probs are those of the policy that drew the tokens, unless TRL has them."""
+        columns = {"last": log_probs, "entropies": entropies, "log_probs": minibatch.get("old_per_token_logps")}
+        present = {name: column.detach().float().cpu() for name, column in columns.items() if column is not None}
+        for place, row in enumerate(minibatch[ROW].tolist()):
+            numbers = {name: column[place] for name, column in present.items()}
+            first = self._rows.get(row) or {"log_probs": numbers["last"], **numbers}
+            self._rows[row] = {**first, "last": numbers["last"]}
+
+    def take(self, processes: int) -> dict[int, dict[str, Tensor]]:
+        """Return the passes of all processes by the number of the row, and begin anew; call it in every process."""
+        parts = gather_object([self._rows]) if processes > 1 else [self._rows]
+        self._rows = {}
+        return {row: numbers for part in parts for row, numbers in part.items()}
+
+
+def list_pass_signals(
+    passes: Mapping[int, Mapping[str, Tensor]], rows: RecordBatch, lengths: list[int], args: Any
+) -> list[pl.Series]:
+    """Return the passes as columns of a round's records; see `list_signals`.
+
+    Args:
+        passes: by the place of a row; rows that were dropped have none.
+        rows: the rows of the generation batch.
+        lengths: the tokens of each response.
+        args: TRL's settings, for the bounds of ratios.
+    """
+    observations: Any = rows.observations
+    mask = observations["response_mask"].cpu()
+    columns = {name: torch.full(mask.shape, torch.nan) for name in _COLUMNS}
+    for row, numbers in passes.items():
+        for name, column in numbers.items():
+            columns[name][row, : len(column)] = column[: mask.shape[1]]
+    ratios = (columns["last"] - columns["log_probs"]).exp()
+    known = ratios[mask & ratios.isfinite()]
+    return list_signals(
+        mask,
+        lengths,
+        log_probs=columns["log_probs"],
+        entropies=None if columns["entropies"].isnan().all() else columns["entropies"],
+        ref_log_probs=observations.get("ref_log_probs"),
+        ratios=ratios if ((known - 1).abs() > _SAME_RATIO).any() else None,
+        clip=(1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon)),
+    )

@@ -1,7 +1,7 @@
 """GRPO and RLOO by TRL's trainers, on the completions that a rule keeps.
 
 TRL's own methods run unchanged. Where completions are chosen in the first step on a generation batch, Accelerate's
-backward pass is replaced in it (`choosing.py`). For later steps, and for all if they are chosen before, the batch is
+backward pass is replaced in it (`in_step.py`). For later steps, and for all if they are chosen before, the batch is
 edited: the tokens of a dropped completion leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is
 rescaled to the kept ones. TRL's loss of a minibatch then gets the kept rows alone, so that dropped ones cost no pass. A
 step is on the kept completions, while the groups' statistics are over all of them.
@@ -32,8 +32,7 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.llm.base import ONE, Processes
-from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, log_way, score
-from whence.llm.trl.choosing import PassChooser
+from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, score
 from whence.llm.trl.completions import (
     KEPT,
     ROW,
@@ -49,6 +48,7 @@ from whence.llm.trl.completions import (
     sum_rewards,
     take_kept,
 )
+from whence.llm.trl.in_step import PassChooser
 from whence.llm.trl.supported_settings import averages_rows, check_release, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.runs import time_stage
@@ -133,8 +133,8 @@ class _SelectingTrainer:
         checkpoint = self._run.choose_checkpoint(resume_from_checkpoint)
         if checkpoint is not None and self._run.is_finished(checkpoint):
             self._load_from_checkpoint(str(checkpoint))  # type: ignore[attr-defined]
-            return TrainOutput(int(read_progress(checkpoint)["global_step"]), 0.0, {})
-        self._epochs_before = 0 if checkpoint is None else int(read_progress(checkpoint)["epoch"])
+            return TrainOutput(read_progress(checkpoint).global_step, 0.0, {})
+        self._epochs_before = 0 if checkpoint is None else int(read_progress(checkpoint).epoch)
         try:
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -142,7 +142,8 @@ class _SelectingTrainer:
 
     def find_checkpoint(self) -> Path | None:
         """Return the run's last whole checkpoint, which `train(resume_from_checkpoint=True)` goes on from."""
-        return None if self._run is None else self._run.find_checkpoint()
+        latest = None if self._run is None else self._run.find_checkpoint()
+        return None if latest is None else latest.path
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's sampler, whose next order of the prompts is that of the epoch that training goes on in."""
@@ -164,8 +165,8 @@ class _SelectingTrainer:
         if type(self.rule) is not KeepAll:
             with time_stage(self.seconds, "scoring"), preserve_rng_state():
                 self.rows = self._make_rows(output)
-                self._number_rows(output)
-                self._confirm_steps(output)
+                if self.chooser is not None and not self.chooser.confirm_batch(output):
+                    self.chooser = None
                 if self.chooser is not None:
                     self.chooser.begin(self.rows, self._progress)
                     return output
@@ -173,24 +174,8 @@ class _SelectingTrainer:
             self._note_selection(self.rule.select(self.rows, self.influence, self._progress), [output])
         elif self._run is not None:
             self.rows = None if find_other_inputs(output) else self._make_rows(output)
-            self._number_rows(output)
             self._run.note_batch()
         return output
-
-    def _number_rows(self, output: dict[str, Any]) -> None:
-        """Let each row know its place in the generation batch of all processes."""
-        if self.rows is not None:
-            part = self._processes.part(len(self.rows))
-            output[ROW] = torch.arange(len(self.rows), device=output["advantages"].device)[part]
-
-    def _confirm_steps(self, output: Mapping[str, Any]) -> None:
-        """Before the first step, take back the choice within steps if a recorded pass differs from a plain one."""
-        if self.chooser is None or self.chooser.is_confirmed:
-            return
-        has_gradient = self._processes.agree_on_most(int(output["advantages"].any()))
-        if has_gradient and (difference := self.chooser.find_difference(output)):
-            self.chooser = None
-            log_way(difference)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Return TRL's rewards of each function, (n, functions); an infinite one is refused, but in evaluation."""
@@ -229,10 +214,13 @@ class _SelectingTrainer:
         passes = int(self.state.global_step) * args.gradient_accumulation_steps  # type: ignore[attr-defined]
         return int(passes // (args.steps_per_generation * args.num_iterations))
 
-    def _make_rows(self, output: Mapping[str, Any]) -> RecordBatch:
-        trainer: Any = self
-        groups = self._rewards, trainer.num_generations
-        return make_completion_rows(output, trainer.accelerator, self._processes, self._batches_done, *groups)
+    def _make_rows(self, output: dict[str, Any]) -> RecordBatch:
+        """Return the completions of all processes as rows, and let each in the batch know its place among them."""
+        groups = self._rewards, self.num_generations  # type: ignore[attr-defined]
+        rows = make_completion_rows(output, self._processes, self._batches_done, *groups)
+        part = self._processes.part(len(rows))
+        output[ROW] = torch.arange(len(rows), device=output["advantages"].device)[part]
+        return rows
 
     def _score_rows(self, rows: RecordBatch) -> Influence:
         model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]

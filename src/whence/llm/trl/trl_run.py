@@ -5,7 +5,6 @@ arrays (`weights_only=True`); whence loads none of them. Its own file comes last
 written when the process was killed, and is passed over.
 """
 
-import json
 import logging
 import math
 import shutil
@@ -18,13 +17,12 @@ from typing import Any
 import polars as pl
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from whence.core import RunDirectoryError, WhenceError, library_versions
-from whence.llm.base import average_rows, list_infos, list_tokens
-from whence.llm.base.run_description import describe_run, describe_settings, is_secret
+from whence.llm.base import average_rows, describe_run, describe_settings, is_secret, list_infos, list_tokens
 from whence.llm.text import join_messages, list_chats, list_vocabulary
-from whence.llm.trl.pass_signals import PassSignals, list_pass_signals
+from whence.llm.trl.completions import PassSignals, list_pass_signals
 from whence.runs import (
     Checkpoint,
     RunDirectory,
@@ -86,11 +84,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._start: Checkpoint | None = None
         self._choice: dict[str, Any] = {}
 
-    def find_checkpoint(self) -> Path | None:
+    def find_checkpoint(self) -> Checkpoint | None:
         """Return the last whole checkpoint of this run, not of one that was in the directory before."""
-        return None if (latest := self._find_latest()) is None else latest.path
-
-    def _find_latest(self) -> Checkpoint | None:
         if not (self.recorder.path / "config.json").exists():
             return None
         run_id = RunDirectory.open(self.recorder.path).notes.get(_RUN_ID, "")
@@ -113,7 +108,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             RunDirectoryError: see `RunDirectory.find_start`; or there is no checkpoint, or it lies within a round.
         """
-        latest, folder = self._find_latest(), self.recorder.path
+        latest, folder = self.find_checkpoint(), self.recorder.path
         self.recorder = RunRecorder(folder, writes=self.recorder.writes)  # the one of an earlier training has ended
         if resume is True and latest is None:
             raise RunDirectoryError(
@@ -137,7 +132,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def _read_start(self, folder: Path) -> Checkpoint:
         _check_files(folder)
-        done, rest = divmod(int(read_progress(folder)["global_step"]), self._steps)
+        done, rest = divmod(read_progress(folder).global_step, self._steps)
         if rest:
             raise RunDirectoryError(
                 f"{folder} lies within a round, whose responses would be drawn again. Take another one."
@@ -147,9 +142,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def is_finished(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint is that of a training's last step."""
         progress, args = read_progress(checkpoint), self._trainer.args
-        same_epochs = progress.get("num_train_epochs") == args.num_train_epochs
-        total = args.max_steps if args.max_steps > 0 else progress["max_steps"] if same_epochs else math.inf
-        if finished := progress["global_step"] >= total:
+        same_epochs = progress.num_train_epochs == args.num_train_epochs
+        total = args.max_steps if args.max_steps > 0 else progress.max_steps if same_epochs else math.inf
+        if finished := progress.global_step >= total:
             log.warning("%s holds this run, finished: nothing is trained.", self.recorder.path)
         return bool(finished)
 
@@ -212,8 +207,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if not (checkpoint / _FILE).exists():
             return
         content = load_tree(checkpoint / _FILE)
-        if trainer.chooser is not None and (gradient := content.get("target_gradient")) is not None:
-            trainer.chooser.gradient = {n: each.to(trainer.accelerator.device) for n, each in gradient.items()}
+        if trainer.chooser is not None:
+            trainer.chooser.restore(content.get("target_gradient"))
         state = content["processes"][trainer.args.process_index]
         load_states(self._list_parts(), state["user"])
         if state["reference"] is not None and self._moves_reference():
@@ -298,10 +293,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         }
 
 
-def read_progress(checkpoint: Path) -> Mapping[str, Any]:
+def read_progress(checkpoint: Path) -> Any:
     """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more."""
-    progress: Mapping[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    return progress
+    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
 def _check_files(checkpoint: Path) -> None:

@@ -5,7 +5,6 @@ from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig
 from .language_config import describe as describe
 from .loading import hide_progress_bars as hide_progress_bars
-from .loading import ignore_old_names as ignore_old_names
 from .loading import load_checkpoint as load_checkpoint
 from .loading import load_function as load_function
 from .loading import load_language_model as load_language_model
@@ -16,7 +15,6 @@ from .rounds import make_stored_rows as make_stored_rows
 from .rounds import rebuild_round as rebuild_round
 from .rounds import rebuild_rows as rebuild_rows
 from .tasks import Task as Task
-from .tasks import choose_sample_prompts as choose_sample_prompts
 from .tasks import load_task as load_task
 from .tasks import make_response_target as make_response_target
 from .tasks import make_sampling_config as make_sampling_config
@@ -25,4 +23,3 @@ from .tasks import make_trainer_config as make_trainer_config
 from .tasks import make_validation_target as make_validation_target
 from .tasks import prepare_test as prepare_test
 from .tasks import scoring_memory as scoring_memory
-from .tasks import split_held_out as split_held_out

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from whence.core import WhenceError, first_line, suggest
+from whence.llm.base import choose_loader
 from whence.llm.text import list_columns
 from whence.stored.language.language_config import search_first
 
@@ -34,14 +34,6 @@ def hide_progress_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
         if transformers_shown:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def ignore_old_names() -> Iterator[None]:
-    """Hide Transformers' warning of names that PEFT and TRL still use; whence has no part in it, and no cure."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing.*is deprecated", FutureWarning)
-        yield
 
 
 def load_function(name: str) -> Any:
@@ -128,12 +120,8 @@ def load_language_model(name: str, dtype: str, kind: Any = AutoModelForCausalLM,
 
 def load_checkpoint(name: str, dtype: str) -> tuple[Any, Any]:
     """Return the causal language model of a folder or an id, or a PEFT adapter with its base, and the tokenizer."""
-    if (Path(name) / "adapter_config.json").exists():
-        from peft import AutoPeftModelForCausalLM
-
-        model, tokenizer = load_language_model(name, dtype, AutoPeftModelForCausalLM, is_trainable=True)
-    else:
-        model, tokenizer = load_language_model(name, dtype)
+    kind, options = choose_loader(name)
+    model, tokenizer = load_language_model(name, dtype, kind, **options)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 

@@ -23,9 +23,19 @@ from whence.core import (
     preserve_rng_state,
     rows_of,
 )
-from whence.llm.base import EXTRA_PADDING, PPOConfig, Reference, TokenRows, WithValueHead, make_table_rows, pad_rows
-from whence.llm.files import SCORED
+from whence.llm.base import (
+    EXTRA_PADDING,
+    PPOConfig,
+    Reference,
+    TokenRows,
+    WithValueHead,
+    has_adapter,
+    load_adapter,
+    make_table_rows,
+    pad_rows,
+)
 from whence.llm.ppo import load_parameters, make_rollout
+from whence.llm.rollout_files import SCORED
 from whence.llm.scores import (
     RESPONSE_TARGETS,
     GroupObjective,
@@ -35,7 +45,7 @@ from whence.llm.scores import (
 )
 from whence.llm.text import Responses
 from whence.llm.trl.supported_settings import make_group_objective
-from whence.runs import RunDirectory, checkpoint_path, read_tensor_file
+from whence.runs import RunDirectory, checkpoint_path
 from whence.stored.language.language_config import LanguageConfig
 from whence.stored.language.loading import hide_progress_bars, load_checkpoint, load_pretrained
 from whence.stored.language.tasks import (
@@ -98,15 +108,13 @@ def rebuild_round(
         )
     torch.manual_seed(config.seed)  # for the weights of an adapter, as `language_training.run` does
     task = load_task(config, rewards=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    task.model.to(device)
-    tokens = _read_tokens(table, task.tokenizer, device)
+    task.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if config.algorithm == "ppo":
         size = settings.mini_batch_size
-        model, rows, objective = _rebuild_ppo(run, number, task, settings, tokens, table, policy)
+        model, rows, objective = _rebuild_ppo(run, number, task, settings, table, policy)
     else:
         size = settings.per_device_train_batch_size
-        model, rows, objective = _rebuild_trl(run, task, settings, tokens, table, policy)
+        model, rows, objective = _rebuild_trl(run, task, settings, table, policy)
     make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(_name_target(run))
     if make_target is None and make_mean is not None:
         target = make_mean(rows, batch_size=size)
@@ -118,10 +126,9 @@ def rebuild_round(
 
 def _check_kept_target(run: RunDirectory) -> None:
     """Refuse a run whose scores are of what each round had drawn or done, and of what was not kept."""
-    what = "over responses that were drawn" if run.config.get("held_out") else None
-    if _name_target(run) == MeanObjective.__qualname__:
-        what = "the objective of the steps that were taken"
-    if what is not None:
+    is_of_steps = _name_target(run) == MeanObjective.__qualname__
+    if is_of_steps or run.config.get("held_out"):
+        what = "the objective of the steps that were taken" if is_of_steps else "over responses that were drawn"
         raise Unsupported(
             f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
         )
@@ -165,12 +172,11 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
     Raises:
         RunDirectoryError: the policy was not kept; or the run was made by a script and no checkpoint was given.
     """
-    is_scored = run.config.get("algorithm") == SCORED
+    if model is None and run.config.get("algorithm") == SCORED:
+        run.check_trust()
+        model = run.config["model"]
     if model is not None:
         return load_checkpoint(model, run.config.get("dtype", "float32"))
-    if is_scored:
-        run.check_trust()
-        return load_checkpoint(run.config["model"], run.config["dtype"])
     if not run.experiment:
         raise RunDirectoryError(
             f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
@@ -253,40 +259,31 @@ def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
 
 
 def _read_tokens(table: pl.DataFrame, tokenizer: Any, device: Any) -> TokenRows:
-    rows = pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id)
-    return TokenRows(*(column.to(device) for column in rows))
+    return pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id, device)
 
 
 def _rebuild_ppo(
-    run: RunDirectory,
-    number: int,
-    task: Task,
-    settings: PPOConfig,
-    tokens: TokenRows,
-    table: pl.DataFrame,
-    policy: Path | None,
+    run: RunDirectory, number: int, task: Task, settings: PPOConfig, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy with its value head, the rows with advantages computed again, and the objective."""
-    model = WithValueHead(task.model)
-    reference = Reference(model)
+    model, tokens = WithValueHead(task.model), _read_tokens(table, task.tokenizer, task.model.device)
+    reference = Reference(model.language_model)
     if policy is not None:
         load_parameters(policy, model)
     kl_coef = run.table("metrics").filter(pl.col("round") == number)["kl_coef"][0]
     rewards, first_id = table["reward"].to_list(), table["record_id"][0]
     ended = torch.tensor(table["ended"].to_list(), device=tokens.input_ids.device)
     responses = Responses(*tokens, ended, table["prompt"].to_list(), table["response"].to_list())
-    rollout = make_rollout(
-        model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id=first_id
-    )
+    rollout = make_rollout(model, reference, responses, lambda prompts, texts: rewards, kl_coef, settings, first_id)
     return model, rollout.rows, TokenPPO(clip_range=settings.cliprange)
 
 
 def _rebuild_trl(
-    run: RunDirectory, task: Task, settings: Any, tokens: TokenRows, table: pl.DataFrame, policy: Path | None
+    run: RunDirectory, task: Task, settings: Any, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
     objective, multiple = make_group_objective(settings), getattr(settings, "pad_to_multiple_of", None)
-    ids, attended, mask = tokens
+    ids, attended, mask = _read_tokens(table, task.tokenizer, task.model.device)
     widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
     missing = int(widths.max()) + mask.shape[1] - ids.shape[1]
     rows = make_table_rows(table, TokenRows(pad(ids, (missing, 0)), pad(attended, (missing, 0)), mask))
@@ -309,10 +306,7 @@ def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | Non
 
 def _load_trained_model(model: Any, folder: Path) -> Any:
     """Return the model in a folder in Transformers' format; where it is an adapter, the model with this adapter."""
-    if not hasattr(model, "disable_adapter"):
+    if not has_adapter(model):
         return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
-    from peft import set_peft_model_state_dict
-
-    _, tensors = read_tensor_file(folder / "adapter_model.safetensors", RunDirectoryError)
-    set_peft_model_state_dict(model, tensors)
+    load_adapter(model, folder)
     return model

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whence.core import Target, WhenceError, load_plugin
-from whence.llm.base import PPOConfig, list_tokens
+from whence.llm.base import PPOConfig, add_adapter, list_tokens
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
     Evaluate,
@@ -25,13 +25,7 @@ from whence.llm.text import (
     read_prompts,
 )
 from whence.stored.language.language_config import LanguageConfig
-from whence.stored.language.loading import (
-    ignore_old_names,
-    load_data,
-    load_function,
-    load_language_model,
-    load_pretrained,
-)
+from whence.stored.language.loading import load_data, load_function, load_language_model, load_pretrained
 
 
 def make_trainer_config(config: LanguageConfig, output_dir: str = "runs/checked") -> Any:
@@ -126,7 +120,7 @@ def load_task(config: LanguageConfig, *, rewards: bool = True) -> Task:
         WhenceError: a model, data set or function cannot be loaded.
     """
     task = (_load_laboratory if config.task else _load_user_task)(config, rewards)
-    return replace(task, model=_add_adapter(task.model, config)) if config.lora else task
+    return replace(task, model=add_adapter(task.model, config.lora)) if config.lora else task
 
 
 def _load_laboratory(config: LanguageConfig, rewards: bool) -> Task:
@@ -183,14 +177,6 @@ def _measure_reward(settings: PPOConfig, test: Any, reward: Reward, model: Any, 
     return {"test_return": float(rewards.mean()), "standard_error": error}
 
 
-def _add_adapter(model: Any, config: LanguageConfig) -> Any:
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    settings = {"r": config.lora, "lora_alpha": 2 * config.lora, "lora_dropout": 0.0, "target_modules": "all-linear"}
-    with ignore_old_names():
-        return get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **settings))
-
-
 def make_validation_target(task: Task) -> ValidationLoss:
     """Return the target of a task's demonstrations, cut to the model's context."""
     return ValidationLoss.of(task.demonstrations, task.tokenizer, max_length=context_length(task.model))
@@ -236,36 +222,6 @@ def _make_demonstration(task: Task, prompt: Prompt, response: str) -> dict[str, 
     if not task.tokenizer(prompt)["input_ids"]:
         raise WhenceError(f"The prompt {prompt!r} has no token, and a response follows one at least. Write a prompt.")
     return {"prompt": prompt, "completion": response}
-
-
-def split_held_out(config: LanguageConfig, task: Task) -> tuple[Any, Any | None]:
-    """Return the prompts that train, and those of the target's responses; None: the target needs none.
-
-    Raises:
-        WhenceError: no prompt would be left to train.
-    """
-    if not config.held_out:
-        return task.prompts, None
-    cut = len(task.prompts) - config.held_out
-    if cut < 1:
-        raise WhenceError(
-            f"held_out is {config.held_out}, and there are {len(task.prompts)} prompts; at least one has to train."
-        )
-    return task.prompts.select(range(cut)), task.prompts.select(range(cut, len(task.prompts)))
-
-
-_SAMPLE = 16
-"""Prompts that are answered at each evaluation."""
-
-
-def choose_sample_prompts(task: Task) -> Any:
-    """Return the prompts whose answers are stored: the first of the test, or of the training if there is no test.
-
-    The reward has to find its columns there, too; the test of a user has those that its own reward asks for.
-    """
-    needed = set(find_columns(task.reward, list_columns(task.prompts)))
-    source = task.prompts if task.test is None or not needed <= set(list_columns(task.test)) else task.test
-    return source.select(range(min(_SAMPLE, len(source))))
 
 
 def scoring_memory(config: LanguageConfig) -> int | None:

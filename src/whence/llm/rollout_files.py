@@ -1,21 +1,160 @@
-"""Scores of rollouts in files, at a checkpoint, as a run directory."""
+"""Rollouts in files as trainers write them: read step by step in one form, and scored at a checkpoint.
 
-from collections.abc import Callable, Mapping
+- TRL (`log_completions=True`): `completions_00012.parquet` with step, prompt, completion, a column for each reward
+  function, and advantage.
+- verl (`trainer.rollout_data_dir`): `12.jsonl` with input, output, score, step, and what the reward function returned.
+- Any other: Parquet or JSON lines with a prompt, a response and a reward, and if there are: step, group, advantage.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import polars as pl
+from pyarrow import ArrowException, parquet
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of
-from whence.llm.base import TokenRows, average_rows, list_infos, list_tokens, make_table_rows, pad_rows
-from whence.llm.base.run_description import describe_rows_scored
-from whence.llm.files.rollout_files import read_steps
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, first_line, library_versions, rows_of
+from whence.llm.base import (
+    TokenRows,
+    average_rows,
+    describe_rows_scored,
+    list_infos,
+    list_tokens,
+    make_table_rows,
+    pad_rows,
+)
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
+
+ROUND = 4096
+"""Rows of a round at most: a longer step becomes several."""
+
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "prompt": ("prompt", "input"),
+        "response": ("response", "completion", "output"),
+        "reward": ("reward", "score"),
+        "step": ("step", "global_step"),
+        "group": ("group", "group_id", "uid"),
+        "advantage": ("advantage",),
+        "prompt_ids": ("prompt_ids",),
+        "response_ids": ("response_ids",),
+    }
+)
+"""What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
+
+_NEEDED = "prompt", "response"
+_SUFFIXES = ".parquet", ".jsonl", ".json", ".ndjson"
+
+
+def read_steps(path: Path, columns: Mapping[str, str] = MappingProxyType({})) -> Iterator[pl.DataFrame]:
+    """Yield the rows of each step, in the order of the files' numbers and of their rows; a long step in parts.
+
+    The columns are those of `NAMES`, as far as they are there, with `reward.NAME` for each of several reward functions
+    and `info.NAME` for all others. No part of a step divides consecutive rows of one group, or of one prompt.
+
+    Args:
+        path: a file, or a folder of them.
+        columns: names of columns that hold what `NAMES` lists, where they are others.
+
+    Raises:
+        WhenceError: there are no rollouts; or a file cannot be read, or lacks a column.
+    """
+    rest: pl.DataFrame | None = None
+    for file in list_files(path):
+        for batch in _read_batches(file):
+            table = _rename(batch, columns, file)
+            rest = table if rest is None else pl.concat([rest, table], how="diagonal_relaxed")
+            *steps, rest = _split(rest)
+            yield from steps
+        if rest is not None and "step" not in rest.columns:  # a file is a step
+            yield rest
+            rest = None
+    if rest is not None and not rest.is_empty():
+        yield rest
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return a file, or the files of rollouts in a folder, in the order of the numbers in their names."""
+    if path.is_file() and path.suffix in _SUFFIXES:
+        return [path]
+    files = [file for file in path.glob("*") if file.suffix in _SUFFIXES] if path.is_dir() else []
+    if not files:
+        raise WhenceError(
+            f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
+            f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
+        )
+    return sorted(files, key=lambda file: ([int(number) for number in re.findall(r"\d+", file.stem)], file.name))
+
+
+def _read_batches(file: Path) -> Iterator[pl.DataFrame]:
+    """Yield a file's rows, some thousands at a time, so that a large file is never in memory as a whole."""
+    try:
+        if file.suffix == ".parquet":
+            for batch in parquet.ParquetFile(file).iter_batches(ROUND):  # Polars would read whole groups of rows
+                yield pl.DataFrame(pl.from_arrow(batch))
+            return
+        with file.open("rb") as lines:
+            while chunk := b"".join(islice(lines, ROUND)):
+                yield pl.read_ndjson(io.BytesIO(chunk), infer_schema_length=None)
+    except (OSError, ArrowException, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
+        kind = "Parquet" if file.suffix == ".parquet" else "JSON lines"
+        raise WhenceError(f"{file} cannot be read as {kind}: {first_line(broken)}") from None
+
+
+def _rename(table: pl.DataFrame, columns: Mapping[str, str], file: Path) -> pl.DataFrame:
+    """Return a file's table with the columns of `NAMES`, `reward.NAME` and `info.NAME`."""
+    sources = {}
+    for name, usual in NAMES.items():
+        source = columns.get(name) or next((each for each in usual if each in table.columns), None)
+        if (source is not None and source not in table.columns) or (source is None and name in _NEEDED):
+            raise WhenceError(
+                f"{file} has no column {source or ' or '.join(usual)!r} for the {name}; it has: "
+                f"{', '.join(table.columns)}. Name the right one: --column {name}=NAME."
+            )
+        if source is not None:
+            sources[name] = source
+    others = [name for name in table.columns if name not in sources.values()]
+    parts: list[str] = []
+    if "reward" not in sources:  # TRL's: a column for each function
+        parts = [name for name in others if table.schema[name].is_numeric()]
+        if not parts and "advantage" not in sources:
+            raise WhenceError(f"{file} has no reward among its columns: {', '.join(table.columns)}. See --column.")
+    renamed = [pl.col(source).alias(name) for name, source in sources.items()]
+    if parts:
+        renamed.append(pl.sum_horizontal(pl.col(name).fill_nan(None) for name in parts).alias("reward"))
+    renamed += [pl.col(name).alias(f"reward.{name}") for name in parts if len(parts) > 1]
+    renamed += [pl.col(name).alias(f"info.{name}") for name in others if name not in parts]
+    return table.select(renamed)
+
+
+def _split(table: pl.DataFrame) -> list[pl.DataFrame]:
+    """Return the steps of a table in parts of at most `ROUND` rows, if groups allow; more rows may follow the last."""
+    runs = table.with_columns(_run=pl.col("step").rle_id() if "step" in table.columns else 0)
+    parts: list[pl.DataFrame] = []
+    for step in runs.partition_by("_run", include_key=False, maintain_order=True):
+        while len(step) > ROUND:
+            place = _find_cut(step)
+            parts.append(step.head(place))
+            step = step.slice(place)
+        parts.append(step)
+    return parts
+
+
+def _find_cut(step: pl.DataFrame) -> int:
+    """Return the last place up to `ROUND` at which a group, or a prompt, ends; `ROUND` where there is none."""
+    column = step["group" if "group" in step.columns else "prompt"].head(ROUND + 1)
+    runs: Any = column.rle_id()
+    place = int((runs == runs[-1]).arg_max() or 0)
+    return place or ROUND
+
 
 SCORED = "scored"
 """The `algorithm` of a run whose rollouts come from files."""
@@ -34,10 +173,8 @@ def score_rollouts(
     leave_one_out: Unit | None = "row",
     columns: Mapping[str, str] = MappingProxyType({}),
     max_tokens: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     batch_size: int = 16,
-    memory: int | None = None,
     about: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
     on_round: Callable[[int, int], None] | None = None,
@@ -64,10 +201,8 @@ def score_rollouts(
         columns: see `read_steps`.
         max_tokens: the most tokens of a response in the training: shorter ones ended, and get an end-of-text token.
             None: all ended.
-        chat_template_kwargs: further arguments of the chat template.
         temperature: the sampling temperature of the responses.
         batch_size: rows of a pass.
-        memory: bytes that scoring may hold at a time; None: those of `batch_size` rows.
         about: a further description of the run, in JSON types.
         overwrite: delete the run that the directory holds, and start anew.
         on_round: called with the number of each round and of its rows.
@@ -85,7 +220,7 @@ def score_rollouts(
             "a weight above 0 and a model that it is measured from (--beta and --reference), or neither."
         )
     leave_one_out = None if rows_of(target) is not None else leave_one_out
-    scoring = Scoring(target, objective, temperature, "auto", memory, batch_size, leave_one_out=leave_one_out)
+    scoring = Scoring(target, objective, temperature, "auto", None, batch_size, leave_one_out=leave_one_out)
     description = {
         **describe_rows_scored(model, ScoreAll(), scoring),
         "algorithm": SCORED,
@@ -108,8 +243,7 @@ def score_rollouts(
                 seconds: dict[str, dict[str, float]] = {}
                 with time_stage(seconds, "scoring"):
                     table = add_advantages(step.with_row_index("record_id", first_id).cast({"record_id": pl.Int64}))
-                    tokens = _read_tokens(table, model, tokenizer, max_tokens, chat_template_kwargs)
-                    rows = make_table_rows(table, tokens)
+                    rows = make_table_rows(table, _read_tokens(table, model, tokenizer, max_tokens))
                     if reference is not None:
                         rows = add_reference(rows, reference, temperature, batch_size)
                     influence = score(model, rows, scoring)
@@ -130,22 +264,19 @@ def _find_last_round(run: Path) -> Checkpoint:
     return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
-def _read_tokens(
-    table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None, settings: Mapping[str, Any] | None
-) -> TokenRows:
+def _read_tokens(table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None) -> TokenRows:
     """Return the tokens of a round's prompts and responses, on the model's device; from texts at `most` tokens."""
     if {"prompt_ids", "response_ids"} <= set(table.columns):
         pairs = list(zip(table["prompt_ids"].to_list(), table["response_ids"].to_list(), strict=True))
     else:
         texts = table.select("prompt", completion="response").iter_rows(named=True)
-        encoded = (encode_pair(number, row, tokenizer, settings) for number, row in enumerate(texts))
+        encoded = (encode_pair(number, row, tokenizer, None) for number, row in enumerate(texts))
         pairs = [(prompt, response[:most]) for prompt, response in encoded]
     longest, context = max(len(prompt) + len(response) for prompt, response in pairs), context_length(model)
     if context is not None and longest > context:
         raise WhenceError(f"A rollout has {longest} tokens, and the model reads {context}. Leave such rows out.")
-    device = next(iter(model.parameters())).device
-    tokens = pad_rows([prompt for prompt, _ in pairs], [response for _, response in pairs], tokenizer.pad_token_id)
-    return TokenRows(*(column.to(device) for column in tokens))
+    prompts, responses = zip(*pairs, strict=True)
+    return pad_rows(prompts, responses, tokenizer.pad_token_id, next(iter(model.parameters())).device)
 
 
 def add_advantages(step: pl.DataFrame) -> pl.DataFrame:

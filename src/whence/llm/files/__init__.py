@@ -1,6 +1,0 @@
-"""Rollouts that any trainer wrote to files: read in one form, and scored into a run directory."""
-
-import lazy_loader
-
-# What is imported is in __init__.pyi; it loads at first use.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,9 +16,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from studies.benchmarks.language import PROMPT, RESPONSE, VOCABULARY, make_language_model, write_sums
 from whence import Influence, Progress, RecordBatch, Selection
+from whence.core import argsort_ascending
 from whence.llm import PPOConfig, PPOTrainer
 from whence.llm.trl import InfluenceGRPOTrainer
-from whence.scores.influence import argsort_ascending
 from whence.selection import read_scores
 
 ROWS, GENERATIONS = 64, 8

@@ -70,8 +70,14 @@ from .trees import Tree as Tree
 from .trees import map_tree as map_tree
 from .trees import named_leaves as named_leaves
 from .trees import take as take
+from .units import AGENT_UNITS as AGENT_UNITS
+from .units import LANGUAGE_UNITS as LANGUAGE_UNITS
 from .units import Unit as Unit
+from .units import argsort_ascending as argsort_ascending
+from .units import average_by_unit as average_by_unit
 from .units import check_unit as check_unit
 from .units import label_units as label_units
+from .units import name_owner as name_owner
+from .units import rank_units as rank_units
 from .units import resolve_unit as resolve_unit
 from .versions import library_versions as library_versions

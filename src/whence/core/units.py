@@ -3,7 +3,7 @@
 from typing import Literal, TypeAlias, get_args
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from whence.core.errors import InvalidRecords, WhenceError, suggest
@@ -15,6 +15,11 @@ Unit: TypeAlias = Literal["record", "episode", "row", "group"]
 "record": each record on its own. "row": the same, of a language model, a record of which is a response. "episode": a
 stretch of one environment between ends of episodes, or of the rollout. "group": all responses to one prompt.
 """
+
+
+AGENT_UNITS = ("record", "episode")
+LANGUAGE_UNITS = ("record", "row", "group")
+"""The units of agents and of language models."""
 
 
 def resolve_unit(records: RecordBatch, unit: Unit | None) -> Unit:
@@ -72,3 +77,27 @@ def check_unit(unit: object) -> None:
     """Refuse a name that is no unit's; None is a rule's own choice."""
     if unit is not None and unit not in get_args(Unit):
         raise WhenceError(f"unit is {unit!r}.{suggest(str(unit), get_args(Unit))}")
+
+
+def argsort_ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Return the positions that sort `keys` in ascending order; among equal keys the lower record id comes first."""
+    by_id = record_ids.argsort()
+    return by_id[keys[by_id].argsort(stable=True)]
+
+
+def average_by_unit(values: Float[Tensor, " n"], labels: Int[Tensor, " n"]) -> Float[Tensor, " m"]:
+    """Return the mean over each unit's records, (m,) float64."""
+    sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, values.double().cpu())
+    means: Tensor = sums / labels.bincount()
+    return means
+
+
+def rank_units(scores: Float[Tensor, " m"], records: RecordBatch, labels: Int[Tensor, " n"]) -> Int[Tensor, " m"]:
+    """Return the units in ascending order of their scores; among equal ones the lowest record id comes first."""
+    first_ids = torch.full((len(scores),), torch.iinfo(torch.int64).max)
+    return argsort_ascending(scores, first_ids.scatter_reduce(0, labels, records.ids.cpu(), "amin"))
+
+
+def name_owner(unit: Unit) -> str:
+    """Return " of its episode", or "" where a unit is a record; for the reasons of a selection."""
+    return "" if unit in ("record", "row") else f" of its {unit}"

@@ -1,33 +1,6 @@
 """Run directories: typed, versioned files of one training run, each written atomically, no pickles."""
 
-from whence.runs.checkpoints import Checkpoint as Checkpoint
-from whence.runs.checkpoints import CheckpointClock as CheckpointClock
-from whence.runs.checkpoints import checkpoint_path as checkpoint_path
-from whence.runs.checkpoints import list_checkpoints as list_checkpoints
-from whence.runs.checkpoints import load_states as load_states
-from whence.runs.checkpoints import load_tree as load_tree
-from whence.runs.checkpoints import read_latest as read_latest
-from whence.runs.checkpoints import read_states as read_states
-from whence.runs.checkpoints import save_tree as save_tree
-from whence.runs.config_file import check_content as check_content
-from whence.runs.config_file import find_content as find_content
-from whence.runs.directory import POLICIES_EVERY as POLICIES_EVERY
-from whence.runs.directory import RunDirectory as RunDirectory
-from whence.runs.directory import open_run as open_run
-from whence.runs.files import CHANGED as CHANGED
-from whence.runs.files import Table as Table
-from whence.runs.files import check_links as check_links
-from whence.runs.files import read_digests as read_digests
-from whence.runs.files import read_tensor_file as read_tensor_file
-from whence.runs.files import write_tensor_file as write_tensor_file
-from whence.runs.locks import LOCK as LOCK
-from whence.runs.locks import lock_directory as lock_directory
-from whence.runs.recorder import RunRecorder as RunRecorder
-from whence.runs.recorder import Seconds as Seconds
-from whence.runs.recorder import Stopwatch as Stopwatch
-from whence.runs.recorder import time_stage as time_stage
-from whence.runs.signatures import SIGNATURE as SIGNATURE
-from whence.runs.signatures import explain_distrust as explain_distrust
-from whence.runs.tables import read_vocabulary as read_vocabulary
-from whence.runs.tables import write_flag as write_flag
-from whence.runs.tables import write_vocabulary as write_vocabulary
+import lazy_loader
+
+# What is imported is in __init__.pyi; it loads at first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

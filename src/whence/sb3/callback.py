@@ -9,6 +9,7 @@ from typing import Any, get_args
 from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.core import (
+    AGENT_UNITS,
     Objective,
     RecordBatch,
     Return,
@@ -62,7 +63,6 @@ from whence.sb3.training_state import (
 )
 from whence.scores import FOLDS, Influence, attribute, check_folds, name_round
 from whence.selection import (
-    AGENT_UNITS,
     Progress,
     ScoreAll,
     Selection,

@@ -11,7 +11,6 @@ from .gradient_products import multiply_gradients as multiply_gradients
 from .influence import SIGNIFICANT as SIGNIFICANT
 from .influence import Influence as Influence
 from .influence import Provenance as Provenance
-from .influence import argsort_ascending as argsort_ascending
 from .influence import is_significant as is_significant
 from .moments import Moment as Moment
 from .moments import find_moment as find_moment

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import InvalidInfluence, parse_document, to_numpy
+from whence.core import InvalidInfluence, argsort_ascending, parse_document, to_numpy
 from whence.runs import read_tensor_file, write_tensor_file
 
 SIGNIFICANT = 2.0
@@ -193,9 +193,3 @@ def is_significant(score: float | None, error: float | None) -> bool | None:
     if score is None or error is None or not math.isfinite(score) or not math.isfinite(error):
         return None
     return bool(abs(score) > SIGNIFICANT * error)
-
-
-def argsort_ascending(keys: Float[Tensor, " n"], record_ids: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Return the positions that sort `keys` in ascending order; among equal keys the lower record id comes first."""
-    by_id = record_ids.argsort()
-    return by_id[keys[by_id].argsort(stable=True)]

@@ -10,7 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, label_units
+from whence.core import (
+    InvalidRecords,
+    RecordBatch,
+    Unit,
+    WhenceError,
+    average_by_unit,
+    label_units,
+    name_owner,
+    rank_units,
+)
 from whence.runs import RunDirectory
 from whence.scores import Influence
 from whence.selection.selections import (
@@ -21,7 +30,6 @@ from whence.selection.selections import (
     Share,
     drop_units,
 )
-from whence.selection.units import average_by_unit, name_owner, rank_units
 
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""

@@ -17,14 +17,15 @@ from whence.core import (
     WhenceError,
     as_target,
     label_units,
+    name_owner,
     policy_part,
+    rank_units,
     resolve_unit,
     target_name,
 )
 from whence.scores import Influence
 from whence.selection.score_rules import ScoreRule
 from whence.selection.selections import START, Progress, Selection, SelectionRule, drop_units
-from whence.selection.units import name_owner, rank_units
 
 Attribute: TypeAlias = Callable[..., Influence]
 """`attribute(records, target=..., objective=..., leave_one_out=...)`: the scores of records at the present policy."""

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import InvalidInfluence, RecordBatch, Unit, label_units
+from whence.core import InvalidInfluence, RecordBatch, Unit, average_by_unit, label_units, name_owner, rank_units
 from whence.scores import Influence
 from whence.selection.selections import (
     DEFAULT_SHARE,
@@ -21,7 +21,6 @@ from whence.selection.selections import (
     check_rule,
     drop_units,
 )
-from whence.selection.units import average_by_unit, name_owner, rank_units
 
 
 class ScoreRule(CheckedRule):

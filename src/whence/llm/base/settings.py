@@ -12,7 +12,7 @@ from pydantic import Field
 
 from whence.core import WhenceError, describe, describe_scoring
 from whence.selection import SelectionRule
-from whence.validation import Count, Natural, NotNegative, Positive, Unit, settings
+from whence.validation import Count, Fraction, Natural, NotNegative, Positive, settings
 
 
 @settings("PPO")
@@ -70,8 +70,8 @@ class PPOConfig:
     cliprange: Positive = 0.2
     cliprange_value: Positive | None = 0.2
     vf_coef: NotNegative = 0.1
-    gamma: Unit = 1.0
-    lam: Unit = 0.95
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
     init_kl_coef: NotNegative = 0.04
     adap_kl_ctrl: bool = True
     target: Positive = 6.0

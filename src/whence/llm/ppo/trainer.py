@@ -14,6 +14,7 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import tqdm
 
 from whence.core import (
+    LANGUAGE_UNITS,
     MeanObjective,
     Objective,
     RecordBatch,
@@ -52,7 +53,7 @@ from whence.llm.text import (
 )
 from whence.runs import Checkpoint, load_states, read_states, time_stage
 from whence.scores import Influence, check_parameters, name_round
-from whence.selection import LANGUAGE_UNITS, KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
+from whence.selection import KeepAll, Progress, Selection, SelectionRule, check_rule, choose_target
 
 OnRollout = Callable[[Rollout, Influence | None, Selection, Mapping[str, Any]], None]
 """Called after each round with its rollout, scores, selection and metrics."""

@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer, RLOOTrainer
 
 from whence.core import (
+    LANGUAGE_UNITS,
     MeanObjective,
     Objective,
     RecordBatch,
@@ -53,16 +54,7 @@ from whence.llm.trl.supported_settings import averages_rows, check_release, chec
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.runs import time_stage
 from whence.scores import Influence, check_gradients, measure_gradients, name_round
-from whence.selection import (
-    LANGUAGE_UNITS,
-    KeepAll,
-    Progress,
-    ScoreAll,
-    Selection,
-    SelectionRule,
-    check_rule,
-    choose_target,
-)
+from whence.selection import KeepAll, Progress, ScoreAll, Selection, SelectionRule, check_rule, choose_target
 
 
 class _SelectingTrainer:

@@ -12,9 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from whence.core import WhenceError, suggest
+from whence.core import LANGUAGE_UNITS, WhenceError, suggest
 from whence.engines import ENGINES
-from whence.selection import LANGUAGE_UNITS
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic", "loophole", "smollm2")

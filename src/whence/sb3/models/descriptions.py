@@ -82,15 +82,14 @@ def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def describe_vec_wrappers(env: VecEnv) -> list[dict[str, Any]]:
     """Return the wrappers around vectorised environments as data, the outermost first; some with their argument."""
-    wrappers = list[dict[str, Any]]()
-    for wrapper in iterate_vec_wrappers(env):
-        arguments: dict[str, Any] = {}
-        if isinstance(wrapper, VecFrameStack):
-            arguments = {"n_stack": wrapper.stacked_obs.n_stack}
-        elif isinstance(wrapper, VecExtractDictObs):
-            arguments = {"key": wrapper.key}
-        wrappers.append({"class": type(wrapper).__name__, **arguments})
-    return wrappers
+    return [
+        {
+            "class": type(wrapper).__name__,
+            **({"n_stack": wrapper.stacked_obs.n_stack} if isinstance(wrapper, VecFrameStack) else {}),
+            **({"key": wrapper.key} if isinstance(wrapper, VecExtractDictObs) else {}),
+        }
+        for wrapper in iterate_vec_wrappers(env)
+    ]
 
 
 def is_own_schedule(schedule: Any) -> bool:
@@ -120,14 +119,12 @@ def _describe_setting(value: Any) -> Any:
         start, end = float(value(1.0)), float(value(0.0))
         return describe(start) if start == end else {"schedule": "linear", **describe(vars(inner))}
     call: Any = inner if inspect.isfunction(inner) else type(inner).__call__
-    cells = [cell.cell_contents for cell in call.__closure__ or ()]
-    plain = [value for value in (*cells, *(call.__defaults__ or ()), *call.__code__.co_consts) if _is_plain(value)]
-    code = call.__code__.co_code, call.__code__.co_names, [strip_addresses(repr(value)) for value in plain]
+    code: Any = strip_addresses(repr(inner))  # of a partial, for example
+    if inspect.isfunction(call):
+        values = *(cell.cell_contents for cell in call.__closure__ or ()), *(call.__defaults__ or ())
+        plain = [value for value in (*values, *call.__code__.co_consts) if isinstance(value, int | float | str | tuple)]
+        code = call.__code__.co_code, call.__code__.co_names, [strip_addresses(repr(value)) for value in plain]
     return {"schedule": "function", "code": hashlib.sha256(repr(code).encode()).hexdigest()[:8]}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | str | tuple)
 
 
 LIBRARIES = (
@@ -265,5 +262,6 @@ def _ask(env: VecEnv, kind: str) -> Sequence[str]:
 
 def _are_names(value: object) -> bool:
     """Return whether a value is a list of texts that differ."""
-    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-    return is_list and len({*value}) == len(value)  # type: ignore[misc]
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        return False
+    return len({*value}) == len(value)

@@ -131,7 +131,9 @@ def explain_no_run(path: Path) -> str:
         return f"{path} holds a {content}, and one run is needed. Give one of the runs in it: {runs}."
     if _is_run(path.parent):
         return f"{path} is no run directory, and {path.parent} is one. Give that."
-    reason = "holds no config.json, so it is no run directory" if path.exists() else "is not there"
+    reason = "holds no config.json, so it is no run directory" if path.is_dir() else "is not there"
+    if not path.is_dir() and path.exists():
+        reason = "is a file, and a run is a directory"
     names = [] if path.exists() else _list_runs(path.parent)
     return f"{path} {reason}.{suggest(str(path), names) if names else ' Give the directory that was passed as --run.'}"
 

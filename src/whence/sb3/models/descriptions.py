@@ -5,6 +5,7 @@ With them go the spaces, from which a policy is built again, and the names of ac
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -138,9 +139,10 @@ def read_versions(env: VecEnv) -> dict[str, str]:
     """Return the versions of `LIBRARIES`, and of the user's own environments a digest of the file of their class."""
     versions = library_versions(LIBRARIES)
     for name in sorted({parts[0]["class"] for parts in describe_environments(env) if parts}):
-        with suppress(ImportError, AttributeError, TypeError, OSError):  # this process may not find it, or its file
-            if (digest := _digest_file(find_object(name))) is not None:
-                versions[f"source of {name}"] = digest
+        if name.partition(":")[0] in sys.modules:  # else another process made it, and nothing is imported for this
+            with suppress(AttributeError, TypeError, OSError):  # a local class has no name, a console no file
+                if (digest := _digest_file(find_object(name))) is not None:
+                    versions[f"source of {name}"] = digest
     return versions
 
 

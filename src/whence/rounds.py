@@ -154,22 +154,12 @@ class RoundRecording:
             tree["minibatches"] = tree["minibatches"].split(tree.pop("sizes"))
             tree |= {"records": RecordBatch(**tree["records"]), "update": Update(**tree["update"])}
             tree |= {"optimizer": OptimizerState(**tree["optimizer"]), "versions": dict(tree["versions"])}
-            recording = cls(**tree)
-            recording._check()
+            return cls(**tree)
         except CHANGED as changed:
             raise RunDirectoryError(
                 f"{path} does not hold what RoundRecording.save writes ({type(changed).__name__}: "
                 f"{first_line(changed)}). Restore it, or record the round again."
             ) from None
-        return recording
-
-    def _check(self) -> None:
-        """Raise `RunDirectoryError` if the parts do not fit together."""
-        positions = torch.cat([*self.minibatches, torch.zeros(0, dtype=torch.int64)])
-        if len(self.epochs) != len(self.minibatches) or self.start.keys() != self.end.keys():
-            raise RunDirectoryError("epochs and minibatches, or the policy before and after the round, do not fit")
-        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.records):
-            raise RunDirectoryError("a minibatch names a record that is not there")
 
     def __repr__(self) -> str:
         return (

@@ -115,18 +115,11 @@ def edit(key: str, name: str, value: Any) -> Any:
     return lambda texts, tensors: texts.update({key: json.dumps({**json.loads(texts[key]), name: value})})
 
 
-def read_minibatches(texts: dict[str, str], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor of a recording's minibatches."""
-    return tensors[json.loads(texts["about"])["minibatches"]["tensor"]]
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         (RECORDING, edit("about", "sizes", [1]), r"what RoundRecording\.save writes"),
-        (RECORDING, edit("about", "epochs", []), "epochs and minibatches"),
         (RECORDING, lambda texts, tensors: texts.update(about="["), "header of .* JSON"),
-        (RECORDING, lambda texts, tensors: read_minibatches(texts, tensors).fill_(99), "a record that is not there"),
         (SCORES, edit("provenance", "more", 1), "unexpected keyword argument 'more'"),
         (SCORES, lambda texts, tensors: tensors.pop("scores"), "'scores'"),
         (SCORES, lambda texts, tensors: tensors.update(scores=tensors["scores"][:3]), "have the shapes"),

@@ -63,7 +63,7 @@ class CheckpointClock:
                 "as take 2% of the time."
             )
         self.save_every = 1 if save_every is None else save_every
-        self._share = None if save_every is not None else 0.02
+        self._share = 0.02 if save_every is None else None
         self.last_round, self._last_end, self._last_seconds = 0, -math.inf, 0.0
 
     def is_due(self, number: int) -> bool:

@@ -95,8 +95,7 @@ def build_rule(stored: Any) -> SelectionRule:
         WhenceError: it is no rule of whence's with plain arguments.
     """
     try:
-        rule: SelectionRule = _build(stored)
-        return rule
+        return _build(stored)  # type: ignore[no-any-return]
     except (LookupError, TypeError, ValueError) as failure:
         raise WhenceError(f"The rule {show(stored)!r} cannot be built from the run. Pass it: rule=...") from failure
 

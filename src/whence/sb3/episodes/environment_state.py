@@ -19,10 +19,9 @@ from whence.sb3.episodes.wrappers import iterate_vec_wrappers, iterate_wrappers,
 def explain_inexact(env: VecEnv) -> str | None:
     """Return why environments, inside of `ResetTracker.wrapped`, cannot be brought back to where they were, or None."""
     base = env.unwrapped
-    try:
+    noted = [False]
+    with suppress(Exception):  # an environment vector of another library
         noted = base.env_is_wrapped(RecordResets)
-    except Exception:  # an environment vector of another library
-        noted = [False]
     if not all(noted):
         return (
             f"a {type(base).__name__} does not say how its episodes began. Wrap each environment in "

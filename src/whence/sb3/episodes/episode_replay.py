@@ -155,17 +155,8 @@ def play_again(
             if (terminated or truncated) and step + 1 < len(records):
                 mismatch = mismatch or _explain(step + 1, "the replayed episode has ended, and the stored one goes on")
                 break
-    return EpisodeReplay(
-        stored.episode_id,
-        records["record_id"].to_numpy(),
-        observations,
-        actions,
-        rewards,
-        pictures,
-        mismatch,
-        note,
-        tuple(inspected),
-    )
+    record_ids, parts = records["record_id"].to_numpy(), (observations, actions, rewards, pictures)
+    return EpisodeReplay(stored.episode_id, record_ids, *parts, mismatch, note, tuple(inspected))
 
 
 @contextmanager
@@ -177,22 +168,18 @@ def open_env(make_env: Callable[[], E]) -> Iterator[E]:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames are arrays, and no window is to open
     with preserve_rng_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of environments' own code, and of methods that are called unchecked
+        what, env = "cannot be made", None
         try:
             env = make_env()
-        except WhenceError:
-            raise
-        except Exception as failure:
-            raise ReplayError(f"The environment cannot be made: {type(failure).__name__}: {failure}") from failure
-        try:
+            what = "fails when it is played again"
             yield env
         except WhenceError:  # of what is done with it, which may be ended on purpose
             raise
         except Exception as failure:
-            raise ReplayError(
-                f"The environment fails when it is played again: {type(failure).__name__}: {failure}"
-            ) from failure
+            raise ReplayError(f"The environment {what}: {type(failure).__name__}: {failure}") from failure
         finally:
-            env.close()
+            if env is not None:
+                env.close()
 
 
 def reset_to(env: RecordResets, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -223,15 +210,8 @@ def explain_no_frames(env: gym.Env[Any, Any]) -> str | None:
 
 
 def render(env: gym.Env[Any, Any]) -> NDArray[np.uint8]:
-    """Return a frame, (height, width, 3).
-
-    Raises:
-        ReplayError: the environment cannot draw itself.
-    """
-    try:
-        return np.asarray(env.render())[..., :3].astype(np.uint8)
-    except Exception as failure:
-        raise ReplayError(f"The environment draws no frame: {type(failure).__name__}: {failure}") from failure
+    """Return a frame, (height, width, 3)."""
+    return np.asarray(env.render())[..., :3].astype(np.uint8)
 
 
 def _find_mismatch(step: int, row: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
@@ -242,12 +222,9 @@ def _find_mismatch(step: int, row: Mapping[str, Any], info: Mapping[str, Any]) -
 
 
 def _compare_rewards(step: int, row: Mapping[str, Any], reward: float) -> str | None:
-    """Return what differs between a reward and the stored one; None if they are equal in single precision.
-
-    Runs of older versions hold rewards as SB3 trained on them; they have no column `end`.
-    """
+    """Return what differs between a reward and the stored one; None if they are equal in single precision."""
     stored = row.get("reward")
-    if "end" not in row or stored is None or np.float32(reward) == np.float32(stored):
+    if stored is None or np.float32(reward) == np.float32(stored):
         return None
     return (
         f"At step {step} the reward is {reward:.6g}, and {stored:.6g} was stored, though the episode went the same way "

@@ -19,7 +19,7 @@ from whence.runs import RunDirectory
 from whence.sb3.models.descriptions import HYPERPARAMETERS, is_schedule, make_space
 
 SPACES = ("observation_space", "action_space")
-"""The spaces in a run's configuration; None or missing if they are none of SB3's, or the run is an older one."""
+"""The spaces in a run's configuration; None if they are none of SB3's."""
 
 REMEDY = "Build the model and the callback as the script did; learn() goes on by itself."
 
@@ -51,8 +51,13 @@ def build_model(
             schedule that `changes` does not.
     """
     config = run.config
-    algorithm = _look_up(run, "algorithm", config.get("algorithm"), _ALGORITHMS)
-    policy = _look_up(run, "policy", config.get("policy"), _POLICIES)
+    for what, classes in (("algorithm", _ALGORITHMS), ("policy", _POLICIES)):
+        if (name := config.get(what)) not in classes:
+            raise RunDirectoryError(
+                f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; "
+                f"{', '.join(classes)} can. {REMEDY}"
+            )
+    algorithm, policy = _ALGORITHMS[config["algorithm"]], _POLICIES[config["policy"]]
     parameters = inspect.signature(algorithm).parameters
     stored = read_numbers(config.get("hyperparameters", {}))
     functions = [name for name, value in stored.items() if is_schedule(value) and value["schedule"] != "linear"]
@@ -94,15 +99,6 @@ def build_model(
         raise RunDirectoryError(
             f"The policy of {run.path} cannot be built from its configuration: {kind}{refusal} {REMEDY}"
         ) from refusal
-
-
-def _look_up(run: RunDirectory, what: str, name: object, classes: Mapping[str, Any]) -> Any:
-    if not isinstance(name, str) or name not in classes:
-        raise RunDirectoryError(
-            f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(classes)} "
-            f"can. {REMEDY}"
-        )
-    return classes[name]
 
 
 def _make_schedule(stored: Mapping[str, Any]) -> LinearSchedule:

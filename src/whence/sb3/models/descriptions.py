@@ -5,6 +5,7 @@ With them go the spaces, from which a policy is built again, and the names of ac
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -82,15 +83,14 @@ def _select(thing: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def describe_vec_wrappers(env: VecEnv) -> list[dict[str, Any]]:
     """Return the wrappers around vectorised environments as data, the outermost first; some with their argument."""
-    wrappers = list[dict[str, Any]]()
-    for wrapper in iterate_vec_wrappers(env):
-        arguments: dict[str, Any] = {}
-        if isinstance(wrapper, VecFrameStack):
-            arguments = {"n_stack": wrapper.stacked_obs.n_stack}
-        elif isinstance(wrapper, VecExtractDictObs):
-            arguments = {"key": wrapper.key}
-        wrappers.append({"class": type(wrapper).__name__, **arguments})
-    return wrappers
+    return [
+        {
+            "class": type(wrapper).__name__,
+            **({"n_stack": wrapper.stacked_obs.n_stack} if isinstance(wrapper, VecFrameStack) else {}),
+            **({"key": wrapper.key} if isinstance(wrapper, VecExtractDictObs) else {}),
+        }
+        for wrapper in iterate_vec_wrappers(env)
+    ]
 
 
 def is_own_schedule(schedule: Any) -> bool:
@@ -120,14 +120,12 @@ def _describe_setting(value: Any) -> Any:
         start, end = float(value(1.0)), float(value(0.0))
         return describe(start) if start == end else {"schedule": "linear", **describe(vars(inner))}
     call: Any = inner if inspect.isfunction(inner) else type(inner).__call__
-    cells = [cell.cell_contents for cell in call.__closure__ or ()]
-    plain = [value for value in (*cells, *(call.__defaults__ or ()), *call.__code__.co_consts) if _is_plain(value)]
-    code = call.__code__.co_code, call.__code__.co_names, [strip_addresses(repr(value)) for value in plain]
+    code: Any = strip_addresses(repr(inner))  # of a partial, for example
+    if inspect.isfunction(call):
+        values = *(cell.cell_contents for cell in call.__closure__ or ()), *(call.__defaults__ or ())
+        plain = [value for value in (*values, *call.__code__.co_consts) if isinstance(value, int | float | str | tuple)]
+        code = call.__code__.co_code, call.__code__.co_names, [strip_addresses(repr(value)) for value in plain]
     return {"schedule": "function", "code": hashlib.sha256(repr(code).encode()).hexdigest()[:8]}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | str | tuple)
 
 
 LIBRARIES = (
@@ -141,9 +139,10 @@ def read_versions(env: VecEnv) -> dict[str, str]:
     """Return the versions of `LIBRARIES`, and of the user's own environments a digest of the file of their class."""
     versions = library_versions(LIBRARIES)
     for name in sorted({parts[0]["class"] for parts in describe_environments(env) if parts}):
-        with suppress(ImportError, AttributeError, TypeError, OSError):  # this process may not find it, or its file
-            if (digest := _digest_file(find_object(name))) is not None:
-                versions[f"source of {name}"] = digest
+        if name.partition(":")[0] in sys.modules:  # else another process made it, and nothing is imported for this
+            with suppress(AttributeError, TypeError, OSError):  # a local class has no name, a console no file
+                if (digest := _digest_file(find_object(name))) is not None:
+                    versions[f"source of {name}"] = digest
     return versions
 
 

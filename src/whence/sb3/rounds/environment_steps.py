@@ -1,4 +1,4 @@
-"""A rollout as its environments returned it: rewards in their own units, ends of episodes, numbers in infos."""
+"""A rollout as its environments returned it: rewards in their own units, time limits' bootstraps, numbers in infos."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -111,8 +111,7 @@ class EnvironmentSteps:
         if (trained != rewards).any():
             columns.append(pl.Series("trained_reward", trained))
         if truncated.any():
-            bootstraps = pl.Series("bootstrap", trained - scaled)
-            columns.append(bootstraps.set(pl.Series(~truncated), None))
+            columns.append(_read_time_limit_bootstraps(trained, scaled, truncated))
         table = table.with_columns(*columns, *self._make_info_columns())
         if self._observations:
             # One more was noted than there are steps: the next rollout's first.
@@ -124,6 +123,13 @@ class EnvironmentSteps:
         rows = [step[env] for env in range(len(self._infos[0])) for step in self._infos]
         keys = list(dict.fromkeys(key for row in rows for key in row))[:MOST_INFOS]
         return [_make_numbers(f"info.{key}", [row.get(key) for row in rows]) for key in keys]
+
+
+def _read_time_limit_bootstraps(
+    trained: NDArray[np.float32], scaled: NDArray[np.float32], truncated: NDArray[np.bool_]
+) -> pl.Series:
+    """Return what SB3 added to the reward where a time limit cut an episode: the last state's discounted value."""
+    return pl.Series("bootstrap", trained - scaled).set(pl.Series(~truncated), None)
 
 
 def _select_numbers(info: Mapping[str, Any]) -> dict[str, Any]:

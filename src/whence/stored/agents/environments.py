@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.wrappers import TransformObservation
+from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -95,17 +96,19 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
         env.seed(seed)
         playing: Any = SimpleNamespace(predict=predict)
         episode_returns, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
-    returns = np.asarray(episode_returns)
-    return float(np.mean(returns)), float(np.std(returns, ddof=1) / np.sqrt(len(returns)))
+    return _average(np.asarray(episode_returns))
+
+
+def _average(returns: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean of returns and its standard error."""
+    return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))
 
 
 def measure_return(model: BaseAlgorithm, env: VecEnv | Pool, *, episodes: int, seed: int) -> tuple[float, float]:
     """Return a model's mean test return in Gymnasium's or EnvPool's environments, and its standard error."""
     if not isinstance(env, Pool):
         return evaluate(model, env, episodes=episodes, seed=seed)
-    # EnvPool's seeds have 31 bits.
-    returns = evaluate_pool(model, env, episodes=episodes, seed=seed >> 1)
-    return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))
+    return _average(evaluate_pool(model, env, episodes=episodes, seed=seed >> 1))  # EnvPool's seeds have 31 bits
 
 
 def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:

@@ -142,10 +142,9 @@ def _read_memory(
 def _summarise(returns: NDArray[np.float64]) -> tuple[float, float, float, float]:
     """Return the mean of the paired differences and of the policy's returns, each with its standard error."""
     pairs = len(returns) // 2
-    numbers: list[float] = []
-    for values in (returns[:pairs] - returns[pairs:], returns[pairs:]):
-        numbers += [float(values.mean()), float(values.std(ddof=1) / np.sqrt(pairs))]
-    return numbers[0], numbers[1], numbers[2], numbers[3]
+    values = np.stack([returns[:pairs] - returns[pairs:], returns[pairs:]])
+    (mean, value), (error, value_error) = values.mean(1), values.std(1, ddof=1) / np.sqrt(pairs)
+    return float(mean), float(error), float(value), float(value_error)
 
 
 def _continue(
@@ -195,9 +194,8 @@ def _act(
 ) -> NDArray[Any]:
     if memory is not None:
         return _act_from(memory, model, alive, observations)
-    masks = {}
-    if isinstance(model.policy, MaskableActorCriticPolicy):
-        masks["action_masks"] = lockstep.read_masks(alive)
+    is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
+    masks = {"action_masks": lockstep.read_masks(alive)} if is_masked else {}
     actions: NDArray[Any] = model.predict(_take(observations, alive), deterministic=False, **masks)[0]
     return actions
 

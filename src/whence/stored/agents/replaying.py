@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import (
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
 
-from whence.core import ReplayError, RunDirectoryError, WhenceError, read_numbers
+from whence.core import ReplayError, RunDirectoryError, read_numbers
 from whence.runs import RunDirectory
 from whence.sb3 import EpisodeReplay, RecordResets
 from whence.sb3.episodes import (
@@ -110,14 +110,7 @@ def make_lockstep(run: RunDirectory, env: AnyEnv, count: int, number: int, *, in
 def make_test_envs(run: RunDirectory, env: AnyEnv, count: int, number: int) -> VecEnv:
     """Return environments to test in, behind the wrappers that a round's policy was behind."""
     make = make_replay_env(run, env)
-    try:
-        return wrap_as_trained(run, DummyVecEnv([lambda: Monitor(renew_world(make()))] * count), number)
-    except WhenceError:
-        raise
-    except Exception as failure:  # an environment's constructor may raise anything
-        raise RunDirectoryError(
-            f"The environment of {run.path} cannot be made: {type(failure).__name__}: {failure}"
-        ) from failure
+    return wrap_as_trained(run, DummyVecEnv([lambda: Monitor(renew_world(make()))] * count), number)
 
 
 _WATCHERS = "VecMonitor", "VecCheckNan", "VecVideoRecorder"
@@ -204,8 +197,8 @@ def _normalise(run: RunDirectory, env: VecEnv, number: int) -> VecNormalize:
     stored = [each for each in run.rounds("statistics") if each <= number]
     if not stored:
         raise ReplayError(
-            f"{run.path} does not hold VecNormalize's statistics of round {number}: an older version made it. Train a "
-            "round again, on with whence.sb3.resume(run, env)."
+            f"{run.path} does not hold VecNormalize's statistics of round {number}. Train a round again, on with "
+            "whence.sb3.resume(run, env)."
         )
     load_statistics(normalised, run.policy(stored[-1], name="statistics"))
     return normalised

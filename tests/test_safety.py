@@ -39,7 +39,7 @@ from whence.page.questions import Questions
 from whence.page.server import make_app
 from whence.runs import SIGNATURE, Checkpoint, signatures
 from whence.sb3 import InfluenceCallback, resume
-from whence.sb3.base.stored_spaces import describe_space, make_space
+from whence.sb3.models.descriptions import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
 from whence.stored.agents.rounds import load_agent
 from whence.stored.language.loading import load_language_model, load_pretrained

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import whence
 from studies.benchmarks.subjects import MIB, Question, Subject, compute_log_probs
 from whence.core import as_view, map_tree
-from whence.sb3 import MiniGridCNN, collect
+from whence.sb3 import collect
+from whence.sb3.models import MiniGridCNN
 
 WIDTHS = (64, 128, 256, 512, 1024)
 """Of both layers of the MLPs that tell how the time grows with the parameters."""

@@ -28,7 +28,7 @@ from studies.shared import Only, Out, Runs, report, write_line
 from whence import lab, stored
 from whence.lab import read_rows
 from whence.runs import RunDirectory
-from whence.sb3 import open_env
+from whence.sb3.episodes import open_env
 from whence.stored.agents import make_replay_env
 
 

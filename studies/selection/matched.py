@@ -18,7 +18,8 @@ from torch import Tensor
 
 from whence import IIF, SelectionRule, lab
 from whence.core import NonFinite, PolicyView, RecordBatch, as_view, eval_mode, preserve_rng_state
-from whence.sb3 import InfluenceCallback, preserve_model
+from whence.sb3 import InfluenceCallback
+from whence.sb3.models import preserve_model
 from whence.selection import Selection
 
 CHUNK = 4096

@@ -5,7 +5,7 @@ import torch
 
 from whence import RecordBatch
 from whence.lab.rules import TDErrorPriority
-from whence.lab.visits import compute_td_errors, measure_by_visits, td_errors
+from whence.lab.visits import compute_td_errors, monte_carlo_advantages, number_visits, td_errors
 from whence.scores.moments import find_moments
 
 STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])
@@ -59,9 +59,8 @@ def test_td_errors_and_visits_do_not_depend_on_the_order_of_environments():
     expected = td_errors(*arrays, gamma=0.9, gae_lambda=0.8)
     np.testing.assert_array_equal(compute_td_errors(records).reshape(4, 2).T.ravel(), expected)
     np.testing.assert_array_equal(compute_td_errors(by_environment), expected)
-    for name in ("advantages", "errors", "values", "visits"):
-        mine, theirs = (getattr(measure_by_visits(each), name) for each in (records, by_environment))
-        np.testing.assert_allclose(mine.reshape(4, 2).T.ravel(), theirs, rtol=1e-12)
+    mine, theirs = (monte_carlo_advantages(*number_visits(each, "a test")) for each in (records, by_environment))
+    np.testing.assert_allclose(mine.reshape(4, 2).T.ravel(), theirs, rtol=1e-12)
     weights = TDErrorPriority(0.5).select(records).weights
     assert torch.equal(weights.reshape(4, 2).T.flatten(), TDErrorPriority(0.5).select(by_environment).weights)
 

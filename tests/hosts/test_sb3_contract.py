@@ -14,8 +14,8 @@ from helpers.contracts import check_each, takes
 from helpers.toys import Toy, model
 from whence import Unsupported
 from whence.sb3 import InfluenceCallback
-from whence.sb3.base.model_description import HYPERPARAMETERS
-from whence.sb3.supported_models import MODEL_NAMES
+from whence.sb3.models.descriptions import HYPERPARAMETERS
+from whence.sb3.models.supported_models import MODEL_NAMES
 
 TOY = model(n_envs=2, normalised=True).learn(64)
 

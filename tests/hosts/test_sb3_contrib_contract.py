@@ -6,7 +6,7 @@ from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 
 from helpers.contracts import check_each, takes
 from helpers.toys import model
-from whence.sb3.recurrent import STATES
+from whence.sb3.models.recurrent import STATES
 
 TOY = model(RecurrentPPO, n_envs=2)
 

@@ -16,7 +16,7 @@ from whence import WhenceError
 from whence.engines.memory import measure_bytes
 from whence.lab.rounds import NOBODY, compute_lds, draw_subsets, reshuffle, retrain
 from whence.sb3 import replay_round as replay_sb3
-from whence.sb3.base.sampling import cut_minibatches
+from whence.sb3.rounds.sampling import cut_minibatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 

@@ -29,7 +29,8 @@ from whence.lab.agents.training import is_finished, read_curve, run
 from whence.lab.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
 from whence.lab.comparison import run_path
 from whence.runs import RunDirectory
-from whence.sb3 import HYPERPARAMETERS, Pool
+from whence.sb3.episodes import Pool
+from whence.sb3.models import HYPERPARAMETERS
 from whence.stored.agents import check_action
 from whence.stored.agents.environments import evaluate
 

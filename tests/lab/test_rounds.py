@@ -29,7 +29,7 @@ from whence.lab.rounds.replay import (
     target_gradient,
 )
 from whence.lab.rules import TDErrorPriority
-from whence.rounds.recording import OptimizerState
+from whence.rounds import OptimizerState
 from whence.sb3 import replay_round as replay_sb3
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")

@@ -12,6 +12,7 @@ from PIL import Image
 from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
+from whence.page.content import build_pivot
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.embedded_rounds import NOT_EMBEDDED, embed_rounds
@@ -157,6 +158,15 @@ class TestRound:
         table = table_of()
         moments = find_moments(table, lowest=True, most=1)
         assert set(order_strip(table, moments)["episode_id"]) == {moments[0].episode_id}
+
+
+def test_groups_are_in_their_own_order(lake):
+    steps = ["step 0–1", "step 2–3", "step 4–5", "step 6–7", "step 8–9"]
+    pivot = plain(build_pivot(lake, 1, ["step"]))
+    assert (pivot["rows"], pivot["columns"]) == (steps, None)
+    assert sorted(cell[:3] for cell in pivot["cells"]) == [[place, 0, 12] for place in range(5)]
+    across = plain(build_pivot(lake, 1, ["keep", "step"]))
+    assert (across["rows"], across["columns"]) == (["dropped", "trained"], steps)
 
 
 class TestQuery:

@@ -22,7 +22,7 @@ from whence.core import InvalidInfluence, RunDirectoryError, write_atomically
 from whence.runs import Checkpoint, RunDirectory, list_checkpoints, time_stage
 from whence.runs.checkpoints import save_checkpoint
 from whence.runs.locks import lock_run
-from whence.runs.stopwatch import flatten_seconds
+from whence.runs.recorder import flatten_seconds
 from whence.scores.influence import Influence, Provenance
 
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
@@ -469,7 +469,7 @@ def test_going_on_that_fails_keeps_no_lock(tmp_path):
 def test_seconds_of_a_stage_that_is_repeated_add_up(monkeypatch):
     now, seconds = [0.0], {}
     clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
-    monkeypatch.setattr("whence.runs.stopwatch.time", clock)
+    monkeypatch.setattr("whence.runs.recorder.time", clock)
     with time_stage(seconds, "outer"):
         for duration in (1.0, 2.0):
             now[0] += 4.0

@@ -12,7 +12,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 from whence import KeepAll, RecordBatch, RunDirectory
-from whence.sb3 import InfluenceCallback, load_statistics
+from whence.sb3 import InfluenceCallback
+from whence.sb3.rounds import load_statistics
 from whence.stored.agents import read_reward_scale
 
 

@@ -22,7 +22,8 @@ from whence.lab.agents import RunConfig, configure, make_evaluation_env, make_tr
 from whence.lab.agents.environments import EnvPoolVecEnv
 from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_model
-from whence.sb3 import InfluenceCallback, Pool, evaluate_pool
+from whence.sb3 import InfluenceCallback
+from whence.sb3.episodes import Pool, evaluate_pool
 from whence.stored.agents import load_round, measure_returns
 from whence.stored.agents.environments import evaluate
 

@@ -20,7 +20,7 @@ from whence.causes import compare_log_probs, find_causes, play_episode, prove, r
 from whence.core import RunDirectoryError, as_view
 from whence.lab.rules import TDErrorPriority
 from whence.sb3 import InfluenceCallback, collect, model_objective
-from whence.sb3.base.sampling import select_from
+from whence.sb3.rounds.sampling import select_from
 from whence.stored.agents import compare_policies, estimate_advantages, load_agent, load_round, replay_episode
 
 STEPS = 32

@@ -20,9 +20,9 @@ from helpers.toys import Toy, model
 from whence import InvalidRecords, Return, Selection, Unsupported, attribute
 from whence.core import as_view, named_leaves
 from whence.sb3 import InfluenceCallback, RecordResets, collect, snapshot
-from whence.sb3.base.rollout_buffer import Ongoing, number_episodes
-from whence.sb3.base.sampling import select_from
 from whence.sb3.episodes.resets import STATE
+from whence.sb3.rounds.rollout_buffer import Ongoing, number_episodes
+from whence.sb3.rounds.sampling import select_from
 
 
 def test_a_view_reads_the_parameters_it_is_given_and_puts_the_policys_own_back() -> None:

@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from torch import Tensor, nn
 
 import whence
+import whence.lab
 from helpers.gradients import Gradients, fill_buffer
 from helpers.toys import Toy, model
 from whence import Unsupported

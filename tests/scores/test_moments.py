@@ -47,6 +47,12 @@ class TestMoments:
         )
         assert [moment.record_ids for moment in find_moments(table, lowest=True, most=9)] == [(100, 102), (101,)]
 
+    @pytest.mark.parametrize("unknown", [-1, None])
+    def test_records_of_unknown_episodes_are_a_moment_each(self, unknown):
+        table = make_table([-4.0, -4.0, -4.0], (0, 0, 0))
+        table = table.with_columns(episode_id=pl.Series([unknown, unknown, 5], dtype=pl.Int64))
+        assert [moment.record_ids for moment in find_moments(table, lowest=True, most=9)] == [(100,), (101,), (102,)]
+
     def test_responses_of_a_language_model_are_a_moment_each(self):
         table = pl.DataFrame({"record_id": [0, 1], "score": [-1.0, -2.0]})
         moments = find_moments(table, lowest=True, most=9)

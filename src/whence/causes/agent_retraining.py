@@ -12,9 +12,10 @@ from torch import Tensor
 from whence.causes.decisions import join_trees, read_log_probs
 from whence.causes.retraining import AgentTraining, Retraining
 from whence.core import Action, RecordBatch
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3 import copy_tensors, load_tensors, named_tensors, replay_rounds
+from whence.sb3.models import copy_tensors, load_tensors, named_tensors
+from whence.sb3.rounds import replay_rounds
 from whence.selection import read_weights
 from whence.stored.agents import (
     AnyEnv,

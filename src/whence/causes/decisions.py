@@ -15,19 +15,10 @@ from torch import Tensor
 
 from whence.core import Action, RecordBatch, Tree, WhenceError, eval_mode
 from whence.runs import RunDirectory
-from whence.sb3 import (
-    LockstepEnvs,
-    actor_critic_view,
-    add_history,
-    explain_no_frames,
-    is_recurrent,
-    open_env,
-    render,
-    to_env_actions,
-    use_fresh_noise,
-    zero_states,
-)
-from whence.stored.agents import AnyEnv, is_squashed, load_agent, load_policy, make_lockstep, read_records
+from whence.sb3.episodes import explain_no_frames, open_env, render, to_env_actions, use_fresh_noise
+from whence.sb3.models import add_history, is_recurrent, zero_states
+from whence.sb3.policy import actor_critic_view
+from whence.stored.agents import AnyEnv, LockstepEnvs, is_squashed, load_agent, load_policy, make_lockstep, read_records
 
 LONGEST = 10_000
 """Steps after which an episode that goes on is left."""

@@ -10,7 +10,7 @@ import polars as pl
 
 from whence.core import WhenceError
 from whence.runs import RunDirectory
-from whence.sb3 import open_env, read_episode
+from whence.sb3.episodes import open_env, read_episode
 from whence.scores import name_action
 from whence.stored.agents import AnyEnv, action_labels, make_replay_env, replay_exactly
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from whence.core import RecordBatch, Unit, WhenceError
-from whence.lab.visits import compute_td_errors, measure_by_visits, read_column
+from whence.lab.visits import compute_td_errors, monte_carlo_advantages, number_visits, read_column
 from whence.scores import Influence
 from whence.selection import DEFAULT_SHARE, Progress, Selection
 from whence.selection.score_rules import ScoreRule, drop_at_random
@@ -50,7 +50,7 @@ class AdvantageMismatch(CheckedRule):
             InvalidRecords: a column is missing, or an action is not a single integer.
         """
         advantages = read_column(records, "advantages")
-        estimate = measure_by_visits(records, type(self).__name__).advantages
+        estimate = monte_carlo_advantages(*number_visits(records, type(self).__name__))
         disagree = np.flatnonzero(np.sign(estimate) != np.sign(advantages))
         agreement = -np.abs(estimate - advantages) if self.order == "distance" else estimate * advantages
         order = np.lexsort((records.ids.cpu().numpy()[disagree], agreement[disagree]))

@@ -1,31 +1,12 @@
 """Measurements of a rollout by its own columns: Monte-Carlo advantages, and TD errors (LDA §C.4, C.5; v2 §B.4, B.5)."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whence.core import InvalidRecords, RecordBatch, label_units, named_leaves, to_numpy
+from whence.core import InvalidRecords, RecordBatch, named_leaves, to_numpy
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class VisitedAdvantages:
-    """What a rollout's repeated visits measure (LDA §C.4; v2 §B.4), (n,) each.
-
-    Attributes:
-        advantages: the mean discounted return of the record's state and action, minus that of its state.
-        errors: their standard errors, which take episodes as independent; NaN where unknown.
-        values: the mean discounted return of the record's state.
-        visits: how often the rollout visits the record's state and action.
-    """
-
-    advantages: NDArray[np.float64]
-    errors: NDArray[np.float64]
-    values: NDArray[np.float64]
-    visits: NDArray[np.int64]
 
 
 def has_single_actions(records: RecordBatch) -> bool:
@@ -33,8 +14,8 @@ def has_single_actions(records: RecordBatch) -> bool:
     return records.actions.reshape(len(records), -1).shape[1] == 1 and not records.actions.is_floating_point()
 
 
-def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits") -> VisitedAdvantages:
-    """Measure advantages by a rollout's repeated visits of states and actions (LDA §C.4; v2 §B.4).
+def number_visits(records: RecordBatch, name: str) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
+    """Return each record's discounted return to go, its state and its action (LDA §C.4; v2 §B.4), (n,) each.
 
     Args:
         records: a rollout, with its rewards, values, episode starts, environments and gamma; observations with equal
@@ -55,14 +36,7 @@ def measure_by_visits(records: RecordBatch, name: str = "An estimate by visits")
     rewards, advantages, values = (read_column(records, name)[order] for name in ("rewards", "advantages", "values"))
     returns = np.empty(len(records))
     returns[order] = returns_to_go(rewards, advantages, values, starts, envs, records.gamma)
-    states, actions = number_states(records), records.actions.reshape(-1).cpu().numpy()
-    pairs = number_pairs(states, actions)
-    return VisitedAdvantages(
-        monte_carlo_advantages(returns, states, actions),
-        monte_carlo_errors(returns, states, actions, label_units(records, "episode").numpy()),
-        group_means(returns, states),
-        np.bincount(pairs)[pairs],
-    )
+    return returns, number_states(records), records.actions.reshape(-1).cpu().numpy()
 
 
 def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
@@ -184,39 +158,6 @@ def monte_carlo_advantages(returns: Array, states: NDArray[np.int64], actions: N
         actions: (n,) the number of the record's action.
     """
     return group_means(returns, number_pairs(states, actions)) - group_means(returns, states)
-
-
-def monte_carlo_errors(
-    returns: Array, states: NDArray[np.int64], actions: NDArray[np.int64], episodes: NDArray[np.int64]
-) -> Array:
-    """Return the standard error of each record's `monte_carlo_advantages`, (n,); NaN where it is unknown.
-
-    Returns of one episode depend on each other, so episodes are what is independent (the cluster-robust error of a
-    difference of two means). It is unknown if the state and action occur in a single episode, and if the state has no
-    other action: the estimate is then 0 whatever the returns.
-
-    Args:
-        returns: (n,) returns, see `returns_to_go`.
-        states: (n,) the number of the record's state.
-        actions: (n,) the number of the record's action.
-        episodes: (n,) the number of the record's episode.
-    """
-    pairs = number_pairs(states, actions)
-    in_episode, states_in_episode = number_pairs(pairs, episodes), number_pairs(states, episodes)
-    visits, state_visits = np.bincount(pairs), np.bincount(states)
-    # What an episode adds to the mean of the pair and to the mean of the state, both as sums of deviations.
-    first = np.unique(in_episode, return_index=True)[1]
-    first_of_state = np.unique(states_in_episode, return_index=True)[1]
-    of_pair = np.bincount(in_episode, weights=returns - group_means(returns, pairs)) / visits[pairs[first]]
-    state_sums = np.bincount(states_in_episode, weights=returns - group_means(returns, states))
-    of_state = state_sums / state_visits[states[first_of_state]]
-    shared = of_state[states_in_episode[first]]
-    variances = np.bincount(pairs[first], weights=(of_pair - shared) ** 2 - shared**2)[pairs]
-    variances += np.bincount(states[first_of_state], weights=of_state**2)[states]
-    count, pair_count = (np.bincount(groups) for groups in (states[first_of_state], pairs[first]))
-    known = (pair_count[pairs] > 1) & (visits[pairs] < state_visits[states])
-    correction = count[states] / np.maximum(count[states] - 1, 1)
-    return np.where(known, np.sqrt(np.maximum(variances, 0.0) * correction), np.nan)
 
 
 def group_means(values: Array, groups: NDArray[np.int64]) -> Array:

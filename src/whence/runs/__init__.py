@@ -24,10 +24,10 @@ from whence.runs.locks import LOCK as LOCK
 from whence.runs.locks import lock_directory as lock_directory
 from whence.runs.recorder import RunRecorder as RunRecorder
 from whence.runs.recorder import Seconds as Seconds
+from whence.runs.recorder import Stopwatch as Stopwatch
+from whence.runs.recorder import time_stage as time_stage
 from whence.runs.signatures import SIGNATURE as SIGNATURE
 from whence.runs.signatures import explain_distrust as explain_distrust
-from whence.runs.stopwatch import Stopwatch as Stopwatch
-from whence.runs.stopwatch import time_stage as time_stage
 from whence.runs.tables import read_vocabulary as read_vocabulary
 from whence.runs.tables import write_flag as write_flag
 from whence.runs.tables import write_vocabulary as write_vocabulary

@@ -67,22 +67,8 @@ def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Coll
     ]
 
 
-_SOURCES = "env_source", "factory_source"
-"""Settings that hold digests of the user's code, by the names of classes and functions."""
-
-
 def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str]) -> None:
     """Refuse to continue the run in a directory in another configuration; see `list_changes`."""
-    for kind in _SOURCES:
-        old, new = before.get(kind) or {}, now.get(kind) or {}
-        if changed := [name for name in old if name in new and old[name] != new[name]]:
-            raise RunDirectoryError(
-                f"{path} holds a run of another environment: the source of {changed[0]} has changed since. Choose "
-                "another directory for the changed one, or pass overwrite=True (--overwrite) to replace the run. To go "
-                "on with this run, restore the source."
-            )
-    # A run may have no digests.
-    now = {name: value for name, value in now.items() if name not in _SOURCES or name in before}
     if changes := list_changes(before, now, but=but):
         rest = [f"and {len(changes) - 5} more"] if len(changes) > 5 else []
         shown = "; ".join([*changes[:5], *rest])

@@ -1,4 +1,4 @@
-"""The recorder of a training's run directory, for agents and language models alike.
+"""The recorder of a training's run directory, for agents and language models alike, and its stopwatch.
 
 Three trainings write runs: `InfluenceCallback`, `PPOTrainer`, and the trainers of TRL; `score_rollouts` writes one
 without training. Each hands its tables, tensors and numbers to a `RunRecorder`, and keeps nothing of a run itself.
@@ -18,7 +18,9 @@ their rounds and rows are not written.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,54 @@ from whence.runs.checkpoints import Checkpoint, CheckpointClock, choose_policy_i
 from whence.runs.config_file import list_changes
 from whence.runs.directory import POLICIES_EVERY, RunDirectory
 from whence.runs.files import PerRound, RoundTensors
-from whence.runs.stopwatch import Stopwatch, flatten_seconds
 from whence.runs.tables import VOCABULARY, write_vocabulary
 
 log = logging.getLogger("whence")
 
 Seconds = Mapping[str, Mapping[str, float]]
 """Seconds by stage and clock."""
+
+
+class Stopwatch:
+    """Counts seconds since its construction: CPU seconds of the process, and wall time."""
+
+    def __init__(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds so far, as `cpu` and `wall`."""
+        return {"cpu": time.process_time() - self._cpu, "wall": time.perf_counter() - self._wall}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time inside this context."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._cpu += time.process_time() - cpu
+            self._wall += time.perf_counter() - wall
+
+
+@contextmanager
+def time_stage(seconds: dict[str, dict[str, float]], stage: str) -> Iterator[None]:
+    """Add the seconds of a stage to `seconds`, without those of the stages within it."""
+    before, watch = _sum_by_clock(seconds), Stopwatch()
+    yield
+    after, stage_before = _sum_by_clock(seconds), seconds.get(stage, {})
+    seconds[stage] = {
+        clock: stage_before.get(clock, 0.0) + value - (after[clock] - before[clock])
+        for clock, value in watch.seconds().items()
+    }
+
+
+def _sum_by_clock(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {clock: sum(clocks[clock] for clocks in seconds.values()) for clock in ("cpu", "wall")}
+
+
+def flatten_seconds(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return seconds by stage and clock as one row, with names such as `scoring_cpu`."""
+    return {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
 
 
 class RunRecorder:
@@ -159,6 +202,11 @@ class RunRecorder:
         for table_name, table in (tables or {}).items():
             self.directory.write_round(table_name, number, table)
         self.directory.write_round("records", number, records)  # last: a round with records is whole
+
+    def write_file(self, name: RoundTensors, number: int, save: Callable[[Path], None]) -> None:
+        """Write a round's file by a function that saves to a path."""
+        self.directory.check_writer()
+        save(self.directory.round_path(name, number))
 
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
         """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""

@@ -20,31 +20,10 @@ from whence.core import (
     suggest,
 )
 from whence.engines import check_engine, check_memory
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
-from whence.sb3.base import (
-    EnvironmentSteps,
-    Last,
-    Names,
-    Ongoing,
-    Recorder,
-    cancel_hook,
-    check_groups,
-    check_names,
-    check_observation,
-    check_recordings,
-    check_step,
-    claim_learn,
-    describe_factory,
-    model_objective,
-    named_tensors,
-    read_buffer,
-    read_names,
-    select_from,
-    watch_training,
-    wrap_next,
-)
-from whence.sb3.episodes import ResetTracker
+from whence.sb3.episodes import ResetTracker, check_factory
+from whence.sb3.models import Names, check_model, check_names, named_tensors, read_names
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.round_result import (
     Choice,
@@ -56,9 +35,25 @@ from whence.sb3.round_result import (
     read_settings,
     read_train_metrics,
 )
-from whence.sb3.supported_models import check_model
+from whence.sb3.rounds import (
+    EnvironmentSteps,
+    Last,
+    Ongoing,
+    Recorder,
+    cancel_hook,
+    check_groups,
+    check_observation,
+    check_recordings,
+    check_step,
+    claim_learn,
+    model_objective,
+    read_buffer,
+    select_from,
+    watch_training,
+    wrap_next,
+)
 from whence.sb3.training_state import (
-    holds_policy,
+    count_learns,
     open_run,
     read_training,
     record_next_rollout,
@@ -114,13 +109,12 @@ class InfluenceCallback(BaseCallback):
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
-        strict: raise if a round keeps fewer than two records, instead of skipping its training.
         env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
             "module:function". Episodes are played again in what it makes. None: the environment is made again by its
             class and its wrappers, as far as their arguments can be stored.
         names: of discrete actions or of the axes of others, and of the observation's entries, as pages show them:
             {"actions": [...], "observations": [...]}. What it lacks is read from the environment if that tells them:
-            `action_names`, `get_action_meanings()`, an Enum `Actions`, or `observation_names`.
+            `action_names`, `get_action_meanings()`, or `observation_names`.
         verbose: 1 prints a line a round.
 
     Raises:
@@ -144,7 +138,6 @@ class InfluenceCallback(BaseCallback):
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
         last: Last = "keep",
-        strict: bool = False,
         env: str | None = None,
         names: Names | None = None,
         verbose: int = 0,
@@ -156,10 +149,10 @@ class InfluenceCallback(BaseCallback):
         check_memory(memory)
         if last not in get_args(Last):
             raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
-        self.rule, self.last, self.strict = rule, last, strict
+        self.rule, self.last = rule, last
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
-        self.env, self._factory = env, describe_factory(env)
+        self.env = check_factory(env)
         self.names = check_names(names or {})
         self.engine, self.memory = engine, memory
         self.folds = check_folds(folds)
@@ -234,8 +227,7 @@ class InfluenceCallback(BaseCallback):
         if recorder is not None:
             self.recording = recorder.make_recording(self.round.number, self.round.records)
             if self._recorder is not None:
-                self._recorder.directory.check_writer()
-                self.recording.save(self._recorder.directory.round_path("recordings", self.recording.number))
+                self._recorder.write_file("recordings", self.recording.number, self.recording.save)
 
     def settings(self) -> dict[str, Any]:
         """Return how records are scored and selected, in JSON types, for the run's configuration."""
@@ -245,7 +237,7 @@ class InfluenceCallback(BaseCallback):
             **({} if self.last == "keep" else {"last": self.last}),
             **({} if self.folds == FOLDS else {"folds": self.folds}),
             **({"names": self.names} if self.names else {}),
-            **self._factory,
+            **({} if self.env is None else {"env": self.env, "env_kwargs": {}}),
         }
 
     @property
@@ -300,10 +292,7 @@ class InfluenceCallback(BaseCallback):
         self._ongoing = Ongoing(**state["ongoing"])
         self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
         self.metrics = self._recorder.directory.table("metrics").to_dicts()
-        ended = self._last_timestep >= checkpoint.content["model"]["total_timesteps"]
-        # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or
-        # the script of the one that had ended was changed to train longer.
-        self._learns = state["learns"] + (ended and holds_policy(self.model, checkpoint))
+        self._learns = count_learns(self.model, checkpoint)
         load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
         self._recorder.continue_after(checkpoint, [] if reason is None else [reason])
@@ -356,7 +345,7 @@ class InfluenceCallback(BaseCallback):
             if self.rule.needs_influence and not self._rounds_done:
                 warn_of_log_probs(self.model.policy, records)
             choice = self.choose(records)
-        check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
+        check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
             if self._recorder is not None and self.folds is not None:
                 settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
@@ -383,7 +372,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
         if not metrics["skipped"]:
-            with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
+            with name_round(self.round.number), watch_training(self.model, self.round.records):
                 self.train_selected(train, self.round.selection)
         self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
         record_next_rollout(self.model, self._tracker)

@@ -12,7 +12,7 @@ from stable_baselines3.common.logger import Logger
 
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
-from whence.sb3.base import EnvironmentSteps, model_objective
+from whence.sb3.rounds import EnvironmentSteps, model_objective
 from whence.scores import Influence, NoMean, add_errors, usable_folds
 from whence.selection import Selection, summarise_selection
 
@@ -59,21 +59,13 @@ class Choice:
     metrics: Mapping[str, float | bool | None] = field(default_factory=dict)
 
 
-def check_selection(selection: object, records: RecordBatch, source: str, *, strict: bool = False) -> None:
-    """Refuse what is no selection with one entry per record, or, if strict, one that keeps fewer than two.
-
-    `source` names the call that returned it.
-    """
+def check_selection(selection: object, records: RecordBatch, source: str) -> None:
+    """Refuse what is no selection with one entry per record; `source` names the call that returned it."""
     if not isinstance(selection, Selection) or len(selection.keep) != len(records):
         received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
         raise WhenceError(
             f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
             "whence.Selection with one entry per record."
-        )
-    if strict and not can_train(selection):
-        raise WhenceError(
-            f"{source} keeps {int(selection.keep.sum())} of {len(records)} records, and training needs two. Drop less, "
-            "or pass strict=False to skip such rounds."
         )
 
 

@@ -14,17 +14,8 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
-from whence.core import RunDirectoryError, library_versions, load_rng_state, read_rng_state
+from whence.core import RunDirectoryError, load_rng_state, read_rng_state
 from whence.runs import Checkpoint, RunRecorder
-from whence.sb3.base import (
-    LIBRARIES,
-    EnvironmentSteps,
-    begin_episodes,
-    describe_model,
-    load_tensors,
-    named_tensors,
-    wrap_next,
-)
 from whence.sb3.episodes import (
     ResetTracker,
     accept_resets,
@@ -34,6 +25,8 @@ from whence.sb3.episodes import (
     restore_environments,
     restore_vec_wrappers,
 )
+from whence.sb3.models import describe_model, load_tensors, named_tensors, read_versions
+from whence.sb3.rounds import EnvironmentSteps, begin_episodes, wrap_next
 
 log = logging.getLogger("whence")
 
@@ -60,7 +53,7 @@ def open_run(
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
     checkpoint = recorder.begin(
         {**describe_model(model), **settings},
-        versions=library_versions(LIBRARIES),
+        versions=read_versions(model.env),
         overwrite=overwrite,
         may_change=may_change,
         check=partial(check_continues, model, recorder.path),
@@ -208,6 +201,15 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
         log.warning("%s holds this run, finished after %d rounds: nothing is trained.", path, checkpoint.round)
     elif not model.num_timesteps:
         log.warning("%s: going on after round %d (%s of %s steps).", path, checkpoint.round, f"{done:,}", f"{total:,}")
+
+
+def count_learns(model: Any, checkpoint: Checkpoint) -> int:
+    """Return the number of calls of `learn()` in a run, with the one that continues after a checkpoint."""
+    state = checkpoint.content["callback"]
+    has_ended = state["last_timestep"] >= checkpoint.content["model"]["total_timesteps"]
+    # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or the
+    # script of the one that had ended was changed to train longer.
+    return int(state["learns"] + (has_ended and holds_policy(model, checkpoint)))
 
 
 def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:

@@ -52,7 +52,7 @@ from whence.lab.agents import read_presets
 from whence.lab.language import plan_language_comparison
 from whence.page import COMPARED_ROUNDS, ExploredRun, spread, write_report
 from whence.runs import RunDirectory
-from whence.sb3 import HYPERPARAMETERS
+from whence.sb3.models import HYPERPARAMETERS
 from whence.stored.language import SOURCE, TASK_FIELDS, LanguageConfig
 
 _ABOUT_PPO = {

@@ -15,7 +15,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from whence.core import WhenceError, map_tree, named_leaves
 from whence.lab.agents.run_config import RunConfig
-from whence.sb3 import MiniGridCNN, Pool, RecordResets, cast_actions
+from whence.sb3 import RecordResets
+from whence.sb3.episodes import Pool, cast_actions
+from whence.sb3.models import MiniGridCNN
 from whence.stored.agents import make_env, renew_world
 
 _READABLE = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)

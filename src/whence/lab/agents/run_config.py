@@ -10,7 +10,7 @@ from stable_baselines3 import PPO
 from whence.core import Action, Return, Target, WhenceError, describe, read_numbers, suggest
 from whence.engines import ENGINES
 from whence.lab.arms import ARMS, CONTROL, find_arm
-from whence.sb3 import HYPERPARAMETERS
+from whence.sb3.models import HYPERPARAMETERS
 from whence.selection import AGENT_UNITS, DEFAULT_SHARE, IIF, SelectionRule
 from whence.validation import Count, Natural, one_of, read_table, settings
 

@@ -12,21 +12,21 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from whence.core import RunDirectoryError, WhenceError, library_versions
+from whence.core import RunDirectoryError, WhenceError
 from whence.lab import efficiency
 from whence.lab.agents.environments import make_evaluation_env, make_training_env
 from whence.lab.agents.run_config import RunConfig
 from whence.lab.arms import ARMS, counts_scoring, find_arm
 from whence.runs import RunDirectory
-from whence.sb3 import (
+from whence.sb3 import InfluenceCallback
+from whence.sb3.episodes import Pool
+from whence.sb3.models import (
     HYPERPARAMETERS,
-    LIBRARIES,
-    InfluenceCallback,
-    Pool,
     copy_tensors,
     describe_model,
     load_tensors,
     named_tensors,
+    read_versions,
     resolve_classes,
 )
 from whence.stored.agents import measure_return
@@ -101,7 +101,7 @@ def run(
         directory = RunDirectory.begin(
             path,
             {**describe_model(model), **settings, "experiment": config.to_json()},
-            versions=library_versions(LIBRARIES),
+            versions=read_versions(env),
             overwrite=overwrite,
             may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )

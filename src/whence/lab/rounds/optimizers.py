@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from whence.core import Unsupported, suggest
-from whence.rounds.recording import OptimizerState
+from whence.rounds import OptimizerState
 
 State = Mapping[str, Tensor]
 """An optimiser's state of all parameters, flattened into one vector for each of torch's names."""

@@ -37,8 +37,7 @@ from whence.core import (
 from whence.engines import check_scalar
 from whence.lab.rounds import optimizers
 from whence.lab.rounds.optimizers import State, safe_sqrt
-from whence.rounds.identity import check_collected, check_modes, check_policy
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording, check_collected, check_modes, check_policy
 from whence.scores import open_problem, raise_if_refused
 
 MARGIN = 3

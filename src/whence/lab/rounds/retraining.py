@@ -23,7 +23,7 @@ from whence.lab.rounds.replay import (
     raise_on_divergence,
     step,
 )
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 
 Orders: TypeAlias = Sequence[Int[Tensor, "m b"]]
 """For each step, the positions of each training's minibatch; shorter ones are padded with `NOBODY`."""

@@ -26,7 +26,7 @@ from whence.lab.rounds.replay import (
     step,
     target_gradient,
 )
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.scores import Influence, Provenance
 
 Vector = Float[Tensor, " p"]

@@ -1,9 +1,6 @@
-"""Episodes of environments: resets, replays, frames, EnvPool, and their state in a checkpoint."""
+"""Environments in their wrappers, and their episodes: recorded, played again, evaluated, and brought back."""
 
-from whence.sb3.episodes.attributes import is_plain as is_plain
-from whence.sb3.episodes.environment_state import accept_resets as accept_resets
-from whence.sb3.episodes.environment_state import explain_inexact as explain_inexact
-from whence.sb3.episodes.environment_state import read_environments as read_environments
-from whence.sb3.episodes.environment_state import restore_environments as restore_environments
-from whence.sb3.episodes.environment_state import restore_vec_wrappers as restore_vec_wrappers
-from whence.sb3.episodes.resets import ResetTracker as ResetTracker
+import lazy_loader
+
+# What is imported is in __init__.pyi; it loads at first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

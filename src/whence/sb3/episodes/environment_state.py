@@ -12,9 +12,8 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from whence.sb3.base.wrappers import iterate_vec_wrappers, iterate_wrappers
-from whence.sb3.episodes.attributes import load_attributes, read_attributes
 from whence.sb3.episodes.resets import RecordResets, ResetTracker, digest_observation, reuses_world
+from whence.sb3.episodes.wrappers import iterate_vec_wrappers, iterate_wrappers, load_attributes, read_attributes
 
 
 def explain_inexact(env: VecEnv) -> str | None:

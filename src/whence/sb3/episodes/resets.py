@@ -16,8 +16,14 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import ReplayError, decode, encode
-from whence.sb3.base.wrappers import Part, describe_parts, is_watcher, iterate_wrappers
-from whence.sb3.episodes.attributes import load_attributes, read_attributes
+from whence.sb3.episodes.wrappers import (
+    Part,
+    describe_parts,
+    is_watcher,
+    iterate_wrappers,
+    load_attributes,
+    read_attributes,
+)
 
 STATE = "whence_generator_state"
 """The key of a reset's info under which `RecordResets` puts the generator's state."""
@@ -149,10 +155,6 @@ def _write_shape(shape: tuple[int, ...] | None) -> bytes:
     return repr(shape or (1,)).encode()
 
 
-_LARGE = 4096
-"""Bytes of a step's observations above which they are digested at once; others at the end of the rollout."""
-
-
 class ResetTracker:
     """What is needed to play each environment's episodes again, and to check that the same was seen.
 
@@ -164,10 +166,10 @@ class ResetTracker:
     def __init__(self, vec_env: VecEnv) -> None:
         self.vec_env, self._base = vec_env, vec_env.unwrapped
         self.has_started = False
-        # Its buffers hold what the environments returned, so that nothing has to be done inside of a step.
+        # Its buffers hold what the environments returned, so that nothing has to be added to infos.
         self._has_buffers = getattr(type(self._base), "step_wait", None) is DummyVecEnv.step_wait
-        self._past: list[Any] = []
-        self._current: Any = [None] * vec_env.num_envs
+        self._past: list[list[int | None]] = []
+        self._current: list[int | None] = [None] * vec_env.num_envs
         self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
         self._open: list[tuple[str | None, list[NDArray[Any]]]] = [(None, []) for _ in range(vec_env.num_envs)]
 
@@ -192,7 +194,7 @@ class ResetTracker:
         if isinstance(self._base, DummyVecEnv):
             # learn() resets before its callbacks can wrap anything. A first reset follows from the generator's seed;
             # whether it was the first is seen when the episode is played again.
-            self._current = self._copy_buffers()
+            self._current = self._digest_buffers()
             states = [state or _read_seed(env) for state, env in zip(states, self._base.envs, strict=True)]
         self._states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
         self._open = [(state if start else None, []) for state, start in zip(states, starts, strict=True)]
@@ -200,7 +202,7 @@ class ResetTracker:
     def step(self, actions: NDArray[Any], ended: NDArray[np.int64], infos: list[dict[str, Any]]) -> None:
         """Follow one step: the actions as the environments took them, which episodes ended, and what was returned."""
         self._past.append(self._current)
-        self._current = self._copy_buffers() if self._has_buffers else [info.get(DIGEST) for info in infos]
+        self._current = self._digest_buffers() if self._has_buffers else [info.get(DIGEST) for info in infos]
         for (_, taken), action in zip(self._open, actions, strict=True):
             taken.append(action)
         if len(ended):
@@ -218,7 +220,7 @@ class ResetTracker:
 
     def take_digests(self) -> list[int | None]:
         """Return the digests of a rollout's observations, in the order of the flattened buffer, and forget them."""
-        digests, self._past = [*map(self._digest, self._past)], []
+        digests, self._past = self._past, []
         return [step[env] for env in range(self._base.num_envs) for step in digests]
 
     def take_state(self, env: int) -> str | None:
@@ -233,9 +235,7 @@ class ResetTracker:
         """
         return [
             {"pending": pending, "digest": digest, "generator": state, "actions": np.array(actions)}
-            for pending, digest, (state, actions) in zip(
-                self._states, self._digest(self._current), self._open, strict=True
-            )
+            for pending, digest, (state, actions) in zip(self._states, self._current, self._open, strict=True)
         ]
 
     def load_state(self, noted: list[Mapping[str, Any]]) -> None:
@@ -245,19 +245,11 @@ class ResetTracker:
         self._current = [each["digest"] for each in noted]
         self._open = [(each["generator"], list(each["actions"])) for each in noted]
 
-    def _copy_buffers(self) -> Any:
-        """Return a copy of the present observations, or their digests if they are large."""
-        copies = {name: buffer.copy() for name, buffer in self._base.buf_obs.items()}  # type: ignore[attr-defined]
-        return copies if sum(copy.nbytes for copy in copies.values()) <= _LARGE else self._digest(copies)
-
-    def _digest(self, observations: Any) -> list[int | None]:
-        """Return the digests of what `_copy_buffers` copied; digests as they are."""
-        if isinstance(observations, list):
-            return observations
-        rows = observations.get(None)
-        if rows is None:
-            rows = [{name: part[env] for name, part in observations.items()} for env in range(self._base.num_envs)]
-        return [digest_observation(row, self._base.observation_space) for row in rows]
+    def _digest_buffers(self) -> list[int | None]:
+        """Return the digests of the present observations, which a `DummyVecEnv` holds."""
+        parts = self._base.buf_obs  # type: ignore[attr-defined]
+        rows = [{name: part[env] for name, part in parts.items()} for env in range(self._base.num_envs)]
+        return [digest_observation(row.get(None, row), self._base.observation_space) for row in rows]
 
 
 class _AddedRecordResets(RecordResets):

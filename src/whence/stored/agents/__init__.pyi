@@ -9,6 +9,7 @@ from .labels import box_action_labels as box_action_labels
 from .labels import state_names as state_names
 from .policy_changes import compare_policies as compare_policies
 from .replaying import AnyEnv as AnyEnv
+from .replaying import LockstepEnvs as LockstepEnvs
 from .replaying import is_squashed as is_squashed
 from .replaying import make_lockstep as make_lockstep
 from .replaying import make_replay_env as make_replay_env

@@ -19,15 +19,8 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv
 
 from whence.core import Action, WhenceError, eval_mode, preserve_rng_state, suggest
-from whence.sb3 import (
-    Pool,
-    RecordResets,
-    evaluate_pool,
-    find_object,
-    reuses_world,
-    select_options,
-    use_fresh_noise,
-)
+from whence.sb3 import RecordResets
+from whence.sb3.episodes import Pool, evaluate_pool, find_object, reuses_world, select_options, use_fresh_noise
 
 
 def make_env(

@@ -18,19 +18,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from whence.core import ReplayError, map_tree, preserve_rng_state
 from whence.runs import RunDirectory
-from whence.sb3 import (
-    LockstepEnvs,
-    StoredEpisode,
-    is_recurrent,
-    open_env,
-    read_episode,
-    repeat_states,
-    reseed,
-    to_env_actions,
-    use_fresh_noise,
-    zero_states,
-)
-from whence.stored.agents.replaying import AnyEnv, make_lockstep, replay_exactly
+from whence.sb3.episodes import StoredEpisode, open_env, read_episode, reseed, to_env_actions, use_fresh_noise
+from whence.sb3.models import is_recurrent, repeat_states, zero_states
+from whence.stored.agents.replaying import AnyEnv, LockstepEnvs, make_lockstep, replay_exactly
 from whence.stored.agents.rounds import load_agent, read_reward_scale
 
 LONGEST = 10_000

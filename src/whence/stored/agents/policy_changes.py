@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Normal, kl_divergence
 
 from whence.core import eval_mode, to_numpy
 from whence.runs import RunDirectory
-from whence.sb3 import actor_critic_view, predict
+from whence.sb3.policy import actor_critic_view, predict
 from whence.stored.agents.replaying import AnyEnv
 from whence.stored.agents.rounds import load_policy, load_round
 

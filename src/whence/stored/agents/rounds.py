@@ -11,18 +11,11 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
 from whence.core import InvalidRecords, RecordBatch, Return, RunDirectoryError, preserve_rng_state
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3 import (
-    SPACES,
-    Pool,
-    add_history,
-    build_model,
-    is_recurrent,
-    load_tensors,
-    model_objective,
-    named_tensors,
-)
+from whence.sb3 import model_objective
+from whence.sb3.episodes import Pool
+from whence.sb3.models import SPACES, add_history, build_model, is_recurrent, load_tensors, named_tensors
 from whence.scores import Influence, attribute, usable_folds
 from whence.stored.agents.environments import measure_return
 from whence.stored.agents.replaying import AnyEnv, make_test_envs, observe_again

@@ -9,9 +9,10 @@ import torch
 from stable_baselines3.common.logger import Logger
 
 from whence.core import RunDirectoryError
-from whence.rounds.recording import RoundRecording
+from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3 import copy_tensors, is_recurrent, is_schedule, named_tensors, read_optimizer, read_update
+from whence.sb3.models import copy_tensors, is_recurrent, is_schedule, named_tensors
+from whence.sb3.rounds import read_optimizer, read_update
 from whence.stored.agents.replaying import AnyEnv
 from whence.stored.agents.rounds import load_agent, read_records
 

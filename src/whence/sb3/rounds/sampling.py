@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from whence.core import Unsupported, WhenceError
-from whence.sb3.base.recorder import Recorder
-from whence.sb3.recurrent import STATES
-from whence.sb3.supported_models import STAND_IN, original_class
+from whence.sb3.models.recurrent import STATES
+from whence.sb3.models.supported_models import STAND_IN, original_class
+from whence.sb3.rounds.recorder import Recorder
 from whence.selection import Selection
 
 Last: TypeAlias = Literal["keep", "drop"]

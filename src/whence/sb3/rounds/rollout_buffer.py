@@ -15,8 +15,8 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
 from whence.core import UNKNOWN, InvalidRecords, RecordBatch, Tree, WhenceError, map_tree
-from whence.sb3.recurrent import STATES, add_history
-from whence.sb3.supported_models import check_model
+from whence.sb3.models.recurrent import STATES, add_history
+from whence.sb3.models.supported_models import check_model
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
 from whence.core import Objective, RecordBatch, Unsupported, WhenceError, library_versions, objectives
-from whence.rounds.recording import OptimizerState, RoundRecording, Update
-from whence.sb3.base.model_description import is_own_schedule
-from whence.sb3.base.model_tensors import copy_tensors, named_tensors
+from whence.rounds import OptimizerState, RoundRecording, Update
+from whence.sb3.models.descriptions import is_own_schedule
+from whence.sb3.models.tensors import copy_tensors, named_tensors
 
 
 def model_objective(model: Any) -> Objective:

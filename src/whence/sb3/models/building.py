@@ -1,0 +1,156 @@
+"""Models built again from a run's configuration, in which no class is looked up but known ones."""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common import torch_layers
+from stable_baselines3.common.sb2_compat import rmsprop_tf_like
+from stable_baselines3.common.utils import LinearSchedule
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor, nn, optim
+
+from whence.core import RunDirectoryError, WhenceError, read_numbers, show, suggest
+from whence.runs import RunDirectory
+from whence.sb3.models.descriptions import HYPERPARAMETERS, is_schedule, make_space
+
+SPACES = ("observation_space", "action_space")
+"""The spaces in a run's configuration; None or missing if they are none of SB3's, or the run is an older one."""
+
+REMEDY = "Build the model and the callback as the script did; learn() goes on by itself."
+
+_ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO, "RecurrentPPO": RecurrentPPO}
+
+_POLICIES: Mapping[str, Any] = {
+    policy.__name__: policy for algorithm in _ALGORITHMS.values() for policy in algorithm.policy_aliases.values()
+}
+
+
+def build_model(
+    run: RunDirectory,
+    env: VecEnv | Any | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+) -> Any:
+    """Return an untrained model like the one that a run trained.
+
+    Args:
+        run: the run.
+        env: its environments; None: there are none, and the policy is built from the stored spaces.
+        changes: hyper-parameters in place of stored ones, such as functions, which are not stored. None: the model is
+            to score, not to train, and gets neither schedules nor the optimiser.
+        device: where it is trained.
+
+    Raises:
+        RunDirectoryError: the configuration names an algorithm, a policy or a class that is not known here, or holds a
+            schedule that `changes` does not.
+    """
+    config = run.config
+    algorithm = _look_up(run, "algorithm", config.get("algorithm"), _ALGORITHMS)
+    policy = _look_up(run, "policy", config.get("policy"), _POLICIES)
+    parameters = inspect.signature(algorithm).parameters
+    stored = read_numbers(config.get("hyperparameters", {}))
+    functions = [name for name, value in stored.items() if is_schedule(value) and value["schedule"] != "linear"]
+    if changes is not None and (missing := [name for name in functions if name not in changes]):
+        raise RunDirectoryError(
+            f"{run.path} was trained with {missing[0]} as {show(stored[missing[0]])}. Pass the schedule: "
+            f"{missing[0]}=lambda remaining: ..."
+        )
+    policy_kwargs = config.get("policy_kwargs") or {}
+    if changes is None:
+        policy_kwargs = {name: value for name, value in policy_kwargs.items() if not name.startswith("optimizer_")}
+    settings = {
+        name: value
+        for name, value in stored.items()
+        if name in (*HYPERPARAMETERS, "seed") and name in parameters and name not in functions
+    }
+    if "use_rms_prop" in parameters:  # A2C's own optimiser, which is among the policy's arguments if it is used
+        settings["use_rms_prop"] = "optimizer_class" in policy_kwargs
+    if unknown := sorted(set(changes or {}) - set(parameters)):
+        raise RunDirectoryError(
+            f"{unknown[0]} is no hyper-parameter of {algorithm.__name__}. If it is an argument of InfluenceCallback, "
+            "make the callback as the script did: model, _ = resume(run, env), then InfluenceCallback(rule, run=run, "
+            "...)."
+        )
+    try:
+        arguments = {name: _make_schedule(value) if is_schedule(value) else value for name, value in settings.items()}
+        arguments |= {**(changes or {}), "policy_kwargs": resolve_classes(policy_kwargs)}
+        with warnings.catch_warnings():
+            # The model may have fewer environments than the one that was trained.
+            warnings.filterwarnings("ignore", "You have specified a mini-batch size")
+            model = algorithm(policy, env, device=device, _init_setup_model=env is not None, **arguments)
+        if env is None:  # as SB3's own load() builds a model
+            model.observation_space, model.action_space = map(make_space, (config[name] for name in SPACES))
+            model.n_envs = 1
+            model._setup_model()
+        return model
+    except Exception as refusal:  # SB3 and the policy's classes may raise anything
+        kind = "" if isinstance(refusal, WhenceError) else f"{type(refusal).__name__}: "
+        raise RunDirectoryError(
+            f"The policy of {run.path} cannot be built from its configuration: {kind}{refusal} {REMEDY}"
+        ) from refusal
+
+
+def _look_up(run: RunDirectory, what: str, name: object, classes: Mapping[str, Any]) -> Any:
+    if not isinstance(name, str) or name not in classes:
+        raise RunDirectoryError(
+            f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; {', '.join(classes)} "
+            f"can. {REMEDY}"
+        )
+    return classes[name]
+
+
+def _make_schedule(stored: Mapping[str, Any]) -> LinearSchedule:
+    return LinearSchedule(**{name: value for name, value in stored.items() if name != "schedule"})
+
+
+class MiniGridCNN(torch_layers.BaseFeaturesExtractor):
+    """LDA's MiniGrid network: 3x3 convolutions of 16 and 32 filters, then a linear layer of 64 (LDA §B.2; v2 §A.2)."""
+
+    def __init__(self, observation_space: gym.spaces.Box) -> None:
+        super().__init__(observation_space, features_dim=64)
+        channels, height, width = observation_space.shape
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(32 * (height - 4) * (width - 4), 64), nn.ReLU()),
+        )
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Return (n, 64) features of (n, channels, height, width) images scaled to [0, 1]."""
+        features: Tensor = self.layers(observations)
+        return features
+
+
+def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy's arguments, with classes in place of the names that configurations hold.
+
+    A name is that of a class of PyTorch's, of Stable-Baselines3's or of this module's, alone or with its module's.
+
+    Raises:
+        WhenceError: no class of that name is known.
+    """
+    return {
+        argument: _find_class(argument, value)
+        if isinstance(value, str) and (argument.endswith("_class") or argument == "activation_fn")
+        else value
+        for argument, value in policy_kwargs.items()
+    }
+
+
+def _find_class(argument: str, path: str) -> type:
+    name = path.rpartition(".")[2]
+    known = {**vars(nn), **vars(torch_layers), **vars(optim), **vars(rmsprop_tf_like), "MiniGridCNN": MiniGridCNN}
+    candidate = known.get(name)
+    if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
+        return candidate
+    of = optim.Optimizer if argument == "optimizer_class" else nn.Module
+    names = (name for name, each in known.items() if isinstance(each, type) and issubclass(each, of))
+    raise WhenceError(
+        f"{argument} is {path!r}, which is no class of PyTorch's or Stable-Baselines3's."
+        f"{suggest(name, names, otherwise='')}"
+    )

@@ -13,7 +13,7 @@ from helpers.launching import run_script
 from helpers.scripts.processes import TARGETS, train
 from helpers.scripts.trl_processes import KEPT
 from whence.core import Unsupported, WhenceError
-from whence.llm.base.processes import Processes, check_copies
+from whence.llm.base.processes import Processes
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_processes_that_share_parameters_out_are_refused_but_for_fsdp2_and_deeps
             Processes(SimpleNamespace(distributed_type=kind, is_fsdp2=False))
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         with pytest.raises(Unsupported, match="PPOTrainer needs a copy"):
-            check_copies(SimpleNamespace(distributed_type=kind))
+            Processes(SimpleNamespace(distributed_type=kind), need_copies=True)
     Processes(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
     Processes(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, is_fsdp2=False))
 

@@ -195,7 +195,7 @@ def test_the_command(tmp_path: Path) -> None:
     arguments = ["llm", "score", str(folder), "--model", str(tmp_path / "model"), "--run", run]
     output = CliRunner().invoke(app, [*arguments, "--column", "reward=score"]).output
     assert "4 rows in 2 rounds" in output
-    parts = json.loads(CliRunner().invoke(app, ["llm", "why", run, "--round", "1", "--record", "0", "--json"]).output)
+    parts = json.loads(CliRunner().invoke(app, ["why", run, "--round", "1", "--record", "0", "--json"]).output)
     score = RunDirectory.open(run).round("records", 1)["score"][0]
     assert sum(token["part"] for token in parts["tokens"]) == pytest.approx(score, rel=1e-4)
     assert [row["record"] for row in (*parts["pulls"]["with"], *parts["pulls"]["against"])] == [1]

@@ -10,7 +10,6 @@ from .lora import ignore_old_names as ignore_old_names
 from .lora import load_adapter as load_adapter
 from .processes import ONE as ONE
 from .processes import Processes as Processes
-from .processes import check_copies as check_copies
 from .rows import TokenRows as TokenRows
 from .rows import average_rows as average_rows
 from .rows import last_token as last_token

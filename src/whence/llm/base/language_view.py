@@ -86,17 +86,13 @@ def _to_single(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
-
-
 def _call_model(module: Any, inputs: dict[str, Tensor], width: int) -> Any:
     # Logits of prompt tokens, each as wide as the vocabulary, are left out if the model can do so.
     options = {"use_cache": False, "logits_to_keep": width + 1}
     options = {name: value for name, value in options.items() if accepts_argument(module, name)}
-    names = ["input_ids", "attention_mask", "position_ids"]
+    columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
     if _COLUMN_POSITIONS in inputs and not _counts_tokens(module, inputs["input_ids"][:1]):
-        names[-1] = _COLUMN_POSITIONS
-    columns = {name: inputs[column] for name, column in zip(_ARGUMENTS, names, strict=True) if column in inputs}
+        columns["position_ids"] = inputs[_COLUMN_POSITIONS]
     with _differentiable_kernels(module):
         outputs = module(**columns, **options)
     if not isinstance(getattr(outputs, "logits", None), Tensor):

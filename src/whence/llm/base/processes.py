@@ -22,36 +22,37 @@ _KINDS_WITH_COPIES = (
 )
 
 
-def check_copies(accelerator: Accelerator) -> None:
-    """Raise Unsupported for processes that split the model's parameters among them."""
-    if accelerator.distributed_type not in _KINDS_WITH_COPIES:
-        raise Unsupported(
-            f"The processes split the model's parameters among them ({accelerator.distributed_type.value}), and "
-            "PPOTrainer needs a copy in each: accelerate launch --multi_gpu --num_processes N (on CPUs with "
-            "ACCELERATE_USE_CPU=1), without FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2 and "
-            "DeepSpeed."
-        )
-
-
 @dataclass(frozen=True)
 class Processes:
     """The processes of a training; `ONE` is a process on its own.
 
     Attributes:
         accelerator: the accelerator of Accelerate, which connects the processes; None: there is only this one.
+        need_copies: whether each process needs the whole model.
+
+    Raises:
+        Unsupported: the processes split the model's parameters among them, and need copies, or do it in another way
+            than by FSDP2 or DeepSpeed.
     """
 
     accelerator: Accelerator | None = None
+    need_copies: bool = False
 
     def __post_init__(self) -> None:
         if self.accelerator is None or self.hold_copies:
             return
-        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if not is_deepspeed and not getattr(self.accelerator, "is_fsdp2", False):
+        kind = self.accelerator.distributed_type
+        if self.need_copies:
             raise Unsupported(
-                f"The processes split the model's parameters among them by {self.accelerator.distributed_type.value}, "
-                "which scores do not know. Use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO "
-                "(--use_deepspeed), or processes that hold a copy each (--multi_gpu)."
+                f"The processes split the model's parameters among them ({kind.value}), and PPOTrainer needs a copy in "
+                "each: accelerate launch --multi_gpu --num_processes N (on CPUs with ACCELERATE_USE_CPU=1), without "
+                "FSDP, DeepSpeed, Megatron. TRL's trainers can be scored under FSDP2 and DeepSpeed."
+            )
+        if kind != DistributedType.DEEPSPEED and not getattr(self.accelerator, "is_fsdp2", False):
+            raise Unsupported(
+                f"The processes split the model's parameters among them by {kind.value}, which scores do not know. Use "
+                "FSDP2 (accelerate launch --use_fsdp --fsdp_version 2), DeepSpeed's ZeRO (--use_deepspeed), or "
+                "processes that hold a copy each (--multi_gpu)."
             )
 
     @property

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from whence.core import RunDirectoryError, WhenceError, library_versions
@@ -92,7 +91,7 @@ def read_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def restore_model(model: nn.Module, optimizer: Any, content: Mapping[str, Any]) -> None:
     """Put a model and its optimiser into the state that `read_model` returned; see `check_model`."""
-    _copy_parameters(model, content)
+    model.load_state_dict(content["model"], strict=False)  # of the parameters that train alone
     parameters = dict(_trained_parameters(model))
     optimizer.state.clear()
     for name, state in content["optimizer"].items():
@@ -112,7 +111,7 @@ def load_parameters(path: Path, model: nn.Module) -> None:
     """
     content = load_tree(path)
     check_model(model, content, path)
-    _copy_parameters(model, content)
+    model.load_state_dict(content["model"], strict=False)
 
 
 def check_model(model: nn.Module, content: Mapping[str, Any], path: Path) -> None:
@@ -124,12 +123,6 @@ def check_model(model: nn.Module, content: Mapping[str, Any], path: Path) -> Non
             f"{path} belongs to another model: its parameters that train differ from this one's. Build the model as it "
             "was, with the same adapter, or choose another output_dir."
         )
-
-
-def _copy_parameters(model: nn.Module, content: Mapping[str, Any]) -> None:
-    with torch.no_grad():
-        for name, parameter in _trained_parameters(model):
-            parameter.copy_(content["model"][name])
 
 
 def _trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

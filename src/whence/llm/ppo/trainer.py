@@ -25,7 +25,7 @@ from whence.core import (
     call_plugin,
     preserve_rng_state,
 )
-from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, check_copies, disable_dropout
+from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, disable_dropout
 from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
 from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
 from whence.llm.ppo.ppo_run import open_run, read_model, restore_model
@@ -135,8 +135,7 @@ class PPOTrainer:
         self.reward, self.about = reward, dict(about or {})
         self.accelerator = Accelerator(log_with=list(config.report_to) or None, project_dir=config.output_dir)
         self.accelerator.gradient_accumulation_steps = 1  # the trainer itself splits steps into passes
-        check_copies(self.accelerator)
-        self.processes = Processes(self.accelerator)
+        self.processes = Processes(self.accelerator, need_copies=True)
         self.processes.check_batch(config.batch_size)
         # All processes draw the same numbers while the model is made; later each has a seed of its own.
         set_seed(config.seed)
@@ -236,14 +235,16 @@ class PPOTrainer:
 
     def _run_round(self, number: int) -> dict[str, Any]:
         config, seconds = self.config, dict[str, dict[str, float]]()
+        progress = Progress(number, 1 - (number - 1) / config.rounds)
+        draw_rows = None if self.held_out is None else partial(self._draw_held_out, self.held_out, number, seconds)
         prompts = self._draw_prompts()
         with time_stage(seconds, "generation"), self.accelerator.autocast():
             responses = self._generate(prompts)
         with time_stage(seconds, "forward"), self.accelerator.autocast(), name_round(number):
             rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
         with time_stage(seconds, "scoring"), name_round(number):
-            if (chooser := self._open_chooser(rollout.rows, number, seconds)) is None:
-                influence, selection = self._choose(rollout, number, seconds)
+            if (chooser := self._open_chooser(rollout.rows, progress, draw_rows)) is None:
+                influence, selection = self._choose(rollout.rows, progress, draw_rows)
             else:
                 influence, selection = None, chooser.selection
         with time_stage(seconds, "optimisation"), name_round(number):
@@ -270,33 +271,26 @@ class PPOTrainer:
         return row
 
     def _choose(
-        self, rollout: Rollout, number: int, seconds: dict[str, dict[str, float]]
+        self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None
     ) -> tuple[Influence | None, Selection]:
-        """Return the rows' scores, and the rows that train."""
-        rows, influence = rollout.rows, None
+        """Return the rows' scores, and the rows that train; `draw_rows` draws those of the target, if not None."""
+        scoring, influence = self.scoring, None
         if self.rule.needs_influence:
-            scoring = self.scoring
-            if self.held_out is not None:
-                rows_of_target, target = self._draw_held_out(self.held_out, number, seconds), scoring.target
-                scoring = replace(scoring, target=replace(target, rows=rows_of_target))  # type: ignore[type-var]
+            if draw_rows is not None:
+                scoring = replace(scoring, target=replace(scoring.target, rows=draw_rows()))  # type: ignore[type-var]
             influence = score(self.model, rows, scoring, self.rule)
-        return influence, self.rule.select(rows, influence, self._read_progress(number))
-
-    def _read_progress(self, number: int) -> Progress:
-        return Progress(number, 1 - (number - 1) / self.config.rounds)
+        return influence, self.rule.select(rows, influence, progress)
 
     def _open_chooser(
-        self, rows: RecordBatch, number: int, seconds: dict[str, dict[str, float]]
+        self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None
     ) -> RoundChooser | None:
         """Begin a round whose rows are chosen in the steps; None: they are chosen before, also if two rows differ."""
         if self._chooser is None:
             return None
-        compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.processes)
-        if not self._chooser.confirm(compute_loss):
+        if not self._chooser.confirm(partial(compute_pair_loss, self.model, rows, self.config, self.processes)):
             self._chooser = None
             return None
-        draw_rows = None if self.held_out is None else partial(self._draw_held_out, self.held_out, number, seconds)
-        self._chooser.begin(rows, self._read_progress(number), draw_rows)
+        self._chooser.begin(rows, progress, draw_rows)
         return self._chooser
 
     def _draw_held_out(self, prompts: Prompts, number: int, seconds: dict[str, dict[str, float]]) -> RecordBatch:

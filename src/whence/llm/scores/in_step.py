@@ -157,13 +157,44 @@ class RoundChooser:
         modules = [each for each in self._model.modules() if each is not self._model]
         with eval_mode(each for each in modules if not getattr(each, "gradient_checkpointing", False)):
             try:
-                reason = _compare_with_plain(self.layers, self.parameters, compute_loss)
+                reason = self._compare(compute_loss)
             except Exception as failure:  # a trainer's own pass may have changed with its release
                 reason = first_line(failure).rstrip(".")
         if not self._scoring.processes.agree_on_most(int(reason is not None)):
             return True
         _log_way(reason or "another process's pass differs from a plain one")
         return False
+
+    def _compare(self, compute_loss: Callable[[bool], Tensor]) -> str | None:
+        """Return how a recorded pass on two rows differs from a plain backward pass of the first; None: it does not."""
+        with preserve_rng_state(), Precision() as precision:  # the same dropout in both passes
+            loss = compute_loss(True)
+        derivatives = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        plain = {n: each for n, each in zip(self.parameters, derivatives, strict=True) if each is not None}
+        direction, before = spread_evenly(plain), {name: parameter.grad for name, parameter in self.parameters.items()}
+        try:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            with preserve_rng_state(), self.record_pass(2) as step:
+                loss = compute_loss(False)
+            scores = step.backward(loss, direction)
+            step.add_gradient(torch.tensor([1.0, 0.0]))
+            recorded = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.grad = before[name]
+        assert scores is not None
+        tolerance = precision.tolerance(1e-3)
+        largest = max((float(each.norm()) for each in plain.values()), default=0.0)
+        for name, parameter in self.parameters.items():
+            zero = torch.zeros_like(parameter)
+            one, other = plain.get(name, zero), recorded.get(name, zero)
+            if not float((one - other).norm()) <= tolerance * max(float(one.norm()), 1e-3 * largest):
+                return f"on two rows the gradient of `{name}` differs from that of a plain backward pass"
+        expected = -float(torch.stack([(plain[name] * each).sum() for name, each in direction.items()]).sum())
+        if not abs(float(scores[0]) - expected) <= tolerance * abs(expected):
+            return f"on two rows a score is {float(scores[0]):.4g}, and {expected:.4g} by a plain backward pass"
+        return None
 
     def record_pass(self, rows: int) -> AbstractContextManager[TrainingPass]:
         """Return a context in which a forward pass on `rows` rows is recorded, for `run_backward`."""
@@ -334,37 +365,3 @@ class RoundChooser:
             records=records,
         )
         return Influence(scores, rows.ids.cpu().clone(), about)
-
-
-def _compare_with_plain(
-    layers: list[Layer], parameters: dict[str, nn.Parameter], compute_loss: Callable[[bool], Tensor]
-) -> str | None:
-    """Return how a recorded pass on two rows differs from a plain backward pass of the first; None: it does not."""
-    with preserve_rng_state(), Precision() as precision:  # the same dropout in both passes
-        loss = compute_loss(True)
-    derivatives = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    plain = {n: each for n, each in zip(parameters, derivatives, strict=True) if each is not None}
-    direction, before = spread_evenly(plain), {name: parameter.grad for name, parameter in parameters.items()}
-    try:
-        for parameter in parameters.values():
-            parameter.grad = None
-        with preserve_rng_state(), record_training_pass(layers, parameters, 2) as step:
-            loss = compute_loss(False)
-        scores = step.backward(loss, direction)
-        step.add_gradient(torch.tensor([1.0, 0.0]))
-        recorded = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    finally:
-        for name, parameter in parameters.items():
-            parameter.grad = before[name]
-    assert scores is not None
-    tolerance = precision.tolerance(1e-3)
-    largest = max((float(each.norm()) for each in plain.values()), default=0.0)
-    for name in parameters:
-        zero = torch.zeros_like(parameters[name])
-        one, other = plain.get(name, zero), recorded.get(name, zero)
-        if not float((one - other).norm()) <= tolerance * max(float(one.norm()), 1e-3 * largest):
-            return f"on two rows the gradient of `{name}` differs from that of a plain backward pass"
-    expected = -float(torch.stack([(plain[name] * each).sum() for name, each in direction.items()]).sum())
-    if not abs(float(scores[0]) - expected) <= tolerance * abs(expected):
-        return f"on two rows a score is {float(scores[0]):.4g}, and {expected:.4g} by a plain backward pass"
-    return None

@@ -2,10 +2,10 @@ from .column_rules import AdvantageMagnitude as AdvantageMagnitude
 from .column_rules import FromMask as FromMask
 from .column_rules import MaxVariance as MaxVariance
 from .column_rules import ZeroVariance as ZeroVariance
-from .own_scores import DTV as DTV
-from .own_scores import choose_target as choose_target
-from .own_scores import find_scorer as find_scorer
-from .own_scores import score_for as score_for
+from .dtv import DTV as DTV
+from .dtv import choose_target as choose_target
+from .dtv import find_scorer as find_scorer
+from .dtv import score_for as score_for
 from .score_rules import IIF as IIF
 from .score_rules import IPPO as IPPO
 from .score_rules import BelowMean as BelowMean

@@ -198,7 +198,8 @@ def run_sweep(
         runs: from `read_sweep`.
         out: the directory: `curves.parquet` and `timings.parquet` with a row for each run; `runs/...` are under way.
         watch: called with what happens.
-        workers, on: as in `compare`.
+        workers: processes at a time; as in `compare`.
+        on: "local" or "ray"; as in `compare`.
 
     Returns:
         Why runs failed, by "NAME/ARM/seed_S".

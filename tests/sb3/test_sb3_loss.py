@@ -178,6 +178,12 @@ def patch_distribution() -> Any:
     return toy
 
 
+def hook_extractor() -> Any:
+    toy = model()
+    toy.policy.mlp_extractor.register_forward_hook(lambda module, inputs, latents: (3 * latents[0], latents[1]))
+    return toy
+
+
 def halve_backbone() -> Any:
     def run(layer: nn.Linear, x: Tensor) -> Tensor:
         return layer(x.to(torch.bfloat16)).float()
@@ -222,6 +228,7 @@ UNUSUAL = {
     "forward is not forward_actor": lambda: PPO(WithTrunk, Toy(), n_steps=32, batch_size=16, seed=0),
     "own evaluate_actions": lambda: PPO(OwnPolicy, Toy(), n_steps=32, batch_size=16, seed=0),
     "patched distribution": patch_distribution,
+    "hooked extractor": hook_extractor,
     "half precision first": halve_backbone,
     "optimiser over some parameters": train_some,
     "masked parameter": mask_parameter,

@@ -1,6 +1,6 @@
 """Influence-based selection inside SB3's own training loop, as one callback."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -198,19 +198,13 @@ class InfluenceCallback(BaseCallback):
         return Choice(influence, self.select(records, influence))
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
-        """Return the rule's selection among records, checked.
+        """Return the rule's selection among records.
 
         Args:
             records: n records of the rollout.
             influence: their scores; None if the rule needs none.
-
-        Raises:
-            WhenceError: the rule returned something else than a selection with n entries.
         """
-        progress = Progress(self.next_round, max(0.0, self.progress_remaining))
-        selection = self.rule.select(records, influence, progress)
-        check_selection(selection, records, f"{self.rule!r}.select()")
-        return selection
+        return self.rule.select(records, influence, Progress(self.next_round, max(0.0, self.progress_remaining)))
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
         """Train on the selected records; override it to train in another way.
@@ -374,7 +368,13 @@ class InfluenceCallback(BaseCallback):
         if not metrics["skipped"]:
             with name_round(self.round.number), watch_training(self.model, self.round.records):
                 self.train_selected(train, self.round.selection)
-        self._write_rows(metrics, {**seconds, "optimisation": self.optimisation_clock.seconds()})
+        seconds["optimisation"] = self.optimisation_clock.seconds()
+        # The logger of a skipped round still holds an earlier round's.
+        self.metrics.append({**metrics, **({} if metrics["skipped"] else read_train_metrics(self.model.logger))})
+        call_plugin("whence.advice", "settings", self.metrics, read_settings(self.model), self._logged)
+        if self._recorder is not None:
+            self._recorder.write_rows(self.metrics[-1], seconds)
+            self._save_if_due()
         record_next_rollout(self.model, self._tracker)
 
     def _on_training_end(self) -> None:
@@ -384,15 +384,6 @@ class InfluenceCallback(BaseCallback):
             if self.model.num_timesteps == self._last_timestep:  # no checkpoint holds a part of a round
                 self._save_if_due(last=True)
             self._recorder.end()
-
-    def _write_rows(self, metrics: Mapping[str, Any], seconds: Mapping[str, Mapping[str, float]]) -> None:
-        # The logger of a skipped round still holds an earlier round's.
-        train_metrics = {} if metrics["skipped"] else read_train_metrics(self.model.logger)
-        self.metrics.append({**metrics, **train_metrics})
-        call_plugin("whence.advice", "settings", self.metrics, read_settings(self.model), self._logged)
-        if self._recorder is not None:
-            self._recorder.write_rows(self.metrics[-1], seconds)
-            self._save_if_due()
 
     def _save_if_due(self, *, last: bool = False) -> None:
         """Write the checkpoint after the round if one is due; after the last one in any case."""

@@ -13,6 +13,7 @@ import torch
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import FlattenExtractor
@@ -165,6 +166,22 @@ def test_a_rollout_is_scored_as_train_gets_it(tmp_path: Path, where: str, replac
     assert torch.equal(records.advantages, torch.as_tensor(toy.rollout_buffer.advantages).flatten())
     assert seen.sort()[0].tolist() == records.advantages[keep].repeat(toy.n_epochs).sort()[0].tolist()
     assert torch.equal(whence.attribute(start, records, target=Return()).scores, callback.round.influence.scores)
+
+
+class Rescaling(RolloutBuffer):
+    def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> Any:
+        samples = super()._get_samples(batch_inds, env)
+        return samples._replace(advantages=2 * samples.advantages)
+
+
+def test_advantages_that_change_while_they_are_read_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    model(rollout_buffer_class=Rescaling).learn(64, callback=InfluenceCallback(KeepAll()))
+    assert caplog.text.count("train() gets other advantages than were scored, for 16 of the 16 records") == 1
+
+
+def test_strict_raises_instead() -> None:
+    with pytest.raises(WhenceError, match="keeps 1 of 32 records"):
+        model().learn(32, callback=InfluenceCallback(Fixed(1), strict=True))
 
 
 class Fixed:

@@ -109,6 +109,7 @@ class InfluenceCallback(BaseCallback):
         recordings: the rounds to record, from 1. A recording holds what `train()` did in the round, to be replayed and
             attributed as a whole. The last one is in `recording`; with `run`, all are in the directory.
         last: whether a last minibatch shorter than the others trains: "keep", or "drop" as LDA's code does.
+        strict: raise if a round keeps fewer than two records, instead of skipping its training.
         env: with `run`, the name of a function without arguments that makes one environment in all of its wrappers, as
             "module:function". Episodes are played again in what it makes. None: the environment is made again by its
             class and its wrappers, as far as their arguments can be stored.
@@ -138,6 +139,7 @@ class InfluenceCallback(BaseCallback):
         folds: int | None = FOLDS,
         recordings: Collection[int] = (),
         last: Last = "keep",
+        strict: bool = False,
         env: str | None = None,
         names: Names | None = None,
         verbose: int = 0,
@@ -149,7 +151,7 @@ class InfluenceCallback(BaseCallback):
         check_memory(memory)
         if last not in get_args(Last):
             raise WhenceError(f"last is {last!r}.{suggest(str(last), get_args(Last))}")
-        self.rule, self.last = rule, last
+        self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
         self.env = check_factory(env)
@@ -339,7 +341,7 @@ class InfluenceCallback(BaseCallback):
             if self.rule.needs_influence and not self._rounds_done:
                 warn_of_log_probs(self.model.policy, records)
             choice = self.choose(records)
-        check_selection(choice.selection, records, f"{type(self).__name__}.choose()")
+        check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
             if self._recorder is not None and self.folds is not None:
                 settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
@@ -366,7 +368,7 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
         if not metrics["skipped"]:
-            with name_round(self.round.number), watch_training(self.model, self.round.records):
+            with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
                 self.train_selected(train, self.round.selection)
         seconds["optimisation"] = self.optimisation_clock.seconds()
         # The logger of a skipped round still holds an earlier round's.

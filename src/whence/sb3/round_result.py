@@ -59,13 +59,21 @@ class Choice:
     metrics: Mapping[str, float | bool | None] = field(default_factory=dict)
 
 
-def check_selection(selection: object, records: RecordBatch, source: str) -> None:
-    """Refuse what is no selection with one entry per record; `source` names the call that returned it."""
+def check_selection(selection: object, records: RecordBatch, source: str, *, strict: bool = False) -> None:
+    """Refuse what is no selection with one entry per record, or, if strict, one that keeps fewer than two.
+
+    `source` names the call that returned it.
+    """
     if not isinstance(selection, Selection) or len(selection.keep) != len(records):
         received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
         raise WhenceError(
             f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
             "whence.Selection with one entry per record."
+        )
+    if strict and not can_train(selection):
+        raise WhenceError(
+            f"{source} keeps {int(selection.keep.sum())} of {len(records)} records, and training needs two. Drop less, "
+            "or pass strict=False to skip such rounds."
         )
 
 

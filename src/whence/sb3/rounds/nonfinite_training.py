@@ -1,6 +1,7 @@
-"""Checks of a training by SB3: of numbers that are not finite."""
+"""Checks of a training by SB3: of numbers that are not finite, and of advantages that are not those scored."""
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +15,13 @@ from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
 from whence.sb3.models.tensors import preserve_model
 from whence.sb3.rounds.sampling import replace_samples
 from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
+
+log = logging.getLogger("whence")
+
+_OTHER_ADVANTAGES = (
+    "train() gets other advantages than were scored, for %d of the %d records of a minibatch. They change after it has "
+    "begun, as in the buffer's _get_samples(). Change them in collect_rollouts() or in a callback's on_rollout_end."
+)
 
 
 def check_observation(model: Any, observation: Any) -> None:
@@ -68,21 +76,29 @@ def _is_finite(numbers: Any) -> bool:
 
 
 @contextmanager
-def watch_training(model: Any, records: RecordBatch) -> Iterator[None]:
+def watch_training(model: Any, records: RecordBatch, logged: set[str]) -> Iterator[None]:
     """Check the gradients of each step while `train()` runs inside, before the step, and the parameters afterwards.
 
-    `records` are those in the model's rollout buffer, in its order.
+    `records` are those in the model's rollout buffer, in its order. If `train()` gets other advantages, that is logged
+    once, and its kind added to `logged`.
 
     Raises:
         NonFinite: see `check_gradients` and `check_parameters`; or the policy has no valid distribution of actions.
     """
     policy, buffer = model.policy, model.rollout_buffer
     positions: Any = np.arange(len(records))
-    get_samples, samples = buffer._get_samples, None
+    get_samples, unread, samples = buffer._get_samples, len(records), None
 
     def note_samples(indices: Any, *rest: Any, **options: Any) -> Any:
-        nonlocal positions, samples
+        nonlocal positions, unread, samples
         positions, samples = indices, get_samples(indices, *rest, **options)
+        if unread > 0 and "other advantages" not in logged:  # once for each record
+            unread -= len(indices)
+            scored = records.advantages[torch.as_tensor(indices)]
+            mask = samples.mask > 0 if hasattr(samples, "mask") else slice(None)  # of padded sequences
+            if count := int((samples.advantages[mask].cpu() != scored).sum()):
+                logged.add("other advantages")
+                log.warning(_OTHER_ADVANTAGES, count, len(scored))
         return samples
 
     def check(*args: Any) -> None:

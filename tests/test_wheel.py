@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the source tree."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, *PIP, "wheel", ROOT, "--no-deps", "--wheel-dir", folder, cwd=folder)
-    (path,) = folder.glob("whence-*.whl")
+    (path,) = folder.glob("whence_rl-*.whl")
     return path
 
 

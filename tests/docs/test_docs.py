@@ -118,7 +118,7 @@ def shorten(name, arguments):
     elif name == "compare":
         line += f" --arms ppo,iif --seeds 1 --rounds 1 --eval-episodes 2 --workers 1 --n-steps {STEPS}"
     elif name == "prove":
-        line += " --seeds 1 --test-episodes 2"
+        line += " --seeds 1" + ("" if "--prompt" in line else " --test-episodes 2")
     elif name == "sweep":
         line += " --workers 1"
     elif name in ("llm train", "llm compare"):

@@ -192,7 +192,7 @@ def test_the_process_stays_under_256_mib_for_100_000_records(engine: str) -> Non
     assert 16 * MIB < int(run.stdout) < budget
 
 
-@pytest.mark.parametrize("part", ["auto.check_against_loop", "own_parts._solve_record_by_record"])
+@pytest.mark.parametrize("part", ["auto.check_against_loop", "leave_one_out._solve_record_by_record"])
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError("of a GPU"), RuntimeError("DefaultCPUAllocator: no")])
 def test_a_lack_of_memory_is_raised_and_another_failure_worked_around(part, failure, monkeypatch) -> None:
     view = mlp_view()

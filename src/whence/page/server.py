@@ -239,10 +239,7 @@ def make_app(
         route(f"{of_round}/pivot", lambda run, number, query: build_pivot(run, number, query.getlist("by"))),
         route(f"{of_round}/records", _query),
         route(of_record, answer_detail),
-        route(
-            f"{of_record}/advantage",
-            lambda run, number, record, query: measurements.ask(measure, run, number, record, continuations),
-        ),
+        route(f"{of_record}/advantage", answer_advantage),
         route(f"{of_record}/causes", answer_causes),
         Route(f"{of_record}/flag", write_note, methods=["PUT"]),
     ]

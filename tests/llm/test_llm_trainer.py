@@ -274,10 +274,11 @@ def test_digests_of_rows():
 def test_advantages_are_of_the_whole_rollout(tmp_path):
     model = WithValueHead(make_model())
     torch.nn.init.normal_(model.value_head.weight)
-    config = make_config(tmp_path, gamma=0.9)
+    config = make_config(tmp_path, gamma=0.9, missing_eos_penalty=0.7)
     tokenizer = make_tokenizer()
     torch.manual_seed(3)
     responses = generate(model.language_model, tokenizer, tokenize_prompts(tokenizer, PROMPTS, config, 32), config)
+    assert 0 < responses.ended.sum() < len(PROMPTS)
     reference = Reference(make_model(seed=1))
     rollout = make_rollout(model, reference, responses, vowels, 0.3, config)
     mask, mine = responses.response_mask, evaluate_responses(model, responses, config)
@@ -289,7 +290,7 @@ def test_advantages_are_of_the_whole_rollout(tmp_path):
         own = mask[row]
         penalty, values = 0.3 * (mine.log_prob - theirs)[row][own], [*mine.value[row][own].tolist(), 0.0]
         rewards = (-penalty).tolist()
-        rewards[-1] += vowels([""], [responses.texts[row]])[0]
+        rewards[-1] += vowels([""], [responses.texts[row]])[0] - 0.7 * (not responses.ended[row])
         later, estimates = 0.0, []
         for at in reversed(range(len(rewards))):
             later = rewards[at] + 0.9 * values[at + 1] - values[at] + 0.9 * 0.95 * later

@@ -41,6 +41,7 @@ class PPOConfig:
         refresh_target_every: rounds that a gradient of the target serves where rows are chosen in the step; None: one.
         horizon: rows over which the weight is steered.
         max_new_tokens: the most tokens of a response.
+        missing_eos_penalty: subtracted from the reward of a response that does not end; None: nothing.
         max_prompt_length: the most tokens of a prompt; longer ones are refused. None: what the model's context leaves.
         chat_template_kwargs: further arguments of the tokenizer's chat template for prompts that are chats.
         temperature: sampling temperature; the policy that trains is the one at this temperature.
@@ -78,6 +79,7 @@ class PPOConfig:
     refresh_target_every: Count | None = None
     horizon: Count = 10_000
     max_new_tokens: Count = 32
+    missing_eos_penalty: NotNegative | None = None
     max_prompt_length: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     temperature: Positive = 1.0

@@ -94,7 +94,8 @@ def make_rollout(
     columns_of_tokens = {"log-prob": outputs.log_prob, "value": outputs.value}
     _check_finite(columns_of_tokens | {"log-prob of the start model": ref_log_probs}, mask, first_id)
     penalty = outputs.log_prob - ref_log_probs  # whose mean over tokens drawn from the policy is its divergence
-    token_rewards = reward_tokens(rewards.to(mask.device), kl_coef * penalty, mask)
+    scores = rewards - (config.missing_eos_penalty or 0.0) * (~responses.ended.cpu()).to(rewards)
+    token_rewards = reward_tokens(scores.to(mask.device), kl_coef * penalty, mask)
     advantages = gae(token_rewards, outputs.value, mask, config.gamma, config.lam)
     # A prompt may begin with the token that pads others.
     prompts = torch.where(responses.attention_mask.bool(), responses.input_ids, -1)[:, : -mask.shape[1]]

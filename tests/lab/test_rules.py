@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sb3_contrib import RecurrentPPO
 
 from helpers.toys import model
-from whence import InvalidRecords, RecordBatch, WhenceError
+from whence import InvalidRecords, RecordBatch, Unsupported, WhenceError
 from whence.lab.rules import AdvantageMismatch, TDErrorPriority
 from whence.lab.visits import (
     monte_carlo_advantages,
@@ -15,7 +16,7 @@ from whence.lab.visits import (
     returns_to_go,
     td_errors,
 )
-from whence.sb3 import collect
+from whence.sb3 import InfluenceCallback, collect
 
 # Two environments of three steps; the first begins a second episode at its last step.
 STARTS = np.array([True, False, True, False, False, False])
@@ -136,3 +137,10 @@ def test_bad_settings_are_refused() -> None:
         TDErrorPriority(-1)
     with pytest.raises(WhenceError, match="drop is 0"):
         AdvantageMismatch(drop=0)
+
+
+def test_a_draw_by_weights_is_refused_for_a_recurrent_policy() -> None:
+    recurrent = RecurrentPPO("MlpLstmPolicy", "CartPole-v1", n_steps=32, batch_size=16, device="cpu")
+    with pytest.raises(Unsupported, match="drawn by weights"):
+        recurrent.learn(32, callback=InfluenceCallback(TDErrorPriority()))
+    assert not recurrent.policy.optimizer.state  # no step was taken

@@ -18,7 +18,6 @@ from helpers import toys
 from helpers.gradients import Gradients, fill_buffer
 from whence.causes import compare_log_probs, find_causes, play_episode, prove, read_record
 from whence.core import RunDirectoryError, as_view
-from whence.lab.rules import TDErrorPriority
 from whence.sb3 import InfluenceCallback, collect, model_objective
 from whence.sb3.rounds.sampling import select_from
 from whence.stored.agents import compare_policies, estimate_advantages, load_agent, load_round, replay_episode
@@ -291,8 +290,6 @@ class Other(RecurrentActorCriticPolicy):
 def test_what_cannot_be_done_is_refused_before(cart: whence.RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(whence.Unsupported, match="cannot be recorded"):
         make_model().learn(64, callback=InfluenceCallback(recordings=[1]))
-    with pytest.raises(whence.Unsupported, match="drawn by weights"):
-        make_model().learn(64, callback=InfluenceCallback(TDErrorPriority()))
     with pytest.raises(whence.Unsupported, match=r"overrides evaluate_actions\(\).*MlpLstmPolicy"):
         RecurrentPPO(Other, make_cart(), device="cpu").learn(64, callback=InfluenceCallback())
     kwargs = {"policy_kwargs": {"lstm_kwargs": {"proj_size": 4}, "lstm_hidden_size": 8}}

@@ -1,19 +1,16 @@
 """Scores of records: which of them raise a target, which lower it (LDA §3)."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import overload
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.core import (
     BatchTarget,
-    NonFinite,
     Objective,
     RecordBatch,
     Target,
@@ -34,7 +31,6 @@ from whence.core import (
     train_mode,
 )
 from whence.engines import (
-    Gradient,
     Problem,
     Summed,
     add_masks,
@@ -42,11 +38,9 @@ from whence.engines import (
     check_mixing,
     choose_memory,
     is_in_shards,
-    record_gradient,
     release_whole,
     solve,
     subtract_own_parts,
-    target_gradients,
 )
 from whence.scores.folds import (
     PartialTarget,
@@ -58,6 +52,7 @@ from whence.scores.folds import (
     standard_errors,
 )
 from whence.scores.influence import Influence, Provenance
+from whence.scores.nonfinite import check_scores
 
 
 @overload
@@ -197,7 +192,7 @@ def score_targets(
         products, engine, reason = solve(problem, engine, limit)
         if leave_one_out is not None:
             products = subtract_own_parts(problem, products, label_units(records, leave_one_out), engine, limit)
-        _check_scores(products, problem)
+        check_scores(products, problem)
     return {
         name: Influence(
             scores=row.detach().cpu().clone(),
@@ -311,34 +306,3 @@ def _check_mixing(problem: Problem, module: nn.Module | None) -> None:
     dropouts = [each for each in problem.modules.values() if isinstance(each, _DropoutNd)]
     with nullcontext() if module is None else train_mode(module), eval_mode(dropouts):
         check_mixing(problem)
-
-
-def _check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:
-    if math.isfinite(products.sum()):  # finite only if every term is, and cheaper to check
-        return
-    finite = torch.isfinite(products).all(dim=0)
-    if finite.all():
-        return
-    alone = replace(problem, summed=None)  # other processes may have finite scores, and would not join a sum
-    for target, gradient in zip(problem.targets, target_gradients(alone), strict=True):
-        if names := _find_not_finite(gradient):
-            raise NonFinite(
-                f"The gradient of the target {target_name(target)} is not finite in the parameter `{names[0]}`, so no "
-                "score is. The policy has diverged, or the target has no derivative there: look at the last update's "
-                "learning rate and at the policy's log-probs.",
-                parameter=names[0],
-            )
-    position = int((~finite).nonzero()[0])
-    names = _find_not_finite(record_gradient(problem, position))
-    where = f"its gradient is not finite in the parameter `{names[0]}`" if names else "its product overflows"
-    raise NonFinite(
-        f"The score of record {int(problem.records.ids[position])} is not finite, nor are those of "
-        f"{int((~finite).sum()) - 1} of the other {len(finite) - 1}: {where}. Look at that record's observation, "
-        "log-prob and advantage; a ratio that overflows means that another policy took these actions.",
-        record_ids=problem.records.ids[~finite].tolist(),
-        parameter=names[0] if names else None,
-    )
-
-
-def _find_not_finite(gradient: Gradient) -> list[str]:
-    return [name for name, tensor in gradient.items() if not torch.isfinite(tensor).all()]

@@ -1,12 +1,16 @@
 """Numbers that are not finite: they stop a training before a step is taken on them, and the error names them."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from whence.core import NonFinite, WhenceError, first_line
+from whence.core import NonFinite, WhenceError, first_line, target_name
+from whence.engines import Gradient, Problem, record_gradient, target_gradients
 
 
 @contextmanager
@@ -88,3 +92,39 @@ def raise_if_refused(what: str, remedy: str) -> Iterator[None]:
         raise NonFinite(
             f"{what} diverged: the policy's outputs no longer form a distribution ({first_line(error)}). {remedy}"
         ) from error
+
+
+def check_scores(products: Float[Tensor, "targets n"], problem: Problem) -> None:
+    """Refuse scores that are not finite.
+
+    Raises:
+        NonFinite: a gradient or score is not finite; the message names record and parameter.
+    """
+    if math.isfinite(products.sum()):  # finite only if every term is, and cheaper to check
+        return
+    finite = torch.isfinite(products).all(dim=0)
+    if finite.all():
+        return
+    alone = replace(problem, summed=None)  # other processes may have finite scores, and would not join a sum
+    for target, gradient in zip(problem.targets, target_gradients(alone), strict=True):
+        if names := _find_not_finite(gradient):
+            raise NonFinite(
+                f"The gradient of the target {target_name(target)} is not finite in the parameter `{names[0]}`, so no "
+                "score is. The policy has diverged, or the target has no derivative there: look at the last update's "
+                "learning rate and at the policy's log-probs.",
+                parameter=names[0],
+            )
+    position = int((~finite).nonzero()[0])
+    names = _find_not_finite(record_gradient(problem, position))
+    where = f"its gradient is not finite in the parameter `{names[0]}`" if names else "its product overflows"
+    raise NonFinite(
+        f"The score of record {int(problem.records.ids[position])} is not finite, nor are those of "
+        f"{int((~finite).sum()) - 1} of the other {len(finite) - 1}: {where}. Look at that record's observation, "
+        "log-prob and advantage; a ratio that overflows means that another policy took these actions.",
+        record_ids=problem.records.ids[~finite].tolist(),
+        parameter=names[0] if names else None,
+    )
+
+
+def _find_not_finite(gradient: Gradient) -> list[str]:
+    return [name for name, tensor in gradient.items() if not torch.isfinite(tensor).all()]

@@ -94,7 +94,7 @@ def _describe_target_rows(rebuilt: RebuiltRound) -> pl.DataFrame:
         return rebuilt.table.select(pl.col("record_id").alias("record"), "prompt", "response", "advantage")
     texts = {
         name: [rebuilt.tokenizer.decode(ids, skip_special_tokens=True) for ids in column.to_list()]
-        for name, column in zip(("prompt", "response"), list_tokens(rows), strict=True)
+        for name, column in zip(("prompt", "response"), list_tokens(rows)[:2], strict=True)
     }
     return pl.DataFrame(texts).with_columns(record=pl.lit(None, pl.Int64), advantage=pl.lit(None, pl.Float64))
 

@@ -63,16 +63,16 @@ def test_what_the_template_and_others_say_does_not_count():
     """The template puts an `e` before the last answer, as if it had been thought, and a `g` after each message."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TURNS
-    said = [("assistant", "ab"), ("tool", "cd"), ("assistant", "a"), ("user", "b"), ("assistant", "c")]
+    said = [("assistant", "ab"), ("tool", "cd"), ("assistant", "a"), ("user", "b"), ("assistant", "e")]
     row = {
         "prompt": [{"role": "user", "content": "dd"}],
         "completion": [{"role": role, "content": content} for role, content in said],
     }
     (ids,), _, (mask,) = encode([row], tokenizer)
     text = "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
-    assert text == "idd</s>gjab</s>gjcd</s>gja</s>gib</s>gjc</s>"
+    assert text == "idd</s>gjab</s>gjcd</s>gja</s>gib</s>gje</s>"
     own = ids[-len(mask) :][mask].tolist()
-    assert "".join(tokenizer.convert_ids_to_tokens(own)) == "ab</s>a</s>c</s>"
+    assert "".join(tokenizer.convert_ids_to_tokens(own)) == "ab</s>a</s>e</s>"
 
 
 def test_what_is_cut_off_counts_for_nothing(caplog):

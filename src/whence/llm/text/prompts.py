@@ -207,7 +207,10 @@ def _split_chat(
                 return None
             pieces.append((before[start:], False))
         generated = _read_generated(messages[place])
-        begin = whole.rfind(generated.strip()) if generated.strip() else -1
+        limit = (
+            whole.rfind(end) if end in whole[len(written) :] else len(whole)
+        )  # the end may have the text in its name
+        begin = whole.rfind(generated.strip(), 0, limit) if generated.strip() else -1
         if begin < 0:
             if not whole.startswith(before):
                 return None

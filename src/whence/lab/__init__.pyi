@@ -20,6 +20,7 @@ from .arms import CONTROL as CONTROL
 from .arms import LANGUAGE_ARMS as LANGUAGE_ARMS
 from .arms import LANGUAGE_TARGETS as LANGUAGE_TARGETS
 from .arms import STANDARD as STANDARD
+from .arms import read_presets as read_presets
 from .arms import split_arm as split_arm
 from .kept_runs import KEYS as KEYS
 from .kept_runs import KeptRun as KeptRun

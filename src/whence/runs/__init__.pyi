@@ -17,7 +17,10 @@ from .files import Table as Table
 from .files import check_links as check_links
 from .files import read_digests as read_digests
 from .files import read_tensor_file as read_tensor_file
+from .files import read_vocabulary as read_vocabulary
+from .files import write_flag as write_flag
 from .files import write_tensor_file as write_tensor_file
+from .files import write_vocabulary as write_vocabulary
 from .locks import LOCK as LOCK
 from .locks import lock_directory as lock_directory
 from .recorder import RunRecorder as RunRecorder
@@ -26,6 +29,3 @@ from .recorder import Stopwatch as Stopwatch
 from .recorder import time_stage as time_stage
 from .signatures import SIGNATURE as SIGNATURE
 from .signatures import explain_distrust as explain_distrust
-from .tables import read_vocabulary as read_vocabulary
-from .tables import write_flag as write_flag
-from .tables import write_vocabulary as write_vocabulary

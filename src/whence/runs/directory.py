@@ -14,12 +14,16 @@ from whence.core import RunDirectoryError, WhenceError, describe, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import FORMAT, VERSION, check_place, check_same, read_config_file
 from whence.runs.files import (
+    FLAGS,
     FOLDERS,
+    VOCABULARY,
     PerRound,
     RoundTensors,
+    RowTable,
     Table,
     explain_rounds,
     list_numbered,
+    read_flags,
     read_table,
     read_tensor_file,
     remove_after,
@@ -29,7 +33,6 @@ from whence.runs.files import (
 )
 from whence.runs.locks import Lock, check_writer, lock_run
 from whence.runs.signatures import explain_distrust, is_signed, sign_config
-from whence.runs.tables import FLAGS, VOCABULARY, RowTable, read_flags
 
 log = logging.getLogger("whence")
 

@@ -31,8 +31,7 @@ from whence.core import WhenceError
 from whence.runs.checkpoints import Checkpoint, CheckpointClock, choose_policy_interval, save_checkpoint
 from whence.runs.config_file import list_changes
 from whence.runs.directory import POLICIES_EVERY, RunDirectory
-from whence.runs.files import PerRound, RoundTensors
-from whence.runs.tables import VOCABULARY, write_vocabulary
+from whence.runs.files import VOCABULARY, PerRound, RoundTensors, write_vocabulary
 
 log = logging.getLogger("whence")
 

@@ -21,7 +21,6 @@ from whence.runs.files import (
     RoundTensors,
     RowTable,
     Table,
-    explain_rounds,
     list_numbered,
     read_flags,
     read_table,
@@ -192,7 +191,12 @@ class RunDirectory:
                 kept = stored.notes.get("save_every", 0) if done is None else done
             is_latest = checkpoint is not None and latest is not None and checkpoint.path == latest.path
             if rounds > kept and not (is_latest or overwrite):
-                raise RunDirectoryError(explain_rounds(path, rounds, done, list_checkpoints(path), remedy))
+                rest = "" if list_checkpoints(path) else " and no checkpoint to go on from"
+                rest = rest if done is None else f", and this training starts after {done}"
+                raise RunDirectoryError(
+                    f"{path} holds a run with {rounds} finished rounds{rest}. {remedy}To replace it, pass "
+                    "overwrite=True (--overwrite); to keep it, choose another directory."
+                )
             stored.checkpoint = checkpoint
         if check is not None:
             check(checkpoint)

@@ -89,16 +89,6 @@ def remove_after(folder: Path, last: int) -> None:
                 (folder / name).unlink()
 
 
-def explain_rounds(path: Path, rounds: int, start: int | None, checkpoints: Sequence[int], remedy: str) -> str:
-    """Return why a training that does not continue a run after its last round is refused, and what to do."""
-    rest = "" if checkpoints else " and no checkpoint to go on from"
-    rest = rest if start is None else f", and this training starts after {start}"
-    return (
-        f"{path} holds a run with {rounds} finished rounds{rest}. {remedy}To replace it, pass overwrite=True "
-        "(--overwrite); to keep it, choose another directory."
-    )
-
-
 CHANGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What the contents of a file raise, where they are used, that are not those that whence wrote."""
 

@@ -12,9 +12,9 @@ import polars as pl
 import pytest
 
 from whence.cli.commands.findings_command import findings
-from whence.findings import agreement, environments, learning, observations
-from whence.findings.claims import CHANCE
+from whence.findings import agreement, environments, observations
 from whence.findings.evidence import Evidence, summarise
+from whence.findings.finding import CHANCE
 from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
 from whence.findings.subgroups import Condition, cut, refine, search
 from whence.runs import RunDirectory
@@ -231,12 +231,12 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
     "few steps": (find_settings, change_settings(n_steps=16), r"too short: 16 steps of 4 environments are 64 records"),
     "rate": (find_settings, change_settings(learning_rate=0.03, clipped=0.7), r"about: 70% of the ratios are clipped"),
     "harm": (
-        learning.find_harm,
+        agreement.find_harm,
         lambda e: replace(e, votes=np.where(speeds_forth(e), -2.0, 1.0)[:, None] + e.votes),
         r"(?=.*speed ≥)(?=.*push forth).* undo \d+% of what the others gain",
     ),
     "critic": (
-        learning.find_critic_faults,
+        agreement.find_critic_faults,
         spoil(lambda e: e.features["speed"] > 0.3, value=lambda values: values - 4.0),
         r"critic is too low for .*speed ≥",
     ),

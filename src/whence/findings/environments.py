@@ -3,8 +3,8 @@
 import numpy as np
 from scipy import stats
 
-from whence.findings.claims import CHANCE, Claim, Claims, say_chance
 from whence.findings.evidence import FEW, Evidence, Mask
+from whence.findings.finding import CHANCE, Claim, Claims, say_chance
 from whence.findings.models import expand, predict_each
 
 _EPISODES = 8

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from whence.findings.claims import Claim, Claims, say_chance
 from whence.findings.evidence import FEW, Evidence, Mask
+from whence.findings.finding import Claim, Claims, say_chance
 
 _LEAST_RECORDS = 200
 _MANY = 50

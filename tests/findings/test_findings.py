@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from whence.cli.commands.findings_command import findings
-from whence.findings import agreement, environments, observations
+from whence.findings import agreement, environments
 from whence.findings.evidence import Evidence, summarise
 from whence.findings.finding import CHANCE
 from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
@@ -165,32 +165,32 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
     ),
     "swapped axes": (agreement.find_action_faults, swap_axes, r"Actions push and paint are swapped for environment 1"),
     "repeated": (
-        observations.find_repeated,
+        environments.find_repeated,
         lambda e: with_features(e, **{name: x[np.arange(N) - STEP % 2] for name, x in e.features.items()}),
         r"does not change in 5\d% of the steps, mostly at even steps",
     ),
     "repeated image": (
-        observations.find_repeated,
+        environments.find_repeated,
         lambda e: see_images(e, frozen=False, shown=np.arange(N) - STEP % 2),
         r"does not change in 5\d% of the steps",
     ),
     "constant": (
-        observations.find_constant,
+        environments.find_constant,
         lambda e: with_features(e, speed=np.zeros(N)),
         r"speed never changes: it is 0",
     ),
     "frozen": (
-        observations.find_constant,
+        environments.find_constant,
         lambda e: with_features(e, speed=np.where(COPY == 1, 0.5, e.features["speed"])),
         r"speed never changes: it is 0.5 in all 750 records of environment 1",
     ),
     "frozen channel": (
-        observations.find_constant,
+        environments.find_constant,
         lambda e: see_images(e, frozen=True),
         r"channel 1 never changes, .* environment 1",
     ),
     "clipped": (
-        observations.find_clipped,
+        environments.find_clipped,
         lambda e: with_features(e, place=np.clip(e.features["place"], -0.5, 0.5)),
         r"clipped at a bound: place \(at ±0.5",
     ),

@@ -25,14 +25,14 @@ from .arms import split_arm as split_arm
 from .kept_runs import KEYS as KEYS
 from .kept_runs import KeptRun as KeptRun
 from .kept_runs import Results as Results
+from .kept_runs import put_row as put_row
+from .kept_runs import read_rows as read_rows
+from .kept_runs import write_rows as write_rows
 from .plans import AnyConfig as AnyConfig
 from .plans import Planned as Planned
 from .plans import make_label as make_label
 from .plans import read_config as read_config
 from .plans import runner_of as runner_of
-from .rowfile import put_row as put_row
-from .rowfile import read_rows as read_rows
-from .rowfile import write_rows as write_rows
 from .tables import READING as READING
 from .tables import make_summary as make_summary
 from .tables import write_tables as write_tables

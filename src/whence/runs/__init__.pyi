@@ -7,7 +7,9 @@ from .checkpoints import load_tree as load_tree
 from .checkpoints import read_latest as read_latest
 from .checkpoints import read_states as read_states
 from .checkpoints import save_tree as save_tree
+from .config_file import SIGNATURE as SIGNATURE
 from .config_file import check_content as check_content
+from .config_file import explain_distrust as explain_distrust
 from .config_file import find_content as find_content
 from .directory import POLICIES_EVERY as POLICIES_EVERY
 from .directory import RunDirectory as RunDirectory
@@ -27,5 +29,3 @@ from .recorder import RunRecorder as RunRecorder
 from .recorder import Seconds as Seconds
 from .recorder import Stopwatch as Stopwatch
 from .recorder import time_stage as time_stage
-from .signatures import SIGNATURE as SIGNATURE
-from .signatures import explain_distrust as explain_distrust

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, describe, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.runs.config_file import FORMAT, VERSION, check_place, check_same, read_config_file
+from whence.runs.config_file import (
+    FORMAT,
+    VERSION,
+    check_place,
+    check_same,
+    explain_distrust,
+    is_signed,
+    read_config_file,
+    sign_config,
+)
 from whence.runs.files import (
     FLAGS,
     FOLDERS,
@@ -31,7 +40,6 @@ from whence.runs.files import (
     write_tensor_file,
 )
 from whence.runs.locks import Lock, check_writer, lock_run
-from whence.runs.signatures import explain_distrust, is_signed, sign_config
 
 log = logging.getLogger("whence")
 

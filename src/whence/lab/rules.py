@@ -3,6 +3,7 @@
 The rules are LDA's other baselines, and a control of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -135,14 +136,14 @@ def number_visits(records: RecordBatch, name: str) -> tuple[Array, NDArray[np.in
     Raises:
         InvalidRecords: a column is missing, or an action is not a single integer.
     """
-    _check_columns(name, records, ("rewards", "values", "episode_starts", "env_index", "gamma"))
+    names = "rewards", "values", "episode_starts", "env_index", "gamma"
+    order, starts, envs = _read_episodes(name, records, names)
     assert records.gamma is not None
     if not has_single_actions(records):
         raise InvalidRecords(
             f"{name} needs discrete actions, one number a record; these have shape "
             f"{tuple(records.actions.shape)} and {records.actions.dtype}."
         )
-    order, starts, envs = _read_episodes(records)
     rewards, advantages, values = (read_column(records, name)[order] for name in ("rewards", "advantages", "values"))
     returns = np.empty(len(records))
     returns[order] = returns_to_go(rewards, advantages, values, starts, envs, records.gamma)
@@ -155,10 +156,10 @@ def compute_td_errors(records: RecordBatch) -> NDArray[np.float64]:
     Raises:
         InvalidRecords: a column is missing, or gamma or GAE's lambda.
     """
-    _check_columns("A TD error", records, ("episode_starts", "env_index", "gamma", "gae_lambda"))
+    names = "episode_starts", "env_index", "gamma", "gae_lambda"
+    order, starts, envs = _read_episodes("A TD error", records, names)
     assert records.gamma is not None
     assert records.gae_lambda is not None
-    order, starts, envs = _read_episodes(records)
     errors = np.empty(len(records))
     advantages = read_column(records, "advantages")[order]
     errors[order] = td_errors(advantages, starts, envs, records.gamma, records.gae_lambda)
@@ -181,21 +182,21 @@ def read_column(records: RecordBatch, name: str) -> NDArray[np.float64]:
     return column.double().cpu().numpy()
 
 
-def _read_episodes(records: RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+def _read_episodes(
+    what: str, records: RecordBatch, names: Sequence[str]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
     """Return an order in which an environment's records are consecutive, and the episode starts and environments in it.
 
     The records of an environment are in the order of time; those of a flattened rollout alternate between environments.
+    Refused are records without the columns `names`, which `what` needs.
     """
+    if missing := [name for name in names if getattr(records, name) is None]:
+        raise InvalidRecords(f"{what} needs {', '.join(missing)}, which these records lack: pass them to RecordBatch.")
     starts, envs = records.episode_starts, records.env_index
     assert starts is not None
     assert envs is not None
     order = np.argsort(envs.cpu().numpy(), kind="stable")
     return order, starts.cpu().numpy()[order], envs.cpu().numpy()[order]
-
-
-def _check_columns(what: str, records: RecordBatch, names: tuple[str, ...]) -> None:
-    if missing := [name for name in names if getattr(records, name) is None]:
-        raise InvalidRecords(f"{what} needs {', '.join(missing)}, which these records lack: pass them to RecordBatch.")
 
 
 def continues(starts: NDArray[np.bool_], env_index: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -149,8 +149,8 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
     recorded_view = as_view(policy)
     if (view := recorded_view if dtype is None else recorded_view.cast(dtype)) is None:
         raise WhenceError(
-            f"A {type(recorded_view.module).__name__} cannot be read in {dtype}: it has buffers or frozen parameters of "
-            "another dtype, or a custom view. Pass dtype=None."
+            f"A {type(recorded_view.module).__name__} cannot be read in {dtype}: it has buffers or frozen parameters "
+            "of another dtype, or a custom view. Pass dtype=None."
         )
     with open_problem(policy, recording.records, targets=[]) as problem:  # it refuses policies that mix records
         if problem.summed is not None:

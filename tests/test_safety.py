@@ -37,7 +37,7 @@ from whence.page import ExploredRun, write_report
 from whence.page.content.rounds import build_detail, build_round
 from whence.page.questions import Questions
 from whence.page.server import make_app
-from whence.runs import SIGNATURE, Checkpoint, signatures
+from whence.runs import SIGNATURE, Checkpoint, config_file
 from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.models.descriptions import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
@@ -357,7 +357,7 @@ class TestRunsOfStrangers:
     def test_processes_that_begin_at_once_make_one_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
         with ThreadPoolExecutor(8) as pool:
-            keys = set(pool.map(lambda _: signatures._read_key(is_needed=True), range(8)))
+            keys = set(pool.map(lambda _: config_file._read_key(is_needed=True), range(8)))
         file = tmp_path / "whence" / "key"
         assert (keys, file.stat().st_mode & 0o777) == ({file.read_bytes()}, 0o600)
 

@@ -17,7 +17,7 @@ from whence.core import RunDirectoryError
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag
 from whence.sb3.rounds import replay_rounds
-from whence.stored.agents.trainable_rounds import leave_out, load_trainable_rounds
+from whence.stored.agents.rounds import leave_out, load_trainable_rounds
 from whence.stored.language.rounds import load_start_policy, load_trained_task, make_stored_rows
 
 pytestmark = [

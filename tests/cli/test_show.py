@@ -25,8 +25,8 @@ from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.scores.moments import find_moment, find_moments
 from whence.stored.agents import load_round
-from whence.stored.agents.labels import action_labels, box_action_labels, state_names
-from whence.stored.agents.policy_changes import compare_policies
+from whence.stored.agents.environments import action_labels, box_action_labels, state_names
+from whence.stored.agents.rounds import compare_policies
 
 
 @pytest.fixture(scope="module")

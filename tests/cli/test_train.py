@@ -15,9 +15,8 @@ from typer.testing import CliRunner, Result
 from whence import Return, RunDirectory, RunDirectoryError, attribute, cli
 from whence.engines import ENGINES
 from whence.lab import attribute_round
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.run_config import TARGETS
-from whence.lab.arms import ARMS
+from whence.lab.arms import ARMS, read_presets
 from whence.sb3 import model_objective
 from whence.stored.agents import load_recording, load_round
 from whence.stored.agents.rounds import measure_returns

@@ -20,8 +20,8 @@ from whence import IIF, RunDirectory, WhenceError
 from whence.core import preserve_rng_state
 from whence.lab.agents import RunConfig, configure, make_evaluation_env, make_training_env, run
 from whence.lab.agents.environments import EnvPoolVecEnv
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_model
+from whence.lab.arms import read_presets
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import Pool, evaluate_pool
 from whence.stored.agents import load_round, measure_returns

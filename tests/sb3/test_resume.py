@@ -510,7 +510,7 @@ class TestFiles:
             save_tree(tmp_path / "x", {"value": value})
 
     def test_large_policies_are_kept_every_second_round(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("whence.runs.checkpoints.POLICY_BYTES", 1500)
+        monkeypatch.setattr("whence.runs.recorder.POLICY_BYTES", 1500)
         model = train(MODELS["walk"], tmp_path)
         size = sum(parameter.numel() * 4 for parameter in model.policy.parameters())
         run = RunDirectory.open(tmp_path)

@@ -19,8 +19,7 @@ from whence.core import preserve_rng_state
 from whence.lab.agents import RunConfig, run
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
-from whence.stored.agents.policy_changes import compare_policies
-from whence.stored.agents.rounds import load_round
+from whence.stored.agents.rounds import compare_policies, load_round
 
 SETTINGS = {"n_steps": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.01}
 CONFIG = RunConfig("FrozenLake-v1", "iif", 3, hyperparameters=SETTINGS, rounds=4, eval_episodes=10, n_envs=2)

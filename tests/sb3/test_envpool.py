@@ -235,11 +235,6 @@ class StillPool:
         pass
 
 
-def explored(every: int) -> PPO:
-    options: dict[str, Any] = {"device": "cpu", "seed": 0, "policy_kwargs": {"log_std_init": 0.0}}
-    return PPO("MlpPolicy", Still(5), use_sde=True, sde_sample_freq=every, **options)
-
-
 def played_with_gymnasium(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     envs = [Still(5) for _ in range(4)]
     evaluate(model, DummyVecEnv([lambda env=env: Monitor(env) for env in envs]), episodes=12, seed=seed)
@@ -256,7 +251,8 @@ def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("played", [played_with_gymnasium, played_in_a_pool])
 @pytest.mark.parametrize("every", [-1, 1, 2])
 def test_state_dependent_noise_is_each_episodes_own(every: int, played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = explored(every)
+    options: dict[str, Any] = {"device": "cpu", "seed": 0, "policy_kwargs": {"log_std_init": 0.0}}
+    model = PPO("MlpPolicy", Still(5), use_sde=True, sde_sample_freq=every, **options)
     own = model.policy.action_dist
     before = {name: id(value) for name, value in vars(own).items()}
     noise = own.exploration_mat.detach().clone(), own.exploration_matrices.detach().clone()

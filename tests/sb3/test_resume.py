@@ -22,6 +22,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
+import whence
 from helpers.resuming import (
     MODELS,
     ROUNDS,
@@ -38,18 +39,7 @@ from helpers.resuming import (
     total,
     train,
 )
-from whence import (
-    DTV,
-    IIF,
-    IPPO,
-    Action,
-    AdvantageMagnitude,
-    FromMask,
-    KeepAll,
-    MaxVariance,
-    RandomDrop,
-    RunDirectory,
-)
+from whence import DTV, IIF, FromMask, KeepAll, RunDirectory
 from whence.core import RunDirectoryError, WhenceError, describe_part
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, save_tree
 from whence.sb3 import InfluenceCallback, RecordResets, resume
@@ -292,7 +282,7 @@ class TestResume:
         class Own(KeepAll):
             pass
 
-        target = Action(np.zeros(3, np.float32), np.zeros(3, np.float32))
+        target = whence.Action(np.zeros(3, np.float32), np.zeros(3, np.float32))
         model = MODELS["walk"]()
         model.learn(2 * STEPS, callback=InfluenceCallback(Own(), target=target, run=tmp_path))
         with pytest.raises(RunDirectoryError, match=r"scored for the target .*Pass it: target=\.\.\."):
@@ -310,8 +300,8 @@ class TestResume:
         "rule",
         [
             *(IIF(0.25, warmup=2), IIF(0.5, unit="episode"), FromMask([3, 7]), DTV(unit="record", leave_one_out=True)),
-            *(KeepAll(), RandomDrop(0.5, seed=1), MaxVariance(4), IPPO(weighted=False)),
-            RandomDrop(like=AdvantageMagnitude(0.5)),
+            *(KeepAll(), whence.RandomDrop(0.5, seed=1), whence.MaxVariance(4), whence.IPPO(weighted=False)),
+            whence.RandomDrop(like=whence.AdvantageMagnitude(0.5)),
         ],
         ids=repr,
     )

@@ -224,12 +224,6 @@ def test_scoring_changes_nothing_also_when_it_raises(algorithm: Any, kwargs: dic
         copy.deepcopy(toy.policy)
 
 
-def keeping(rows: list[int], n: int) -> Selection:
-    keep = torch.zeros(n, dtype=torch.bool)
-    keep[rows] = True
-    return Selection.dropping(keep, "test")
-
-
 def filled(n_steps: int = 32, **kwargs: Any) -> Any:
     toy = model(n_steps=n_steps, batch_size=n_steps, **kwargs)
     toy.learn(n_steps * toy.n_envs)
@@ -243,7 +237,8 @@ def test_get_yields_the_kept_records_in_sb3s_order() -> None:
     order = np.random.permutation(64)
     after_permutation = np.random.get_state()[1].tobytes()
     expected = [row for row in order if row in rows]
-    with select_from(buffer, keeping(rows, 64)):
+    selection = Selection.dropping(torch.isin(torch.arange(64), torch.tensor(rows)), "test")
+    with select_from(buffer, selection):
         np.random.seed(5)
         batches = list(buffer.get(3))
         assert np.random.get_state()[1].tobytes() == after_permutation

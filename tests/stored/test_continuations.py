@@ -17,6 +17,8 @@ from whence.sb3.episodes.episode_replay import open_env, read_episode, reset_to,
 from whence.stored.agents import estimate_advantages, make_replay_env
 from whence.stored.agents.rounds import load_agent
 
+pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
+
 
 class Counting(gym.Env):
     """It counts its steps and adds some noise."""

@@ -519,8 +519,10 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
         write_report(RunDirectory.open(stage / name), tmp_path / "page.html")
         app = make_app([ExploredRun(stage / name)], Questions(), Questions(), Questions())
         served = TestClient(app, base_url="http://127.0.0.1:8000").get("/").text
-        pages[text] = [Elements((tmp_path / "page.html").read_text(encoding="utf-8")), Elements(served)]
-        assert MARKUP not in served
+        page = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert ('<section id="answers">' in page) == (name == "language")
+        pages[text] = [Elements(page), Elements(served)]
+        assert MARKUP not in page + served
     for plain, marked in zip(*pages.values(), strict=True):
         assert marked.count.get("script") == plain.count.get("script")
         assert marked.count.get("img") == plain.count.get("img")

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from whence.core import LazyOutputs, ModuleView, RecordBatch, Unsupported, WhenceError
 from whence.engines import is_in_shards
 from whence.llm.base.layer_rules import register_rules
-from whence.llm.base.value_head import accepts_argument
+from whence.llm.base.models import accepts_argument
 
 EXTRA_PADDING = "extra_padding"
 """The column of rows, (n,), of those that a trainer trains on without telling the model its positions.

@@ -18,7 +18,8 @@ from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag
 from whence.sb3.rounds import replay_rounds
 from whence.stored.agents.trainable_rounds import leave_out, load_trainable_rounds
-from whence.stored.language.rounds import load_start_policy, load_trained_task, make_stored_rows
+from whence.stored.language.rounds import load_start_policy, make_stored_rows
+from whence.stored.language.tasks import load_trained_task
 
 pytestmark = [
     pytest.mark.usefixtures("laboratory_cache"),

@@ -12,10 +12,7 @@ from transformers import get_scheduler
 
 from whence.core import NonFinite, RecordBatch, WhenceError, eval_mode, preserve_rng_state
 from whence.llm.base import language_view
-from whence.llm.scores import evaluate_rows, surrogate
-
-_SUMMED = ("dapo", "cispo", "vespo", "bnpo", "dr_grpo", "luspo")
-"""TRL's losses that are means over all tokens of a step; the others are means over rows."""
+from whence.llm.scores import ROW_LOSSES, evaluate_rows, surrogate
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
         "clip_range": (epsilon, epsilon if highest is None else highest),
         "beta": 0.0 if kind is trl.RLOOConfig else args["beta"],  # RLOO's divergence is part of its rewards
         "corrected": bool(args.get("use_bias_correction_kl")),
-        "averages_rows": args.get("loss_type") not in _SUMMED,
+        "averages_rows": ROW_LOSSES.get(args.get("loss_type", "grpo"), "sum") == "mean",
         "max_grad_norm": args["max_grad_norm"],
         "weight_decay": args["weight_decay"],
         "schedule": getattr(args["lr_scheduler_type"], "value", schedule),

@@ -4,7 +4,7 @@ Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a resp
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -156,3 +156,26 @@ class GroupObjective:
             divergence = difference.exp() - difference - 1
             value = value - self.beta * (ratio * divergence if self.corrected else divergence)
         return masked_mean(value, mask) if self.reduction == "mean" else torch.where(mask, value, 0.0).sum(dim=1)
+
+
+# Loss types that average rows (and have to be rescaled), with how each reduces the tokens of a row; and loss types
+# that divide by the number of tokens.
+ROW_LOSSES = {"grpo": "mean", "sapo": "mean", "dr_grpo": "sum", "luspo": "sum"}
+TOKEN_LOSSES = ("dapo", "cispo", "vespo", "bnpo")
+
+
+def make_group_objective(args: Any) -> GroupObjective:
+    """Return the objective of a completion's training by TRL, at the policy that drew it.
+
+    RLOO's divergence is part of its rewards.
+    """
+    if not hasattr(args, "loss_type"):
+        return GroupObjective("sum", 0.0)
+    highest = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    return GroupObjective(
+        reduction=ROW_LOSSES.get(args.loss_type, "sum"),
+        beta=float(args.beta),
+        corrected=bool(getattr(args, "use_bias_correction_kl", False)),
+        level=args.importance_sampling_level,
+        ratio_cap=min(1.0, float(highest)) if args.loss_type == "cispo" else 1.0,
+    )

@@ -41,12 +41,12 @@ from whence.llm.scores import (
     TokenPPO,
     add_reference,
     evaluate_rows,
+    make_group_objective,
     score_target_rows,
     score_tokens,
     split_mean,
 )
 from whence.llm.text import Responses, split_text
-from whence.llm.trl.supported_settings import make_group_objective
 from whence.runs import RunDirectory, checkpoint_path
 from whence.stored.language.language_config import LanguageConfig
 from whence.stored.language.tasks import (

@@ -1,6 +1,6 @@
 from .language_view import EXTRA_PADDING as EXTRA_PADDING
 from .language_view import language_view as language_view
-from .layer_rules import register_rmsnorm as register_rmsnorm
+from .language_view import register_rmsnorm as register_rmsnorm
 from .models import Reference as Reference
 from .models import WithValueHead as WithValueHead
 from .models import add_adapter as add_adapter

@@ -26,19 +26,18 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, disable_dropout
-from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
-from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
-from whence.llm.ppo.ppo_run import open_run, read_model, restore_model
-from whence.llm.scores import (
-    RoundChooser,
-    Scoring,
-    SequenceReturn,
-    TokenPPO,
-    Way,
-    check_held_out,
-    choose_way,
-    score,
+from whence.llm.ppo.ppo_round import (
+    Rollout,
+    compute_pair_loss,
+    make_metrics_row,
+    make_optimizer,
+    make_response_table,
+    make_rollout,
+    optimise,
+    steer_kl_coef,
 )
+from whence.llm.ppo.ppo_run import open_run, read_model, restore_model
+from whence.llm.scores import RoundChooser, Scoring, SequenceReturn, TokenPPO, Way, check_held_out, choose_way, score
 from whence.llm.text import (
     Evaluate,
     Prompt,

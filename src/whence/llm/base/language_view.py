@@ -200,10 +200,8 @@ def register_rules(model: nn.Module) -> None:
         elif isinstance(layer, nn.Embedding) and _read_scale(layer) is not None:
             register_rule(type(layer), _make_scaled_embedding_rule())
         elif type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils":
-            register_rule(type(layer), LayerRule(_conv1d_product, _conv1d_gradient, parameters=_CONV1D_PARAMETERS))
-
-
-_CONV1D_PARAMETERS = frozenset(["weight", "bias"])
+            rule = LayerRule(_conv1d_product, _conv1d_gradient, parameters=frozenset(["weight", "bias"]))
+            register_rule(type(layer), rule)
 
 
 def register_rmsnorm(layer_type: type[nn.Module]) -> None:

@@ -100,7 +100,6 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
     args = {**defaults, **config["trl"]}
     accumulation, processes = args["gradient_accumulation_steps"], config.get("processes", 1)
     epsilon, highest = args.get("epsilon", 0.2), args.get("epsilon_high")
-    schedule = str(args["lr_scheduler_type"])
     return {
         "learning_rate": args["learning_rate"],
         "epochs": args["num_iterations"],
@@ -111,7 +110,7 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
         "averages_rows": ROW_LOSSES.get(args.get("loss_type", "grpo"), "sum") == "mean",
         "max_grad_norm": args["max_grad_norm"],
         "weight_decay": args["weight_decay"],
-        "schedule": getattr(args["lr_scheduler_type"], "value", schedule),
+        "schedule": str(getattr(args["lr_scheduler_type"], "value", args["lr_scheduler_type"])),
         "warmup": int(args.get("warmup_steps") or 0),
         "temperature": args["temperature"],
         "pass_rows": args["per_device_train_batch_size"],

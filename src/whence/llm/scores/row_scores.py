@@ -171,7 +171,7 @@ def evaluate_rows(
             chunk = local_rows.take(slice(first, first + batch_size))
             parts.append(view.only(wanted, params, view.prepare(chunk)))
 
-    def join(parts: list[Any]) -> Any:
+    def join(parts: tuple[Any, ...]) -> Any:
         return None if parts[0] is None else processes.gather(torch.cat(parts), len(rows))
 
     return Outputs(*map(join, zip(*parts, strict=True)))

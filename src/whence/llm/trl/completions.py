@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from whence.core import NonFinite, RecordBatch, Unsupported, require_names
+from whence.core import NonFinite, RecordBatch, Unsupported, preserve_attributes, require_names
 from whence.llm.base import EXTRA_PADDING, Processes, list_signals, make_rows
 from whence.llm.scores import ROW_LOSSES, TOKEN_LOSSES
 
@@ -196,7 +196,6 @@ SCALE = "loss_scale"
 KEPT = "kept_row"
 """Added to TRL's batches: whether a row trains."""
 
-
 ROW = "row_number"
 """Added to TRL's batches: the place of a row in the generation batch of all processes."""
 
@@ -225,15 +224,10 @@ def take_kept(inputs: Mapping[str, Any], count: int, *, averages: bool) -> tuple
 @contextmanager
 def disable_autocast(model: Any) -> Iterator[None]:
     """Remove Accelerate's autocast around a model's forward pass: scores are in the model's own precision."""
-    original = vars(model).get("_original_forward")
-    if original is None:
+    with preserve_attributes([model]):
+        if (original := vars(model).get("_original_forward")) is not None:
+            model.forward = original
         yield
-        return
-    wrapped, model.forward = model.forward, original
-    try:
-        yield
-    finally:
-        model.forward = wrapped
 
 
 def forget_passes(engine: Any) -> None:

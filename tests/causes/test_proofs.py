@@ -231,6 +231,14 @@ class TestLanguageModels:
         stored = evaluate_log_probs(load_trained_task(directory)[0].model, rows[3], recipe)
         assert (after - stored).abs().max() < 1e-3 * (before - stored).abs().max()
 
+    @pytest.mark.parametrize(
+        ("algorithm", "loss_type", "averages"),
+        [("grpo", "grpo", True), ("grpo", "dr_grpo", False), ("grpo", "dapo", False), ("rloo", None, True)],
+    )
+    def test_a_step_is_a_mean_as_trls_loss_is(self, algorithm, loss_type, averages):
+        settings = {} if loss_type is None else {"loss_type": loss_type}
+        assert read_recipe({"algorithm": algorithm, "trl": settings}).averages_rows is averages
+
     def test_the_command_proves_a_response(self, runs, tmp_path):
         directory = RunDirectory.open(shutil.copytree(runs("ppo").path, tmp_path / "run"))
         directory.sign()

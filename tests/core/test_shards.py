@@ -9,7 +9,7 @@ from torch import distributed, nn
 from whence.core import ModuleView
 from whence.engines import is_in_shards, release_whole, whole_shape
 from whence.engines.rules import rule_for
-from whence.llm.base.layer_rules import register_rules
+from whence.llm.base.language_view import register_rules
 
 
 class TinyRMSNorm(nn.Module):

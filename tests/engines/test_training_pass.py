@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.languages import language_model, tokens
 from whence.engines import Refused, covered_layers, record_training_pass
-from whence.llm.base.layer_rules import register_rules
+from whence.llm.base.language_view import register_rules
 
 ROWS = 6
 

@@ -33,12 +33,15 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.llm.base import ONE, Processes
-from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, score
+from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, make_group_objective, score
 from whence.llm.trl.completions import (
     KEPT,
     ROW,
     SCALE,
+    averages_rows,
     check_group_rewards,
+    check_release,
+    check_selectable,
     disable_autocast,
     discard_gradients,
     find_other_inputs,
@@ -50,7 +53,6 @@ from whence.llm.trl.completions import (
     take_kept,
 )
 from whence.llm.trl.in_step import PassChooser
-from whence.llm.trl.supported_settings import averages_rows, check_release, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.runs import time_stage
 from whence.scores import Influence, check_gradients, measure_gradients, name_round

@@ -16,7 +16,7 @@ import pytest
 
 from studies.shared import read_list, write_line
 from whence import lab
-from whence.lab import load_sweep, read_rows, rowfile, summarise_sweep, write_rows, write_tables
+from whence.lab import kept_runs, load_sweep, read_rows, summarise_sweep, write_rows, write_tables
 from whence.runs import RunDirectory
 
 ROOT = Path(__file__).parent.parent
@@ -172,7 +172,7 @@ def test_writers_of_a_file_wait_for_each_other(tmp_path: Path, monkeypatch: pyte
     def write(seed: int) -> None:
         write_line(tmp_path / "rows.parquet", {"seed": seed, "value": 0.1 + seed}, ["seed"])
 
-    monkeypatch.setattr(rowfile, "write_rows", put_slowly)
+    monkeypatch.setattr(kept_runs, "write_rows", put_slowly)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, (3, 0, 12, 1)))
     assert [*read_rows(tmp_path / "rows.parquet", ["seed"])] == [(0,), (1,), (3,), (12,)]

@@ -1,7 +1,6 @@
 """Which module imports which: no circles, and nothing heavy where a command has to start fast."""
 
 import ast
-import importlib
 import subprocess
 import sys
 import tomllib
@@ -12,10 +11,6 @@ import grimp
 import pytest
 
 from whence.cli.app import COMMANDS, LLM_COMMANDS
-from whence.engines import ENGINES
-from whence.lab.agents.run_config import TARGETS
-
-lists = importlib.import_module("whence.cli.commands.list_command")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,11 +56,6 @@ def loaded_by(code: str) -> set[str]:
     """Return the modules that are loaded after some code ran in a new interpreter."""
     command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split())
-
-
-def test_the_lists_name_all_engines_and_targets():
-    assert list(lists.ENGINES) == ["auto", *ENGINES]
-    assert list(lists.TARGETS) == list(TARGETS)
 
 
 def test_a_command_is_imported_when_it_is_called():

@@ -37,13 +37,13 @@ from whence.page import ExploredRun, write_report
 from whence.page.content.rounds import build_detail, build_round
 from whence.page.questions import Questions
 from whence.page.server import make_app
-from whence.runs import SIGNATURE, Checkpoint, signatures
+from whence.runs import SIGNATURE, Checkpoint, config_file
 from whence.sb3 import InfluenceCallback, resume
 from whence.sb3.models.descriptions import describe_space, make_space
 from whence.stored.agents import load_round, measure_returns
 from whence.stored.agents.rounds import load_agent
-from whence.stored.language.loading import load_language_model, load_pretrained
-from whence.stored.language.rounds import list_policies, load_trained_task, rebuild_round
+from whence.stored.language.rounds import list_policies, rebuild_round
+from whence.stored.language.tasks import load_language_model, load_pretrained, load_trained_task
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 
@@ -357,7 +357,7 @@ class TestRunsOfStrangers:
     def test_processes_that_begin_at_once_make_one_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
         with ThreadPoolExecutor(8) as pool:
-            keys = set(pool.map(lambda _: signatures._read_key(is_needed=True), range(8)))
+            keys = set(pool.map(lambda _: config_file._read_key(is_needed=True), range(8)))
         file = tmp_path / "whence" / "key"
         assert (keys, file.stat().st_mode & 0o777) == ({file.read_bytes()}, 0o600)
 
@@ -519,8 +519,10 @@ def test_a_page_shows_text_as_text(stage: Path, tmp_path: Path, name: str) -> No
         write_report(RunDirectory.open(stage / name), tmp_path / "page.html")
         app = make_app([ExploredRun(stage / name)], Questions(), Questions(), Questions())
         served = TestClient(app, base_url="http://127.0.0.1:8000").get("/").text
-        pages[text] = [Elements((tmp_path / "page.html").read_text(encoding="utf-8")), Elements(served)]
-        assert MARKUP not in served
+        page = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert ('<section id="answers">' in page) == (name == "language")
+        pages[text] = [Elements(page), Elements(served)]
+        assert MARKUP not in page + served
     for plain, marked in zip(*pages.values(), strict=True):
         assert marked.count.get("script") == plain.count.get("script")
         assert marked.count.get("img") == plain.count.get("img")

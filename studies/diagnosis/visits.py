@@ -7,7 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.core import RecordBatch, label_units
-from whence.lab.visits import (
+from whence.lab.rules import (
     Array,
     group_means,
     has_single_actions,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whence.core import BatchTarget, RecordBatch, Target, label_units
 from whence.lab.rounds import METHODS, attribute_round, check_target, open_round, snapshot_scores
-from whence.lab.visits import compute_td_errors
+from whence.lab.rules import compute_td_errors
 from whence.rounds import RoundRecording
 from whence.scores.folds import PartialTarget, check_batch_target
 

@@ -12,7 +12,7 @@ from helpers.recorded_rounds import assert_untouched, model_of, recorded, state_
 from studies.faithfulness.scores import compute_scores, split_target
 from whence import Action, PPOClip, Return, attribute
 from whence.lab.rounds import attribute_round
-from whence.lab.visits import td_errors
+from whence.lab.rules import td_errors
 from whence.sb3 import model_objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")

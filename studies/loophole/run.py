@@ -37,7 +37,7 @@ from whence.llm.text import generate
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_language_model
+from whence.stored.language.tasks import load_language_model
 
 SEEDS, SIZE, ROUNDS = range(5), "weak", 15
 PLAIN, EXAMPLES, SHARE = "none", 16, 0.1

@@ -13,7 +13,7 @@ from studies.phases import roughness
 from studies.phases.roughness import Pattern, name_pattern, split_curve
 from whence import Action, RecordBatch, RunDirectory, attribute
 from whence.core import WhenceError, eval_mode, to_numpy
-from whence.lab.visits import number_states
+from whence.lab.rules import number_states
 from whence.sb3 import model_objective
 from whence.sb3.policy import actor_critic_view, predict
 from whence.stored.agents import load_agent, load_policy, read_records

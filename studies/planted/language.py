@@ -37,7 +37,7 @@ from whence.lab.language import Lab, answer, reward
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig, load_trained_task, make_response_target
 from whence.stored.language.language_config import task_settings
-from whence.stored.language.loading import load_language_model
+from whence.stored.language.tasks import load_language_model
 
 METHODS = ("advantage", "advantage x answer", "influence", "nearest", "nearest of all", "bm25")
 

@@ -17,8 +17,9 @@ from whence.core import RunDirectoryError
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag
 from whence.sb3.rounds import replay_rounds
-from whence.stored.agents.trainable_rounds import leave_out, load_trainable_rounds
-from whence.stored.language.rounds import load_start_policy, load_trained_task, make_stored_rows
+from whence.stored.agents.rounds import leave_out, load_trainable_rounds
+from whence.stored.language.rounds import load_start_policy, make_stored_rows
+from whence.stored.language.tasks import load_trained_task
 
 pytestmark = [
     pytest.mark.usefixtures("laboratory_cache"),
@@ -229,6 +230,14 @@ class TestLanguageModels:
         after = evaluate_log_probs(policy, rows[3], recipe)
         stored = evaluate_log_probs(load_trained_task(directory)[0].model, rows[3], recipe)
         assert (after - stored).abs().max() < 1e-3 * (before - stored).abs().max()
+
+    @pytest.mark.parametrize(
+        ("algorithm", "loss_type", "averages"),
+        [("grpo", "grpo", True), ("grpo", "dr_grpo", False), ("grpo", "dapo", False), ("rloo", None, True)],
+    )
+    def test_a_step_is_a_mean_as_trls_loss_is(self, algorithm, loss_type, averages):
+        settings = {} if loss_type is None else {"loss_type": loss_type}
+        assert read_recipe({"algorithm": algorithm, "trl": settings}).averages_rows is averages
 
     def test_the_command_proves_a_response(self, runs, tmp_path):
         directory = RunDirectory.open(shutil.copytree(runs("ppo").path, tmp_path / "run"))

@@ -22,8 +22,7 @@ from whence import cli
 from whence.cli.terminal import PlannedBars, progress
 from whence.lab import Planned
 from whence.lab.agents import RunConfig
-from whence.lab.agents.presets import read_presets
-from whence.lab.arms import ARMS
+from whence.lab.arms import ARMS, read_presets
 from whence.lab.tables import METRICS, READING, cell
 from whence.runs import RunDirectory
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import warnings
 from dataclasses import replace
 
 import gymnasium as gym
@@ -25,8 +24,8 @@ from whence.page.pictures import draw_moment
 from whence.sb3 import InfluenceCallback, model_objective
 from whence.scores.moments import find_moment, find_moments
 from whence.stored.agents import load_round
-from whence.stored.agents.labels import action_labels, box_action_labels, state_names
-from whence.stored.agents.policy_changes import compare_policies
+from whence.stored.agents.environments import action_labels, box_action_labels, state_names
+from whence.stored.agents.rounds import compare_policies
 
 
 @pytest.fixture(scope="module")
@@ -212,25 +211,10 @@ class TestCommand:
         assert "is a run of a language model, and --out is for agents: leave it out" in err
 
 
-@pytest.mark.parametrize("suffix", [".png", ".gif"])
-def test_hostile_text_is_drawn_as_it_is(tmp_path, suffix):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw_moment(hostile_view(), tmp_path / f"m{suffix}")
-    assert measure(tmp_path / f"m{suffix}")[0][0] == 1200
-
-
-def test_a_box_policy_is_drawn(tmp_path):
-    change = PolicyChange(["a", "b"], [0.1, 1.0], [0.2, -1.0], ((1.0, 2.0), (1.0, 1.0)), (0.0, 1.0))
-    heights = []
-    for policy in (None, change):
-        draw_moment(replace(hostile_view(), policy=policy, action_labels=None), tmp_path / "m.png")
-        heights.append(measure(tmp_path / "m.png")[0][1])
-    assert heights[0] < heights[1]
-
-
-def test_the_face_stands_out_and_the_numbers_change(tmp_path):
-    draw_moment(hostile_view(), tmp_path / "m.gif")
+def test_hostile_text_is_drawn_as_it_is_the_face_stands_out_and_the_numbers_change(tmp_path):
+    for name in ("m.png", "m.gif"):
+        draw_moment(hostile_view(), tmp_path / name)
+        assert measure(tmp_path / name)[0][0] == 1200
     images, durations = [], []
     with Image.open(tmp_path / "m.gif") as picture:
         for at in range(picture.n_frames):
@@ -240,6 +224,15 @@ def test_the_face_stands_out_and_the_numbers_change(tmp_path):
     assert len(images) == 3
     assert durations[1] > durations[0]
     assert np.abs(images[0] - images[2]).sum() > 0
+
+
+def test_a_box_policy_is_drawn(tmp_path):
+    change = PolicyChange(["a", "b"], [0.1, 1.0], [0.2, -1.0], ((1.0, 2.0), (1.0, 1.0)), (0.0, 1.0))
+    heights = []
+    for policy in (None, change):
+        draw_moment(replace(hostile_view(), policy=policy, action_labels=None), tmp_path / "m.png")
+        heights.append(measure(tmp_path / "m.png")[0][1])
+    assert heights[0] < heights[1]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from typer.testing import CliRunner, Result
 from whence import Return, RunDirectory, RunDirectoryError, attribute, cli
 from whence.engines import ENGINES
 from whence.lab import attribute_round
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.run_config import TARGETS
-from whence.lab.arms import ARMS
+from whence.lab.arms import ARMS, read_presets
 from whence.sb3 import model_objective
 from whence.stored.agents import load_recording, load_round
 from whence.stored.agents.rounds import measure_returns
@@ -64,14 +63,6 @@ def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
     assert "gae_lambda" in page
 
 
-def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
-    found = whence("train", *LAKE, "--timesteps", 100, "--run", tmp_path / "run", "--json")
-    content = parsed(found.stdout)
-    assert content["config"]["rounds"] == 2  # 100 steps need two rounds of 64
-    assert content["last_round"]["round"] == 2
-    assert content["run"] == str(tmp_path / "run")
-
-
 def test_what_is_not_finite_is_null_in_json(lake: Path, tmp_path: Path) -> None:
     shutil.copytree(lake, tmp_path / "run")
     table = RunDirectory.open(lake).table("metrics")
@@ -85,11 +76,13 @@ def test_what_is_not_finite_is_null_in_json(lake: Path, tmp_path: Path) -> None:
     assert [last[name] for name in (*odd, "round")] == [None, None, 3]
 
 
-def test_settings_reach_the_run(tmp_path: Path) -> None:
+def test_settings_reach_the_run_and_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
     more = ["--policy-kwargs", '{"net_arch": [8]}', "--env-kwargs", '{"is_slippery": false}', "--n-envs", 2]
     more += ["--normalize-advantage", "false", "--max-grad-norm", "inf", "--warmup", 1, "--engine", "forward"]
     more += ["--target", "action", "--observation", 3, "--action", 2]
-    assert whence("train", *LAKE, "--rounds", 2, *more, "--run", tmp_path).exit_code == 0
+    content = parsed(whence("train", *LAKE, "--timesteps", 200, *more, "--run", tmp_path, "--json").stdout)
+    assert content["config"]["rounds"] == content["last_round"]["round"] == 2  # 200 steps need two rounds of 128
+    assert content["run"] == str(tmp_path)
     run = RunDirectory.open(tmp_path)
     config = run.experiment
     assert (config["policy_kwargs"], config["env_kwargs"]) == ({"net_arch": [8]}, {"is_slippery": False})

@@ -204,20 +204,6 @@ class TestSteps:
             make().learn(64, callback=Wrong(KeepAll()))
 
 
-def llm_reward(value: float, at: int = 3, call: int = 2) -> Any:
-    """Return a reward that is `value` for one response of one round."""
-    calls = [0]
-
-    def reward(prompts: Any, responses: Any) -> Any:
-        calls[0] += 1
-        rewards = vowels(prompts, responses)
-        if calls[0] == call:
-            rewards[at] = value
-        return rewards
-
-    return reward
-
-
 def spoil_gradient(model: Any, name: str) -> None:
     """Make the first gradient of a parameter NaN."""
     calls: list[Tensor] = []
@@ -235,9 +221,17 @@ class TestLanguageModels:
         return PPOTrainer(config, make_model(), make_tokenizer(), reward, PROMPTS)
 
     def test_a_reward(self, tmp_path: Path) -> None:
+        rounds: list[Any] = []
+
+        def reward(prompts: Any, responses: Any) -> Any:
+            rounds.append(vowels(prompts, responses))
+            if len(rounds) == 2:
+                rounds[1][3] = math.inf
+            return rounds[-1]
+
         message = r"Round 2: .* reward is inf .*record 11"
         with pytest.raises(NonFinite, match=message) as raised:
-            self.make(tmp_path, llm_reward(math.inf)).train()
+            self.make(tmp_path, reward).train()
         assert raised.value.record_ids == (11,)
         assert RunDirectory.open(tmp_path).table("metrics")["round"].to_list() == [1]
 

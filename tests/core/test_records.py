@@ -28,7 +28,6 @@ def test_columns_are_copied() -> None:
 def test_dtypes_of_floating_columns_are_kept_and_whole_numbers_become_floating() -> None:
     batch = RecordBatch(**columns(log_probs=np.zeros(4), advantages=np.zeros(4, np.float32), rewards=[1, 0, 0, 1]))
     assert (batch.log_probs.dtype, batch.advantages.dtype) == (torch.float64, torch.float32)
-    assert batch.rewards is not None
     assert batch.rewards.dtype == torch.get_default_dtype()
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from whence import RecordBatch
-from whence.lab.rules import TDErrorPriority
-from whence.lab.visits import compute_td_errors, monte_carlo_advantages, number_visits, td_errors
+from whence.lab.rules import TDErrorPriority, compute_td_errors, monte_carlo_advantages, number_visits, td_errors
 from whence.scores.moments import find_moments
 
 STARTS = torch.tensor([[True, False], [False, False], [False, True], [True, False]])

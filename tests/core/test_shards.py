@@ -9,7 +9,7 @@ from torch import distributed, nn
 from whence.core import ModuleView
 from whence.engines import is_in_shards, release_whole, whole_shape
 from whence.engines.rules import rule_for
-from whence.llm.base.layer_rules import register_rules
+from whence.llm.base.language_view import register_rules
 
 
 class TinyRMSNorm(nn.Module):
@@ -91,5 +91,4 @@ def test_a_norm_is_known_without_its_weight(in_shards):
         put_in_shards(layer.weight)
     register_rules(layer)
     rule = rule_for(layer)
-    assert rule is not None
     assert torch.allclose(rule.gradient(layer, x, g, torch.ones(2))["weight"], weight_gradient, atol=1e-6)

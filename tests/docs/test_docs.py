@@ -21,8 +21,7 @@ from whence.cli.app import LLM_COMMANDS, load_command
 from whence.core import policies
 from whence.engines import auto, rules
 from whence.lab import read_sweep
-from whence.lab.agents.presets import read_presets
-from whence.lab.arms import ARMS
+from whence.lab.arms import ARMS, read_presets
 
 pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 

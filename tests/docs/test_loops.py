@@ -62,14 +62,11 @@ class Recipe:
         attribute, recipe = self.module.attribute, self
         make = whence.RecordBatch if name == "tianshou" else whence.RecordBatch.from_rollout
 
-        class Records:
-            def __new__(cls, **columns: Any) -> whence.RecordBatch:  # type: ignore[misc]
-                return cls.from_rollout(**columns)
+        def note(**columns: Any) -> whence.RecordBatch:
+            recipe.columns = columns
+            return make(**columns)
 
-            @staticmethod
-            def from_rollout(**columns: Any) -> whence.RecordBatch:
-                recipe.columns = columns
-                return make(**columns)
+        note.from_rollout = note  # type: ignore[attr-defined]
 
         def score(view: Any, records: whence.RecordBatch, **settings: Any) -> whence.Influence:
             self.view, self.records, self.settings = view, records, settings
@@ -77,7 +74,7 @@ class Recipe:
                 self.at_scoring()
             return attribute(view, records, **settings)
 
-        monkeypatch.setattr(self.module, "RecordBatch", Records)
+        monkeypatch.setattr(self.module, "RecordBatch", note)
         monkeypatch.setattr(self.module, "attribute", score)
         self.selective = {"skrl": "SelectiveMemory", "tianshou": "SelectivePPO", "rsl_rl": "SelectivePPO"}.get(name)
         if self.selective is not None:
@@ -149,7 +146,7 @@ def recipe(name, monkeypatch):
 
 
 @MODULES
-def test_scores_are_those_of_the_loop(recipe):
+def test_with_every_record_kept_scores_are_the_loops_and_training_is_the_librarys_own(recipe):
     compared = []
 
     def compare():
@@ -165,14 +162,17 @@ def test_scores_are_those_of_the_loop(recipe):
         assert auto.provenance.engine == "ghost"
 
     recipe.at_scoring = compare
-    recipe.run(Chosen(keep_all))
+    with_whence = recipe.run(Chosen(keep_all))
     assert len(compared) == 1
     assert compared[0] <= 1e-5
+    check_raw_advantages(recipe)
+    own = recipe.train_without_whence()
+    assert with_whence.keys() == own.keys()
+    for key in own:
+        assert torch.equal(with_whence[key], own[key]), key
 
 
-@MODULES
-def test_advantages_are_raw(recipe):
-    recipe.run(Chosen(keep_all))
+def check_raw_advantages(recipe):
     advantages = recipe.records.advantages
     assert abs(advantages.mean()) > 1e-4 or abs(advantages.std() - 1) > 1e-2
     if recipe.name in ("skrl", "rsl_rl"):
@@ -183,16 +183,7 @@ def test_advantages_are_raw(recipe):
 
 
 @MODULES
-def test_with_every_record_kept_training_is_the_librarys_own(recipe):
-    with_whence = recipe.run(Chosen(keep_all))
-    own = recipe.train_without_whence()
-    assert with_whence.keys() == own.keys()
-    for key in own:
-        assert torch.equal(with_whence[key], own[key]), key
-
-
-@MODULES
-def test_what_is_dropped_changes_nothing(recipe):
+def test_what_is_dropped_changes_nothing_and_what_is_kept_trains(recipe):
     def spoil(records, keep):
         for column in recipe.live_columns():
             flat = column.reshape(len(keep), -1)
@@ -208,11 +199,6 @@ def test_what_is_dropped_changes_nothing(recipe):
         assert torch.isfinite(parameter).all()
         assert torch.equal(parameter, spoiled[key]), key
     assert any(not torch.equal(untouched[key], every[key]) for key in every)
-
-
-@MODULES
-def test_what_is_kept_trains(recipe):
-    untouched = recipe.run(Chosen(keep_three_of_four))
     for position in (1, 254, 511):
 
         def raise_advantage(records, keep, position=position):

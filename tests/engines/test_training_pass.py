@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.languages import language_model, tokens
 from whence.engines import Refused, covered_layers, record_training_pass
-from whence.llm.base.layer_rules import register_rules
+from whence.llm.base.language_view import register_rules
 
 ROWS = 6
 
@@ -62,16 +62,12 @@ def difference(gradient, expected):
     return float(max((gradient[name] - tensor).abs().max() for name, tensor in expected.items()) / largest)
 
 
-def convolutions():
-    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 4))
-    x, sizes = torch.randn(ROWS, 2, 4, 4), torch.randn(ROWS)
-    return model, lambda weights: (model(x).tanh().sum(1) * sizes * weights).sum() / 3
-
-
 def make_case(name):
     torch.manual_seed(1)
     if name == "convolutions":
-        return convolutions()
+        layers = nn.Conv2d(2, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 4)
+        model, x, sizes = nn.Sequential(*layers), torch.randn(ROWS, 2, 4, 4), torch.randn(ROWS)
+        return model, lambda weights: (model(x).tanh().sum(1) * sizes * weights).sum() / 3
     style, _, kind = name.partition(" ")
     model = language_model(style, lora=0.0 if kind == "lora" else None)
     if kind == "checkpointed":

@@ -12,9 +12,9 @@ import polars as pl
 import pytest
 
 from whence.cli.commands.findings_command import findings
-from whence.findings import agreement, environments, learning, observations
-from whence.findings.claims import CHANCE
+from whence.findings import agreement, environments
 from whence.findings.evidence import Evidence, summarise
+from whence.findings.finding import CHANCE
 from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
 from whence.findings.subgroups import Condition, cut, refine, search
 from whence.runs import RunDirectory
@@ -165,32 +165,32 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
     ),
     "swapped axes": (agreement.find_action_faults, swap_axes, r"Actions push and paint are swapped for environment 1"),
     "repeated": (
-        observations.find_repeated,
+        environments.find_repeated,
         lambda e: with_features(e, **{name: x[np.arange(N) - STEP % 2] for name, x in e.features.items()}),
         r"does not change in 5\d% of the steps, mostly at even steps",
     ),
     "repeated image": (
-        observations.find_repeated,
+        environments.find_repeated,
         lambda e: see_images(e, frozen=False, shown=np.arange(N) - STEP % 2),
         r"does not change in 5\d% of the steps",
     ),
     "constant": (
-        observations.find_constant,
+        environments.find_constant,
         lambda e: with_features(e, speed=np.zeros(N)),
         r"speed never changes: it is 0",
     ),
     "frozen": (
-        observations.find_constant,
+        environments.find_constant,
         lambda e: with_features(e, speed=np.where(COPY == 1, 0.5, e.features["speed"])),
         r"speed never changes: it is 0.5 in all 750 records of environment 1",
     ),
     "frozen channel": (
-        observations.find_constant,
+        environments.find_constant,
         lambda e: see_images(e, frozen=True),
         r"channel 1 never changes, .* environment 1",
     ),
     "clipped": (
-        observations.find_clipped,
+        environments.find_clipped,
         lambda e: with_features(e, place=np.clip(e.features["place"], -0.5, 0.5)),
         r"clipped at a bound: place \(at ±0.5",
     ),
@@ -231,12 +231,12 @@ FAULTS: Mapping[str, tuple[Callable[[Evidence], Any], Callable[[Evidence], Evide
     "few steps": (find_settings, change_settings(n_steps=16), r"too short: 16 steps of 4 environments are 64 records"),
     "rate": (find_settings, change_settings(learning_rate=0.03, clipped=0.7), r"about: 70% of the ratios are clipped"),
     "harm": (
-        learning.find_harm,
+        agreement.find_harm,
         lambda e: replace(e, votes=np.where(speeds_forth(e), -2.0, 1.0)[:, None] + e.votes),
         r"(?=.*speed ≥)(?=.*push forth).* undo \d+% of what the others gain",
     ),
     "critic": (
-        learning.find_critic_faults,
+        agreement.find_critic_faults,
         spoil(lambda e: e.features["speed"] > 0.3, value=lambda values: values - 4.0),
         r"critic is too low for .*speed ≥",
     ),

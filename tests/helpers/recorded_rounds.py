@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "RMSprop": {},
     "RMSprop with momentum": {"momentum": 0.9},
     "RMSprop centred": {"centered": True, "momentum": 0.5, "eps": 1e-3},
+    "RMSprop centred alone": {"centered": True, "eps": 1e-3},
 }
 
 

@@ -7,7 +7,7 @@ import pkgutil
 from pathlib import Path
 
 import whence
-from whence.llm.trl.supported_settings import TRAINER_METHODS
+from whence.llm.trl.completions import TRAINER_METHODS
 
 HOSTS = ["accelerate", "deepspeed", "gymnasium", "sb3_contrib", "stable_baselines3", "torch", "transformers", "trl"]
 NO_HOSTS = {

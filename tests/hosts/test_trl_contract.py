@@ -17,8 +17,8 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 from helpers.contracts import check_each
 from helpers.trl_training import TRAINERS, make_trainer
 from whence import NonPositive, Unsupported
-from whence.llm.trl import in_step
-from whence.llm.trl import supported_settings as trl_settings
+from whence.llm.scores import ROW_LOSSES, TOKEN_LOSSES
+from whence.llm.trl import completions, in_step
 from whence.llm.trl.completions import SCALE
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_every_loss_type_is_known():
     for several in re.findall(r"loss_type in [\[(](.*?)[\])]", source):
         named |= set(re.findall(r'"(\w+)"', several))
     # luspo's and sapo's branches are among them: a loss type that is added has to be looked at first.
-    assert named == {*trl_settings.ROW_LOSSES, *trl_settings.TOKEN_LOSSES}
+    assert named == {*ROW_LOSSES, *TOKEN_LOSSES}
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -141,6 +141,6 @@ def test_a_release_without_a_name_is_refused_before_training(tmp_path, monkeypat
     monkeypatch.delattr(RLOOTrainer, "_calculate_rewards")
     with pytest.raises(Unsupported, match=r"trl .* has no `_calculate_rewards`"):
         make_trainer("rloo", tmp_path, NonPositive())
-    monkeypatch.setattr(trl_settings, "TRAINER_ATTRIBUTES", ["_buffered_parts"])
+    monkeypatch.setattr(completions, "TRAINER_ATTRIBUTES", ["_buffered_parts"])
     with pytest.raises(Unsupported, match=r"trl .* has no `_buffered_parts`"):
         make_trainer("grpo", tmp_path, NonPositive())

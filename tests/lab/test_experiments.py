@@ -24,9 +24,8 @@ from whence.lab.agents import (
     make_training_env,
     plan_comparison,
 )
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import is_finished, read_curve, run
-from whence.lab.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm
+from whence.lab.arms import ANY, ARMS, GROUPS, LANGUAGE_ARMS, SCORES, counts_scoring, place_arm, read_presets
 from whence.lab.comparison import run_path
 from whence.runs import RunDirectory
 from whence.sb3.episodes import Pool

@@ -29,8 +29,7 @@ from whence.runs import RunDirectory
 from whence.selection import DTV, IPPO, KeepAll, MaxVariance, NonPositive, RandomDrop
 from whence.stored.language import LanguageConfig, rebuild_round
 from whence.stored.language.language_config import digest_source
-from whence.stored.language.loading import load_function
-from whence.stored.language.tasks import make_trainer_config, scoring_memory
+from whence.stored.language.tasks import load_function, make_trainer_config, scoring_memory
 
 pytestmark = pytest.mark.usefixtures("laboratory_cache")
 

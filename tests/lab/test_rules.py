@@ -9,8 +9,9 @@ from sb3_contrib import RecurrentPPO
 
 from helpers.toys import model
 from whence import InvalidRecords, RecordBatch, Unsupported, WhenceError
-from whence.lab.rules import AdvantageMismatch, TDErrorPriority
-from whence.lab.visits import (
+from whence.lab.rules import (
+    AdvantageMismatch,
+    TDErrorPriority,
     monte_carlo_advantages,
     number_states,
     returns_to_go,

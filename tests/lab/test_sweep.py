@@ -23,10 +23,10 @@ from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
 from whence.lab.agents import configure, make_training_env, plan_comparison, run
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_curve, make_model
+from whence.lab.arms import read_presets
 from whence.lab.efficiency import rounds_to
-from whence.lab.rowfile import read_rows, write_rows
+from whence.lab.kept_runs import read_rows, write_rows
 from whence.lab.workers import run_all
 from whence.runs import RunDirectory, lock_directory
 

@@ -10,8 +10,8 @@ import torch
 
 from whence import WhenceError
 from whence.llm.base import PPOConfig
-from whence.llm.ppo.ppo_rollout import gae, reward_tokens, whiten
 from whence.llm.ppo.ppo_round import steer_kl_coef
+from whence.llm.scores import gae, reward_tokens, whiten
 from whence.llm.text import compute_rewards, find_columns
 from whence.llm.text.generation import _mask_until_end
 

@@ -39,8 +39,7 @@ from whence.core import RunDirectoryError
 from whence.llm import SequenceReturn, TokenReturn, language_view
 from whence.llm.text import join_messages, list_chats, read_chat
 from whence.llm.trl import trl_run
-from whence.llm.trl.completions import fill_unscored, sum_rewards
-from whence.llm.trl.supported_settings import check_selectable
+from whence.llm.trl.completions import check_selectable, fill_unscored, sum_rewards
 from whence.page import write_report
 from whence.runs import RunDirectory
 from whence.selection import ScoreAll

@@ -13,9 +13,8 @@ from helpers.trl_training import count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
 from whence.engines import TrainingPass
 from whence.llm.trl import in_step
-from whence.llm.trl.completions import take_rows
+from whence.llm.trl.completions import measure_denominator, take_rows
 from whence.llm.trl.in_step import PassChooser
-from whence.llm.trl.supported_settings import measure_denominator
 from whence.selection import ScoreAll
 
 

@@ -20,7 +20,7 @@ from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError
 from whence.llm import GroupObjective, SequenceReturn, language_view, rollout_files
 from whence.llm.rollout_files import add_advantages, read_steps, score_rollouts
-from whence.stored.language.loading import load_checkpoint
+from whence.stored.language.tasks import load_checkpoint
 
 ROWS = [
     {"input": "ab", "output": "cde", "score": 1.0, "step": 1, "gts": "x"},

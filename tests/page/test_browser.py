@@ -72,8 +72,11 @@ def check_readable(page, figures, width, colour_scheme):
             assert plot.first.bounding_box()["height"] > 150
 
 
-def test_no_button_of_a_figure_sends_it_away(browser, pages):
+def test_hostile_text_is_shown_as_text_and_no_button_of_a_figure_sends_it_away(browser, pages):
     with open_page(browser, pages["run"]) as page:
+        assert page.locator("h1").text_content() == f"{ENV}: {HOSTILE}"
+        assert page.title() == f"{ENV}: {HOSTILE} · whence"
+        assert page.locator("#facts dd").first.text_content() == ENV
         page.locator("#figure-0").scroll_into_view_if_needed()
         page.locator("#figure-0 rect.nsewdrag").hover()
         buttons = page.locator("#figure-0 .modebar-btn")
@@ -96,10 +99,3 @@ def test_an_arm_that_is_switched_off_stays_so_in_other_colours(browser, pages):
         page.emulate_media(color_scheme="dark")
         playwright.expect(ticks).not_to_have_css("fill", before)
         playwright.expect(lines).to_have_count(drawn - 3)
-
-
-def test_hostile_text_is_shown_as_text(browser, pages):
-    with open_page(browser, pages["run"]) as page:
-        assert page.locator("h1").text_content() == f"{ENV}: {HOSTILE}"
-        assert page.title() == f"{ENV}: {HOSTILE} · whence"
-        assert page.locator("#facts dd").first.text_content() == ENV

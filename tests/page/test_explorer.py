@@ -240,6 +240,10 @@ class TestDetail:
         assert {len(values) for values in window.values()} == {10}
         assert [entry["value"] for entry in detail["state"]] == [13.0, -13.0]
         assert detail["targets"][0]["significant"] is is_significant(detail["targets"][0]["score"], 10.0)
+        # Its environment is not there.
+        assert detail["frames"] is None
+        assert detail["frames_note"].startswith("No frames: ")
+        assert detail["mc_advantage"] is None
 
     def test_its_facts_in_words(self, lake):
         view = gather_moment(lake, 1, find_moment(lake.round(1).table, 17))
@@ -252,13 +256,6 @@ class TestDetail:
         assert dropped.facts["moment"] == "steps 0 to 2: 3 records, total -69, 3 dropped"
         assert dropped.facts["trained"] == "no, dropped: too low"
         assert dropped.facts["fresh rollouts"].startswith("Not measured by fresh rollouts: ")
-
-    def test_what_cannot_be_replayed_says_why(self, lake):
-        detail = plain(build_detail(lake, 1, 13))
-        # Its environment is not there.
-        assert detail["frames"] is None
-        assert detail["frames_note"].startswith("No frames: ")
-        assert detail["mc_advantage"] is None
 
 
 def make_replay(steps, mismatch=None, frames_note=None):

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -72,6 +71,7 @@ class TestRounds:
         expect(page.locator(".answer").first).to_contain_text("“fire left” at step 17 of episode 11")
         expect(page.locator(".answer").first).to_contain_text("−0.9 ± 0.05. That is beyond two errors")
         assert page.locator(".column:visible .trust li").count() == 2
+        expect(page.locator(".card .what").first).to_contain_text("in environment 1")  # where there are several
 
     def test_the_slider_and_the_buttons_turn_the_rounds(self, page):
         slider = page.locator("#explorer-round")
@@ -330,9 +330,6 @@ class TestGrid:
         page.get_by_role("button", name="Previous round").click()
         expect(page.locator(".named")).to_have_count(0)
 
-    def test_lists_name_the_environment_where_there_are_several(self, page):
-        expect(page.locator(".card .what").first).to_contain_text("in environment 1")
-
     def test_a_row_opens_its_moment(self, page):
         page.get_by_role("button", name="Open record 4,057").press("Enter")
         expect(page.locator("#moment-title")).to_have_text("Record 4,057")
@@ -349,7 +346,12 @@ class TestEveryone:
             moment = open_worst(page)
             assert moment.bounding_box()["width"] <= width
             assert moment.locator(".moment-body").evaluate("body => body.scrollWidth <= body.clientWidth")
-            check_accessible(axe.run(page).response)
+            serious = [
+                (rule["id"], [node["html"][:120] for node in rule["nodes"][:3]])
+                for rule in axe.run(page).response["violations"]
+                if rule["impact"] in ("serious", "critical")
+            ]
+            assert serious == []
 
     def test_rewards_are_in_sight_on_a_narrow_screen(self, browser, files):
         with open_page(browser, files["language"], width=390) as page:
@@ -459,15 +461,6 @@ class TestResponses:
         assert json.loads(download.value.path().read_text()) == {"round": 1, "record_id": 7, "note": HOSTILE}
 
 
-def check_accessible(response):
-    serious = [
-        (rule["id"], [node["html"][:120] for node in rule["nodes"][:3]])
-        for rule in response["violations"]
-        if rule["impact"] in ("serious", "critical")
-    ]
-    assert serious == []
-
-
 class Server:
     """What a server answers, by hand: a run that goes on, and can go away."""
 
@@ -534,8 +527,10 @@ POLL = 3000
 """Milliseconds until a page asks again whether a run under way has new rounds."""
 
 
-@contextmanager
-def open_served(browser, server) -> Iterator:
+@pytest.fixture
+def served(browser) -> Iterator:
+    """The page of a server by hand, and the server."""
+    server = Server()
     context = browser.new_context(viewport={"width": 1600, "height": 900})
     problems = []
     context.route("**/*", server.answer)
@@ -546,78 +541,74 @@ def open_served(browser, server) -> Iterator:
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(f"{LIVE}/")
     expect(page.locator(".card").first).to_be_visible()
-    yield page
+    yield page, server
     assert problems == []
     context.close()
 
 
 class TestServed:
-    def test_the_grid_asks_the_server(self, browser):
-        server = Server()
-        with open_served(browser, server) as page:
-            expect(page.locator("#grid .tabulator-row")).to_have_count(25)
-            expect(first_score(page)).to_have_text("−0.9")
-            page.locator("#grid .tabulator-col[tabulator-field=score] .tabulator-col-title").click()
-            expect(page.locator("#grid .tabulator-row").first).to_contain_text("+0.8")
-            page.fill("#grid-search", "fire left")
-            expect(page.locator("#grid-note")).to_have_text("60 of the 240 records of round 2.")
-            page.get_by_label("Filter score").fill("<-0.1")
-            page.wait_for_timeout(600)
-            assert ["score:<-0.1"] in [parse_qs(url.query).get("filter") for url in server.asked]
+    def test_the_grid_asks_the_server(self, served):
+        page, server = served
+        expect(page.locator("#grid .tabulator-row")).to_have_count(25)
+        expect(first_score(page)).to_have_text("−0.9")
+        page.locator("#grid .tabulator-col[tabulator-field=score] .tabulator-col-title").click()
+        expect(page.locator("#grid .tabulator-row").first).to_contain_text("+0.8")
+        page.fill("#grid-search", "fire left")
+        expect(page.locator("#grid-note")).to_have_text("60 of the 240 records of round 2.")
+        page.get_by_label("Filter score").fill("<-0.1")
+        page.wait_for_timeout(600)
+        assert ["score:<-0.1"] in [parse_qs(url.query).get("filter") for url in server.asked]
 
-    def test_new_rounds_extend_the_slider_and_a_server_that_is_gone_is_said(self, browser):
-        server = Server()
-        with open_served(browser, server) as page:
-            expect(page.locator("#explorer-live")).to_be_visible()
-            expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
-            server.rounds = 3
-            page.clock.fast_forward(POLL)
-            expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 9")
-            page.get_by_role("button", name="Previous round").click()
-            server.rounds = 4
-            page.clock.fast_forward(POLL)
-            expect(page.locator("#explorer-round")).to_have_attribute("max", "3")
-            expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
-            server.gone = True
-            page.clock.fast_forward(POLL)
-            expect(page.locator("#explorer-status")).to_have_text("The server does not answer. Trying again …")
-            server.gone = False
-            page.clock.fast_forward(2 * POLL)
-            expect(page.locator("#explorer-status")).to_have_text("")
+    def test_new_rounds_extend_the_slider_and_a_server_that_is_gone_is_said(self, served):
+        page, server = served
+        expect(page.locator("#explorer-live")).to_be_visible()
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
+        server.rounds = 3
+        page.clock.fast_forward(POLL)
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 3 of 9")
+        page.get_by_role("button", name="Previous round").click()
+        server.rounds = 4
+        page.clock.fast_forward(POLL)
+        expect(page.locator("#explorer-round")).to_have_attribute("max", "3")
+        expect(page.locator("#explorer-round-name b")).to_have_text("Round 2 of 9")
+        server.gone = True
+        page.clock.fast_forward(POLL)
+        expect(page.locator("#explorer-status")).to_have_text("The server does not answer. Trying again …")
+        server.gone = False
+        page.clock.fast_forward(2 * POLL)
+        expect(page.locator("#explorer-status")).to_have_text("")
 
-    def test_a_flag_is_sent_with_its_note(self, browser):
-        server = Server()
-        with open_served(browser, server) as page:
-            moment = open_worst(page)
-            moment.get_by_label("Note").fill("look again")
-            moment.get_by_role("button", name="Flag this record").click()
-            expect(moment.locator(".flag")).to_contain_text("Saved with the run.")
-            assert server.written == [{"note": "look again"}]
-            moment.get_by_role("button", name="Remove flag").click()
-            expect(moment.locator(".flag")).to_contain_text("Removed.")
-            assert server.written[1:] == [{"note": None}]
+    def test_a_flag_is_sent_with_its_note(self, served):
+        page, server = served
+        moment = open_worst(page)
+        moment.get_by_label("Note").fill("look again")
+        moment.get_by_role("button", name="Flag this record").click()
+        expect(moment.locator(".flag")).to_contain_text("Saved with the run.")
+        assert server.written == [{"note": "look again"}]
+        moment.get_by_role("button", name="Remove flag").click()
+        expect(moment.locator(".flag")).to_contain_text("Removed.")
+        assert server.written[1:] == [{"note": None}]
 
-    def test_what_taught_it_this(self, browser):
-        server = Server()
-        with open_served(browser, server) as page:
-            moment = open_worst(page)
-            assert not any(url.path.endswith("/causes") for url in server.asked)  # it scores all rounds
-            moment.get_by_role("button", name="What taught it this?").click()
-            expect(moment.locator(".causes .say")).to_contain_text(f"“nothing{HOSTILE}”")
-            expect(moment.locator(".causes .card")).to_have_count(5)
-            assert moment.locator(".cause-rounds rect").count() == 6
-            heights = [float(bar.get_attribute("height")) for bar in moment.locator(".cause-rounds rect").all()]
-            assert heights == pytest.approx([58, 0, 58 / 3, 29, 0, 0])
-            moment.get_by_role("button", name="By influence").click()
-            expect(moment.locator(".causes")).to_contain_text("by influence")
-            expect(moment.locator(".causes")).to_contain_text("raised this action's log-probability")
-            expect(moment.get_by_role("button", name="By influence")).to_have_attribute("aria-pressed", "true")
-            assert page.evaluate("window.hacked") is None
-            moment.locator(".causes .card").last.click()
-            record = make_round(2)["round"]["worst"][1]["record"]
-            expect(page.locator("#moment-title")).to_have_text(f"Record {record}")
-            expect_link(page, f"#run=0&round=2&record={record}")
-            page.go_back()
-            expect(page.locator("#moment-title")).to_have_text(f"Record {WORST}")
-            expect_link(page, f"#run=0&round=2&record={WORST}")
-            expect(page.locator("#moment .story")).to_be_visible()
+    def test_what_taught_it_this(self, served):
+        page, server = served
+        moment = open_worst(page)
+        assert not any(url.path.endswith("/causes") for url in server.asked)  # it scores all rounds
+        moment.get_by_role("button", name="What taught it this?").click()
+        expect(moment.locator(".causes .say")).to_contain_text(f"“nothing{HOSTILE}”")
+        expect(moment.locator(".causes .card")).to_have_count(5)
+        assert moment.locator(".cause-rounds rect").count() == 6
+        heights = [float(bar.get_attribute("height")) for bar in moment.locator(".cause-rounds rect").all()]
+        assert heights == pytest.approx([58, 0, 58 / 3, 29, 0, 0])
+        moment.get_by_role("button", name="By influence").click()
+        expect(moment.locator(".causes")).to_contain_text("by influence")
+        expect(moment.locator(".causes")).to_contain_text("raised this action's log-probability")
+        expect(moment.get_by_role("button", name="By influence")).to_have_attribute("aria-pressed", "true")
+        assert page.evaluate("window.hacked") is None
+        moment.locator(".causes .card").last.click()
+        record = make_round(2)["round"]["worst"][1]["record"]
+        expect(page.locator("#moment-title")).to_have_text(f"Record {record}")
+        expect_link(page, f"#run=0&round=2&record={record}")
+        page.go_back()
+        expect(page.locator("#moment-title")).to_have_text(f"Record {WORST}")
+        expect_link(page, f"#run=0&round=2&record={WORST}")
+        expect(page.locator("#moment .story")).to_be_visible()

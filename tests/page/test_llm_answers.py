@@ -14,11 +14,9 @@ from helpers.language_training import (
     vowels,
 )
 from whence.llm.text import answer_prompts, read_prompts
-from whence.page import ExploredRun, write_report
+from whence.page import ExploredRun
 from whence.page.content.responses import read_answers
 from whence.runs import RunDirectory
-
-HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
 def answer_plainly(model, tokenizer, prompt, longest):
@@ -103,15 +101,3 @@ class TestPage:
         assert len(shown["sources"]) == 12
         many = read_answers([ExploredRun(run)] * 5, [])
         assert [one["round"] for one in many["sources"]] == [0, 29] * 5
-
-    def test_texts_are_escaped(self, tmp_path):
-        make_trainer(tmp_path, sample_prompts=["ab"]).train()
-        run = RunDirectory.open(tmp_path)
-        run.write_round("answers", 0, table_of([HOSTILE], [HOSTILE], [0.0]))
-        run.write_round("answers", 2, table_of([HOSTILE], [HOSTILE + "x"], [1.0]))
-        write_report(run, tmp_path / "report.html")
-        page = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "Answers to the same prompts" in page
-        assert "\\u003cscript\\u003ealert(1)" in page
-        assert "<script>alert(1)" not in page
-        assert "<img src=x" not in page

@@ -19,7 +19,6 @@ from whence.lab.agents.training import run
 from whence.lab.comparison import run_path
 from whence.lab.tables import METRICS, cell, format_seeds, give_verdict, make_summary
 from whence.page import ExploredRun, write_report
-from whence.page.content.record_grid import STEPS
 from whence.page.content.short_json import LONGEST
 from whence.page.figures import (
     COLOURS,
@@ -32,12 +31,7 @@ from whence.page.figures import (
 from whence.page.html import embed
 from whence.runs import RunDirectory
 
-COLUMNS = [column.key for column in STEPS]
-
-EXPLORER = (
-    *("Moments", "Where it harms and helps", "Which kinds of records harm"),
-    "All records",
-)
+EXPLORER = ("Moments", "Where it harms and helps", "Which kinds of records harm", "All records")
 """Headings of the part of a page that opens rounds."""
 
 
@@ -154,14 +148,7 @@ class TestPage:
         assert places == [f"figure-{number}" for number in range(7)]
         assert len(page.data("figures-data")) == 7
         assert page.of("h2") == [
-            *(
-                "What stands out",
-                "Summary",
-                *EXPLORER,
-                "Learning curves",
-                "Records kept and dropped",
-                "Policy entropy",
-            ),
+            *("What stands out", "Summary", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy"),
             *("Approximate KL", "Time by stage", "Influence, iif", "Influence, random", "What was run"),
         ]
 
@@ -242,15 +229,8 @@ class TestRunPage:
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")
         assert page.of("h2") == [
-            *(
-                "What stands out",
-                *EXPLORER,
-                "Learning curves",
-                "Records kept and dropped",
-                "Policy entropy",
-                "Approximate KL",
-            ),
-            *("Time by stage", "Influence, iif", "What was run"),
+            *("What stands out", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy"),
+            *("Approximate KL", "Time by stage", "Influence, iif", "What was run"),
         ]
         assert page.of("dt")[0] == "steps"
         assert page.of("dd")[0] == "128"

@@ -77,11 +77,16 @@ def fail_later(path):
 
 
 @pytest.mark.parametrize(
-    "start", [refuse_total, refuse_settings, lose_checkpoints, lose_tables_and_checkpoints, fail_later]
+    ("start", "message"),
+    [
+        (refuse_total, r"holds a run of 64 steps, more than the 32 of this learn\(\)"),
+        (lose_checkpoints, "holds a run with 3 finished rounds and no checkpoint to go on from"),
+        *((start, "holds a run") for start in (refuse_settings, lose_tables_and_checkpoints, fail_later)),
+    ],
 )
-def test_a_start_that_is_refused_or_fails_deletes_nothing(broken_off, start):
+def test_a_start_that_is_refused_or_fails_deletes_nothing(broken_off, start, message):
     before = contents(broken_off)
-    with pytest.raises(RunDirectoryError, match="holds a run"):
+    with pytest.raises(RunDirectoryError, match=message):
         start(broken_off)
     after = contents(broken_off)
     changed = {name for name, content in before.items() if after.get(name) != content}

@@ -58,10 +58,6 @@ class TestRoundTrips:
         assert reopened.versions == created.versions == {"torch": "2.6"}
         assert reopened.path == tmp_path / "a" / "b"
 
-    def test_the_config_is_kept_as_it_comes_back_from_json(self, tmp_path):
-        created = RunDirectory.create(tmp_path, {"net_arch": (64, 64)})
-        assert created.config == RunDirectory.open(tmp_path).config == {"net_arch": [64, 64]}
-
     @pytest.mark.parametrize(("name", "other"), [("lake[1]", "lake1"), ("l?ke", "lake"), ("l*ke", "lake")])
     def test_a_path_is_no_pattern(self, tmp_path, name, other):
         for place, number in ((other, 77), (name, 1)):

@@ -20,8 +20,8 @@ from whence import IIF, RunDirectory, WhenceError
 from whence.core import preserve_rng_state
 from whence.lab.agents import RunConfig, configure, make_evaluation_env, make_training_env, run
 from whence.lab.agents.environments import EnvPoolVecEnv
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.training import make_model
+from whence.lab.arms import read_presets
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import Pool, evaluate_pool
 from whence.stored.agents import load_round, measure_returns
@@ -144,20 +144,6 @@ def test_training_collects_from_a_pool(tmp_path: Any) -> None:
     torch.testing.assert_close(scores, torch.tensor(directory.round("records", 2)["score"].to_list()))
 
 
-def test_the_callback_takes_a_pool() -> None:
-    env = EnvPoolVecEnv(Pool("CartPole-v1", {}), 2, seed=3)
-    model = PPO("MlpPolicy", env, n_steps=32, batch_size=32, device="cpu", seed=0)
-    callback = InfluenceCallback(IIF(0.5))
-    model.learn(3 * 64, callback=callback)
-    assert callback.round is not None
-    assert callback.round.number == 3
-    twin = PPO(
-        "MlpPolicy", EnvPoolVecEnv(Pool("CartPole-v1", {}), 2, seed=3), n_steps=32, batch_size=32, device="cpu", seed=0
-    )
-    twin.learn(3 * 64, callback=InfluenceCallback(IIF(0.5)))
-    assert all(torch.equal(a, b) for a, b in zip(model.policy.parameters(), twin.policy.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -169,10 +155,7 @@ def test_the_callback_takes_a_pool() -> None:
             {"env": "Acrobot-v1", "evaluate_with": "envpool", "pool_kwargs": {"gravity": 3}},
             "EnvPool's Acrobot-v1 refuses {'gravity': 3}",
         ),
-        (
-            {"env": "Acrobot-v1", "evaluate_with": "envpol"},
-            "evaluate_with 'envpol' is unknown. Did you mean",
-        ),
+        ({"env": "Acrobot-v1", "evaluate_with": "envpol"}, "evaluate_with 'envpol' is unknown. Did you mean"),
         ({"env": "Acrobot-v1", "observe": "image"}, "Acrobot-v1 has no part 'image' to observe.*a Box"),
         (
             {"env": GRID.env, "observe": "picture"},
@@ -203,22 +186,20 @@ class Flat(BaseFeaturesExtractor):
         return torch.cat([part.flatten(1) for part in (observations["direction"], observations["image"])], dim=1)
 
 
-def test_a_policy_of_all_parts_is_trained_and_evaluated_on_a_pool() -> None:
-    env = EnvPoolVecEnv(Pool(GRID.env, {}), 2, 0)
-    model = PPO(
-        "MultiInputPolicy",
-        env,
-        n_steps=128,
-        batch_size=64,
-        device="cpu",
-        seed=0,
-        policy_kwargs={"features_extractor_class": Flat},
-    )
-    callback = InfluenceCallback(IIF(0.5))
-    model.learn(256, callback=callback)
-    assert callback.round is not None
-    assert callback.round.records.observations["image"].shape == (256, 3, 7, 7)
-    returns = evaluate_pool(model, Pool(GRID.env, {}), episodes=8, seed=1)
+def test_a_policy_of_all_parts_is_trained_by_the_seed_and_evaluated_on_a_pool() -> None:
+    pool = Pool("minigrid:MiniGrid-Empty-Random-6x6-v0", {})  # whose episodes begin at random places
+
+    def train() -> tuple[PPO, InfluenceCallback]:
+        env, callback = EnvPoolVecEnv(pool, 2, seed=3), InfluenceCallback(IIF(0.5))
+        options: dict[str, Any] = {"n_steps": 32, "batch_size": 32, "device": "cpu", "seed": 0}
+        model = PPO("MultiInputPolicy", env, policy_kwargs={"features_extractor_class": Flat}, **options)
+        return model.learn(3 * 64, callback=callback), callback
+
+    (model, callback), (twin, _) = train(), train()
+    assert callback.round.number == 3
+    assert callback.round.records.observations["image"].shape == (64, 3, 7, 7)
+    assert all(torch.equal(a, b) for a, b in zip(model.policy.parameters(), twin.policy.parameters(), strict=True))
+    returns = evaluate_pool(model, pool, episodes=8, seed=1)
     assert len(set(returns.tolist())) > 1
 
 
@@ -256,18 +237,6 @@ class StillPool:
         pass
 
 
-def explored(every: int) -> PPO:
-    return PPO(
-        "MlpPolicy",
-        Still(5),
-        use_sde=True,
-        sde_sample_freq=every,
-        device="cpu",
-        seed=0,
-        policy_kwargs={"log_std_init": 0.0},
-    )
-
-
 def played_with_gymnasium(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     envs = [Still(5) for _ in range(4)]
     evaluate(model, DummyVecEnv([lambda env=env: Monitor(env) for env in envs]), episodes=12, seed=seed)
@@ -284,7 +253,8 @@ def played_in_a_pool(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("played", [played_with_gymnasium, played_in_a_pool])
 @pytest.mark.parametrize("every", [-1, 1, 2])
 def test_state_dependent_noise_is_each_episodes_own(every: int, played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = explored(every)
+    options: dict[str, Any] = {"device": "cpu", "seed": 0, "policy_kwargs": {"log_std_init": 0.0}}
+    model = PPO("MlpPolicy", Still(5), use_sde=True, sde_sample_freq=every, **options)
     own = model.policy.action_dist
     before = {name: id(value) for name, value in vars(own).items()}
     noise = own.exploration_mat.detach().clone(), own.exploration_matrices.detach().clone()

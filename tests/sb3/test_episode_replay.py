@@ -188,25 +188,3 @@ def test_what_cannot_be_built_by_name_is_named(tmp_path):
     rewrite(directory.path / "config.json", lambda document: document["config"].update(policy_kwargs=extractor))
     with pytest.raises(whence.RunDirectoryError, match=r"features_extractor_class is .os\.system."):
         load_round(RunDirectory.open(directory.path), 1)
-
-
-class Picture(gym.ObservationWrapper):
-    """A CartPole that is seen as a picture of 3 x 40 x 40 pixels."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.observation_space = gym.spaces.Box(0, 255, (40, 40, 3), np.uint8)
-
-    def observation(self, observation):
-        pixels = np.arange(4800).reshape(40, 40, 3) * (1 + np.abs(observation[0])) + 100 * observation[2]
-        return pixels.astype(np.int64).astype(np.uint8)
-
-
-def test_observations_too_large_to_store_are_observed_again(tmp_path):
-    directory = learn(tmp_path / "run", Picture(gym.make("CartPole-v1")), policy="CnnPolicy")
-    stored = directory.round("records", 2)
-    assert "observation" not in stored.columns
-    model, records = load_round(directory, 2, env=lambda: Picture(gym.make("CartPole-v1")))
-    assert records.observations.shape == (64, 3, 40, 40)
-    influence = attribute(model.policy, records, target=whence.Return(), objective=whence.sb3.model_objective(model))
-    np.testing.assert_allclose(influence.scores, stored["score"], rtol=1e-3, atol=1e-5)

@@ -49,15 +49,6 @@ def make_model(**settings: Any) -> RecurrentPPO:
     return RecurrentPPO("MlpLstmPolicy", make_cart(), **fixed, **{"policy_kwargs": policy_kwargs, **settings})
 
 
-def whole_rollout(buffer: Any) -> Any:
-    """Return sb3-contrib's minibatch of a whole rollout, whose sequences begin with episodes and the rollout."""
-    n = buffer.buffer_size * buffer.n_envs
-    next(iter(buffer.get(n)))  # brings the arrays into the order of the records
-    change = np.zeros((buffer.n_envs, buffer.buffer_size), np.float32)
-    change[:, 0] = 1
-    return buffer._get_samples(np.arange(n), change.reshape(-1, 1))
-
-
 def loss_scores(toy: Any, ent_coef: float) -> Any:
     """Return each record's product of gradients, those that sb3-contrib's `train()` takes on its masked loss."""
     buffer, optimizer = toy.rollout_buffer, Gradients(toy.policy.parameters())
@@ -65,7 +56,11 @@ def loss_scores(toy: Any, ent_coef: float) -> Any:
     n = len(advantages)
     toy.normalize_advantage, toy.max_grad_norm, toy.vf_coef, toy.n_epochs = False, float("inf"), 0.0, 1
     toy.policy.optimizer, toy.ent_coef = optimizer, 0.0
-    samples = whole_rollout(buffer)
+    # A minibatch of the whole rollout, whose sequences begin with episodes and the rollout.
+    next(iter(buffer.get(n)))  # brings the arrays into the order of the records
+    change = np.zeros((buffer.n_envs, buffer.buffer_size), np.float32)
+    change[:, 0] = 1
+    samples = buffer._get_samples(np.arange(n), change.reshape(-1, 1))
     buffer.get = lambda batch_size: iter([samples])
     toy.train()
     buffer.advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-8)

@@ -22,6 +22,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
+import whence
 from helpers.resuming import (
     MODELS,
     ROUNDS,
@@ -38,18 +39,7 @@ from helpers.resuming import (
     total,
     train,
 )
-from whence import (
-    DTV,
-    IIF,
-    IPPO,
-    Action,
-    AdvantageMagnitude,
-    FromMask,
-    KeepAll,
-    MaxVariance,
-    RandomDrop,
-    RunDirectory,
-)
+from whence import DTV, IIF, FromMask, KeepAll, RunDirectory
 from whence.core import RunDirectoryError, WhenceError, describe_part
 from whence.runs import CheckpointClock, checkpoint_path, list_checkpoints, load_tree, save_tree
 from whence.sb3 import InfluenceCallback, RecordResets, resume
@@ -126,9 +116,8 @@ class TestTheSameScript:
         assert "not as if nothing had happened" not in caplog.text
         normalised = [each.get_vec_normalize_env() for each in (model, whole)]
         if normalised[0] is not None:
-            assert [np.array_equal(*(getattr(n.obs_rms, key) for n in normalised)) for key in ("mean", "var")] == [
-                True
-            ] * 2
+            for key in ("mean", "var"):
+                assert np.array_equal(*(getattr(each.obs_rms, key) for each in normalised))
 
     def test_a_rule_with_a_state_of_its_own(self, tmp_path):
         class Counting(KeepAll):
@@ -210,13 +199,8 @@ class TestFinished:
         with pytest.raises(RunDirectoryError, match="2 calls"):  # it was the second that went on
             script()
 
-    def test_a_longer_run_is_not_overwritten(self, tmp_path):
+    def test_a_longer_run_is_overwritten_when_asked(self, tmp_path):
         train(MODELS["walk"], tmp_path)
-        before = contents(tmp_path)
-        model = MODELS["walk"]()
-        with pytest.raises(RunDirectoryError, match=r"holds a run of 160 steps, more than the 64 of this learn\(\)"):
-            model.learn(2 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path))
-        assert contents(tmp_path) == before
         model = MODELS["walk"]()
         model.learn(2 * STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path, overwrite=True))
         assert RunDirectory.open(tmp_path).rounds() == [1, 2]
@@ -233,12 +217,6 @@ class TestFinished:
         model = train(MODELS["walk"], tmp_path)
         model.learn(STEPS, callback=InfluenceCallback(IIF(0.5), run=tmp_path), reset_num_timesteps=False)
         assert RunDirectory.open(tmp_path).rounds() == [1, 2, 3, 4, 5, 6]
-
-    def test_without_checkpoints_a_run_is_not_overwritten(self, tmp_path):
-        train(MODELS["walk"], tmp_path, until=0.7, save_every=0)
-        assert list_checkpoints(tmp_path) == []
-        with pytest.raises(RunDirectoryError, match="a run with 3 finished rounds and no checkpoint to go on from"):
-            train(MODELS["walk"], tmp_path)
 
     def test_interrupted_before_its_first_checkpoint_it_starts_over(self, tmp_path):
         train(MODELS["walk"], tmp_path, until=0.7, save_every=4)
@@ -257,22 +235,30 @@ class TestFinished:
         assert list_checkpoints(tmp_path) == [2]
 
 
+def make_linear():
+    return small(monitored(Walk), learning_rate=LinearSchedule(3e-3, 1e-3, 0.5))
+
+
 class TestResume:
     @pytest.mark.parametrize(
         "name",
         [
-            *("normalised", "a2c as tensorflow's", "masked dict", "recurrent"),
+            *("normalised", "a2c as tensorflow's", "masked dict", "recurrent", "linear schedule"),
             *(pytest.param(name, marks=pytest.mark.long) for name in ("plain a2c", "masked")),
         ],
     )
     def test_from_the_directory_alone(self, tmp_path, name):
-        whole = train(MODELS[name], tmp_path / "whole", folds=3)
-        train(MODELS[name], tmp_path / "parts", until=0.7, folds=3)
-        model, callback = resume(tmp_path / "parts", MODELS[name]().env)
+        make = make_linear if name == "linear schedule" else MODELS[name]
+        whole = train(make, tmp_path / "whole", folds=3)
+        train(make, tmp_path / "parts", until=0.7, folds=3)
+        model, callback = resume(tmp_path / "parts", make().env)
         assert model.num_timesteps == 3 * model.n_steps * model.n_envs
         model.learn(total(model) - model.num_timesteps, callback=callback, reset_num_timesteps=False)
         assert_same_model(model, whole)
         assert_same_run(tmp_path / "parts", tmp_path / "whole")
+        if name == "linear schedule":
+            rate = RunDirectory.open(tmp_path / "parts").config["hyperparameters"]["learning_rate"]
+            assert rate == {"schedule": "linear", "start": 3e-3, "end": 1e-3, "end_fraction": 0.5}
 
     def test_arguments_of_the_callback_are_sent_to_it(self, tmp_path):
         train(MODELS["walk"], tmp_path, until=0.7)
@@ -296,7 +282,7 @@ class TestResume:
         class Own(KeepAll):
             pass
 
-        target = Action(np.zeros(3, np.float32), np.zeros(3, np.float32))
+        target = whence.Action(np.zeros(3, np.float32), np.zeros(3, np.float32))
         model = MODELS["walk"]()
         model.learn(2 * STEPS, callback=InfluenceCallback(Own(), target=target, run=tmp_path))
         with pytest.raises(RunDirectoryError, match=r"scored for the target .*Pass it: target=\.\.\."):
@@ -314,8 +300,8 @@ class TestResume:
         "rule",
         [
             *(IIF(0.25, warmup=2), IIF(0.5, unit="episode"), FromMask([3, 7]), DTV(unit="record", leave_one_out=True)),
-            *(KeepAll(), RandomDrop(0.5, seed=1), MaxVariance(4), IPPO(weighted=False)),
-            RandomDrop(like=AdvantageMagnitude(0.5)),
+            *(KeepAll(), whence.RandomDrop(0.5, seed=1), whence.MaxVariance(4), whence.IPPO(weighted=False)),
+            whence.RandomDrop(like=whence.AdvantageMagnitude(0.5)),
         ],
         ids=repr,
     )
@@ -338,16 +324,6 @@ class TestResume:
     def test_nothing_else_is_built_from_what_is_stored(self, stored):
         with pytest.raises(WhenceError):
             build_rule(stored)
-
-    def test_linear_schedules_are_made_again(self, tmp_path):
-        make = lambda: small(monitored(Walk), learning_rate=LinearSchedule(3e-3, 1e-3, 0.5))  # noqa: E731
-        whole = train(make, tmp_path / "whole")
-        train(make, tmp_path / "parts", until=0.7)
-        rate = RunDirectory.open(tmp_path / "parts").config["hyperparameters"]["learning_rate"]
-        assert rate == {"schedule": "linear", "start": 3e-3, "end": 1e-3, "end_fraction": 0.5}
-        model, callback = resume(tmp_path / "parts", monitored(Walk))
-        model.learn(total(model), callback=callback)
-        assert_same_model(model, whole)
 
 
 class TestWhereItCannotBeHad:
@@ -510,7 +486,7 @@ class TestFiles:
             save_tree(tmp_path / "x", {"value": value})
 
     def test_large_policies_are_kept_every_second_round(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("whence.runs.checkpoints.POLICY_BYTES", 1500)
+        monkeypatch.setattr("whence.runs.recorder.POLICY_BYTES", 1500)
         model = train(MODELS["walk"], tmp_path)
         size = sum(parameter.numel() * 4 for parameter in model.policy.parameters())
         run = RunDirectory.open(tmp_path)

@@ -15,18 +15,7 @@ from torch import Tensor, nn
 import whence
 from helpers.gradients import two_records
 from helpers.toys import Softmax, categorical_view, mlp_view, model, records_for, softmax_view
-from whence import (
-    A2C,
-    Action,
-    InvalidRecords,
-    NonFinite,
-    PPOClip,
-    RecordBatch,
-    Return,
-    Unsupported,
-    WhenceError,
-    attribute,
-)
+from whence import Action, PPOClip, RecordBatch, Return, attribute
 from whence.sb3 import collect
 from whence.scores.attribution import score_targets
 
@@ -113,7 +102,7 @@ def test_an_action_that_would_be_cut_to_a_whole_number_is_refused(action: object
     view = mlp_view()
     records = records_for(view)
     observation = records.observations[:3] if isinstance(action, list) else records.observations[0]
-    with pytest.raises(WhenceError, match=message):
+    with pytest.raises(whence.WhenceError, match=message):
         attribute(view, records, target=Action(observation, action))
     whole = attribute(view, records, target=Action(records.observations[0], 2.0)).scores
     torch.testing.assert_close(whole, attribute(view, records, target=Action(records.observations[0], 2)).scores)
@@ -135,7 +124,7 @@ def test_an_action_outside_the_policys_space_is_refused(space: str, inside: Any,
     observation = records.observations[:2] if space == "discrete" and isinstance(inside, list) else torch.zeros(5)
     assert attribute(toy.policy, records, target=Action(observation, inside)).scores.isfinite().all()
     if outside is not None:
-        with pytest.raises(WhenceError, match=rf"Action\(\) .* action {named}"):
+        with pytest.raises(whence.WhenceError, match=rf"Action\(\) .* action {named}"):
             attribute(toy.policy, records, target=Action(observation, outside))
 
 
@@ -210,7 +199,7 @@ def test_influences_of_other_records_or_objectives_do_not_add() -> None:
     records = records_for(view)
     mine = attribute(view, records, target=Return())
     with pytest.raises(whence.InvalidInfluence, match="differ in their objective"):
-        mine + attribute(view, records, target=Return(), objective=A2C())
+        mine + attribute(view, records, target=Return(), objective=whence.A2C())
     with pytest.raises(whence.InvalidInfluence, match="differ in their records"):
         mine + attribute(view, records_for(view), target=Return())
     with pytest.raises(whence.InvalidInfluence, match="differ in their record_ids"):
@@ -224,7 +213,7 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
 
     view = mlp_view()
     records = records_for(view)
-    with pytest.raises(WhenceError, match="constant depends on no"):
+    with pytest.raises(whence.WhenceError, match="constant depends on no"):
         attribute(view, records, target=constant, engine=engine)
 
 
@@ -248,19 +237,19 @@ def test_a_target_that_depends_on_no_parameter_is_refused(engine: str) -> None:
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     view = mlp_view()
-    with pytest.raises(WhenceError, match=message):
+    with pytest.raises(whence.WhenceError, match=message):
         attribute(view, records_for(view), **arguments)  # type: ignore[call-overload]
 
 
 def test_policies_that_cannot_be_read_are_refused() -> None:
     records = records_for(mlp_view())
-    with pytest.raises(Unsupported, match=r"linear\.Linear.*stable_baselines3.*whence\.ModuleView"):
+    with pytest.raises(whence.Unsupported, match=r"linear\.Linear.*stable_baselines3.*whence\.ModuleView"):
         attribute(nn.Linear(5, 3), records, target=Return())
     frozen = nn.Linear(5, 3).requires_grad_(False)
-    with pytest.raises(WhenceError, match=r"\(Linear\) has no trainable parameter"):
+    with pytest.raises(whence.WhenceError, match=r"\(Linear\) has no trainable parameter"):
         attribute(categorical_view(frozen), records, target=Return())
     wide = whence.ModuleView(nn.Linear(5, 3), lambda module, inputs: module(inputs["observations"]))
-    with pytest.raises(WhenceError, match=r"`log_prob` of shape \(\d+, 3\) for \d+ records"):
+    with pytest.raises(whence.WhenceError, match=r"`log_prob` of shape \(\d+, 3\) for \d+ records"):
         attribute(wide, records, target=Return())
 
 
@@ -268,7 +257,7 @@ def test_policies_that_cannot_be_read_are_refused() -> None:
 def test_an_algorithm_in_the_place_of_its_policy_is_refused(algorithm: Any) -> None:
     toy = model(algorithm)
     records = collect(toy)
-    with pytest.raises(Unsupported, match=rf"a {algorithm.__name__} algorithm.*model\.policy"):
+    with pytest.raises(whence.Unsupported, match=rf"a {algorithm.__name__} algorithm.*model\.policy"):
         attribute(toy, records, target=Return())
 
 
@@ -277,9 +266,9 @@ def test_a_rollout_buffer_in_the_place_of_records_is_refused(observation: str) -
     toy = model(observation=observation)
     kind = "DictRolloutBuffer" if observation == "dict" else "RolloutBuffer"
     remedy = r"whence\.sb3\.collect\(model\).*whence\.sb3\.snapshot\(model\)"
-    with pytest.raises(InvalidRecords, match=rf"records is a {kind}; .*{remedy}"):
+    with pytest.raises(whence.InvalidRecords, match=rf"records is a {kind}; .*{remedy}"):
         attribute(toy.policy, toy.rollout_buffer, target=Return())
-    with pytest.raises(InvalidRecords, match="records is a dict; a RecordBatch"):
+    with pytest.raises(whence.InvalidRecords, match="records is a dict; a RecordBatch"):
         attribute(toy.policy, {"observations": []}, target=Return())  # type: ignore[call-overload]
 
 
@@ -290,7 +279,7 @@ def test_a_target_gradient_that_is_not_finite_names_the_parameter(engine: str) -
     def broken(view: whence.PolicyView, params: dict[str, Tensor], records: RecordBatch) -> Tensor:
         return (params["2.bias"] * torch.tensor([1.0, float("nan"), 1.0])).sum()
 
-    with pytest.raises(NonFinite, match=r"target broken .*`2\.bias`"):
+    with pytest.raises(whence.NonFinite, match=r"target broken .*`2\.bias`"):
         attribute(view, records_for(view), target=broken, engine=engine)
 
 
@@ -301,7 +290,7 @@ def test_a_score_that_is_not_finite_names_record_and_parameter(engine: str) -> N
     bad = records.with_columns({"record_ids": 100 + torch.arange(len(records))})
     bad.log_probs[7] = -1e4  # the ratio overflows
     bad.advantages[7] = -1.0  # ... on the side that is not clipped
-    with pytest.raises(NonFinite, match=r"record 107 is not finite.*`0\.weight`"):
+    with pytest.raises(whence.NonFinite, match=r"record 107 is not finite.*`0\.weight`"):
         attribute(view, bad, target=Return(), objective=PPOClip(advantage_norm="none"), engine=engine)
 
 

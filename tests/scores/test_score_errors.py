@@ -7,20 +7,9 @@ import torch
 from stable_baselines3 import PPO
 from torch import nn
 
+import whence
 from helpers.toys import model
-from whence import (
-    IIF,
-    Action,
-    Influence,
-    InvalidInfluence,
-    ModuleView,
-    Outputs,
-    RecordBatch,
-    Return,
-    RunDirectory,
-    WhenceError,
-    attribute,
-)
+from whence import IIF, Action, Influence, RecordBatch, Return, RunDirectory, attribute
 from whence.core import BatchTarget
 from whence.sb3 import InfluenceCallback, collect
 from whence.scores.attribution import score_targets
@@ -31,15 +20,15 @@ COVERED = (0.90, 0.98)
 """The share of the records whose interval has to hold the truth."""
 
 
-def linear_view(features=3, actions=3, seed=0) -> ModuleView:
+def linear_view(features=3, actions=3, seed=0) -> whence.ModuleView:
     torch.manual_seed(seed)
     module = nn.Linear(features, actions)
 
     def outputs(module, inputs):
         logits = module(inputs["x"]).log_softmax(-1)
-        return Outputs(logits.gather(1, inputs["a"][:, None])[:, 0], None, None)
+        return whence.Outputs(logits.gather(1, inputs["a"][:, None])[:, 0], None, None)
 
-    return ModuleView(module, outputs, lambda records: {"x": records.observations, "a": records.actions})
+    return whence.ModuleView(module, outputs, lambda records: {"x": records.observations, "a": records.actions})
 
 
 def play(view, episodes, length, generator) -> RecordBatch:
@@ -60,7 +49,7 @@ def play(view, episodes, length, generator) -> RecordBatch:
     )
 
 
-def small_records(lengths=(5, 3, 4, 2, 6), seed=0) -> tuple[ModuleView, RecordBatch]:
+def small_records(lengths=(5, 3, 4, 2, 6), seed=0) -> tuple[whence.ModuleView, RecordBatch]:
     view = linear_view()
     records = play(view, sum(lengths), 1, torch.Generator().manual_seed(seed))
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -183,7 +172,7 @@ class TestInfluence:
         expected = influence.scores.abs() > 2 * influence.errors
         assert influence.is_significant().tolist() == expected.tolist()
         assert influence.is_significant(0.0).all()
-        with pytest.raises(InvalidInfluence, match="folds=8"):
+        with pytest.raises(whence.InvalidInfluence, match="folds=8"):
             attribute(*small_records(), target=Return()).is_significant()
 
     def test_errors_stay_with_their_records(self, tmp_path):
@@ -216,9 +205,9 @@ def test_what_has_no_folds_is_refused(target, lengths, message):
     view, records = small_records(lengths or (5, 3, 4))
     if lengths is None:
         records = RecordBatch(**{name: c for name, c in records.columns.items() if name != "episode_ids"})
-    with pytest.raises(WhenceError, match=message):
+    with pytest.raises(whence.WhenceError, match=message):
         attribute(view, records, target=target, folds=3)
-    with pytest.raises(WhenceError, match="folds is 2"):
+    with pytest.raises(whence.WhenceError, match="folds is 2"):
         InfluenceCallback(IIF(0.5), folds=2)
 
 

@@ -90,7 +90,6 @@ def test_episodes_of_ppo_score_as_materialised_gradients_say() -> None:
         callback = InfluenceCallback(DTV(leave_one_out=leave_one_out))
         state = {name: tensor.clone() for name, tensor in toy.policy.state_dict().items()}
         toy.learn(48, callback=callback)
-        assert callback.round is not None
         toy.policy.load_state_dict(state)
         records, influence = callback.round.records, callback.round.influence
         units = label_units(records, "episode")

@@ -11,42 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whence
-from whence import (
-    IIF,
-    IPPO,
-    AdvantageMagnitude,
-    BelowMean,
-    FromMask,
-    Influence,
-    InvalidInfluence,
-    InvalidRecords,
-    KeepAll,
-    MaxVariance,
-    NonPositive,
-    Progress,
-    RandomDrop,
-    RecordBatch,
-    Selection,
-    WhenceError,
-    ZeroVariance,
-)
+from whence import IIF, IPPO, AdvantageMagnitude, BelowMean, FromMask, KeepAll, MaxVariance, RandomDrop, ZeroVariance
 from whence.core import label_units
 from whence.lab.rules import NegativeRandom
 from whence.scores.influence import Provenance
 
 
-def make_records(n: int, **columns: Any) -> RecordBatch:
+def make_records(n: int, **columns: Any) -> whence.RecordBatch:
     zeros = dict.fromkeys(("observations", "actions", "log_probs", "advantages"), torch.zeros(n))
-    return RecordBatch(**zeros | columns)
+    return whence.RecordBatch(**zeros | columns)
 
 
-def scored(scores: list[float], **columns: Any) -> tuple[RecordBatch, Influence]:
+def scored(scores: list[float], **columns: Any) -> tuple[whence.RecordBatch, whence.Influence]:
     records = make_records(len(scores), **columns)
     provenance = Provenance("f", "l", "loop", "", (), records.fingerprint)
-    return records, Influence(torch.tensor(scores), records.ids, provenance)
+    return records, whence.Influence(torch.tensor(scores), records.ids, provenance)
 
 
-def dropped(rule: Any, records: RecordBatch, influence: Influence | None = None) -> list[int]:
+def dropped(rule: Any, records: whence.RecordBatch, influence: whence.Influence | None = None) -> list[int]:
     selection = rule.select(records, influence)
     assert [reason is None for reason in selection.reasons] == selection.keep.tolist()
     return records.ids[~selection.keep].tolist()
@@ -63,10 +45,10 @@ BY_SCORES = {
     "all negative": (IIF(1), [-1, 0, 1, -2], {}, [0, 3]),
     # The mean is 2; five lie below it, two of them above 0: floor(0.8 * 5) = 4 go, not 0.8 of the three below 0.
     "below the mean": (BelowMean(0.8), [-1, 9, 1, 1.5, -3, -2, 8.5], {}, [0, 2, 4, 5]),
-    "zero": (NonPositive(), [-1, 0, 1, -2, 3], {}, [0, 1, 3]),
+    "zero": (whence.NonPositive(), [-1, 0, 1, -2, 3], {}, [0, 1, 3]),
     "units": (IIF(0.5, unit="episode"), MEANS, EPISODES, [0, 2]),
     "units below the mean": (BelowMean(1.0, unit="episode"), MEANS, EPISODES, [0, 1, 2, 3, 5]),
-    "units not above 0": (NonPositive(unit="episode"), MEANS, EPISODES, [0, 1, 2, 3, 5]),
+    "units not above 0": (whence.NonPositive(unit="episode"), MEANS, EPISODES, [0, 1, 2, 3, 5]),
     "tied units": (IIF(0.5, unit="group"), [-1, -3, -2, -2], PAIRS, [40, 10]),
 }
 
@@ -106,11 +88,11 @@ def test_ippo_weighs_what_is_positive_by_its_score() -> None:
     assert IPPO(unit="group").select(*pairs).weights.tolist() == [1.5, 0.5, 1.5, 0.5, 0]
 
 
-@pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, NonPositive, RandomDrop, NegativeRandom])
+@pytest.mark.parametrize("rule", [IIF, IPPO, BelowMean, whence.NonPositive, RandomDrop, NegativeRandom])
 def test_nothing_is_dropped_while_warming_up(rule: type[IIF]) -> None:
     records, influence = scored([*range(-16, 0), 5])
     for number, drops in ((1, False), (2, False), (3, True)):
-        keep = rule(warmup=2).select(records, influence, Progress(round=number)).keep
+        keep = rule(warmup=2).select(records, influence, whence.Progress(round=number)).keep
         assert bool((~keep).any()) is drops, number
 
 
@@ -118,10 +100,10 @@ def test_nothing_is_dropped_while_warming_up(rule: type[IIF]) -> None:
 def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
     records, influence = scored([-4, -3, -2, -1, 10])
     for remaining, count in ((1.0, 4), (0.5, 2), (0.25, 1), (0.0, 0)):
-        keep = rule(drop=lambda remaining: remaining).select(records, influence, Progress(1, remaining)).keep
+        keep = rule(drop=lambda remaining: remaining).select(records, influence, whence.Progress(1, remaining)).keep
         assert int((~keep).sum()) == count
-    with pytest.raises(WhenceError, match=r"drop schedule gives -0\.5"):
-        rule(drop=lambda remaining: -remaining).select(records, influence, Progress(1, 0.5))
+    with pytest.raises(whence.WhenceError, match=r"drop schedule gives -0\.5"):
+        rule(drop=lambda remaining: -remaining).select(records, influence, whence.Progress(1, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +118,7 @@ def test_the_share_may_follow_the_progress_remaining(rule: type[IIF]) -> None:
 )
 def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
     for rule in (RandomDrop, IIF if {"drop", "warmup", "unit"} & arguments.keys() else RandomDrop):
-        with pytest.raises(WhenceError, match=message):
+        with pytest.raises(whence.WhenceError, match=message):
             rule(**arguments)
 
 
@@ -168,7 +150,7 @@ def test_controls_draw_by_their_own_generator(rule: Any) -> None:
     assert units == {(0, 2), (1, 3, 5), (4,)} - ({(4,)} if rule is NegativeRandom else set())
 
 
-LIKE = (IIF(0.5), NonPositive(), IIF(1.0, unit="episode"), ZeroVariance(), MaxVariance(2), FromMask([0, 5]))
+LIKE = (IIF(0.5), whence.NonPositive(), IIF(1.0, unit="episode"), ZeroVariance(), MaxVariance(2), FromMask([0, 5]))
 
 
 @pytest.mark.parametrize("rule", LIKE, ids=repr)
@@ -201,7 +183,7 @@ def test_a_control_drops_as_many_units_as_the_rule_that_it_is_like(rule: Any) ->
 )
 def test_units_are_told_by_the_records(unit: Any, columns: dict[str, Any], labels: Any) -> None:
     if isinstance(labels, str):
-        with pytest.raises(InvalidRecords, match=labels):
+        with pytest.raises(whence.InvalidRecords, match=labels):
             AdvantageMagnitude(0.5, unit=unit).select(make_records(6, **columns))
         return
     numbers = label_units(make_records(6, **columns), unit)
@@ -263,13 +245,13 @@ def test_flagged_ids_come_from_lists_arrays_and_files(tmp_path: Path) -> None:
     assert long[0] != long[1]
     assert all(text.startswith("FromMask(ids=<99 ids, digest") for text in long)
     for wrong in ([1.5], [-1], 7, ["a"]):
-        with pytest.raises(WhenceError, match="record's id; ids are whole numbers"):
+        with pytest.raises(whence.WhenceError, match="record's id; ids are whole numbers"):
             FromMask(wrong)
-    with pytest.raises(WhenceError, match="cannot be read from"):
+    with pytest.raises(whence.WhenceError, match="cannot be read from"):
         FromMask(tmp_path / "none.txt")
-    with pytest.raises(WhenceError, match="keep is 0"):
+    with pytest.raises(whence.WhenceError, match="keep is 0"):
         whence.MaxVariance(0)
-    with pytest.raises(InvalidRecords, match="ZeroVariance needs rewards"):
+    with pytest.raises(whence.InvalidRecords, match="ZeroVariance needs rewards"):
         ZeroVariance().select(make_records(2, group_ids=[0, 0]))
 
 
@@ -283,7 +265,7 @@ def test_scores_of_other_records_are_refused() -> None:
         (records, influence.bottom(2), "not top"),
         (changed, influence, "other records"),
     ):
-        with pytest.raises(InvalidInfluence, match=message):
+        with pytest.raises(whence.InvalidInfluence, match=message):
             IIF().select(asked, scores)
 
 
@@ -297,7 +279,7 @@ def test_scores_of_other_records_are_refused() -> None:
     ],
 )
 def test_a_selection_is_checked(weights: list[float], reasons: list[str | None], message: str) -> None:
-    with pytest.raises(WhenceError, match=message):
-        Selection(torch.tensor([True, False]), torch.tensor(weights), reasons)
-    assert not Selection(torch.ones(2, dtype=torch.bool), torch.tensor([1.0, 2.0]), [None, None]).uniform
-    assert Selection(torch.zeros(2, dtype=torch.bool), torch.zeros(2), ["why", "why"]).uniform
+    with pytest.raises(whence.WhenceError, match=message):
+        whence.Selection(torch.tensor([True, False]), torch.tensor(weights), reasons)
+    assert not whence.Selection(torch.ones(2, dtype=torch.bool), torch.tensor([1.0, 2.0]), [None, None]).uniform
+    assert whence.Selection(torch.zeros(2, dtype=torch.bool), torch.zeros(2), ["why", "why"]).uniform

@@ -22,7 +22,7 @@ from whence.sb3 import InfluenceCallback, RecordResets, resume
 from whence.sb3.episodes import read_episode
 from whence.sb3.models import read_versions
 from whence.stored.agents import estimate_advantages, load_round, make_lockstep, measure_returns
-from whence.stored.agents.labels import action_labels, box_action_labels, state_names
+from whence.stored.agents.environments import action_labels, box_action_labels, state_names
 
 
 def cart(**kwargs):

@@ -10,7 +10,7 @@ from helpers.language_runs import NAMES, copy_run, invoke
 from whence.cli.terminal.explanations import colour_tokens
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import RunDirectory
-from whence.stored.language.explanations import explain_response
+from whence.stored.language.rounds import explain_response
 
 pytestmark = pytest.mark.usefixtures("laboratory_cache")
 

@@ -19,29 +19,21 @@ from whence.core import preserve_rng_state
 from whence.lab.agents import RunConfig, run
 from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
-from whence.stored.agents.policy_changes import compare_policies
-from whence.stored.agents.rounds import load_round
+from whence.stored.agents.rounds import compare_policies, load_round
 
 SETTINGS = {"n_steps": 32, "batch_size": 16, "n_epochs": 2, "learning_rate": 0.01}
 CONFIG = RunConfig("FrozenLake-v1", "iif", 3, hyperparameters=SETTINGS, rounds=4, eval_episodes=10, n_envs=2)
 
 
-class Stop(Exception):
-    """Breaks off a training."""
-
-
-def stop_after(rounds):
-    def on_round(number, metrics):
-        if number == rounds:
-            raise Stop
-
-    return on_round
-
-
 def test_resume_goes_on_with_a_run_of_the_command_to_the_same_bits(tmp_path):
     run(CONFIG, tmp_path / "whole")
-    with pytest.raises(Stop):
-        run(CONFIG, tmp_path / "parts", stop_after(2))
+
+    def stop(number, metrics):
+        if number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(CONFIG, tmp_path / "parts", stop)
     env = DummyVecEnv([lambda: Monitor(gym.make("FrozenLake-v1"))] * 2)
     model, callback = whence.sb3.resume(tmp_path / "parts", env)
     model.learn(CONFIG.rounds * 64, callback=callback)

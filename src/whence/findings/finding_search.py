@@ -5,19 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
-from whence.findings.agreement import find_action_faults, find_reward_faults
-from whence.findings.claims import CHANCE, Claims, link_records
+from whence.findings.agreement import find_action_faults, find_critic_faults, find_harm, find_reward_faults
 from whence.findings.environments import (
+    find_clipped,
+    find_constant,
     find_limit_as_end,
     find_loops,
     find_odd_copies,
     find_paid_again,
+    find_repeated,
     find_unpaid_ends,
 )
 from whence.findings.evidence import Evidence, read_evidence
-from whence.findings.finding import Finding
-from whence.findings.learning import find_critic_faults, find_harm
-from whence.findings.observations import find_clipped, find_constant, find_repeated
+from whence.findings.finding import CHANCE, Claims, Finding, link_records
 from whence.findings.rewards import find_gamed_rewards
 from whence.findings.settings import give_advice
 from whence.runs import RunDirectory

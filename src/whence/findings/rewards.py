@@ -10,8 +10,7 @@ import polars as pl
 from jaxtyping import Float
 from scipy.stats import ttest_ind
 
-from whence.findings.claims import CHANCE, say_chance
-from whence.findings.finding import Finding
+from whence.findings.finding import CHANCE, Finding, say_chance
 from whence.runs import RunDirectory
 
 _ROUNDS = 64

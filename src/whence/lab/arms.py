@@ -1,8 +1,14 @@
-"""The arms of a comparison, as data: ways to train an agent, and to select a language model's responses."""
+"""The arms of a comparison and the presets of agents, as data.
 
+An arm is a way to train an agent, or to select a language model's responses. A preset is an environment with settings.
+"""
+
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
+from importlib.resources import files
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -194,3 +200,15 @@ def split_arm(arm: str) -> tuple[str, str | None]:
         return arm, None
     selection, _, target = arm.rpartition("-")
     return (selection, target) if selection else (arm, None)
+
+
+@cache
+def read_presets() -> Mapping[str, Mapping[str, Any]]:
+    """Return the built-in presets by name; a preset's values override those of its `base`."""
+    tables: dict[str, dict[str, Any]] = tomllib.loads((files("whence.lab") / "presets.toml").read_text("utf-8"))
+    for name, values in tables.items():
+        if "base" in values:
+            base = tables[values.pop("base")]
+            hyperparameters = {**base["hyperparameters"], **values.get("hyperparameters", {})}
+            tables[name] = {**base, **values, "hyperparameters": hyperparameters}
+    return tables

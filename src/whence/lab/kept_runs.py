@@ -2,8 +2,13 @@
 
 `curves.parquet` has what can be reproduced (configuration, evaluations, and what happened each round),
 `timings.parquet` what cannot (microseconds, versions and the machine).
+
+Such a file has a row for each of some keys, and is rewritten whole when a row is added. Names whose values are all
+texts, or all numbers, are columns. A table of numbers, `{name: list}`, is a column of lists for each of its names,
+"table/name". The rest of a row is JSON, in the column "rest".
 """
 
+import json
 import math
 import os
 import platform
@@ -15,13 +20,16 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, write_atomically
 from whence.lab.agents import RunConfig, make_curve
 from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.plans import Planned, find_differences
-from whence.lab.rowfile import put_row, read_rows
 from whence.runs import RunDirectory
+
+Row = Mapping[str, Any]
+
+_REST = "rest"
 
 KEYS = ("experiment", "label", "seed")
 """What tells the runs of a sweep apart."""
@@ -170,3 +178,85 @@ def summarise_sweep(results: Results) -> dict[str, Any]:
         for group, labels in results.items()
         if STANDARD in labels
     }
+
+
+def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return a file's rows by the values of some of their names, in their order; none if there is no such file.
+
+    Args:
+        path: the file.
+        keys: names whose values are texts or whole numbers, and together belong to one row alone.
+
+    Raises:
+        RunDirectoryError: the file cannot be read, or has other keys.
+    """
+    if not path.exists():
+        return {}
+    try:
+        table = pl.read_parquet(path, glob=False)
+        rows = [_unpack_row(packed) for packed in table.iter_rows(named=True)]
+        return {tuple(row[name] for name in keys): row for row in rows}
+    except (OSError, LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
+        raise RunDirectoryError(
+            f"{path} cannot be read as rows with {', '.join(keys)} ({type(failure).__name__}: {failure}). Restore it."
+        ) from None
+
+
+def put_row(path: Path, row: Row, keys: Sequence[str]) -> None:
+    """Put a row, whose values are as JSON has them, into a file, in place of the one with the same keys.
+
+    The file is replaced whole, so that a reader sees all of the old one or all of the new one. Whoever writes holds
+    the lock of the directory, since the last of two writers would undo what the first has put.
+
+    Raises:
+        RunDirectoryError: see `read_rows`.
+    """
+    by_key: dict[tuple[Any, ...], Row] = {**read_rows(path, keys)}
+    by_key[tuple(row[name] for name in keys)] = row
+    write_rows(path, [by_key[key] for key in sorted(by_key)])
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write a file of these rows."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _pack(name, [row.get(name) for row in rows]) for name in names}
+    series = [each for packed in columns.values() for each in packed]
+    rest = [{name: value for name, value in row.items() if not columns[name]} for row in rows]
+    if any(rest):
+        series.append(pl.Series(_REST, [json.dumps(values, allow_nan=False) for values in rest], pl.String))
+    with write_atomically(path) as temporary:
+        pl.DataFrame(series).write_parquet(temporary, compression="zstd", compression_level=19)
+
+
+def _pack(name: str, values: Sequence[Any]) -> list[pl.Series]:
+    """Return the columns of a name's values, with null where a table lacks one; none if the values are JSON."""
+    types = {type(value) for value in values}
+    if len(types) == 1 and types <= {str, int, float, bool}:
+        return [pl.Series(name, values)]
+    if not all(isinstance(value, dict) and value and all(map(_is_numeric, value.values())) for value in values):
+        return []
+    series = []
+    for column in dict.fromkeys(column for table in values for column in table):
+        lists = [table.get(column) for table in values]
+        is_whole = all(type(entry) is not float for entries in lists for entry in entries or ())
+        dtype = pl.List(pl.Int64 if is_whole else pl.Float64)
+        series.append(pl.Series(f"{name}/{column}", lists, dtype, strict=False))
+    return series
+
+
+def _is_numeric(column: Any) -> bool:
+    return isinstance(column, list) and {type(entry) for entry in column} <= {int, float, type(None)}
+
+
+def _unpack_row(packed: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for label, value in packed.items():
+        name, is_list, column = label.partition("/")
+        if is_list:
+            table = row.setdefault(name, {})
+            if value is not None:
+                table[column] = value
+        elif label != _REST:
+            row[name] = value
+    row |= json.loads(packed.get(_REST, "{}"))
+    return row

@@ -232,7 +232,9 @@ def score_rollouts(
                 seconds: dict[str, dict[str, float]] = {}
                 with time_stage(seconds, "scoring"):
                     device = next(iter(model.parameters())).device
-                    rows = make_table_rows(table, pad_rows(*tokens[:2], tokenizer.pad_token_id, device, tokens[2]))
+                    prompts, responses, masks = zip(*tokens, strict=True)
+                    padded = pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks)
+                    rows = make_table_rows(table, padded)
                     if reference is not None:
                         rows = add_reference(rows, reference, temperature, batch_size)
                     influence = score(model, rows, scoring)
@@ -258,7 +260,7 @@ def _find_last_round(run: Path) -> Checkpoint:
 
 def _encode(
     table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None, skipped: Counter[str]
-) -> tuple[pl.DataFrame, tuple[list[list[int]], list[list[int]], list[list[bool]]]]:
+) -> tuple[pl.DataFrame, list[Tokens]]:
     """Return the rows that the model can read, and the tokens of their prompts and responses, and which of these count.
 
     Tokens that a file does not say come from its texts; a text's response has `most` at most.
@@ -282,8 +284,7 @@ def _encode(
         else:
             kept.append(place)
             encoded.append(tokens)
-    prompts, responses, masks = ([list(each[i]) for each in encoded] for i in range(3))
-    return table[kept].cast({"record_id": pl.Int64}), (prompts, responses, masks)
+    return table[kept].cast({"record_id": pl.Int64}), encoded
 
 
 def add_advantages(table: pl.DataFrame) -> pl.DataFrame:

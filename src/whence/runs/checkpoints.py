@@ -36,15 +36,6 @@ class Checkpoint(NamedTuple):
     path: Path
 
 
-POLICY_BYTES = 2**29
-"""Bytes that a run's policies may take; of larger ones, those of every second round are kept, or of fewer."""
-
-
-def choose_policy_interval(size: int, rounds: int) -> int:
-    """Return the rounds from one kept policy to the next, for policies of `size` bytes."""
-    return max(1, math.ceil(size * rounds / POLICY_BYTES))
-
-
 class CheckpointClock:
     """When checkpoints are written.
 

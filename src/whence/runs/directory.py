@@ -12,14 +12,26 @@ from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, describe, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
-from whence.runs.config_file import FORMAT, VERSION, check_place, check_same, read_config_file
+from whence.runs.config_file import (
+    FORMAT,
+    VERSION,
+    check_place,
+    check_same,
+    explain_distrust,
+    is_signed,
+    read_config_file,
+    sign_config,
+)
 from whence.runs.files import (
+    FLAGS,
     FOLDERS,
+    VOCABULARY,
     PerRound,
     RoundTensors,
+    RowTable,
     Table,
-    explain_rounds,
     list_numbered,
+    read_flags,
     read_table,
     read_tensor_file,
     remove_after,
@@ -28,8 +40,6 @@ from whence.runs.files import (
     write_tensor_file,
 )
 from whence.runs.locks import Lock, check_writer, lock_run
-from whence.runs.signatures import explain_distrust, is_signed, sign_config
-from whence.runs.tables import FLAGS, VOCABULARY, RowTable, read_flags
 
 log = logging.getLogger("whence")
 
@@ -189,7 +199,12 @@ class RunDirectory:
                 kept = stored.notes.get("save_every", 0) if done is None else done
             is_latest = checkpoint is not None and latest is not None and checkpoint.path == latest.path
             if rounds > kept and not (is_latest or overwrite):
-                raise RunDirectoryError(explain_rounds(path, rounds, done, list_checkpoints(path), remedy))
+                rest = "" if list_checkpoints(path) else " and no checkpoint to go on from"
+                rest = rest if done is None else f", and this training starts after {done}"
+                raise RunDirectoryError(
+                    f"{path} holds a run with {rounds} finished rounds{rest}. {remedy}To replace it, pass "
+                    "overwrite=True (--overwrite); to keep it, choose another directory."
+                )
             stored.checkpoint = checkpoint
         if check is not None:
             check(checkpoint)

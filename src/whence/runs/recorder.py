@@ -18,6 +18,7 @@ their rounds and rows are not written.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,13 +29,15 @@ import polars as pl
 from torch import Tensor
 
 from whence.core import WhenceError
-from whence.runs.checkpoints import Checkpoint, CheckpointClock, choose_policy_interval, save_checkpoint
+from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
 from whence.runs.config_file import list_changes
 from whence.runs.directory import POLICIES_EVERY, RunDirectory
-from whence.runs.files import PerRound, RoundTensors
-from whence.runs.tables import VOCABULARY, write_vocabulary
+from whence.runs.files import VOCABULARY, PerRound, RoundTensors, write_vocabulary
 
 log = logging.getLogger("whence")
+
+POLICY_BYTES = 2**29
+"""Bytes that a run's policies may take; of larger ones, those of every second round are kept, or of fewer."""
 
 Seconds = Mapping[str, Mapping[str, float]]
 """Seconds by stage and clock."""
@@ -177,7 +180,7 @@ class RunRecorder:
     def plan_policies(self, size: int, rounds: int) -> None:
         """Note how many rounds' policies, of `size` bytes each, are kept of so many rounds, unless the run notes it."""
         if POLICIES_EVERY not in self.directory.notes:
-            self.directory.note(**{POLICIES_EVERY: choose_policy_interval(size, rounds)})
+            self.directory.note(**{POLICIES_EVERY: max(1, math.ceil(size * rounds / POLICY_BYTES))})
 
     def write_vocabulary(self, list_texts: Callable[[], Collection[str]]) -> None:
         """Write the texts of a language model's tokens, unless the run has them."""

@@ -1,5 +1,5 @@
 from .agents.fresh_rollouts import estimate_advantages as estimate_advantages
-from .agents.policy_changes import compare_policies as compare_policies
+from .agents.rounds import compare_policies as compare_policies
 from .agents.rounds import load_recording as load_recording
 from .agents.rounds import load_round as load_round
 from .agents.rounds import measure_returns as measure_returns

@@ -11,7 +11,7 @@ from helpers.launching import end_process
 from helpers.trl_training import TRAINERS, Watch, make_target, make_trainer
 from whence import Selection, attribute
 from whence.llm import TokenReturn, language_view
-from whence.llm.trl.supported_settings import averages_rows
+from whence.llm.trl.completions import averages_rows
 
 KEPT = [0, 1, 2, 9]
 """The rows that are kept: other numbers of them in the two processes."""

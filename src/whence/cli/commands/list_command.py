@@ -64,8 +64,7 @@ def list_(
 
 
 def _list_laboratory() -> dict[str, Mapping[str, Any]]:
-    from whence.lab import ARMS, LANGUAGE_ARMS, STANDARD
-    from whence.lab.agents import read_presets
+    from whence.lab import ARMS, LANGUAGE_ARMS, STANDARD, read_presets
 
     language_arms = {"none" if name == STANDARD else name: arm for name, arm in LANGUAGE_ARMS.items()}
     return {

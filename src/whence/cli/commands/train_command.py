@@ -45,10 +45,10 @@ from whence.lab import (
     Planned,
     RunConfig,
     make_summary,
+    read_presets,
     runner_of,
     split_arm,
 )
-from whence.lab.agents import read_presets
 from whence.lab.language import plan_language_comparison
 from whence.page import COMPARED_ROUNDS, ExploredRun, spread, write_report
 from whence.runs import RunDirectory

@@ -4,7 +4,6 @@ from .configurations import plan_comparison as plan_comparison
 from .environments import default_policy as default_policy
 from .environments import make_evaluation_env as make_evaluation_env
 from .environments import make_training_env as make_training_env
-from .presets import read_presets as read_presets
 from .run_config import RunConfig as RunConfig
 from .training import make_curve as make_curve
 from .training import run as run

@@ -16,10 +16,9 @@ from whence.lab.agents.environments import (
     list_libraries,
     make_training_env,
 )
-from whence.lab.agents.presets import read_presets
 from whence.lab.agents.run_config import RunConfig
 from whence.lab.agents.training import make_model
-from whence.lab.arms import ARMS, STANDARD, find_arm
+from whence.lab.arms import ARMS, STANDARD, find_arm, read_presets
 from whence.stored.agents import check_action
 
 _MERGED = ("hyperparameters", "env_kwargs", "pool_kwargs", "policy_kwargs")

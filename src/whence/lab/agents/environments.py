@@ -1,6 +1,7 @@
 """The environments of a run, and the policy that suits what they show."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -71,22 +72,16 @@ def make_training_env(config: RunConfig) -> VecEnv:
     """Return the environments to collect from; Gymnasium's note what is needed to play their episodes again."""
     if config.collect_with == "envpool":
         return EnvPoolVecEnv(_pool_of(config), config.n_envs, config.seed)
-
-    def make() -> gym.Env[Any, Any]:
-        return Monitor(RecordResets(make_env(config.env, config.env_kwargs, config.observe)))
-
-    return DummyVecEnv([make] * config.n_envs)
+    make = partial(make_env, config.env, config.env_kwargs, config.observe)
+    return DummyVecEnv([lambda: Monitor(RecordResets(make()))] * config.n_envs)
 
 
 def make_evaluation_env(config: RunConfig, episodes: int) -> VecEnv | Pool:
     """Return the environments to evaluate on, for `measure_return`."""
     if config.evaluate_with == "envpool":
         return _pool_of(config)
-
-    def make() -> gym.Env[Any, Any]:
-        return Monitor(renew_world(make_env(config.env, config.env_kwargs, config.observe, checked=False)))
-
-    return DummyVecEnv([make] * min(64, episodes))
+    make = partial(make_env, config.env, config.env_kwargs, config.observe, checked=False)
+    return DummyVecEnv([lambda: Monitor(renew_world(make()))] * min(64, episodes))
 
 
 _SMALLEST = {"NatureCNN": 36, "MiniGridCNN": 5}
@@ -157,7 +152,6 @@ class EnvPoolVecEnv(VecEnv):
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         ended_envs = np.flatnonzero(ended)
         if len(ended_envs):
-            # A copy, before the next episodes' first observations replace them.
             # A copy, before the next episodes' first observations replace them.
             last = map_tree(itemgetter(ended_envs), observations)
             first, pool_info = self._pool.reset(ended_envs)

@@ -87,7 +87,7 @@ def configure_trainer(config: LanguageConfig, output_dir: str = "runs/checked") 
     check_arm(config)
     trainer_config = make_trainer_config(config, output_dir)
     if config.algorithm != "ppo" and read_arm(config.arm)[0].unit:
-        from whence.llm.trl.supported_settings import check_selectable  # TRL takes seconds to import
+        from whence.llm.trl.completions import check_selectable  # TRL takes seconds to import
 
         check_selectable(trainer_config)
     return trainer_config

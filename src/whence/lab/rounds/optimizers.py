@@ -37,7 +37,7 @@ def initial_state(optimizer: OptimizerState, parameters: Mapping[str, Tensor]) -
     It has a vector for each of the optimiser's tensors, in the parameters' order, and `step`: one number, or a vector
     if parameters have been stepped on a different number of times.
     """
-    keys = _KEYS[optimizer.name](optimizer.settings)
+    keys = [key for key in _KEYS[optimizer.name] if key not in _NEEDS or optimizer.settings[_NEEDS[key]]]
     pairs = [(parameter, optimizer.state.get(name, {})) for name, parameter in parameters.items()]
     vectors = {
         key: torch.cat([old[key].to(p).flatten() if key in old else torch.zeros_like(p).flatten() for p, old in pairs])
@@ -151,13 +151,13 @@ _STEPS: Mapping[str, _Step] = {
     "SGD": _sgd,
 }
 
-_KEYS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
-    "Adam": lambda settings: ["exp_avg", "exp_avg_sq"],
-    "AdamW": lambda settings: ["exp_avg", "exp_avg_sq"],
-    "RMSprop": lambda settings: [
-        "square_avg",
-        *(["grad_avg"] if settings["centered"] else []),
-        *(["momentum_buffer"] if settings["momentum"] else []),
-    ],
-    "SGD": lambda settings: ["momentum_buffer"] if settings["momentum"] else [],
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "RMSprop": ("square_avg", "grad_avg", "momentum_buffer"),
+    "SGD": ("momentum_buffer",),
 }
+"""The names of an optimiser's vectors."""
+
+_NEEDS = {"grad_avg": "centered", "momentum_buffer": "momentum"}
+"""The setting without which there is no such vector."""

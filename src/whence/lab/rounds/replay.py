@@ -146,7 +146,12 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
         WhenceError: the recording is of another policy: by names, shapes, or log-probs or values of its records.
     """
     optimizers.check_optimizer(recording.optimizer)
-    view = as_view(policy) if dtype is None else _make_cast_view(policy, dtype)
+    recorded_view = as_view(policy)
+    if (view := recorded_view if dtype is None else recorded_view.cast(dtype)) is None:
+        raise WhenceError(
+            f"A {type(recorded_view.module).__name__} cannot be read in {dtype}: it has buffers or frozen parameters "
+            "of another dtype, or a custom view. Pass dtype=None."
+        )
     with open_problem(policy, recording.records, targets=[]) as problem:  # it refuses policies that mix records
         if problem.summed is not None:
             raise Unsupported(
@@ -158,7 +163,7 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
     device = next(iter(trainable.values())).device
 
     def place(tensor: Tensor) -> Tensor:
-        return _cast(tensor.to(device), dtype)
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     params = {name: place(recording.start[name]) for name in trainable}
     for name, param in params.items():
@@ -181,21 +186,6 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
     start = Point(torch.cat([p.flatten() for p in params.values()]), state)
     shapes = {name: p.shape for name, p in params.items()}
     return SteppedRound(recording, view, shapes, start, records, inputs, recording.update.objective())
-
-
-def _make_cast_view(policy: object, dtype: torch.dtype) -> PolicyView:
-    """Return a view whose inputs have another dtype; it is called with parameters of that dtype."""
-    view = as_view(policy)
-    if (cast_view := view.cast(dtype)) is None:
-        raise WhenceError(
-            f"A {type(view.module).__name__} cannot be read in {dtype}: it has buffers or frozen parameters of "
-            "another dtype, or a custom view. Pass dtype=None."
-        )
-    return cast_view
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def step(round: SteppedRound, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Point:

@@ -1,4 +1,4 @@
-from .ppo_rollout import make_rollout as make_rollout
+from .ppo_round import make_rollout as make_rollout
 from .ppo_run import load_parameters as load_parameters
 from .retraining import Recipe as Recipe
 from .retraining import evaluate_log_probs as evaluate_log_probs

@@ -12,10 +12,7 @@ from transformers import get_scheduler
 
 from whence.core import NonFinite, RecordBatch, WhenceError, eval_mode, preserve_rng_state
 from whence.llm.base import language_view
-from whence.llm.scores import evaluate_rows, surrogate
-
-_SUMMED = ("dapo", "cispo", "vespo", "bnpo", "dr_grpo", "luspo")
-"""TRL's losses that are means over all tokens of a step; the others are means over rows."""
+from whence.llm.scores import ROW_LOSSES, evaluate_rows, surrogate
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,6 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
     args = {**defaults, **config["trl"]}
     accumulation, processes = args["gradient_accumulation_steps"], config.get("processes", 1)
     epsilon, highest = args.get("epsilon", 0.2), args.get("epsilon_high")
-    schedule = str(args["lr_scheduler_type"])
     return {
         "learning_rate": args["learning_rate"],
         "epochs": args["num_iterations"],
@@ -111,10 +107,10 @@ def _read_trl(config: Mapping[str, Any]) -> dict[str, Any]:
         "clip_range": (epsilon, epsilon if highest is None else highest),
         "beta": 0.0 if kind is trl.RLOOConfig else args["beta"],  # RLOO's divergence is part of its rewards
         "corrected": bool(args.get("use_bias_correction_kl")),
-        "averages_rows": args.get("loss_type") not in _SUMMED,
+        "averages_rows": ROW_LOSSES.get(args.get("loss_type", "grpo"), "sum") == "mean",
         "max_grad_norm": args["max_grad_norm"],
         "weight_decay": args["weight_decay"],
-        "schedule": getattr(args["lr_scheduler_type"], "value", schedule),
+        "schedule": str(getattr(args["lr_scheduler_type"], "value", args["lr_scheduler_type"])),
         "warmup": int(args.get("warmup_steps") or 0),
         "temperature": args["temperature"],
         "pass_rows": args["per_device_train_batch_size"],

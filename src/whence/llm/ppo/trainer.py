@@ -26,19 +26,18 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.llm.base import PPOConfig, Processes, Reference, WithValueHead, disable_dropout
-from whence.llm.ppo.ppo_rollout import Rollout, make_metrics_row, make_response_table, make_rollout
-from whence.llm.ppo.ppo_round import compute_pair_loss, make_optimizer, optimise, steer_kl_coef
-from whence.llm.ppo.ppo_run import open_run, read_model, restore_model
-from whence.llm.scores import (
-    RoundChooser,
-    Scoring,
-    SequenceReturn,
-    TokenPPO,
-    Way,
-    check_held_out,
-    choose_way,
-    score,
+from whence.llm.ppo.ppo_round import (
+    Rollout,
+    compute_pair_loss,
+    make_metrics_row,
+    make_optimizer,
+    make_response_table,
+    make_rollout,
+    optimise,
+    steer_kl_coef,
 )
+from whence.llm.ppo.ppo_run import open_run, read_model, restore_model
+from whence.llm.scores import RoundChooser, Scoring, SequenceReturn, TokenPPO, Way, check_held_out, choose_way, score
 from whence.llm.text import (
     Evaluate,
     Prompt,
@@ -243,9 +242,10 @@ class PPOTrainer:
         with time_stage(seconds, "forward"), self.accelerator.autocast(), name_round(number):
             rollout = self._make_rollout(responses, prompts, (number - 1) * config.batch_size)
         with time_stage(seconds, "scoring"), name_round(number):
-            if (chooser := self._open_chooser(rollout.rows, progress, draw_rows)) is None:
+            if (chooser := self._confirm_chooser(rollout.rows)) is None:
                 influence, selection = self._choose(rollout.rows, progress, draw_rows)
             else:
+                chooser.begin(rollout.rows, progress, draw_rows)
                 influence, selection = None, chooser.selection
         with time_stage(seconds, "optimisation"), name_round(number):
             means = optimise(
@@ -281,16 +281,11 @@ class PPOTrainer:
             influence = score(self.model, rows, scoring, self.rule)
         return influence, self.rule.select(rows, influence, progress)
 
-    def _open_chooser(
-        self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None
-    ) -> RoundChooser | None:
-        """Begin a round whose rows are chosen in the steps; None: they are chosen before, also if two rows differ."""
-        if self._chooser is None:
-            return None
-        if not self._chooser.confirm(partial(compute_pair_loss, self.model, rows, self.config, self.processes)):
+    def _confirm_chooser(self, rows: RecordBatch) -> RoundChooser | None:
+        """Return what chooses rows in the steps, once two rows have confirmed it; None: they are chosen before."""
+        compute_loss = partial(compute_pair_loss, self.model, rows, self.config, self.processes)
+        if self._chooser is not None and not self._chooser.confirm(compute_loss):
             self._chooser = None
-            return None
-        self._chooser.begin(rows, progress, draw_rows)
         return self._chooser
 
     def _draw_held_out(self, prompts: Prompts, number: int, seconds: dict[str, dict[str, float]]) -> RecordBatch:

@@ -15,8 +15,14 @@ from .row_scores import evaluate_rows as evaluate_rows
 from .row_scores import score as score
 from .row_scores import score_target_rows as score_target_rows
 from .row_scores import score_tokens as score_tokens
+from .token_objectives import ROW_LOSSES as ROW_LOSSES
+from .token_objectives import TOKEN_LOSSES as TOKEN_LOSSES
 from .token_objectives import GroupObjective as GroupObjective
 from .token_objectives import TokenPPO as TokenPPO
+from .token_objectives import gae as gae
+from .token_objectives import make_group_objective as make_group_objective
 from .token_objectives import masked_mean as masked_mean
+from .token_objectives import reward_tokens as reward_tokens
 from .token_objectives import surrogate as surrogate
 from .token_objectives import value_loss as value_loss
+from .token_objectives import whiten as whiten

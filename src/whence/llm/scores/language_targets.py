@@ -58,19 +58,19 @@ class _MeanOverRows(MeanTarget, SummedTarget):
         return self._terms(outputs, records) / self.weights(records).clamp(min=1)
 
     def _count(self, rows: RecordBatch) -> int:
-        """Return the denominator of the mean."""
-        return int(self.weights(rows).double().sum())
+        """Return the denominator of the mean, at least 1."""
+        return max(1, int(self.weights(rows).double().sum()))
 
     def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the mean from the outputs of the scored rows."""
-        return self._terms(outputs, records).sum() / (self.total or max(self._count(records), 1))
+        return self._terms(outputs, records).sum() / (self.total or self._count(records))
 
     def parts(self) -> Iterator[Target]:
         """Yield targets that sum to this one, each over `batch_size` of its `rows`; only itself if `rows` is None."""
         if self.rows is None:
             yield self
             return
-        count = max(self._count(self.rows), 1)
+        count = self._count(self.rows)
         for first in range(0, len(self.rows), self.batch_size):
             yield partial(self._evaluate_part, self.rows.take(slice(first, first + self.batch_size)), count)
 
@@ -108,7 +108,7 @@ def split_mean(target: Target, rows: RecordBatch) -> tuple[RecordBatch, Objectiv
             "SequenceReturn, SequenceReward, TokenReturn and ValidationLoss can."
         )
     mean_rows = rows if target.rows is None else target.rows
-    return mean_rows, _Terms(target, max(target._count(mean_rows), 1))
+    return mean_rows, _Terms(target, target._count(mean_rows))
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def target_share(target: Target, rows: RecordBatch, rank: int, number: int) -> T
         # A user's function may combine rows in any way, so each process evaluates it over all of them.
         return lambda view, params, records: target(view, params, rows) / number
     if target.rows is None:
-        return replace(target, total=target.total or max(target._count(rows), 1))
+        return replace(target, total=target.total or target._count(rows))
     return _ShareOfParts(target, rank, number)
 
 

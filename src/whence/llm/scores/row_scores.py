@@ -7,7 +7,6 @@ and weights, raises the target or lowers it; it counts the term where it is pred
 parameters' gradient arises. The parts of a response sum to its score.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,12 +171,10 @@ def evaluate_rows(
             chunk = local_rows.take(slice(first, first + batch_size))
             parts.append(view.only(wanted, params, view.prepare(chunk)))
 
-    def join(column: Callable[[Outputs], Any]) -> Tensor:
-        return processes.gather(torch.cat([column(part) for part in parts]), len(rows))
+    def join(parts: tuple[Any, ...]) -> Any:
+        return None if parts[0] is None else processes.gather(torch.cat(parts), len(rows))
 
-    value = None if parts[0].value is None else join(lambda part: part.value)
-    entropy = join(lambda part: part.entropy) if with_entropy else None
-    return Outputs(join(lambda part: part.log_prob), value, entropy)
+    return Outputs(*map(join, zip(*parts, strict=True)))
 
 
 def add_reference(rows: RecordBatch, reference: Any, temperature: float, batch_size: int) -> RecordBatch:

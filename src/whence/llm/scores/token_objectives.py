@@ -1,16 +1,17 @@
-"""Objectives of rows: PPO's, as a mean over response tokens, and those of GRPO and RLOO; and their terms.
+"""Rewards and advantages of tokens, and objectives of rows: PPO's, a mean over response tokens, GRPO's and RLOO's.
 
 Shapes: n rows, R response tokens; `mask` (n, R) is True at the tokens of a response, including its end-of-text token.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from whence.core import InvalidRecords, Outputs, RecordBatch, WhenceError
+from whence.llm.base import last_token
 
 
 def masked_mean(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, " n"]:
@@ -43,6 +44,59 @@ def value_loss(
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
         error = torch.maximum(error, (clipped - returns).square())
     return 0.5 * error
+
+
+def reward_tokens(
+    scores: Float[Tensor, " n"], penalty: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]
+) -> Float[Tensor, "n R"]:
+    """Return each token's reward: minus its penalty, plus the row's score at the last response token.
+
+    A row without a response token gets no reward.
+    """
+    rewards = torch.where(mask, -penalty, 0.0)
+    last = last_token(mask)
+    rows = mask.any(dim=1)
+    rewards[rows, last[rows]] += scores[rows].to(rewards)
+    return rewards
+
+
+def whiten(values: Float[Tensor, "n R"], mask: Bool[Tensor, "n R"]) -> Float[Tensor, "n R"]:
+    """Return values minus their mean over all response tokens, divided by their standard deviation; 0 elsewhere.
+
+    The variance has Bessel's correction, as in TRL.
+    """
+    chosen = values[mask]
+    if len(chosen) < 2:
+        return torch.where(mask, values, 0.0)
+    return torch.where(mask, (values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), 0.0)
+
+
+def gae(
+    rewards: Float[Tensor, "n R"],
+    values: Float[Tensor, "n R"],
+    mask: Bool[Tensor, "n R"],
+    gamma: float,
+    lam: float,
+) -> Float[Tensor, "n R"]:
+    """Return generalised advantage estimates of response tokens; the last token ends the episode.
+
+    Response tokens of a row are consecutive, from the first position on.
+
+    Args:
+        rewards: rewards of the tokens; see `reward_tokens`.
+        values: values of the states before the tokens.
+        mask: mask of the response tokens.
+        gamma: discount factor.
+        lam: lambda of the estimator.
+    """
+    values = torch.where(mask, values, 0.0)
+    advantages = torch.zeros_like(rewards)
+    advantage, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(mask[:, t], delta + gamma * lam * advantage, 0.0)
+        advantages[:, t], next_value = advantage, values[:, t]
+    return advantages
 
 
 def _check_columns(records: RecordBatch, *names: str) -> RecordBatch:
@@ -156,3 +210,26 @@ class GroupObjective:
             divergence = difference.exp() - difference - 1
             value = value - self.beta * (ratio * divergence if self.corrected else divergence)
         return masked_mean(value, mask) if self.reduction == "mean" else torch.where(mask, value, 0.0).sum(dim=1)
+
+
+# Loss types that average rows (and have to be rescaled), with how each reduces the tokens of a row; and loss types
+# that divide by the number of tokens.
+ROW_LOSSES = {"grpo": "mean", "sapo": "mean", "dr_grpo": "sum", "luspo": "sum"}
+TOKEN_LOSSES = ("dapo", "cispo", "vespo", "bnpo")
+
+
+def make_group_objective(args: Any) -> GroupObjective:
+    """Return the objective of a completion's training by TRL, at the policy that drew it.
+
+    RLOO's divergence is part of its rewards.
+    """
+    if not hasattr(args, "loss_type"):
+        return GroupObjective("sum", 0.0)
+    highest = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    return GroupObjective(
+        reduction=ROW_LOSSES.get(args.loss_type, "sum"),
+        beta=float(args.beta),
+        corrected=bool(getattr(args, "use_bias_correction_kl", False)),
+        level=args.importance_sampling_level,
+        ratio_cap=min(1.0, float(highest)) if args.loss_type == "cispo" else 1.0,
+    )

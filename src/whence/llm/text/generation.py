@@ -1,7 +1,6 @@
 """Responses: generated to prompts, and to a few sample prompts at each evaluation."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationConfig
 
-from whence.core import eval_mode, preserve_rng_state
+from whence.core import eval_mode, preserve_attributes, preserve_rng_state
 from whence.llm.base import ONE, PPOConfig, Processes, get_base_model
 from whence.llm.text.prompts import Prompts
 from whence.llm.text.rewards import Reward, compute_rewards
@@ -103,8 +102,10 @@ def _generate_chunk(
     longest = max(map(len, prompt_ids))  # in this chunk: a long prompt elsewhere does not slow it down
     padded = torch.tensor([[pad] * (longest - len(ids)) + list(ids) for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    end_tokens = _list_end_tokens(model, tokenizer)
-    with torch.no_grad(), _ignore_model_settings(model):
+    end_tokens, inner = _list_end_tokens(model, tokenizer), get_base_model(model)
+    with torch.no_grad(), preserve_attributes([inner]):
+        # Not the model's own settings: log-probs would not account for a penalty on repetitions.
+        inner.generation_config = GenerationConfig()
         tokens: Tensor = model.generate(
             input_ids=padded,
             attention_mask=mask,
@@ -119,18 +120,6 @@ def _generate_chunk(
     # Generation stops early if all responses have ended.
     missing = longest + config.max_new_tokens - tokens.shape[1]
     return torch.nn.functional.pad(tokens, (width - longest, missing), value=pad)
-
-
-@contextmanager
-def _ignore_model_settings(model: Any) -> Iterator[None]:
-    """Ignore a model's own generation settings: log-probs would not account for a penalty on repetitions."""
-    inner = get_base_model(model)
-    before = getattr(inner, "generation_config", None)
-    inner.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        inner.generation_config = before
 
 
 def _list_end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -163,7 +163,8 @@ def encode_pair(number: int, row: Any, tokenizer: Any, settings: Mapping[str, An
         raise WhenceError(
             f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
         )
-    pieces, end = [(completion, True)], tokenizer.eos_token_id
+    pieces: list[tuple[str, bool]] | None = [(completion, True)]
+    end = tokenizer.eos_token_id
     if isinstance(prompt, str):
         prompt_ids = _encode(tokenizer, prompt)
     else:

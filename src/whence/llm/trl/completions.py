@@ -1,4 +1,4 @@
-"""The completions of a TRL generation batch: as records, as kept rows of a minibatch, and what passes say of them."""
+"""The completions of a TRL generation batch: whether some can be dropped; as records, and as rows that are kept."""
 
 import math
 from collections import Counter
@@ -13,8 +13,81 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from whence.core import NonFinite, RecordBatch, Unsupported
+from whence.core import NonFinite, RecordBatch, Unsupported, preserve_attributes, require_names
 from whence.llm.base import EXTRA_PADDING, Processes, list_signals, make_rows
+from whence.llm.scores import ROW_LOSSES, TOKEN_LOSSES
+
+TRAINER_METHODS = (
+    *("_generate_and_score_completions", "_calculate_rewards", "_compute_loss", "_get_per_token_logps_and_entropies"),
+    *("_get_train_sampler", "training_step"),
+)
+"""The methods of TRL's trainers that whence extends; under other names in TRL, whence's would never be called."""
+
+TRAINER_ATTRIBUTES = ("_buffered_inputs", "_step", "_logs", "_metrics", "_tokenizer", "_load_from_checkpoint")
+"""What else whence needs of a trainer of TRL's beyond its documentation."""
+
+# Under these settings dropped completions affect a step, or scores do not account for what a step does: an entropy
+# bonus and a threshold are over the tokens of each pass, and Liger's layers have no rules.
+_OFF = {
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "use_liger_kernel": False,
+}
+
+
+def check_release(trainer: object, base: object) -> None:
+    """Refuse a release of TRL whose trainer, or whose class `base` as `super()` has it, lacks what whence needs."""
+    require_names("trl", base, TRAINER_METHODS)
+    require_names("trl", trainer, TRAINER_ATTRIBUTES)
+
+
+def check_selectable(args: Any, *, has_router_loss: bool = False) -> None:
+    """Refuse settings of TRL under which dropped completions would still affect a step; the error names the setting."""
+    loss_type = getattr(args, "loss_type", "grpo")
+    passes, delta = args.gradient_accumulation_steps, getattr(args, "delta", None)
+    refusals = {
+        f"loss_type={loss_type!r}: how it reduces tokens is unknown": loss_type not in (*ROW_LOSSES, *TOKEN_LOSSES),
+        "loss_type='bnpo' with several passes a step: each pass, and each process, is divided by its own tokens. Use "
+        "loss_type='dapo', or gradient_accumulation_steps=1 in one process": (
+            loss_type == "bnpo" and passes * args.world_size > 1
+        ),
+        "several optimiser steps on a generation batch, each with another share of kept completions. Set "
+        "steps_per_generation to gradient_accumulation_steps (num_iterations may be more than 1)": (
+            args.steps_per_generation != passes
+        ),
+        "a router's auxiliary loss. Set router_aux_loss_coef=0": has_router_loss,
+        "delta below 1, which clips already at the first step. Set it above 1 + epsilon": delta is not None
+        and delta < 1,
+        "vLLM's importance sampling ratio. Set vllm_importance_sampling_correction=False": (
+            getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False)
+        ),
+        **{
+            f"{name}={getattr(args, name)!r}. Set it to {off!r}": getattr(args, name) != off
+            for name, off in _OFF.items()
+            if hasattr(args, name)
+        },
+    }
+    if reason := next((reason for reason, is_set in refusals.items() if is_set), None):
+        raise Unsupported(f"Completions cannot be selected with {reason}.")
+
+
+def averages_rows(trainer: Any) -> bool:
+    """Tell whether a trainer's loss is a mean over rows, including the dropped ones, and not over tokens."""
+    return getattr(trainer, "loss_type", None) not in TOKEN_LOSSES
+
+
+def measure_denominator(trainer: Any, inputs: Mapping[str, Any]) -> float:
+    """Return what divides the sum of the rows' objectives in TRL's loss of a pass on a minibatch."""
+    passes, loss_type = trainer.current_gradient_accumulation_steps, getattr(trainer, "loss_type", None)
+    if averages_rows(trainer):
+        length = trainer.max_completion_length if loss_type == "dr_grpo" else 1
+        return float(passes * len(inputs["completion_ids"]) * length)
+    if loss_type == "bnpo":
+        return float((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum().clamp(min=1) * passes)
+    tokens = float(inputs["num_items_in_batch"].clamp(min=1)) / trainer.accelerator.num_processes
+    return float(tokens * passes / trainer.args.steps_per_generation)
 
 
 def find_other_inputs(output: Mapping[str, Any]) -> list[str]:
@@ -164,15 +237,10 @@ def weigh_rows(log_probs: Float[Tensor, "n T"], weights: Float[Tensor, " n"]) ->
 @contextmanager
 def disable_autocast(model: Any) -> Iterator[None]:
     """Remove Accelerate's autocast around a model's forward pass: scores are in the model's own precision."""
-    original = vars(model).get("_original_forward")
-    if original is None:
+    with preserve_attributes([model]):
+        if (original := vars(model).get("_original_forward")) is not None:
+            model.forward = original
         yield
-        return
-    wrapped, model.forward = model.forward, original
-    try:
-        yield
-    finally:
-        model.forward = wrapped
 
 
 def forget_passes(engine: Any) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from whence.core import RecordBatch
 from whence.engines import Layer, LayerRule, LayerTensors, TrainingPass, dot, weigh
 from whence.llm.scores import RoundChooser
-from whence.llm.trl.completions import ROW, disable_autocast, take_rows
-from whence.llm.trl.supported_settings import averages_rows, measure_denominator
+from whence.llm.trl.completions import ROW, averages_rows, disable_autocast, measure_denominator, take_rows
 from whence.scores import Influence
 from whence.selection import Progress, Selection
 

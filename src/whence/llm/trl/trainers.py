@@ -33,13 +33,16 @@ from whence.core import (
     preserve_rng_state,
 )
 from whence.llm.base import ONE, Processes
-from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, score
+from whence.llm.scores import Scoring, SequenceReturn, Way, choose_way, make_group_objective, score
 from whence.llm.trl.completions import (
     KEPT,
     ROW,
     SCALE,
     WEIGHT,
+    averages_rows,
     check_group_rewards,
+    check_release,
+    check_selectable,
     disable_autocast,
     discard_gradients,
     find_other_inputs,
@@ -52,7 +55,6 @@ from whence.llm.trl.completions import (
     weigh_rows,
 )
 from whence.llm.trl.in_step import PassChooser
-from whence.llm.trl.supported_settings import averages_rows, check_release, check_selectable, make_group_objective
 from whence.llm.trl.trl_run import RunCallback, read_progress
 from whence.runs import time_stage
 from whence.scores import Influence, check_gradients, measure_gradients, name_round
@@ -63,7 +65,7 @@ class _SelectingTrainer:
     """Scoring and selection, for both of TRL's trainers."""
 
     _drops_by_mask: bool
-    """Whether a dropped row's tokens are masked; otherwise its advantage is set to 0."""
+    """Whether a dropped row's tokens are masked; otherwise only its weight is 0."""
 
     def __init__(
         self,

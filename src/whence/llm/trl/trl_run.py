@@ -168,7 +168,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             recorder.continue_after(checkpoint)
             recorder.note_resumption()
         if checkpoint is not None or (shared and not state.global_step):
-            _delete_later(args.output_dir, state.global_step)  # perhaps of the run that was here before
+            for step, folder in _list_checkpoints(args.output_dir).items():
+                if step > state.global_step:  # training comes there again, and Transformers counts them
+                    shutil.rmtree(folder, ignore_errors=True)
         if _RUN_ID not in recorder.directory.notes:
             recorder.directory.note(**{_RUN_ID: uuid.uuid4().hex})
         recorder.write_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
@@ -333,13 +335,6 @@ def _list_checkpoints(output_dir: str | Path) -> dict[int, Path]:
     """Return the folders of Transformers' checkpoints, whole or not, by the optimiser's steps before each."""
     folders = (folder for folder in Path(output_dir).glob("checkpoint-*") if folder.name[11:].isdecimal())
     return dict(sorted((int(folder.name[11:]), folder) for folder in folders))
-
-
-def _delete_later(output_dir: str | Path, step: int) -> None:
-    """Delete the checkpoints after a step, whole or not: training comes there again, and Transformers counts them."""
-    for later, folder in _list_checkpoints(output_dir).items():
-        if later > step:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _list_settings(args: Any) -> dict[str, Any]:

@@ -1,24 +1,45 @@
-"""Rounds of a stored run, finished or not: the agent that collected each, its records, its recording."""
+"""Rounds of a stored run, finished or not: the agent that collected each, its records, what it changed, its recording.
+
+Rounds are also made ready to be trained on again, whether they were recorded or not.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import polars as pl
 import torch
+from stable_baselines3.common.distributions import BernoulliDistribution, Distribution
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
+from torch.distributions import Categorical, Normal, kl_divergence
 
-from whence.core import InvalidRecords, RecordBatch, Return, RunDirectoryError, preserve_rng_state
+from whence.core import InvalidRecords, RecordBatch, Return, RunDirectoryError, eval_mode, preserve_rng_state, to_numpy
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.sb3.episodes import Pool
-from whence.sb3.models import SPACES, add_history, build_model, is_recurrent, load_tensors, named_tensors
+from whence.sb3.models import (
+    SPACES,
+    add_history,
+    build_model,
+    copy_tensors,
+    is_recurrent,
+    is_schedule,
+    load_tensors,
+    named_tensors,
+)
+from whence.sb3.policy import actor_critic_view, predict
+from whence.sb3.rounds import read_optimizer, read_update
 from whence.scores import Influence, attribute, usable_folds
 from whence.stored.agents.environments import measure_return
 from whence.stored.agents.replaying import AnyEnv, make_test_envs, observe_again
+
+_SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf")
 
 Evaluate: TypeAlias = Callable[[Mapping[str, Tensor], int], float]
 """`evaluate(params, repetition)` measures trained parameters, a mapping by name; the repetition seeds the test."""
@@ -183,3 +204,175 @@ def measure_returns(
         load_tensors(named_tensors(model.policy), before)
         if isinstance(tests, VecEnv):
             tests.close()
+
+
+def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv = None) -> pl.DataFrame:
+    """Return how a round changed what the policy does in each of the round's states, the largest change first.
+
+    Args:
+        run: a run whose policy can be built again.
+        number: the round, from 1.
+        env: the environment of runs whose configuration does not name it; see `load_round`.
+
+    Returns:
+        A row for each record: `record_id`; `divergence`, KL(before‖after) of the distributions of actions in nats;
+        `value_before` and `value_after`; of discrete actions the probabilities `before` and `after`, (actions,); of a
+        box `mean_before`, `std_before`, `mean_after`, `std_after`, (axes,), of the Gaussian before any squashing or
+        clipping.
+
+    Raises:
+        RunDirectoryError: the round, its policy or the policy after it is not there, or cannot be built again.
+        Unsupported: the policy is no actor-critic one.
+    """
+    directory = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    model, records = load_round(directory, number, env=env)
+    policy = model.policy
+    inputs = actor_critic_view(policy).prepare(records)
+    with torch.no_grad(), eval_mode(policy.modules()):
+        past, value_before = predict(policy, inputs)
+        load_policy(directory, number + 1, model)
+        present, value_after = predict(policy, inputs)
+        divergence = _divergence(past, present)
+    columns = {
+        "divergence": divergence.double(),
+        **_describe(past, "before"),
+        **_describe(present, "after"),
+        "value_before": value_before,
+        "value_after": value_after,
+    }
+    table = pl.DataFrame(
+        [pl.Series("record_id", records.ids.numpy())]
+        + [pl.Series(name, to_numpy(column)) for name, column in columns.items()]
+    )
+    return table.sort("divergence", "record_id", descending=[True, False])
+
+
+def _divergence(before: Distribution, after: Distribution) -> Tensor:
+    """Return KL(before‖after) for each record, (n,).
+
+    Squashing is the same bijection on both sides, so that the Gaussians before it have the same divergence.
+    """
+    by_part = [kl_divergence(old, new) for old, new in zip(_parts(before), _parts(after), strict=True)]
+    return sum((divergence.reshape(len(divergence), -1).sum(dim=1) for divergence in by_part), start=torch.zeros(()))
+
+
+def _parts(distribution: Distribution) -> list[Any]:
+    """Return torch's distributions inside one of SB3's or sb3-contrib's: several of MultiDiscrete actions."""
+    inner: Any = getattr(distribution, "distributions", None) or distribution.distribution
+    return list(inner) if isinstance(inner, list | tuple) else [inner]
+
+
+def _describe(distribution: Distribution, when: str) -> dict[str, Tensor]:
+    """Return the columns of discrete actions' probabilities or of a Gaussian's mean and standard deviation."""
+    parts = _parts(distribution)
+    if len(parts) > 1 or isinstance(distribution, BernoulliDistribution):
+        return {}
+    if isinstance(parts[0], Categorical):
+        return {when: parts[0].probs}
+    if isinstance(parts[0], Normal):
+        return {f"mean_{when}": parts[0].mean, f"std_{when}": parts[0].stddev}
+    return {}
+
+
+def load_trainable_rounds(
+    run: RunDirectory, numbers: Sequence[int], *, env: AnyEnv = None
+) -> tuple[Any, list[RoundRecording], list[int]]:
+    """Return the model before consecutive rounds, the rounds, and the numbers of those that were recorded.
+
+    Of a round that was not recorded, records, learning rate and clip range are the stored ones; its minibatches are
+    unknown, so it has none. If that is the first one, its optimiser begins anew, as in round 1.
+
+    Raises:
+        RunDirectoryError: a round is not there, rounds between them are missing, or the policy cannot be built again.
+    """
+    run.require_rounds(numbers)
+    if missing := sorted(set(range(numbers[0], numbers[-1] + 1)) - set(numbers)):
+        raise RunDirectoryError(
+            f"Round {missing[0]} is missing between rounds {numbers[0]} and {numbers[-1]}, and each round is trained "
+            f"from where the one before it ended. Take a stretch of rounds: --rounds {numbers[0]}-{numbers[-1]}."
+        )
+    metrics = {row["round"]: row for row in run.table("metrics").to_dicts()}
+    model = load_agent(run, numbers[0], env=env, changes=_read_schedules(run, metrics.get(numbers[0], {})))
+    if is_recurrent(model.policy):
+        raise RunDirectoryError(
+            f"{run.path} trained a recurrent policy, and whence cannot train its rounds again without some records: "
+            "minibatches are stretches of sequences. `whence why` tells what taught a decision, without the proof."
+        )
+    recorded = [number for number in numbers if run.round_path("recordings", number).exists()]
+    rounds = [
+        RoundRecording.load(run.round_path("recordings", number))
+        if number in recorded
+        else _compose_round(run, number, model, metrics.get(number, {}), env)
+        for number in numbers
+    ]
+    return model, rounds, recorded
+
+
+def _read_schedules(run: RunDirectory, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a run's schedules gave in a round, by the hyper-parameters that were schedules."""
+    settings = run.config.get("hyperparameters", {})
+    names = [name for name in _SCHEDULED if is_schedule(settings.get(name))]
+    if missing := [name for name in names if metrics.get(f"train/{name}") is None]:
+        raise RunDirectoryError(
+            f"{run.path} was trained with a schedule of {missing[0]}, and its metrics do not hold the numbers. Record "
+            "the rounds: --record-rounds 1-40, or InfluenceCallback(recordings=range(1, 41))."
+        )
+    return {name: metrics[f"train/{name}"] for name in names}
+
+
+def _compose_round(
+    run: RunDirectory, number: int, model: Any, metrics: Mapping[str, Any], env: AnyEnv
+) -> RoundRecording:
+    """Return a round that was not recorded, without minibatches; `model` has the policy before the first round."""
+    model.set_logger(logger := Logger(None, []))
+    for name, setting in (("clip_range", model.clip_range(1.0)), ("clip_range_vf", model.clip_range_vf)):
+        stored = metrics.get(f"train/{name}")
+        logger.record(f"train/{name}", (setting(1.0) if callable(setting) else setting) if stored is None else stored)
+    optimizer = read_optimizer(model.policy)
+    rate = metrics.get("train/learning_rate")
+    if rate is not None:
+        optimizer = replace(optimizer, settings={**optimizer.settings, "lr": rate})
+    return RoundRecording(
+        number=number,
+        records=read_records(run, number, model, env=env),
+        start=copy_tensors(named_tensors(model.policy)),
+        end={},
+        optimizer=optimizer,
+        minibatches=(),
+        epochs=(),
+        stopped=False,
+        update=read_update(model),
+        generator=torch.get_rng_state(),
+        versions={},
+    )
+
+
+def draw_minibatches(recording: RoundRecording, trained: Sequence[int], seed: int) -> RoundRecording:
+    """Return a round with minibatches drawn by a seed from the records that trained."""
+    generator = torch.Generator().manual_seed(
+        int(np.random.SeedSequence([seed, recording.number]).generate_state(1)[0])
+    )
+    size = recording.update.batch_size or len(trained)
+    places = torch.isin(recording.records.ids, torch.tensor(trained)).nonzero()[:, 0]
+    steps = [
+        (epoch, minibatch)
+        for epoch in range(recording.update.n_epochs)
+        for minibatch in places[torch.randperm(len(places), generator=generator)].split(size)
+    ]
+    return replace(
+        recording,
+        minibatches=[minibatch for _, minibatch in steps],
+        epochs=[epoch for epoch, _ in steps],
+        stopped=False,
+        generator=generator.get_state(),
+    )
+
+
+def leave_out(recording: RoundRecording, ids: Sequence[int]) -> RoundRecording:
+    """Return a round whose minibatches lack some records; a minibatch that is left with none is no step."""
+    stays = ~torch.isin(recording.records.ids, torch.tensor(ids))
+    minibatches = [minibatch[stays[minibatch]] for minibatch in recording.minibatches]
+    pairs = [
+        (minibatch, epoch) for minibatch, epoch in zip(minibatches, recording.epochs, strict=True) if len(minibatch)
+    ]
+    return replace(recording, minibatches=[pair[0] for pair in pairs], epochs=[pair[1] for pair in pairs])

@@ -1,6 +1,6 @@
-"""A round of a language model's run, built again."""
+"""Rounds of a language model's run, built again, and the score of a response taken apart by tokens and target rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM
 
 from whence.core import (
     MeanObjective,
@@ -19,7 +18,6 @@ from whence.core import (
     RunDirectoryError,
     Target,
     Unsupported,
-    WhenceError,
     preserve_rng_state,
     rows_of,
 )
@@ -29,8 +27,7 @@ from whence.llm.base import (
     Reference,
     TokenRows,
     WithValueHead,
-    has_adapter,
-    load_adapter,
+    list_tokens,
     make_table_rows,
     read_tokens,
 )
@@ -40,20 +37,28 @@ from whence.llm.scores import (
     RESPONSE_TARGETS,
     GroupObjective,
     Scoring,
+    SequenceReturn,
     TokenPPO,
     add_reference,
+    evaluate_rows,
+    make_group_objective,
+    score_target_rows,
+    score_tokens,
+    split_mean,
 )
-from whence.llm.text import Responses
-from whence.llm.trl.supported_settings import make_group_objective
+from whence.llm.text import Responses, split_text
 from whence.runs import RunDirectory, checkpoint_path
 from whence.stored.language.language_config import LanguageConfig
-from whence.stored.language.loading import hide_progress_bars, load_checkpoint, load_pretrained
 from whence.stored.language.tasks import (
     Task,
+    hide_progress_bars,
+    load_checkpoint,
     load_task,
+    load_trained_model,
     make_scored_target,
     make_trainer_config,
     make_validation_target,
+    read_config,
     scoring_memory,
 )
 
@@ -96,9 +101,10 @@ def rebuild_round(
     """
     if run.config.get("algorithm") == SCORED and make_target is None:
         return _rebuild_scored(run, number)
-    config, table = _read_config(run), run.round("records", number)
+    config, table = read_config(run), run.round("records", number)
+    scored_by = str((run.config.get("target") or {}).get("target", ""))  # empty for a run without scores
     if make_target is None:
-        _check_kept_target(run)
+        _check_kept_target(run, scored_by)
     settings = make_trainer_config(config, str(run.path))
     policy = _locate_policy(run, config, settings, number)
     if policy is not None and not policy.exists():
@@ -115,7 +121,7 @@ def rebuild_round(
     else:
         size = settings.per_device_train_batch_size
         model, rows, objective = _rebuild_trl(run, task, settings, table, policy)
-    make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(_name_target(run))
+    make_mean = {make.__qualname__: make for make in RESPONSE_TARGETS.values()}.get(scored_by)
     if make_target is None and make_mean is not None:
         target = make_mean(rows, batch_size=size)
     else:
@@ -124,19 +130,14 @@ def rebuild_round(
     return RebuiltRound(model, task.tokenizer, table, rows, scoring)
 
 
-def _check_kept_target(run: RunDirectory) -> None:
+def _check_kept_target(run: RunDirectory, target: str) -> None:
     """Refuse a run whose scores are of what each round had drawn or done, and of what was not kept."""
-    is_of_steps = _name_target(run) == MeanObjective.__qualname__
+    is_of_steps = target == MeanObjective.__qualname__
     if is_of_steps or run.config.get("held_out"):
         what = "the objective of the steps that were taken" if is_of_steps else "over responses that were drawn"
         raise Unsupported(
             f"The target of this run is {what} in each round and not kept, so its scores cannot be taken apart."
         )
-
-
-def _name_target(run: RunDirectory) -> str:
-    """Return the name of the target that a run's responses were scored by; of a run without scores none."""
-    return str((run.config.get("target") or {}).get("target", ""))
 
 
 def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
@@ -182,27 +183,13 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
             f"{run.path} was made by a script, so it is not known where the policy before round {number} is. Name "
             "its checkpoint: --model FOLDER."
         )
-    rebuilt = rebuild_round(run, number, make_target=_make_any_target)
+    rebuilt = rebuild_round(run, number, make_target=lambda task: SequenceReturn())
     return getattr(rebuilt.model, "language_model", rebuilt.model), rebuilt.tokenizer
 
 
 def rebuild_rows(run: RunDirectory, number: int) -> RecordBatch:
     """Return the rows of a round as it trained on them, with the advantage of each token, by its policy."""
-    return rebuild_round(run, number, make_target=_make_any_target).rows
-
-
-def _make_any_target(task: Task) -> Target:
-    return RESPONSE_TARGETS["sequence"]()
-
-
-def _read_config(run: RunDirectory) -> LanguageConfig:
-    if not run.is_language or not run.experiment:
-        raise WhenceError(
-            f"{run.path} is no run of `whence llm train`, so its model and data are not known. Its texts can be "
-            "compared nevertheless (--by bm25); in the script, whence.llm.score_tokens takes scores apart."
-        )
-    run.check_trust()
-    return LanguageConfig.from_json(run.experiment)
+    return rebuild_round(run, number, make_target=lambda task: SequenceReturn()).rows
 
 
 def _locate_policy(run: RunDirectory, config: LanguageConfig, settings: Any, number: int) -> Path | None:
@@ -234,28 +221,12 @@ def list_policies(run: RunDirectory) -> StoredPolicies:
     Raises:
         WhenceError: the run was not made by `whence llm train`.
     """
-    config = _read_config(run)
+    config = read_config(run)
     settings, rounds, missing = make_trainer_config(config, str(run.path)), list[int](), list[int]()
     for number in run.rounds():
         path = _locate_policy(run, config, settings, number)
         (rounds if path is None or path.exists() else missing).append(number)
     return StoredPolicies(rounds, missing, _tell_how_to_keep(config))
-
-
-@hide_progress_bars()
-@preserve_rng_state()
-def load_trained_task(run: RunDirectory) -> tuple[Task, float] | None:
-    """Return a run's task with the trained model, and the sampling temperature; None: no trained model is there.
-
-    Raises:
-        WhenceError: the run was not made by `whence llm train`, or its model or data are not there.
-    """
-    config, folder = _read_config(run), run.path / "model"
-    if not folder.is_dir():
-        return None
-    task = load_task(config, rewards=False)
-    task = replace(task, model=_load_trained_model(task.model, folder))
-    return task, float(make_trainer_config(config, str(run.path)).temperature)
 
 
 def _rebuild_ppo(
@@ -287,7 +258,7 @@ def _rebuild_trl(
     rows = rows.with_columns({"observations": columns})
     if objective.beta:
         rows = add_reference(rows, task.model, settings.temperature, 64)
-    model = task.model if policy is None else _load_trained_model(task.model, policy)
+    model = task.model if policy is None else load_trained_model(task.model, policy)
     return model, rows, objective
 
 
@@ -300,9 +271,100 @@ def _list_prompt_widths(table: pl.DataFrame, processes: int, multiple: int | Non
     return widths.repeat_interleave(len(lengths) // processes)
 
 
-def _load_trained_model(model: Any, folder: Path) -> Any:
-    """Return the model in a folder in Transformers' format; where it is an adapter, the model with this adapter."""
-    if not has_adapter(model):
-        return load_pretrained(AutoModelForCausalLM, str(folder), dtype=model.dtype).to(model.device)
-    load_adapter(model, folder)
-    return model
+NEARLY = 0.01
+"""Of a round's largest score: a score that is computed again and differs by more is said to differ."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A response's score, taken apart.
+
+    Attributes:
+        row: the response's row of the round's records.
+        tokens: the text that each token of the response adds.
+        parts: the part of the score that each token contributes.
+        log_probs: of each token, under the round's policy.
+        entropies: of what could have stood there, in nats.
+        pulls: the target's rows, the largest part first, with `part`, `prompt` and `response`, and for rows of the
+            round their `record` and `advantage`. Above 0, training on the response raises the row's term.
+        note: how a score that was computed again differs from the stored one; None: it does not.
+    """
+
+    row: Mapping[str, Any]
+    tokens: list[str]
+    parts: list[float]
+    log_probs: list[float]
+    entropies: list[float]
+    pulls: pl.DataFrame
+    note: str | None
+
+
+def explain_response(run: RunDirectory, number: int, record: int) -> Explanation:
+    """Return a response's tokens with their parts of its score, and the target's rows that it pulls at.
+
+    They are computed by the round's policy, which is built again.
+
+    Args:
+        run: the run's directory.
+        number: the round.
+        record: the response's record id.
+
+    Raises:
+        RunDirectoryError: the round or the record is not there.
+        WhenceError: the round cannot be built again.
+    """
+    table = run.round("records", number)
+    places = (table["record_id"] == record).arg_true()
+    if not len(places):
+        raise RunDirectoryError(f"Round {number} of {run.path} has no record {record}.")
+    position = int(places[0])
+    row, rebuilt = table.row(position, named=True), rebuild_round(run, number)
+    alone = rebuilt.rows.take(slice(position, position + 1))
+    if run.config.get("leave_one_out") == "row" and rebuilt.scoring.target.rows is rebuilt.rows:  # type: ignore[attr-defined]
+        rebuilt = _leave_out(rebuilt, position)
+    scoring = rebuilt.scoring
+    settings: Any = {name: getattr(scoring, name) for name in ("objective", "temperature", "chunk_size")}
+    parts = score_tokens(rebuilt.model, alone, target=scoring.target, **settings)
+    products = score_target_rows(rebuilt.model, alone, 0, target=scoring.target, **settings)
+    pulls = _describe_target_rows(rebuilt).with_columns(part=pl.Series(products.tolist())).sort("part", descending=True)
+    tokens = split_text(rebuilt.tokenizer, row["response_ids"])
+    note = _compare(run, table, row, float(products.sum()))
+    outputs = evaluate_rows(rebuilt.model, alone, scoring.temperature, 1, with_entropy=True)
+    assert outputs.entropy is not None
+    columns = (parts, outputs.log_prob, outputs.entropy)
+    part, log_prob, entropy = (column[0, : len(tokens)].tolist() for column in columns)
+    return Explanation(row, tokens, part, log_prob, entropy, pulls, note)
+
+
+def _leave_out(rebuilt: RebuiltRound, position: int) -> RebuiltRound:
+    """Return a round, and its target, without one of the rows."""
+    others = torch.arange(len(rebuilt.rows)) != position
+    rows, target = rebuilt.rows.take(others), rebuilt.scoring.target
+    scoring = replace(rebuilt.scoring, target=replace(target, rows=rows))  # type: ignore[type-var]
+    return replace(rebuilt, table=rebuilt.table.filter(pl.Series(others.numpy())), rows=rows, scoring=scoring)
+
+
+def _describe_target_rows(rebuilt: RebuiltRound) -> pl.DataFrame:
+    """Return record, prompt, response and advantage of the target's rows; of demonstrations the texts alone."""
+    rows, _ = split_mean(rebuilt.scoring.target, rebuilt.rows)
+    if rows is rebuilt.rows:
+        return rebuilt.table.select(pl.col("record_id").alias("record"), "prompt", "response", "advantage")
+    texts = {
+        name: [rebuilt.tokenizer.decode(ids, skip_special_tokens=True) for ids in column.to_list()]
+        for name, column in zip(("prompt", "response"), list_tokens(rows)[:2], strict=True)
+    }
+    return pl.DataFrame(texts).with_columns(record=pl.lit(None, pl.Int64), advantage=pl.lit(None, pl.Float64))
+
+
+def _compare(run: RunDirectory, table: pl.DataFrame, row: Mapping[str, Any], score: float) -> str | None:
+    if row.get("score") is None or abs(score - row["score"]) <= NEARLY * table["score"].abs().max():  # type: ignore[operator]
+        return None
+    if run.config.get("select") == "in_step":
+        return (
+            f"Before the round's steps the score is {score:.4g}. {row['score']:.4g} was stored: the run scored each "
+            "response in its own first step, by a gradient of the target that was known before."
+        )
+    return (
+        f"Computed again, the score is {score:.4g}, and {row['score']:.4g} was stored: the run had another precision, "
+        "device or version, or its model or data have changed since."
+    )

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from whence.core.columns import Tree, map_tree
 from whence.core.errors import Unsupported
-from whence.core.plugins import load_plugin
+from whence.core.packages import load_plugin
 from whence.core.records import RecordBatch
-from whence.core.trees import Tree, map_tree
 
 Params: TypeAlias = Mapping[str, Tensor]
 

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core.columns import Tree, named_leaves
 from whence.core.errors import WhenceError
 from whence.core.objectives import Objective, policy_part
 from whence.core.policies import COLUMNS
 from whence.core.records import RecordBatch, check_one_per_record
-from whence.core.trees import Tree, named_leaves
 from whence.core.units import Unit, check_unit, label_units
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Parameters that processes hold in shards: recognised, measured, and freed after a pass.
+"""Parameters that need care: processes hold them in shards, or hooks mask their gradients.
 
 FSDP2 turns a parameter into a `DTensor`, and a pass runs on other, whole tensors. DeepSpeed's ZeRO stage 3 keeps the
 parameter, empties its data, and fills it while the layer runs; its shape is in `ds_shape`. FSDP's classes are looked
@@ -6,13 +6,14 @@ up, not imported: an import takes half a second, and before it no object of thei
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from whence.core import register_placement
+from whence.core import Unsupported, register_placement
+from whence.engines.problem import Gradient, Summed
 
 
 def is_in_shards(parameters: Iterable[Tensor]) -> bool:
@@ -60,3 +61,46 @@ def release_whole(modules: Iterable[nn.Module]) -> None:
 def _is_kept(parameter: Any) -> bool:
     is_whole = _is_zero(parameter) and parameter.ds_status.name == "AVAILABLE"
     return is_whole and not getattr(parameter, "ds_persist", False)
+
+
+def add_masks(parameters: Mapping[str, Tensor], summed: Summed | None) -> Summed | None:
+    """Return `summed` followed by the masks that hooks on parameters lay over gradients; None if there is neither.
+
+    A mask may as well be laid over the target's gradient: it takes the same part out of every product.
+
+    Raises:
+        Unsupported: a hook changes gradients in another way.
+    """
+    masks = {name: mask for name, each in parameters.items() if (mask := _read_mask(name, each)) is not None}
+    if not masks:
+        return summed
+
+    def apply(gradient: Gradient) -> Gradient:
+        whole = gradient if summed is None else summed(gradient)
+        return {name: tensor * masks[name] if name in masks else tensor for name, tensor in whole.items()}
+
+    return apply
+
+
+def _read_mask(name: str, parameter: Tensor) -> Tensor | None:
+    """Return what hooks on a parameter make of a gradient of ones; None if they leave gradients as they are."""
+    hooks = list((parameter._backward_hooks or {}).values())
+    if not hooks or is_in_shards([parameter]):
+        return None
+
+    def run(gradient: Tensor) -> Tensor:
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    mask = run(torch.ones_like(parameter))
+    if torch.equal(mask, torch.ones_like(parameter)):
+        return None
+    other = torch.linspace(-1, 2, parameter.numel(), dtype=parameter.dtype, device=parameter.device).view_as(parameter)
+    if not torch.allclose(run(other.clone()), other * mask, rtol=1e-4, atol=1e-6):
+        raise Unsupported(
+            f"A hook on the parameter `{name}` changes its gradient, and not by a factor for each number. So the "
+            "gradient of a minibatch is no sum over its records. Remove the hook while records are scored."
+        )
+    return mask

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from whence.core import Objective, RecordBatch, Unsupported, WhenceError, library_versions, objectives
 from whence.rounds import OptimizerState, RoundRecording, Update
+from whence.sb3.models.building import copy_tensors, named_tensors
 from whence.sb3.models.descriptions import is_own_schedule
-from whence.sb3.models.tensors import copy_tensors, named_tensors
 
 
 def model_objective(model: Any) -> Objective:

@@ -51,16 +51,13 @@ def release_whole(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, wrapped):
             cast(Any, module).reshard()
-        whole += [p for p in module._parameters.values() if p is not None and _is_kept(p)]
+        parameters: list[Any] = [p for p in module._parameters.values() if p is not None and _is_zero(p)]
+        kept = [p for p in parameters if not getattr(p, "ds_persist", False)]
+        whole += [p for p in kept if p.ds_status.name == "AVAILABLE"]
     if whole:
         for parameter in whole:
             parameter.ds_active_sub_modules.clear()  # the layers whose passes have not ended, as ZeRO sees it
         whole[0].partition(param_list=whole)
-
-
-def _is_kept(parameter: Any) -> bool:
-    is_whole = _is_zero(parameter) and parameter.ds_status.name == "AVAILABLE"
-    return is_whole and not getattr(parameter, "ds_persist", False)
 
 
 def add_masks(parameters: Mapping[str, Tensor], summed: Summed | None) -> Summed | None:

@@ -143,8 +143,7 @@ def _measure_cost(problem: Problem, engine: Callable[[Problem], object]) -> _Cos
 
 def measure_bytes(run: Callable[[], object]) -> list[int]:
     """Return the bytes in tensors that `run` made, after each allocation and each release."""
-    meter = _Meter()
-    with meter:
+    with _Meter() as meter:
         run()
     return meter.held
 

@@ -138,8 +138,7 @@ def spread_evenly(gradient: Gradient) -> Gradient:
 
 
 def _measure_precision(probe: Problem) -> "Precision":
-    precision = Precision()
-    with precision:
+    with Precision() as precision:
         probe.outputs()
     return precision
 

@@ -25,14 +25,7 @@ from whence.core import (
 )
 from whence.runs import RunDirectory
 from whence.scores import Influence
-from whence.selection.selections import (
-    START,
-    CheckedRule,
-    Progress,
-    Selection,
-    Share,
-    drop_units,
-)
+from whence.selection.selections import START, CheckedRule, Progress, Selection, Share, drop_units
 
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""

@@ -143,7 +143,8 @@ def _measure_cost(problem: Problem, engine: Callable[[Problem], object]) -> _Cos
 
 def measure_bytes(run: Callable[[], object]) -> list[int]:
     """Return the bytes in tensors that `run` made, after each allocation and each release."""
-    with _Meter() as meter:
+    meter = _Meter()
+    with meter:
         run()
     return meter.held
 

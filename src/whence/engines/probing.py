@@ -138,7 +138,8 @@ def spread_evenly(gradient: Gradient) -> Gradient:
 
 
 def _measure_precision(probe: Problem) -> "Precision":
-    with Precision() as precision:
+    precision = Precision()
+    with precision:
         probe.outputs()
     return precision
 

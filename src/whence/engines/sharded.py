@@ -102,8 +102,11 @@ def _pull(tape: Tape, seed: Seeds) -> list[Tensor | None]:
 def _compute_target_gradient(problem: Problem, layers: list[Layer], target: Target) -> Shards:
     """Return this process's shards of a target's gradient, summed over all processes."""
     shards: Shards = {}
-    passes = _pass_over_records if reads_scored_records(target) else _pass_over_parts
-    for calls, derivatives in passes(problem, layers, target):
+    if reads_scored_records(target):
+        passes = _pass_over_records(problem, layers, target)
+    else:
+        passes = _pass_over_parts(problem, layers, target)
+    for calls, derivatives in passes:
         _add_to_shards(shards, problem, layers, calls, derivatives)
     sizes = torch.stack([shard.abs().sum() for shard in shards.values()])
     assert problem.summed is not None

@@ -27,9 +27,10 @@ def model_objective(model: Any) -> Objective:
     """
     norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
     if isinstance(model, PPO | MaskablePPO | RecurrentPPO):
+        schedule: Any = model.clip_range
         clip_range = objectives.PPOClip.clip_range
-        if is_own_schedule(model.clip_range):
-            clip_range = max(float(model.clip_range(left)) for left in (1.0, 0.5, 0.0))
+        if is_own_schedule(schedule):
+            clip_range = max(float(schedule(left)) for left in (1.0, 0.5, 0.0))
         return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
     assert isinstance(model, A2C)  # check_model lets no other pass
     return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)

@@ -7,12 +7,12 @@ from .console import print_json as print_json
 from .console import print_line as print_line
 from .console import print_paths as print_paths
 from .console import resumable as resumable
-from .explanations import describe_explanation as describe_explanation
-from .explanations import print_explanation as print_explanation
 from .laboratory import HAS_LABORATORY as HAS_LABORATORY
 from .laboratory import describe_training as describe_training
 from .laboratory import require_laboratory as require_laboratory
+from .moment_tables import describe_explanation as describe_explanation
 from .moment_tables import print_causes as print_causes
+from .moment_tables import print_explanation as print_explanation
 from .moment_tables import print_moments as print_moments
 from .moment_tables import print_response as print_response
 from .moment_tables import print_view as print_view
@@ -23,7 +23,9 @@ from .options import FieldOption as FieldOption
 from .options import On as On
 from .options import ReplayEnv as ReplayEnv
 from .options import Trust as Trust
+from .options import find_round as find_round
 from .options import make_field_options as make_field_options
+from .options import parse_decision as parse_decision
 from .options import parse_fields as parse_fields
 from .options import parse_json as parse_json
 from .options import parse_rounds as parse_rounds
@@ -32,7 +34,3 @@ from .progress import PlannedBars as PlannedBars
 from .progress import RoundBar as RoundBar
 from .progress import RunBar as RunBar
 from .progress import describe_round as describe_round
-from .proofs import print_proof as print_proof
-from .runs import find_round as find_round
-from .runs import make_target as make_target
-from .runs import parse_decision as parse_decision

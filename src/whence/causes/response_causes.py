@@ -12,15 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from whence.causes.ranking import KEYS, OnRound, Score, average_nearest, score_rounds
-from whence.core import (
-    RecordBatch,
-    RunDirectoryError,
-    Unsupported,
-    WhenceError,
-    eval_mode,
-    preserve_rng_state,
-    suggest,
-)
+from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.llm.base import language_view, pad_rows
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages

@@ -20,9 +20,6 @@ from .moment_tables import shorten as shorten
 from .moment_tables import show_text as show_text
 from .options import AsJson as AsJson
 from .options import FieldOption as FieldOption
-from .options import On as On
-from .options import ReplayEnv as ReplayEnv
-from .options import Trust as Trust
 from .options import find_round as find_round
 from .options import make_field_options as make_field_options
 from .options import parse_decision as parse_decision

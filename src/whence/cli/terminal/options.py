@@ -8,18 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from types import MappingProxyType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -49,6 +38,7 @@ On: TypeAlias = Annotated[
         "names. Without RAY_ADDRESS, a Ray is started on this machine."
     ),
 ]
+Workers: TypeAlias = Annotated[int | None, optional(help="Runs at a time. (default: one per core)")]
 Overwrite: TypeAlias = Annotated[
     bool, typer.Option("--overwrite", help="Delete what the directory holds of it, and start anew.")
 ]
@@ -56,15 +46,10 @@ Target: TypeAlias = Annotated[
     Literal["return", "action"],
     typer.Option(help="What the scores are of: return, or action (of --record, or of the two below)."),
 ]
-Observation: TypeAlias = Annotated[
-    str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
-]
-Action: TypeAlias = Annotated[
-    str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
-]
+Observation: TypeAlias = Annotated[str | None, optional(help="For the target action: one observation.", metavar="JSON")]
+Action: TypeAlias = Annotated[str | None, optional(help="For the target action: one action.", metavar="JSON")]
 Record: TypeAlias = Annotated[
-    int | None,
-    typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
+    int | None, optional(help="For the target action: what was done in this record of the round.")
 ]
 Engine: TypeAlias = Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")]
 ReplayEnv: TypeAlias = Annotated[
@@ -165,7 +150,7 @@ def parse_rounds(option: str, text: str | None) -> list[int]:
     return sorted(rounds)
 
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Command: TypeAlias = Callable[..., None]
 
 
 class FieldOption:

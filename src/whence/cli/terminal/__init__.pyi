@@ -17,7 +17,6 @@ from .moment_tables import print_moments as print_moments
 from .moment_tables import print_response as print_response
 from .moment_tables import print_view as print_view
 from .moment_tables import shorten as shorten
-from .moment_tables import show_text as show_text
 from .options import AsJson as AsJson
 from .options import FieldOption as FieldOption
 from .options import find_round as find_round

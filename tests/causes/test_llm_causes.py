@@ -19,8 +19,7 @@ from helpers.language_runs import NAMES, copy_run, invoke, tiny
 from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
 from whence.causes import Examples, find_causes, rank_records
-from whence.causes.bm25 import rank_bm25
-from whence.causes.response_causes import measure_trained
+from whence.causes.response_causes import measure_trained, rank_bm25
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
 from whence.lab.language.training import run
 from whence.llm import language_view

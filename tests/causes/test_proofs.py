@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from whence import Action, RunDirectory, WhenceError, cli
 from whence.causes import AgentTraining, prove
 from whence.causes.decisions import read_log_probs
-from whence.causes.proofs import VARIANTS, Proof, check_left_out, match_advantages, train_variants
+from whence.causes.proofs import Proof, check_left_out
+from whence.causes.retraining import VARIANTS, match_advantages, train_variants
 from whence.core import RunDirectoryError
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from whence.causes.bm25 import K1, B, rank_bm25, split_terms
+from whence.causes.response_causes import K1, B, rank_bm25, split_terms
 from whence.core import Unsupported
 
 TEXTS = ("a cat sat on a mat", "The cat, the CAT!", "dogs", "7+8=15;15", "")

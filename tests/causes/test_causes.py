@@ -18,6 +18,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
+from helpers.gradients import differentiate
 from helpers.moment_views import hostile_view, measure
 from helpers.serving import Server, end_processes
 from helpers.toys import MaskedToy, Toy
@@ -125,19 +126,13 @@ class TestNearest:
             gradients = []
             for pairs in (records, Action(states, actions).as_records(records)):
                 log_probs = model.policy.evaluate_actions(pairs.observations, pairs.actions)[1]
-                gradients.append([differentiate(each, model.policy) for each in log_probs])
+                gradients.append([differentiate(each, model.policy.parameters()) for each in log_probs])
             ones, examples = (nn.functional.normalize(torch.stack(each), dim=1) for each in gradients)
             cosines = (ones @ examples.T).sort(dim=1, descending=True).values[:, :10]
             keep = directory.round("records", number)["keep"].to_numpy()
             expected = (records.advantages * cosines.mean(dim=1)).double().numpy() * keep
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
-
-
-def differentiate(value, module):
-    params = [*module.parameters()]
-    parts = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(params, parts, strict=True)])
 
 
 class Bandit(gym.Env):

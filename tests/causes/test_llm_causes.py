@@ -14,8 +14,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from helpers.language_runs import NAMES, copy_run, invoke, tiny
+from helpers.gradients import differentiate
+from helpers.language_runs import NAMES, assert_refused, copy_run, invoke, tiny
 from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
 from whence.causes import Examples, find_causes, rank_records
@@ -51,30 +53,27 @@ def compute_log_prob(rebuilt, question=QUESTION):
     return log_probs[torch.arange(len(response) + 1), ids[0, len(prompt) :]].sum(), len(response) + 1
 
 
-def differentiate(value, model):
-    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        torch.zeros_like(p) if g is None else g
-        for p, g in zip(params, torch.autograd.grad(value, params, allow_unused=True), strict=True)
-    ]
+def list_trained(rebuilt):
+    return [parameter for parameter in rebuilt.model.parameters() if parameter.requires_grad]
 
 
-def differentiate_log_prob(rebuilt, position):
+def differentiate_row(rebuilt, position, objective=None):
+    """Return the gradient of a row's objective, by default its log-probability."""
     view, row = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), rebuilt.rows.take([position])
-    return differentiate(view(view.parameters(), view.prepare(row)).log_prob.sum(), rebuilt.model)
-
-
-def compute_cosine(*gradients):
-    return float(torch.cosine_similarity(*(torch.cat([p.flatten() for p in g]).double() for g in gradients), dim=0))
-
-
-def differentiate_objective(rebuilt, position):
-    view, row = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), rebuilt.rows.take([position])
-    row = rebuilt.scoring.objective.prepare(row)
+    row = row if objective is None else objective.prepare(row)
     with eval_mode(rebuilt.model.modules()):
-        return differentiate(
-            rebuilt.scoring.objective(view(view.parameters(), view.prepare(row)), row)[0], rebuilt.model
-        )
+        outputs = view(view.parameters(), view.prepare(row))
+        value = outputs.log_prob.sum() if objective is None else objective(outputs, row)[0]
+        return differentiate(value, list_trained(rebuilt))
+
+
+def score_by_loop(rebuilt, table, examples):
+    """Return each record's score by examples whose tokens count alike; and the examples' mean log-probability."""
+    log_probs, tokens = zip(*(compute_log_prob(rebuilt, each) for each in examples), strict=True)
+    gradient = differentiate(sum(log_probs) / sum(tokens), list_trained(rebuilt))
+    rows = (differentiate_row(rebuilt, at, rebuilt.scoring.objective) for at in range(len(table)))
+    scores = np.array([float(gradient @ row) for row in rows]) * read_weights(table)
+    return scores, sum(log_probs).item() / len(examples)
 
 
 class TestScores:
@@ -85,19 +84,13 @@ class TestScores:
         assert causes["round"].unique().to_list() == [1, 2, 3]
         for number in directory.rounds():
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            log_prob, tokens = compute_log_prob(rebuilt)
-            gradient = differentiate(log_prob / tokens, rebuilt.model)
-            expected = [
-                sum(float((a * b).sum()) for a, b in zip(gradient, differentiate_objective(rebuilt, at), strict=True))
-                for at in range(len(table))
-            ]
+            expected, log_prob = score_by_loop(rebuilt, table, [QUESTION])
             rows = causes.filter(round=number)
-            expected = np.array(expected) * read_weights(table)
             assert rows["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-4 * abs(expected).max())
             assert abs(expected).max() > 0
             for column in ("record_id", "prompt", "response", "reward", "advantage", "keep"):
                 assert rows[column].to_list() == table[column].to_list()
-            assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob.item(), rel=1e-5)]
+            assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob, rel=1e-5)]
 
     def test_nothing_changes(self, runs, tmp_path, monkeypatch):
         directory = runs("an adapter by tokens")
@@ -188,10 +181,11 @@ class TestRules:
         causes = find_causes(directory, Examples(*zip(*examples, strict=True)), method="nearest", rounds=[1, 3])
         for number in (1, 3):
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            asked = [differentiate(compute_log_prob(rebuilt, each)[0], rebuilt.model) for each in examples]
-            gradients = (differentiate_log_prob(rebuilt, position) for position in range(len(table)))
-            cosines = [sorted((compute_cosine(each, g) for each in asked), reverse=True)[:10] for g in gradients]
-            expected = np.mean(cosines, axis=1) * table["advantage"].to_numpy() * read_weights(table)
+            rows = [differentiate_row(rebuilt, position) for position in range(len(table))]
+            asked = [differentiate(compute_log_prob(rebuilt, each)[0], list_trained(rebuilt)) for each in examples]
+            ones, others = (normalize(torch.stack(each)) for each in (rows, asked))
+            cosines = (ones @ others.T).sort(dim=1, descending=True).values[:, :10]
+            expected = cosines.mean(dim=1).numpy() * table["advantage"].to_numpy() * read_weights(table)
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
 
@@ -207,14 +201,8 @@ class TestExamples:
     def test_influence_of_several_by_a_plain_loop(self, runs):
         directory = runs("ppo")
         causes = find_causes(directory, Examples(*zip(*EXAMPLES, strict=True)), rounds=[3])
-        rebuilt, table = rebuild(directory, 3), directory.round("records", 3)
-        log_probs, tokens = zip(*(compute_log_prob(rebuilt, each) for each in EXAMPLES), strict=True)
-        gradient = differentiate(sum(log_probs) / sum(tokens), rebuilt.model)
-        rows = (differentiate_objective(rebuilt, position) for position in range(len(table)))
-        expected = [sum(float((a * b).sum()) for a, b in zip(gradient, row, strict=True)) for row in rows]
-        expected = np.array(expected) * read_weights(table)
+        expected, mean = score_by_loop(rebuild(directory, 3), directory.round("records", 3), EXAMPLES)
         assert causes["score"].to_numpy() == pytest.approx(expected, abs=1e-5 * abs(expected).max())
-        mean = sum(log_probs).item() / len(EXAMPLES)
         assert causes["log_prob"].unique().to_list() == [pytest.approx(mean, rel=1e-5)]
 
     @pytest.mark.parametrize("method", ["influence", "nearest", "bm25"])
@@ -359,6 +347,4 @@ class TestCommand:
         ],
     )
     def test_what_is_refused_before_anything_is_read(self, tmp_path, arguments, message):
-        done = invoke("why", tmp_path / "nowhere", *arguments)
-        assert isinstance(done.exception, WhenceError)
-        assert message in str(done.exception)
+        assert_refused(message, "why", tmp_path / "nowhere", *arguments)

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
+from helpers.launching import Recorder
 from whence import Action
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import Comparison, cluster, compare, load_comparison
@@ -86,28 +87,6 @@ def assert_same_tensors(mine, other):
         assert torch.equal(tensor, other[name]), name
 
 
-class Recorder:
-    """A watch that notes the configurations of runs and their numbers of rounds."""
-
-    def __init__(self, reports):
-        self.reports = reports
-
-    def kept(self, planned):
-        self.reports.append((planned.config, planned.config.rounds))
-
-    def rounds(self, planned, done):
-        self.reports.append((planned.config, done))
-
-    def ended(self, planned, failure):
-        assert failure is None
-
-
-@pytest.fixture(scope="module")
-def reported():
-    """The configurations and numbers of rounds that were reported for `in_worker`."""
-    return []
-
-
 @pytest.fixture(scope="module")
 def in_this_process(tmp_path_factory) -> Comparison:
     """A comparison whose runs are made in this process, one after the other."""
@@ -119,12 +98,17 @@ def in_this_process(tmp_path_factory) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def in_worker(tmp_path_factory, reported, in_this_process) -> Comparison:
+def in_worker(tmp_path_factory, in_this_process) -> Comparison:
     """The same comparison; its last run is made by a worker, since starting one takes longest."""
-    configs, path = planned(), tmp_path_factory.mktemp("two") / "worker"
+    configs, path, watch = planned(), tmp_path_factory.mktemp("two") / "worker", Recorder()
     for config in configs[:-1]:
         shutil.copytree(in_this_process.run(config).path, run_path(path, config))
-    return compare(configs, path, watch=Recorder(reported))
+    comparison = compare(configs, path, watch=watch)
+    names = [f"{config.arm}/seed_{config.seed}" for config in configs]
+    assert watch.skipped == names[:-1]
+    assert watch.reports == [(names[-1], number) for number in (0, 1, 2)]
+    assert watch.ends == {names[-1]: None}
+    return comparison
 
 
 @pytest.fixture
@@ -214,16 +198,12 @@ class TestPlan:
         config = replace(RunConfig(arm="iif", seed=3, **read_presets()[name]), **changed)
         assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
 
-    def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
-        (config,) = plan_comparison(
-            preset="lda-code/frozenlake", arms=["iif"], seeds=1, rounds=3, drop=0.25, eval_episodes=None, n_envs=None
-        )
+    def test_overrides_replace_what_the_preset_says_one_by_one_and_none_does_not(self):
+        given = {"env_kwargs": {"is_slippery": True}, "policy_kwargs": {"net_arch": [8]}}
+        given |= {"rounds": 3, "drop": 0.25, "eval_episodes": None, "n_envs": None}
+        (config,) = plan_comparison(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
         assert (config.rounds, config.drop, config.eval_episodes, config.n_envs) == (3, 0.25, 1000, 1)
         assert config.optimizer == "SGD"
-
-    def test_settings_are_merged_with_the_presets_one_by_one(self):
-        given = {"env_kwargs": {"is_slippery": True}, "policy_kwargs": {"net_arch": [8]}}
-        (config,) = plan_comparison(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
         assert config.env_kwargs == {"map_name": "4x4", "is_slippery": True}
         assert config.policy_kwargs == {"net_arch": [8]}
         pytest.importorskip("minigrid")
@@ -241,37 +221,28 @@ class TestPlan:
         assert found == [(0, "random"), (0, "ppo"), (1, "random"), (1, "ppo"), (2, "random"), (2, "ppo")]
 
     @pytest.mark.parametrize(
-        ("space", "policy"),
+        ("space", "policy", "extractor"),
         [
-            (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (7, 7, 3), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (3, 35, 90), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (4, 9, 3), np.uint8), "MlpPolicy"),
-            (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy"),
-            (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy"),
-            (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy"),
-            (spaces.Discrete(5), "MlpPolicy"),
+            (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy", None),
+            (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy", None),
+            (spaces.Box(0, 255, (7, 7, 3), np.uint8), "CnnPolicy", "MiniGridCNN"),
+            (spaces.Box(0, 255, (3, 35, 90), np.uint8), "CnnPolicy", "MiniGridCNN"),
+            (spaces.Box(0, 255, (5, 5, 1), np.uint8), "CnnPolicy", "MiniGridCNN"),
+            (spaces.Box(0, 255, (4, 9, 3), np.uint8), "MlpPolicy", None),
+            (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy", None),
+            (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy", None),
+            (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy", None),
+            (spaces.Discrete(5), "MlpPolicy", None),
         ],
     )
-    def test_the_policy_follows_from_what_is_observed(self, registered, space, policy):
-        env = registered("WhenceStill-v0", Still)
+    def test_the_policy_follows_from_what_is_observed(self, registered, space, policy, extractor):
         assert default_policy(space) == policy
-        assert {
-            c.policy for c in plan_comparison(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)
-        } == {policy}
-
-    @pytest.mark.parametrize(
-        ("shape", "extractor"),
-        [((7, 7, 3), "MiniGridCNN"), ((3, 35, 90), "MiniGridCNN"), ((5, 5, 1), "MiniGridCNN"), ((36, 36, 3), None)],
-    )
-    def test_images_too_small_for_sb3s_network_get_a_smaller_one(self, registered, shape, extractor):
-        env = registered("WhenceStill-v0", Still)
-        space = spaces.Box(0, 255, shape, np.uint8)
-        # configure() builds the model, so the network takes such images.
-        config = configure(env=env, env_kwargs={"space": space}, policy_kwargs={"net_arch": [8]})
+        given = {"env_kwargs": {"space": space}, "policy_kwargs": {"net_arch": [8]}}
+        # Plans build the model, so the network takes such images.
+        configs = plan_comparison(env=registered("WhenceStill-v0", Still), arms=["ppo", "iif"], seeds=1, **given)
+        assert [config.policy for config in configs] == [policy] * 2
         chosen = {} if extractor is None else {"features_extractor_class": extractor}
-        assert config.policy_kwargs == {"net_arch": [8], **chosen}
+        assert all(config.policy_kwargs == {"net_arch": [8], **chosen} for config in configs)
 
     def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
         pytest.importorskip("minigrid")
@@ -512,20 +483,17 @@ class TestComparison:
         for config in in_this_process.configs:
             assert_same_results(in_this_process.run(config), in_worker.run(config))
 
-    def test_summary_json(self, in_worker):
+    def test_it_holds_a_summary_and_each_run_these_files_and_no_others(self, in_worker):
         summary = json.loads((in_worker.path / "summary.json").read_text(encoding="utf-8"))
         assert summary == in_worker.summary
         assert list(summary) == ["FrozenLake-v1"]
         assert list(summary["FrozenLake-v1"]) == ARM_NAMES
-
-    def test_a_finished_run_holds_these_files_and_no_others(self, in_worker):
         names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
         names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
         names |= {f"policies/round_0000{n}.safetensors" for n in (1, 2, 3)}
         names |= {f"checkpoints/round_0000{n}.safetensors" for n in (1, 2)}
-        for arm in ARM_NAMES:
-            for seed in (0, 1):
-                assert {str(name) for name in stamps(in_worker.path / "runs" / arm / f"seed_{seed}")} == names
+        for config in in_worker.configs:
+            assert {str(name) for name in stamps(in_worker.run(config).path)} == names
         top = {entry.name for entry in in_worker.path.iterdir()}
         assert top == {"runs", "comparison.json", "summary.json", ".lock"}
 
@@ -581,17 +549,13 @@ class TestComparison:
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
 
-    def test_every_round_is_reported(self, in_worker, reported):
-        for place, config in enumerate(in_worker.configs):
-            rounds = [number for about, number in reported if about == config]
-            assert rounds == ([2] if place < len(in_worker.configs) - 1 else [0, 1, 2])  # the others were finished
-
     def test_finished_runs_are_not_repeated(self, in_worker):
-        before, calls = stamps(in_worker.path / "runs"), []
-        again = compare(planned(), in_worker.path, workers=2, watch=Recorder(calls))
+        before, watch = stamps(in_worker.path / "runs"), Recorder()
+        again = compare(planned(), in_worker.path, workers=2, watch=watch)
         assert stamps(in_worker.path / "runs") == before
         assert len(before) == 78
-        assert calls == [(config, 2) for config in planned()]
+        assert watch.skipped == [f"{config.arm}/seed_{config.seed}" for config in planned()]
+        assert watch.reports == []
         assert again.summary == in_worker.summary
 
     def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, in_worker, tmp_path, monkeypatch):
@@ -687,11 +651,11 @@ class TestRefusals:
         # The last of the runs to come, so that all the others would have been trained before it.
         config = planned(drop=0.25)[-1]
         RunDirectory.create(run_path(tmp_path, config), {"experiment": config.to_json()})
-        before, calls = stamps(tmp_path), []
+        before, watch = stamps(tmp_path), Recorder()
         with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
-            compare(planned(), tmp_path, workers=1, watch=Recorder(calls))
+            compare(planned(), tmp_path, workers=1, watch=watch)
         assert stamps(tmp_path) == before
-        assert calls == []
+        assert watch.reports == watch.skipped == []
 
     def test_arms_without_the_standard_are_refused(self, tmp_path):
         with pytest.raises(WhenceError, match="The arms iif, random lack 'ppo', which the others are measured against"):

@@ -4,12 +4,19 @@ import itertools
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
 from torch import nn
 
-from helpers.language_training import copy_state, make_model, make_tokenizer, make_trainer, refuse
+from helpers.language_training import (
+    copy_state,
+    in_mixed_precision,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    refuse,
+    train,
+)
 from whence import NonPositive, Selection, WhenceError, attribute
 from whence.engines import TrainingPass
 from whence.llm import language_view
@@ -32,16 +39,6 @@ def make_checkpointed():
     model = make_model()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def train(folder, rule, scaled=False, **more):
-    rounds = []
-    trainer = make_trainer(folder, rule, on_rollout=lambda *about: rounds.append(about), **more)
-    if scaled:
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
-    trainer.train()
-    return trainer, rounds
 
 
 SETTINGS = {
@@ -145,14 +142,10 @@ def test_a_gradient_of_the_target_serves_some_rounds(tmp_path, monkeypatch):
         assert numbers == expected
 
 
-def test_mixed_precision(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        plain, _ = train(tmp_path / "plain", None)
+def test_mixed_precision(tmp_path):
+    with in_mixed_precision():
+        plain, _ = train(tmp_path / "plain")
         trainer, rounds = train(tmp_path / "in step", ScoreAll())
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
     assert rounds[1][1] is not None
     assert all(torch.allclose(copy_state(trainer)[n], t, rtol=0, atol=0.02) for n, t in copy_state(plain).items())
 

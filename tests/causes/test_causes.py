@@ -18,20 +18,13 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
+from helpers.episodes import train
 from helpers.gradients import differentiate
 from helpers.moment_views import hostile_view, measure
 from helpers.serving import Server, end_processes
 from helpers.toys import MaskedToy, Toy
-from whence import (
-    IIF,
-    Action,
-    RunDirectory,
-    RunDirectoryError,
-    WhenceError,
-    attribute,
-)
+from whence import IIF, Action, RunDirectory, RunDirectoryError, WhenceError, attribute
 from whence.causes import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
-from whence.lab.agents import configure, run
 from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
@@ -44,11 +37,8 @@ ROUNDS, STEPS = 3, 128
 @pytest.fixture(scope="module")
 def cart(tmp_path_factory):
     """A run of CartPole that drops records."""
-    path = tmp_path_factory.mktemp("cart") / "run"
-    hyperparameters = {"n_steps": STEPS, "n_epochs": 3, "batch_size": 64, "learning_rate": 3e-3}
-    config = configure(env="CartPole-v1", arm="iif", rounds=ROUNDS, eval_episodes=0, hyperparameters=hyperparameters)
-    run(config, path)
-    return RunDirectory.open(path)
+    settings = {"rounds": ROUNDS, "n_steps": STEPS, "hyperparameters": {"n_epochs": 3, "learning_rate": 3e-3}}
+    return train(tmp_path_factory.mktemp("cart") / "run", env="CartPole-v1", **settings)
 
 
 def learn(path, env, *, algorithm=PPO, rounds=2, **settings) -> RunDirectory:

@@ -3,9 +3,11 @@
 import hashlib
 import importlib
 import json
+import math
 import random
 import shutil
 import sys
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from helpers.language_runs import NAMES, assert_refused, copy_run, invoke, tiny
 from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
 from whence.causes import Examples, find_causes, rank_records
-from whence.causes.bm25 import rank_bm25
+from whence.causes.bm25 import K1, B, rank_bm25, split_terms
 from whence.causes.response_causes import measure_trained
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
 from whence.lab.language.training import run
@@ -37,9 +39,8 @@ EXAMPLES = [QUESTION, *((f"{a}+{b}?", f"{a}+{b}={a + b};{a + b}") for a in range
 """Thirteen, of several lengths: more than the ten that count."""
 
 
-def rebuild(directory, number, question=QUESTION):
-    make_target = partial(make_response_target, examples=[question])
-    return rebuild_round(directory, number, make_target=make_target)
+def rebuild(directory, number):
+    return rebuild_round(directory, number, make_target=partial(make_response_target, examples=[QUESTION]))
 
 
 def compute_log_prob(rebuilt, question=QUESTION):
@@ -77,16 +78,22 @@ def score_by_loop(rebuilt, table, examples):
 
 
 class TestScores:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_plain_loop_over_records_gives_the_same(self, runs, name):
+    @pytest.mark.parametrize(
+        ("name", "examples"),
+        [
+            pytest.param("ppo", EXAMPLES, id="ppo-many"),
+            *(pytest.param(*case.values, [QUESTION], id=f"{case.values[0]}-one", marks=case.marks) for case in NAMES),
+        ],
+    )
+    def test_a_plain_loop_over_records_gives_the_same(self, runs, name, examples):
         directory = runs(name)
-        causes = find_causes(directory, Examples(*QUESTION))
+        causes = find_causes(directory, Examples(*zip(*examples, strict=True)))
         assert causes["round"].unique().to_list() == [1, 2, 3]
         for number in directory.rounds():
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            expected, log_prob = score_by_loop(rebuilt, table, [QUESTION])
+            expected, log_prob = score_by_loop(rebuilt, table, examples)
             rows = causes.filter(round=number)
-            assert rows["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-4 * abs(expected).max())
+            assert rows["score"].to_numpy() == pytest.approx(expected, abs=1e-5 * abs(expected).max())
             assert abs(expected).max() > 0
             for column in ("record_id", "prompt", "response", "reward", "advantage", "keep"):
                 assert rows[column].to_list() == table[column].to_list()
@@ -156,6 +163,40 @@ class TestScores:
         assert causes["score"].abs().max() > 0
 
 
+TEXTS = ("a cat sat on a mat", "The cat, the CAT!", "dogs", "7+8=15;15", "")
+
+
+def test_bm25_by_its_formula():
+    terms = [split_terms(text) for text in TEXTS]
+    assert terms[1] == ["the", "cat", ",", "the", "cat", "!"]
+    assert terms[3] == ["7", "+", "8", "=", "15", ";", "15"]
+    average = np.mean([len(document) for document in terms])
+
+    def compute(document, query):
+        total, counts = 0.0, Counter(document)
+        for term in query:
+            containing = sum(term in other for other in terms)
+            weight = math.log(1 + (len(terms) - containing + 0.5) / (containing + 0.5))
+            length = 1 - B + B * len(document) / average
+            total += weight * counts[term] / (counts[term] + K1 * length)
+        return total
+
+    for question in ("cat", "cat cat mat", "15 - 7 unicorns", "the dogs"):
+        expected = [compute(document, split_terms(question)) for document in terms]
+        assert rank_bm25(TEXTS, question) == pytest.approx(expected, rel=1e-5)
+    best = np.maximum(rank_bm25(TEXTS, "mat"), rank_bm25(TEXTS, "15"))
+    assert rank_bm25(TEXTS, "mat", "unicorns", "15").tolist() == best.tolist()
+    assert (best > 0).tolist() == [True, False, False, True, False]
+    assert rank_bm25(TEXTS, "unicorns").tolist() == [0] * 5
+    assert rank_bm25(TEXTS, "").tolist() == [0] * 5
+
+
+def test_without_the_package_of_bm25(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(Unsupported, match="pip install bm25s"):
+        rank_bm25(TEXTS, "cat")
+
+
 class TestRules:
     def test_advantage_times_bm25_over_all_rounds(self, runs):
         directory = runs("ppo")
@@ -198,13 +239,6 @@ class TestRules:
 
 
 class TestExamples:
-    def test_influence_of_several_by_a_plain_loop(self, runs):
-        directory = runs("ppo")
-        causes = find_causes(directory, Examples(*zip(*EXAMPLES, strict=True)), rounds=[3])
-        expected, mean = score_by_loop(rebuild(directory, 3), directory.round("records", 3), EXAMPLES)
-        assert causes["score"].to_numpy() == pytest.approx(expected, abs=1e-5 * abs(expected).max())
-        assert causes["log_prob"].unique().to_list() == [pytest.approx(mean, rel=1e-5)]
-
     @pytest.mark.parametrize("method", ["influence", "nearest", "bm25"])
     def test_stored_responses_are_asked_by_their_tokens_and_left_out(self, runs, method):
         directory = runs("ppo")

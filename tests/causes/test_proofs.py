@@ -82,10 +82,7 @@ class TestControls:
     @pytest.mark.parametrize(
         ("without", "text"),
         [
-            (
-                [0.1, 0.12, 0.14],
-                "Without these 64 rollouts the probability of X falls from 70.0% to 12.0%; ",
-            ),
+            ([0.1, 0.12, 0.14], "Without these 64 rollouts the probability of X falls from 70.0% to 12.0%; "),
             ([0.66, 0.71, 0.70], "No difference is seen: the probability of X is 70.0% with all, 69.0% without these"),
         ],
     )

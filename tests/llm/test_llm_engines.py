@@ -189,6 +189,11 @@ def test_token_ppo_by_hand() -> None:
     assert free.tolist() == pytest.approx([-0.2 * (0.16 + 0.25 + 0) / 3, -0.2 * (0.01 + 0.25) / 2, 0.0], abs=1e-6)
     entropy = TokenPPO(ent_coef=0.1)(SAID, ROWS) - plain
     assert entropy.tolist() == pytest.approx([0.06, 0.15, 0.0], abs=1e-6)
+    columns = {name: column for name, column in ROWS.observations.items() if name not in ("values", "returns")}
+    without_values = ROWS.with_columns({"observations": columns})
+    assert TokenPPO().prepare(without_values) is without_values
+    with pytest.raises(InvalidRecords, match=r"`values`.*vf_coef=0"):
+        TokenPPO(vf_coef=0.1).prepare(without_values)
     assert TokenPPO().reads == {"log_prob"}
     assert TokenPPO(vf_coef=0.1, ent_coef=0.1).reads == {"log_prob", "value", "entropy"}
 
@@ -374,14 +379,6 @@ def plain_records() -> RecordBatch:
     return RecordBatch(
         observations=torch.zeros(3, 2), actions=torch.zeros(3), log_probs=torch.zeros(3), advantages=torch.ones(3)
     )
-
-
-def test_values_and_returns_are_asked_for_where_they_are_read() -> None:
-    numbers = {name: NUMBERS[name] for name in ("response_mask", "log_probs", "advantages")}
-    rows = make_rows(input_ids=torch.full((3, 5), 2), attention_mask=torch.ones(3, 5), **numbers)
-    assert TokenPPO().prepare(rows) is rows
-    with pytest.raises(InvalidRecords, match=r"`values`.*vf_coef=0"):
-        TokenPPO(vf_coef=0.1).prepare(rows)
 
 
 def test_flex_attention_is_refused_by_name_also_where_it_is_set_later() -> None:

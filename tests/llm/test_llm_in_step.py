@@ -17,6 +17,7 @@ from helpers.language_training import (
     refuse,
     train,
 )
+from helpers.toys import assert_close
 from whence import NonPositive, Selection, WhenceError, attribute
 from whence.engines import TrainingPass
 from whence.llm import language_view
@@ -71,8 +72,7 @@ def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
     assert scored.sum() == (4 if refused else 8)
     if rule is not None:
         assert torch.allclose(rounds[1][1].scores[scored], others[1][1].scores[scored], rtol=1e-4)
-    for key, tensor in copy_state(plain).items():
-        assert torch.allclose(copy_state(trainer)[key], tensor, rtol=0, atol=1e-5), key
+    assert_close(copy_state(trainer), copy_state(plain), 1e-5)
 
 
 class ByRecord:
@@ -105,7 +105,7 @@ def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tm
     for name in ("kept", "train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "reward_kept"):
         if row[name] is not None or weights:
             assert row[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
-    assert all(torch.allclose(one[name], tensor, rtol=0, atol=1e-5) for name, tensor in other.items())
+    assert_close(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("target", [None, SequenceReturn, demonstrations, "held out"])
@@ -147,7 +147,7 @@ def test_mixed_precision(tmp_path):
         plain, _ = train(tmp_path / "plain")
         trainer, rounds = train(tmp_path / "in step", ScoreAll())
     assert rounds[1][1] is not None
-    assert all(torch.allclose(copy_state(trainer)[n], t, rtol=0, atol=0.02) for n, t in copy_state(plain).items())
+    assert_close(copy_state(trainer), copy_state(plain), 0.02)
 
 
 def test_a_gradient_of_0_is_passed_over(tmp_path):

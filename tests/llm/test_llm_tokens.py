@@ -66,7 +66,7 @@ def test_parts_and_scores_are_those_of_a_pass_for_each_token_without_padding(sty
         assert (parts != 0).sum() > 6  # and not all in one token of a response
 
 
-def assert_parts_sum(model: nn.Module, rows: RecordBatch, chunk_size: int | None = None, **more: Any) -> None:
+def assert_parts_sum(model: nn.Module, rows: RecordBatch, chunk_size: int = 16, **more: Any) -> None:
     settings = {"target": SequenceReturn(), **more}
     parts = score_tokens(model, rows, chunk_size=chunk_size, **settings)
     assert apart(parts.sum(dim=1), scored(model, rows, engine="loop", **settings).scores) <= EXACT

@@ -36,14 +36,8 @@ from helpers.language_training import (
     train,
     vowels,
 )
-from whence import (
-    KeepAll,
-    MaxVariance,
-    NonPositive,
-    RandomDrop,
-    WhenceError,
-    ZeroVariance,
-)
+from helpers.toys import assert_close
+from whence import KeepAll, MaxVariance, NonPositive, RandomDrop, WhenceError, ZeroVariance
 from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
 from whence.llm.base import Reference, WithValueHead, make_rows
@@ -146,9 +140,7 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
         error = 0.5 * (values[row][own] - given["returns"][row][own]).square().mean()
         total = total - factors[row] * (clipped - 0.1 * error) / factors.sum()
     total.backward()
-    for name, parameter in start.named_parameters():
-        largest = float(parameter.grad.abs().max())
-        assert torch.allclose(gradients[0][name], parameter.grad, rtol=0, atol=1e-5 * largest + 1e-9), name
+    assert_close(gradients[0], {name: p.grad for name, p in start.named_parameters()}, 1e-9, relative=1e-5)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -176,23 +168,6 @@ def test_dropout_is_off_wherever_a_model_holds_its_probability(tmp_path, lora):
     other = make_trainer(tmp_path / "other", model=OPTForCausalLM(OPTConfig(**sizes, **drops)), disable_dropout=False)
     layer = other.model.language_model.model.decoder.layers[0]
     assert (layer.dropout, layer.self_attn.dropout) == (0.5, 0.5)
-
-
-def count_letters(prompts, responses):
-    return [float(len(text)) for text in responses]
-
-
-def test_other_inputs_are_another_run(tmp_path):
-    shared = {"save_every": 1, "held_out": ["bb", "c"]}
-    make_trainer(tmp_path, **shared, rounds=1).train()
-    make_trainer(tmp_path, **shared, rounds=2).train()  # goes on
-    for change, message in (
-        ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
-        ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
-        ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
-    ):
-        with pytest.raises(RunDirectoryError, match=message):
-            make_trainer(tmp_path, **shared | change, rounds=3).train()
 
 
 class Level(Enum):
@@ -319,7 +294,7 @@ def make_noisy_trainer(folder, rule=None, **more):
     arguments = {"model": make_model(attention_dropout=0.3), "held_out": ["jj", "e"], "sample_prompts": ["ab"]}
     settings = {**SETTINGS, "disable_dropout": False, **arguments, **more}
     evaluate = settings.pop("evaluate", lambda model, tokenizer: {"drawn": float(torch.rand(()))})
-    return make_trainer(folder, rule or Drawing(), reward=Noisy(), evaluate=evaluate, **settings)
+    return make_trainer(folder, rule or Drawing(), evaluate=evaluate, **{"reward": Noisy(), **settings})
 
 
 def read_optimizer(trainer):
@@ -387,18 +362,25 @@ class TestGoingOn:
         assert RunDirectory.open(folder).notes["resumed"][0]["after_round"] == 4  # with another version of torch
         assert same(copy_state(whole[0]), copy_state(again))
 
-    def test_what_is_refused_changes_nothing(self, whole):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"learning_rate": 0.5}, r"learning_rate was 0\.01, now 0\.5"),
+            ({"rounds": 4}, r"rounds is 4, and .* has 5 rounds already"),
+            ({"model": make_model(hidden_size=32)}, "parameters was"),
+            ({"reward": vowels, "rounds": 6}, r"rewards was .*Noisy.*, now .*vowels'\]"),
+            ({"prompts": ["ab", "cde", "f", "ghij", "bb"], "rounds": 6}, "data.prompts.digest was"),
+            ({"held_out": ["ab", "bb"], "rounds": 6}, "data.held_out.digest was"),
+        ],
+    )
+    def test_other_inputs_are_another_run_and_change_nothing(self, whole, change, message):
         folder = whole[1]
         files = {file: file.read_bytes() for file in folder.rglob("*.*")}
-        other = make_noisy_trainer(folder, learning_rate=0.5)
+        other = make_noisy_trainer(folder, **change)
         before = copy_state(other)
-        with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
+        with pytest.raises(RunDirectoryError, match=message):
             other.train()
         assert same(before, copy_state(other))
-        with pytest.raises(RunDirectoryError, match=r"rounds is 4, and .* has 5 rounds already"):
-            make_noisy_trainer(folder, rounds=4).train()
-        with pytest.raises(RunDirectoryError, match="parameters was"):
-            make_noisy_trainer(folder, model=make_model(hidden_size=32)).train()
         assert files == {file: file.read_bytes() for file in folder.rglob("*.*")}
 
     def test_the_scale_of_gradients_goes_on(self, tmp_path):
@@ -406,8 +388,9 @@ class TestGoingOn:
         assert first.accelerator.scaler.get_scale() > 64
         assert again.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
 
-    def test_overwriting_starts_anew(self, tmp_path):
-        make_trainer(tmp_path, rounds=2, save_every=1).train()
+    def test_more_rounds_go_on_and_overwriting_starts_anew(self, tmp_path):
+        for rounds in (1, 2):
+            make_trainer(tmp_path, rounds=rounds, save_every=1).train()
         trainer = make_trainer(tmp_path, rounds=1, learning_rate=0.5)
         with pytest.raises(RunDirectoryError, match="overwrite=True"):
             trainer.train()
@@ -525,20 +508,17 @@ def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch
     monkeypatch.setattr(PPOTrainer, "_draw_held_out", lambda *args: found.append(draw(*args)) or found[-1])
     trainer, rounds = train(tmp_path / "held", ScoreAll(), held_out=["ba", "jj", "e"], target=TokenReturn())
     assert [len(rows) for rows in found] == [3, 3]
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*prompt_part(found[0]), strict=True)]
+    held = found[0].observations
+    width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
+    ids, attended = (held[name][:, :width] for name in ("input_ids", "attention_mask"))
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(ids, attended, strict=True)]
     assert prompts == [[3, 2], [11, 11], [6]]
     assert not torch.equal(found[0].actions, found[1].actions)
-    advantages = found[0].observations["advantages"][found[0].observations["response_mask"]]
+    advantages = held["advantages"][held["response_mask"]]
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)  # whitened over these rows
     assert "TokenReturn(3 rows" in rounds[0][1].target
     plain, _ = train(tmp_path / "plain")
     assert same(copy_state(trainer), copy_state(plain))  # and training's own draws are as they were
-
-
-def prompt_part(rows):
-    held = rows.observations
-    width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
-    return held["input_ids"][:, :width], held["attention_mask"][:, :width]
 
 
 def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):

@@ -146,8 +146,8 @@ class FakeRay:
 
 @pytest.fixture
 def dispatch(job):
-    def dispatch(ray, workers=None, on_round=lambda place, rounds: None, jobs=(job,)):
-        return cluster._Dispatch(ray, jobs, workers, on_round).run()
+    def dispatch(ray, on_round=lambda place, rounds: None, jobs=(job,)):
+        return cluster._Dispatch(ray, jobs, None, on_round).run()
 
     return dispatch
 

@@ -287,8 +287,6 @@ class TestRun:
         assert len({prompt for number in (1, 2) for prompt in directory.round("records", number)["prompt"]}) <= 8
         assert directory.config["held_out"] == 120
         assert (directory.table("timings")["held_out_wall"] > 0).all()
-        with pytest.raises(Unsupported, match="over responses that were drawn in each round and not kept"):
-            rebuild_round(directory, 1)
         with pytest.raises(WhenceError, match="held_out is 128, and there are 128 prompts"):
             run(tiny("iif", held_out=128), tmp_path / "all")
 

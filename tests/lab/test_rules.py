@@ -10,12 +10,7 @@ from sb3_contrib import RecurrentPPO
 from helpers.toys import model
 from whence import InvalidRecords, RecordBatch, Unsupported, WhenceError
 from whence.lab.rules import AdvantageMismatch, TDErrorPriority
-from whence.lab.visits import (
-    monte_carlo_advantages,
-    number_states,
-    returns_to_go,
-    td_errors,
-)
+from whence.lab.visits import monte_carlo_advantages, number_states, returns_to_go, td_errors
 from whence.sb3 import InfluenceCallback, collect
 
 # Two environments of three steps; the first begins a second episode at its last step.

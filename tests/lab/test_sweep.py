@@ -307,21 +307,16 @@ class TestRunning:
 
 
 class TestComparison:
-    @pytest.fixture
-    def prepared(self, monkeypatch):
-        """The arms whose settings were checked; those of `random` are refused."""
-        arms = []
+    def test_all_settings_are_checked_before_anything_runs(self, tmp_path, monkeypatch):
+        prepared = []
 
         def prepare(config):
-            arms.append(config.arm)
+            prepared.append(config.arm)
             if config.arm == "random":
                 raise WhenceError("no such setting")
 
         runner = SimpleNamespace(prepare=prepare, is_finished=lambda config, path: config.arm == "iif")
         monkeypatch.setattr(comparison, "runner_of", lambda config: runner)
-        return arms
-
-    def test_all_settings_are_checked_before_anything_runs(self, prepared, tmp_path, monkeypatch):
         monkeypatch.setattr(cluster, "run_all", lambda *_: pytest.fail("a run was started"))
         arms = ("ppo", "iif", "random")
         configs = [configure(env="FrozenLake-v1", arm=arm, seed=seed) for seed in (0, 1) for arm in arms]
@@ -337,13 +332,6 @@ def test_learning_rates_are_scaled(tmp_path, arm, rate):
     assert make_model(config, make_training_env(config)).learning_rate == rate
     default = configure(env="FrozenLake-v1", arm=arm)
     assert make_model(default, make_training_env(default)).learning_rate == pytest.approx(3e-4 * rate / 0.01)
-
-
-@pytest.fixture
-def long_run(tmp_path):
-    """A run that takes some seconds."""
-    path = tmp_path / "run"
-    return configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), path
 
 
 def start_comparison(path):
@@ -388,7 +376,9 @@ def test_a_directory_that_holds_something_else_is_refused_at_the_door(tmp_path, 
 
 
 class TestWorkers:
-    def test_one_that_is_killed_is_reported(self, long_run):
+    def test_one_that_is_killed_is_reported(self, tmp_path):
+        long_run = configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), tmp_path / "run"
+
         def kill(place, done):
             (worker,) = multiprocessing.active_children()
             os.kill(worker.pid, signal.SIGKILL)

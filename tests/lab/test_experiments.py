@@ -90,17 +90,18 @@ def in_this_process(tmp_path_factory) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def in_worker(tmp_path_factory, in_this_process) -> Comparison:
+def watch():
+    """What was reported for `in_worker`."""
+    return Recorder()
+
+
+@pytest.fixture(scope="module")
+def in_worker(tmp_path_factory, watch, in_this_process) -> Comparison:
     """The same comparison; its last run is made by a worker, since starting one takes longest."""
-    configs, path, watch = planned(), tmp_path_factory.mktemp("two") / "worker", Recorder()
+    configs, path = planned(), tmp_path_factory.mktemp("two") / "worker"
     for config in configs[:-1]:
         shutil.copytree(in_this_process.run(config).path, run_path(path, config))
-    comparison = compare(configs, path, watch=watch)
-    names = [f"{config.arm}/seed_{config.seed}" for config in configs]
-    assert watch.skipped == names[:-1]
-    assert watch.reports == [(names[-1], number) for number in (0, 1, 2)]
-    assert watch.ends == {names[-1]: None}
-    return comparison
+    return compare(configs, path, watch=watch)
 
 
 @pytest.fixture
@@ -514,6 +515,12 @@ class TestComparison:
             trained = [r.policy(3)["action_net.weight"] for r in runs]
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
+
+    def test_every_round_is_reported(self, in_worker, watch):
+        *finished, last = (f"{config.arm}/seed_{config.seed}" for config in in_worker.configs)
+        assert watch.skipped == finished
+        assert watch.reports == [(last, number) for number in (0, 1, 2)]
+        assert watch.ends == {last: None}
 
     def test_finished_runs_are_not_repeated(self, in_worker):
         before, watch = stamps(in_worker.path / "runs"), Recorder()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whence import DTV, IIF, Action, FromMask, RandomDrop, Return
-from whence.core import decode, describe, describe_part, encode, library_versions, read_numbers, show, versions
+from whence.core import decode, describe, describe_part, encode, library_versions, packages, read_numbers, show
 from whence.llm.scores import SequenceReturn
 
 VALUES = st.recursive(
@@ -125,10 +125,10 @@ def test_the_package_has_one_name_on_the_index(monkeypatch):
             return "1.5"
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "version", version)
-    versions._read_version.cache_clear()
+    monkeypatch.setattr(packages, "version", version)
+    packages._read_version.cache_clear()
     try:
         assert library_versions(["whence", "torch", "not-installed"]) == {"whence": "1.5", "torch": "1.5"}
     finally:
-        versions._read_version.cache_clear()
+        packages._read_version.cache_clear()
     assert asked == ["whence-rl", "torch", "not-installed"]

@@ -17,14 +17,11 @@ from whence.core import (
     PPOClip,
     RecordBatch,
     RunDirectoryError,
-    Unsupported,
     WhenceError,
     check_one_per_record,
     eval_mode,
     first_line,
-    preserve_buffers,
     preserve_rng_state,
-    train_mode,
 )
 from whence.runs import CHANGED, load_tree, save_tree
 
@@ -213,32 +210,10 @@ def check_collected(view: PolicyView, params: Params, records: RecordBatch, numb
             )
 
 
-def check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
-    """Refuse a policy whose outputs differ between train mode, in which SB3 trains, and eval mode, in which it acts.
-
-    Up to 64 of the records are read. Dropout, for example, or running statistics make outputs differ.
-    """
-    positions = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
-    inputs = view.prepare(records.take(positions))
-    with preserve_rng_state(), preserve_buffers(view.module.modules()), torch.no_grad():
-        with eval_mode(list(view.module.modules())):
-            acting = view(params, inputs)
-        with train_mode(view.module):
-            training = view(params, inputs)
-    for name, one, other in zip(acting._fields, acting, training, strict=True):
-        if one is not None and other is not None and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
-            raise Unsupported(
-                f"The policy's {name} differs between train mode and eval mode, as with dropout or with a layer that "
-                "keeps running statistics. SB3 trained it in train mode, so its steps cannot be repeated in eval mode. "
-                "Train without such layers, or score by the snapshot (whence.attribute). SB3's own train() can repeat "
-                "the round: whence.sb3.replay_round."
-            )
-
-
-def compare_outputs(view: PolicyView, params: Params, records: RecordBatch, at_once: int = 2048) -> dict[str, float]:
+def compare_outputs(view: PolicyView, params: Params, records: RecordBatch) -> dict[str, float]:
     """Return how far a policy's outputs on records are from the recorded ones, on average.
 
-    Modes and generators are left as they are; `at_once` records are read in one pass.
+    Modes and generators are left as they are.
 
     Returns:
         `log-probs` in nats. If both the policy and the records have values, also `values`, divided by the mean size of
@@ -246,8 +221,8 @@ def compare_outputs(view: PolicyView, params: Params, records: RecordBatch, at_o
     """
     totals: dict[str, float] = {}
     with preserve_rng_state(), eval_mode(list(view.module.modules())), torch.no_grad():
-        for first in range(0, len(records), at_once):
-            part = records.take(slice(first, first + at_once))
+        for first in range(0, len(records), 2048):
+            part = records.take(slice(first, first + 2048))
             outputs = view.only({"log_prob", "value"}, params, view.prepare(part))
             pairs = {"log-probs": (check_one_per_record("log_prob", outputs.log_prob), part.log_probs)}
             if outputs.value is not None and part.values is not None:

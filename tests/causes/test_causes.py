@@ -18,19 +18,13 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
+from helpers.episodes import train
+from helpers.gradients import differentiate
 from helpers.moment_views import hostile_view, measure
 from helpers.serving import Server, end_processes
 from helpers.toys import MaskedToy, Toy
-from whence import (
-    IIF,
-    Action,
-    RunDirectory,
-    RunDirectoryError,
-    WhenceError,
-    attribute,
-)
+from whence import IIF, Action, RunDirectory, RunDirectoryError, WhenceError, attribute
 from whence.causes import compare_log_probs, find_causes, play_episode, rank_moments, read_record, sum_rounds
-from whence.lab.agents import configure, run
 from whence.page import CauseView, Decision, ExploredRun, describe_moment
 from whence.page.pictures import draw_causes
 from whence.sb3 import InfluenceCallback, model_objective
@@ -43,11 +37,8 @@ ROUNDS, STEPS = 3, 128
 @pytest.fixture(scope="module")
 def cart(tmp_path_factory):
     """A run of CartPole that drops records."""
-    path = tmp_path_factory.mktemp("cart") / "run"
-    hyperparameters = {"n_steps": STEPS, "n_epochs": 3, "batch_size": 64, "learning_rate": 3e-3}
-    config = configure(env="CartPole-v1", arm="iif", rounds=ROUNDS, eval_episodes=0, hyperparameters=hyperparameters)
-    run(config, path)
-    return RunDirectory.open(path)
+    settings = {"rounds": ROUNDS, "n_steps": STEPS, "hyperparameters": {"n_epochs": 3, "learning_rate": 3e-3}}
+    return train(tmp_path_factory.mktemp("cart") / "run", env="CartPole-v1", **settings)
 
 
 def learn(path, env, *, algorithm=PPO, rounds=2, **settings) -> RunDirectory:
@@ -125,19 +116,13 @@ class TestNearest:
             gradients = []
             for pairs in (records, Action(states, actions).as_records(records)):
                 log_probs = model.policy.evaluate_actions(pairs.observations, pairs.actions)[1]
-                gradients.append([differentiate(each, model.policy) for each in log_probs])
+                gradients.append([differentiate(each, model.policy.parameters()) for each in log_probs])
             ones, examples = (nn.functional.normalize(torch.stack(each), dim=1) for each in gradients)
             cosines = (ones @ examples.T).sort(dim=1, descending=True).values[:, :10]
             keep = directory.round("records", number)["keep"].to_numpy()
             expected = (records.advantages * cosines.mean(dim=1)).double().numpy() * keep
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
-
-
-def differentiate(value, module):
-    params = [*module.parameters()]
-    parts = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(params, parts, strict=True)])
 
 
 class Bandit(gym.Env):

@@ -3,9 +3,11 @@
 import hashlib
 import importlib
 import json
+import math
 import random
 import shutil
 import sys
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,13 +16,14 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from helpers.language_runs import NAMES, copy_run, invoke, tiny
+from helpers.gradients import differentiate
+from helpers.language_runs import NAMES, assert_refused, copy_run, invoke, tiny
 from helpers.language_training import CHAT, make_model, make_tokenizer, make_trainer
 from whence import NonPositive
 from whence.causes import Examples, find_causes, rank_records
-from whence.causes.bm25 import rank_bm25
-from whence.causes.response_causes import measure_trained
+from whence.causes.response_causes import K1, B, measure_trained, rank_bm25, split_terms
 from whence.core import RunDirectoryError, Unsupported, WhenceError, eval_mode
 from whence.lab.language.training import run
 from whence.llm import language_view
@@ -35,9 +38,8 @@ EXAMPLES = [QUESTION, *((f"{a}+{b}?", f"{a}+{b}={a + b};{a + b}") for a in range
 """Thirteen, of several lengths: more than the ten that count."""
 
 
-def rebuild(directory, number, question=QUESTION):
-    make_target = partial(make_response_target, examples=[question])
-    return rebuild_round(directory, number, make_target=make_target)
+def rebuild(directory, number):
+    return rebuild_round(directory, number, make_target=partial(make_response_target, examples=[QUESTION]))
 
 
 def compute_log_prob(rebuilt, question=QUESTION):
@@ -51,53 +53,50 @@ def compute_log_prob(rebuilt, question=QUESTION):
     return log_probs[torch.arange(len(response) + 1), ids[0, len(prompt) :]].sum(), len(response) + 1
 
 
-def differentiate(value, model):
-    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        torch.zeros_like(p) if g is None else g
-        for p, g in zip(params, torch.autograd.grad(value, params, allow_unused=True), strict=True)
-    ]
+def list_trained(rebuilt):
+    return [parameter for parameter in rebuilt.model.parameters() if parameter.requires_grad]
 
 
-def differentiate_log_prob(rebuilt, position):
+def differentiate_row(rebuilt, position, objective=None):
+    """Return the gradient of a row's objective, by default its log-probability."""
     view, row = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), rebuilt.rows.take([position])
-    return differentiate(view(view.parameters(), view.prepare(row)).log_prob.sum(), rebuilt.model)
-
-
-def compute_cosine(*gradients):
-    return float(torch.cosine_similarity(*(torch.cat([p.flatten() for p in g]).double() for g in gradients), dim=0))
-
-
-def differentiate_objective(rebuilt, position):
-    view, row = language_view(rebuilt.model, temperature=rebuilt.scoring.temperature), rebuilt.rows.take([position])
-    row = rebuilt.scoring.objective.prepare(row)
+    row = row if objective is None else objective.prepare(row)
     with eval_mode(rebuilt.model.modules()):
-        return differentiate(
-            rebuilt.scoring.objective(view(view.parameters(), view.prepare(row)), row)[0], rebuilt.model
-        )
+        outputs = view(view.parameters(), view.prepare(row))
+        value = outputs.log_prob.sum() if objective is None else objective(outputs, row)[0]
+        return differentiate(value, list_trained(rebuilt))
+
+
+def score_by_loop(rebuilt, table, examples):
+    """Return each record's score by examples whose tokens count alike; and the examples' mean log-probability."""
+    log_probs, tokens = zip(*(compute_log_prob(rebuilt, each) for each in examples), strict=True)
+    gradient = differentiate(sum(log_probs) / sum(tokens), list_trained(rebuilt))
+    rows = (differentiate_row(rebuilt, at, rebuilt.scoring.objective) for at in range(len(table)))
+    scores = np.array([float(gradient @ row) for row in rows]) * read_weights(table)
+    return scores, sum(log_probs).item() / len(examples)
 
 
 class TestScores:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_plain_loop_over_records_gives_the_same(self, runs, name):
+    @pytest.mark.parametrize(
+        ("name", "examples"),
+        [
+            pytest.param("ppo", EXAMPLES, id="ppo-many"),
+            *(pytest.param(*case.values, [QUESTION], id=f"{case.values[0]}-one", marks=case.marks) for case in NAMES),
+        ],
+    )
+    def test_a_plain_loop_over_records_gives_the_same(self, runs, name, examples):
         directory = runs(name)
-        causes = find_causes(directory, Examples(*QUESTION))
+        causes = find_causes(directory, Examples(*zip(*examples, strict=True)))
         assert causes["round"].unique().to_list() == [1, 2, 3]
         for number in directory.rounds():
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            log_prob, tokens = compute_log_prob(rebuilt)
-            gradient = differentiate(log_prob / tokens, rebuilt.model)
-            expected = [
-                sum(float((a * b).sum()) for a, b in zip(gradient, differentiate_objective(rebuilt, at), strict=True))
-                for at in range(len(table))
-            ]
+            expected, log_prob = score_by_loop(rebuilt, table, examples)
             rows = causes.filter(round=number)
-            expected = np.array(expected) * read_weights(table)
-            assert rows["score"].to_numpy() == pytest.approx(expected, rel=1e-3, abs=1e-4 * abs(expected).max())
+            assert rows["score"].to_numpy() == pytest.approx(expected, abs=1e-5 * abs(expected).max())
             assert abs(expected).max() > 0
             for column in ("record_id", "prompt", "response", "reward", "advantage", "keep"):
                 assert rows[column].to_list() == table[column].to_list()
-            assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob.item(), rel=1e-5)]
+            assert rows["log_prob"].unique().to_list() == [pytest.approx(log_prob, rel=1e-5)]
 
     def test_nothing_changes(self, runs, tmp_path, monkeypatch):
         directory = runs("an adapter by tokens")
@@ -163,6 +162,40 @@ class TestScores:
         assert causes["score"].abs().max() > 0
 
 
+TEXTS = ("a cat sat on a mat", "The cat, the CAT!", "dogs", "7+8=15;15", "")
+
+
+def test_bm25_by_its_formula():
+    terms = [split_terms(text) for text in TEXTS]
+    assert terms[1] == ["the", "cat", ",", "the", "cat", "!"]
+    assert terms[3] == ["7", "+", "8", "=", "15", ";", "15"]
+    average = np.mean([len(document) for document in terms])
+
+    def compute(document, query):
+        total, counts = 0.0, Counter(document)
+        for term in query:
+            containing = sum(term in other for other in terms)
+            weight = math.log(1 + (len(terms) - containing + 0.5) / (containing + 0.5))
+            length = 1 - B + B * len(document) / average
+            total += weight * counts[term] / (counts[term] + K1 * length)
+        return total
+
+    for question in ("cat", "cat cat mat", "15 - 7 unicorns", "the dogs"):
+        expected = [compute(document, split_terms(question)) for document in terms]
+        assert rank_bm25(TEXTS, question) == pytest.approx(expected, rel=1e-5)
+    best = np.maximum(rank_bm25(TEXTS, "mat"), rank_bm25(TEXTS, "15"))
+    assert rank_bm25(TEXTS, "mat", "unicorns", "15").tolist() == best.tolist()
+    assert (best > 0).tolist() == [True, False, False, True, False]
+    assert rank_bm25(TEXTS, "unicorns").tolist() == [0] * 5
+    assert rank_bm25(TEXTS, "").tolist() == [0] * 5
+
+
+def test_without_the_package_of_bm25(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(Unsupported, match="pip install bm25s"):
+        rank_bm25(TEXTS, "cat")
+
+
 class TestRules:
     def test_advantage_times_bm25_over_all_rounds(self, runs):
         directory = runs("ppo")
@@ -188,10 +221,11 @@ class TestRules:
         causes = find_causes(directory, Examples(*zip(*examples, strict=True)), method="nearest", rounds=[1, 3])
         for number in (1, 3):
             rebuilt, table = rebuild(directory, number), directory.round("records", number)
-            asked = [differentiate(compute_log_prob(rebuilt, each)[0], rebuilt.model) for each in examples]
-            gradients = (differentiate_log_prob(rebuilt, position) for position in range(len(table)))
-            cosines = [sorted((compute_cosine(each, g) for each in asked), reverse=True)[:10] for g in gradients]
-            expected = np.mean(cosines, axis=1) * table["advantage"].to_numpy() * read_weights(table)
+            rows = [differentiate_row(rebuilt, position) for position in range(len(table))]
+            asked = [differentiate(compute_log_prob(rebuilt, each)[0], list_trained(rebuilt)) for each in examples]
+            ones, others = (normalize(torch.stack(each)) for each in (rows, asked))
+            cosines = (ones @ others.T).sort(dim=1, descending=True).values[:, :10]
+            expected = cosines.mean(dim=1).numpy() * table["advantage"].to_numpy() * read_weights(table)
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
 
@@ -204,19 +238,6 @@ class TestRules:
 
 
 class TestExamples:
-    def test_influence_of_several_by_a_plain_loop(self, runs):
-        directory = runs("ppo")
-        causes = find_causes(directory, Examples(*zip(*EXAMPLES, strict=True)), rounds=[3])
-        rebuilt, table = rebuild(directory, 3), directory.round("records", 3)
-        log_probs, tokens = zip(*(compute_log_prob(rebuilt, each) for each in EXAMPLES), strict=True)
-        gradient = differentiate(sum(log_probs) / sum(tokens), rebuilt.model)
-        rows = (differentiate_objective(rebuilt, position) for position in range(len(table)))
-        expected = [sum(float((a * b).sum()) for a, b in zip(gradient, row, strict=True)) for row in rows]
-        expected = np.array(expected) * read_weights(table)
-        assert causes["score"].to_numpy() == pytest.approx(expected, abs=1e-5 * abs(expected).max())
-        mean = sum(log_probs).item() / len(EXAMPLES)
-        assert causes["log_prob"].unique().to_list() == [pytest.approx(mean, rel=1e-5)]
-
     @pytest.mark.parametrize("method", ["influence", "nearest", "bm25"])
     def test_stored_responses_are_asked_by_their_tokens_and_left_out(self, runs, method):
         directory = runs("ppo")
@@ -359,6 +380,4 @@ class TestCommand:
         ],
     )
     def test_what_is_refused_before_anything_is_read(self, tmp_path, arguments, message):
-        done = invoke("why", tmp_path / "nowhere", *arguments)
-        assert isinstance(done.exception, WhenceError)
-        assert message in str(done.exception)
+        assert_refused(message, "why", tmp_path / "nowhere", *arguments)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import whence
-from helpers.architectures import LENGTH, RECORDS, SCORED, call, log_probs, make_case, square, weight
+from helpers.architectures import LENGTH, RECORDS, SCORED, call, make_case, square, weight
+from helpers.toys import log_probs
 from whence import Return, Unsupported
 from whence.engines import Refused
 from whence.scores.attribution import score_targets

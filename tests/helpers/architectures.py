@@ -184,10 +184,6 @@ SCORED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def log_probs(net: Any, inputs: Any) -> Tensor:
-    return net(inputs["observations"]).log_softmax(-1).gather(-1, inputs["actions"][:, None]).squeeze(-1)
-
-
 def make_case(kind: str, run: Run, *parts: Callable[[], Any]) -> tuple[nn.Module, whence.RecordBatch]:
     torch.manual_seed(3)
     net, observations = Net(kind, run, parts), torch.randn(RECORDS, LENGTH * 8)

@@ -1,6 +1,6 @@
 """Gradients of single records by plain autograd, which the tests of scores compare with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -29,14 +29,20 @@ def two_records() -> RecordBatch:
 EXACT = 1e-5
 
 
+def differentiate(value: Tensor, params: Iterable[Tensor]) -> Tensor:
+    """Return a number's gradient in some parameters as one vector of double precision."""
+    params = list(params)
+    parts = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
+    pairs = zip(parts, params, strict=True)
+    return torch.cat([(torch.zeros_like(p) if part is None else part).flatten() for part, p in pairs]).double()
+
+
 def materialise(view: PolicyView, records: RecordBatch, value: Callable[[Any, int], Tensor]) -> Tensor:
     """Return the gradient of `value(outputs of record i, i)` for each record, by plain autograd."""
     params, gradients = view.parameters(), []
     for i in range(len(records)):
         outputs = view(params, view.prepare(records.take(slice(i, i + 1))))
-        parts = torch.autograd.grad(value(outputs, i).sum(), [*params.values()], allow_unused=True)
-        pairs = zip(parts, params.values(), strict=True)
-        gradients.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]).double())
+        gradients.append(differentiate(value(outputs, i).sum(), params.values()))
     return torch.stack(gradients)
 
 

@@ -1,12 +1,13 @@
 """Small stored runs of language models."""
 
+import re
 import shutil
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from whence import cli
+from whence import WhenceError, cli
 from whence.lab.language.training import run
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig
@@ -21,7 +22,15 @@ def tiny(arm="iif", seed=0, **more):
 
 
 def invoke(*arguments) -> Result:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def assert_refused(message, *arguments) -> BaseException:
+    """Return the error by which the command refuses the arguments, whose text has a match of the message."""
+    done = invoke(*arguments)
+    assert isinstance(done.exception, WhenceError), done.output
+    assert re.search(message, str(done.exception)), done.exception
+    return done.exception
 
 
 KEEP_ALL = {"save_every": 1, "keep_checkpoints": 9, "rounds": 3}

@@ -1,9 +1,12 @@
 """A tiny language model, PPO on it, and rules, rewards and interruptions for the tests of trainers."""
 
 import random
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -67,6 +70,27 @@ def make_trainer(tmp_path, rule=None, model=None, **more):
     reward, prompts = more.pop("reward", vowels), more.pop("prompts", PROMPTS)
     config, model = make_config(tmp_path, **more), model or make_model()
     return PPOTrainer(config, model, make_tokenizer(), reward, prompts, rule=rule, **arguments)
+
+
+def train(folder, rule=None, model=None, scaled=False, **more):
+    """Return a trainer after its training, and what `on_rollout` got of each round; `scaled` is as with fp16."""
+    rounds = []
+    trainer = make_trainer(folder, rule, model, on_rollout=lambda *about: rounds.append(about), **more)
+    if scaled:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
+    trainer.train()
+    return trainer, rounds
+
+
+@contextmanager
+def in_mixed_precision():
+    """Let trainers evaluate and train in bfloat16."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def copy_state(trainer):

@@ -24,7 +24,7 @@ from transformers import (
 
 import whence
 from whence import RecordBatch
-from whence.llm import language_view, make_rows
+from whence.llm import SequenceReturn, TokenPPO, language_view, make_rows
 
 VOCABULARY = 50
 STYLES = ("gpt2", "gpt_neo", "llama", "qwen2", "qwen3")
@@ -94,6 +94,12 @@ def rows_for(model: nn.Module, given: dict[str, Tensor] | None = None, *, spread
         log_probs = view(view.parameters(), view.prepare(draft)).log_prob
     drawn = {name: torch.randn_like(zeros) for name in ("values", "returns", "advantages")}
     return make_rows(**given, log_probs=log_probs + spread * torch.randn_like(zeros), **drawn)
+
+
+def scored(model: nn.Module, rows: RecordBatch, **more: Any) -> Any:
+    """Return the rows' scores by PPO's objective and the return of whole responses, unless `more` says otherwise."""
+    settings = {"target": SequenceReturn(), "objective": TokenPPO(), **more}
+    return whence.attribute(language_view(model), rows, **settings)
 
 
 def alone(model: nn.Module, rows: RecordBatch, row: int) -> tuple[Tensor, slice]:

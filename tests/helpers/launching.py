@@ -46,6 +46,22 @@ def end_process() -> None:
     os._exit(0)
 
 
+class Recorder:
+    """A watch that takes note of what is reported of each run."""
+
+    def __init__(self):
+        self.skipped, self.reports, self.ends = [], [], {}
+
+    def kept(self, planned):
+        self.skipped.append(planned.name)
+
+    def rounds(self, planned, done):
+        self.reports.append((planned.name, done))
+
+    def ended(self, planned, failure):
+        self.ends[planned.name] = failure
+
+
 def run_one_by_one(jobs, workers, on_round):
     """What `whence.lab.workers.run_all` does, in this process."""
     from whence.lab import runner_of

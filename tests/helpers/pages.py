@@ -103,7 +103,7 @@ def make_map(text: str = "") -> dict:
     return {"rows": 2, "cols": 3, "cells": [f"start{text}", "floor", "wall", "hole", "floor", "goal"], "arrows": arrows}
 
 
-def make_round(number: int, *, scored: bool = True, text: str = "", first: int = 0, kind: str = "steps") -> dict:
+def make_round(number: int, *, text: str = "", first: int = 0, kind: str = "steps") -> dict:
     """What the file embeds of a round: {"round", "details", "columns"}; `text` stands in every text of the run's."""
     n = EPISODES * LENGTH
     ids = [first + place for place in range(n)]
@@ -119,7 +119,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
     ]
     steps = [place % LENGTH for place in range(n)]
     order = sorted(range(n), key=scores.__getitem__)
-    listed = {"worst": order[:9], "best": order[:-10:-1]} if scored else {"worst": [], "best": []}
+    listed = {"worst": order[:9], "best": order[:-10:-1]}
     frames = {place: [draw_frame(k) for k in range(9)] for place in (listed["worst"][:1] + listed["best"][:1])}
 
     def moment(place: int) -> dict:
@@ -171,7 +171,7 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
             **{"reason": f"too low {text}" if dropped[p] else None, "flag": f"⚑ {text}" if p == WORST else None},
             **{"differs": p in (WORST, BEST), "groups": {"action": f"{ACTIONS[p % 4]}{text}"}},
         }
-        for p in (order if scored else range(n))
+        for p in order
     ]
     names = [f"{name}{text}" for name in ACTIONS]
     crossed = [[0, 0, 60, -0.15, 0.01, True], [0, 1, 9, 0.1, 0.2, False], [1, 1, 60, 0.05, 0.01, True]]
@@ -182,21 +182,16 @@ def make_round(number: int, *, scored: bool = True, text: str = "", first: int =
         "action": {"rows": names, "columns": None, "cells": single},
     }
     shown = {
-        **{"round": number, "records": n, "scored": scored, "notes": [f"A note. {text}"] if text else []},
+        **{"round": number, "records": n, "scored": True, "notes": [f"A note. {text}"] if text else []},
         "trust": [
             {"level": "fair", "text": f"61% of the scores are beyond two errors. {text}"},
             {"level": "unknown", "text": "The scores come without standard errors."},
         ],
-        "strip": {
-            "episodes": episodes,
-            "record_ids": ids,
-            "scores": scores if scored else [None] * n,
-            "dropped": dropped,
-        },
+        "strip": {"episodes": episodes, "record_ids": ids, "scores": scores, "dropped": dropped},
         **{end: [moment(place) for place in places] for end, places in listed.items()},
         "groupings": [{"key": "action", "name": "action"}, {"key": "region", "name": f"region{text}"}],
         "rows": rows,
-        "map": make_map(text) if scored and kind == "steps" else None,
+        "map": make_map(text) if kind == "steps" else None,
     }
     columns = {
         **{"steps": steps, "rewards": [-0.3] * n, "values": [-74.0 + place / 5 for place in range(n)]},

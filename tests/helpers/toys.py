@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,9 @@ class OnRolloutEnd(BaseCallback):
         self.function(self.model)
 
 
-def moved(records: whence.RecordBatch, spread: float = 0.3) -> whence.RecordBatch:
+def moved(records: whence.RecordBatch) -> whence.RecordBatch:
     """Return the records as if another policy had collected them: ratios away from 1, some of them clipped."""
-    return records.with_columns({"log_probs": records.log_probs + spread * torch.randn(len(records))})
+    return records.with_columns({"log_probs": records.log_probs + 0.3 * torch.randn(len(records))})
 
 
 class Softmax(nn.Module):
@@ -178,12 +178,12 @@ def mlp_view(sizes: tuple[int, ...] = (5, 8, 3), dtype: torch.dtype = torch.floa
     return categorical_view(nn.Sequential(*layers[:-1]).to(dtype))
 
 
+def log_probs(network: nn.Module, inputs: Any) -> Tensor:
+    """Return the log-probs of actions by a network that maps observations to logits."""
+    return network(inputs["observations"]).log_softmax(-1).gather(-1, inputs["actions"][:, None]).squeeze(-1)
+
+
 def categorical_view(network: nn.Module) -> whence.ModuleView:
-    """Return a view of a network that maps observations to logits."""
-
-    def log_probs(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return module(inputs["observations"]).log_softmax(-1).gather(-1, inputs["actions"][:, None]).squeeze(-1)
-
     return whence.ModuleView(network, log_probs)
 
 
@@ -206,6 +206,16 @@ def records_for(
 def difference(one: whence.Influence, other: whence.Influence) -> float:
     """Return max|one - other| over max|other|."""
     return float((one.scores - other.scores).abs().max() / other.scores.abs().max())
+
+
+def assert_close(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0, relative: float = 0.0
+) -> None:
+    """Compare tensors by their names; `relative` is a tolerance in units of the largest number that is expected."""
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        allowed = tolerance + relative * float(expected[name].detach().abs().max())
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=allowed), name
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.resuming import contents
 from whence.core import RunDirectoryError, Unsupported, WhenceError, preserve_rng_state
 from whence.lab import cluster, comparison, read_sweep, run_sweep, runner_of
 from whence.lab.agents import configure, run
@@ -145,16 +146,10 @@ class FakeRay:
 
 @pytest.fixture
 def dispatch(job):
-    def dispatch(ray, workers=None, on_round=lambda place, rounds: None, jobs=(job,)):
-        return cluster._Dispatch(ray, jobs, workers, on_round).run()
+    def dispatch(ray, on_round=lambda place, rounds: None, jobs=(job,)):
+        return cluster._Dispatch(ray, jobs, None, on_round).run()
 
     return dispatch
-
-
-def results(path):
-    """What a run holds, without what differs between equal runs; checkpoints are written as time allows."""
-    others = ("timings.parquet", ".lock", ".signature")
-    return {name: text for name, text in read_all(path).items() if name not in others and "checkpoints" not in name}
 
 
 class TestDispatch:
@@ -168,7 +163,7 @@ class TestDispatch:
         start = rounds[6]
         assert rounds == [0, 1, 0, 1, 2, 3, *range(start, 5)]  # the first loss was before any checkpoint
         assert (start > 0) == (save_seconds == 0)
-        assert results(job[1]) == results(tmp_path / "here")
+        assert contents(job[1]) == contents(tmp_path / "here")
         assert RunDirectory.open(job[1]).is_trusted
         assert [*dispatch(FakeRay(), on_round=lambda place, count: rounds.append(count))] == [(0, None)]
         assert rounds[-2:] == [4, 4]  # a finished run is not repeated
@@ -180,7 +175,7 @@ class TestDispatch:
         with preserve_rng_state():
             runner_of(config).run(config, tmp_path / "here", lambda *_: None)
         assert [*dispatch(FakeRay(), jobs=[(config, tmp_path / "there")])] == [(0, None)]
-        assert results(tmp_path / "there") == results(tmp_path / "here")
+        assert contents(tmp_path / "there") == contents(tmp_path / "here")
 
     def test_it_is_given_up_in_the_end(self, dispatch):
         ray = FakeRay(losses=[0] * (RETRIES + 1))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from helpers.recorded_rounds import assert_untouched, model_of, recorded, replay, state_of
+from helpers.toys import assert_close
 from whence import WhenceError
 from whence.engines.memory import measure_bytes
 from whence.lab.rounds import NOBODY, compute_lds, draw_subsets, reshuffle, retrain
@@ -42,8 +43,7 @@ class TestRetrain:
         assert_untouched(before, state_of(model))
         for number, mask in enumerate(kept):
             alone = replay(model.policy, recording, weights=mask.float())
-            for name, tensor in alone.items():
-                assert torch.allclose(together[name][number], tensor, rtol=0, atol=1e-6), name
+            assert_close(alone, {name: of_all[number] for name, of_all in together.items()}, 1e-6)
         assert not torch.allclose(together["action_net.weight"][0], together["action_net.weight"][1], atol=1e-6)
 
     def test_reshuffled_trainings_are_sb3s(self, case):
@@ -56,8 +56,7 @@ class TestRetrain:
             assert sorted(torch.cat(minibatches).tolist()) == sorted(kept[number].nonzero().flatten().tolist() * 3)
             epochs = [epoch for epoch in range(3) for _ in range(len(minibatches) // 3)]
             as_sb3 = replay_sb3(model, replace(recording, minibatches=minibatches, epochs=epochs))
-            for name, tensor in together.items():
-                assert torch.allclose(tensor[number], as_sb3[name], rtol=0, atol=1e-6), name
+            assert_close({name: of_all[number] for name, of_all in together.items()}, as_sb3, 1e-6)
 
     @pytest.mark.parametrize(
         ("kept", "message"),
@@ -100,8 +99,7 @@ def test_small_budgets_give_the_same_parameters(wide, truth, monkeypatch):
         assert counts[:2] == [1, 2]  # measured
         sizes.add(counts[2])
         assert counts[2] == 1 or peak < memory
-        for name, tensor in whole.items():
-            assert torch.allclose(trained[-1][name], tensor, rtol=0, atol=1e-6), name
+        assert_close(whole, trained[-1], 1e-6)
     assert sizes >= {1, 5}
     assert len(sizes) == 3
 
@@ -133,8 +131,7 @@ def test_subsets_of_different_sizes_are_trained_as_if_alone(optimizer):
     together = retrain(model.policy, recording, kept, orders=reshuffle(kept, 16, 3, seeded(1)))
     for number, mask in enumerate(kept):
         alone = retrain(model.policy, recording, mask[None], orders=reshuffle(mask[None], 16, 3, seeded(1)))
-        for name, tensor in alone.items():
-            assert torch.allclose(together[name][number], tensor[0], rtol=0, atol=1e-6), name
+        assert_close({name: of_all[number, None] for name, of_all in together.items()}, alone, 1e-6)
 
 
 def test_lds_is_spearmans_correlation():

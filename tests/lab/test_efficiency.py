@@ -53,25 +53,27 @@ class TestCurve:
 
 
 class TestLevels:
-    def test_noise_sets_the_floor_and_the_gap(self):
-        assert levels(STANDARD).tolist() == [6.0, 20.0]
-
-    def test_the_errors_of_both_evaluations_count(self):
-        # Of the last: 12 < 6 + 8. Of the first: 6 is not above 8, and 12 >= 7 + 2. Of the level: 12 < 9 + 8.
-        assert levels(curve([0, 6, 7, 12], errors=[1, 1, 1, 4])).tolist() == [6.0]
-        assert levels(curve([0, 6, 7, 12], errors=[1, 4, 1, 1])).tolist() == [7.0, 12.0]
-        assert levels(curve([0, 9, 10, 12], errors=[1, 4, 1, 1])).tolist() == [9.0]
-
-    def test_five_percent_of_the_rise_sets_the_floor_where_there_is_no_noise(self):
-        # v_0 = -100, peak 100: floor -100 + 0.05 * 200 = -90, itself no level.
-        assert levels(curve([-100, -91, -90, -89, 100])).tolist() == [-89.0, 100.0]
-
-    def test_a_level_exactly_two_errors_above_the_last_counts(self):
-        # Floor 2, gap 2: 3, then 4 < 5, then 5 >= 5: the gap is from the last level taken, not from 4.
-        assert levels(curve([0, 3, 4, 5, 6], errors=1.0)).tolist() == [3.0, 5.0]
-
-    def test_a_return_below_an_earlier_one_is_no_level(self):
-        assert levels(curve([0, 10, 5, 7, 10, 12])).tolist() == [10.0, 12.0]
+    @pytest.mark.parametrize(
+        ("returns", "errors", "expected"),
+        [
+            # Noise sets the floor and the gap; those of STANDARD.
+            (STANDARD.returns, STANDARD.standard_errors, [6, 20]),
+            # The errors of both evaluations count. Of the last: 12 < 6 + 8. Of the first: 6 is not above 8, and
+            # 12 >= 7 + 2. Of the level: 12 < 9 + 8.
+            ([0, 6, 7, 12], [1, 1, 1, 4], [6]),
+            ([0, 6, 7, 12], [1, 4, 1, 1], [7, 12]),
+            ([0, 9, 10, 12], [1, 4, 1, 1], [9]),
+            # Without noise 5% of the rise do. v_0 = -100, peak 100: floor -100 + 0.05 * 200 = -90, itself no level.
+            ([-100, -91, -90, -89, 100], 0, [-89, 100]),
+            # Floor 2, gap 2: 3, then 4 < 5, then 5 >= 5: the gap is from the last level taken, not from 4. A level
+            # exactly two errors above the last counts.
+            ([0, 3, 4, 5, 6], 1, [3, 5]),
+            # A return below an earlier one is no level.
+            ([0, 10, 5, 7, 10, 12], 0, [10, 12]),
+        ],
+    )
+    def test_by_hand(self, returns, errors, expected):
+        assert levels(curve(returns, errors)).tolist() == expected
 
     @pytest.mark.parametrize("returns", [[5, 1, 2, 4], [3, 3, 3], [0, 1, 2]])
     def test_there_may_be_none(self, returns):

@@ -13,6 +13,8 @@ from gymnasium import spaces
 from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
+from helpers.launching import Recorder
+from helpers.toys import assert_close
 from whence import Action
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import Comparison, cluster, compare, load_comparison
@@ -50,11 +52,8 @@ def one(arm="ppo", **changed):
 
 
 def stamps(path):
-    return {file.relative_to(path): file.stat().st_mtime_ns for file in _files(path)}
-
-
-def _files(path):
-    return [file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", ".signature")]
+    files = [file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", ".signature")]
+    return {file.relative_to(path): file.stat().st_mtime_ns for file in files}
 
 
 def generators():
@@ -72,39 +71,11 @@ def assert_same_results(mine, other):
         for name in ("records", "episodes"):
             assert_frame_equal(mine.round(name, number), other.round(name, number), check_exact=True)
     for number in (1, 2, 3):
-        assert_same_tensors(mine.policy(number), other.policy(number))
+        assert_close(mine.policy(number), other.policy(number))
 
 
 def lake(kwargs):
     return RunConfig("FrozenLake-v1", "ppo", 0, env_kwargs=kwargs)
-
-
-def assert_same_tensors(mine, other):
-    assert mine.keys() == other.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, other[name]), name
-
-
-class Recorder:
-    """A watch that notes the configurations of runs and their numbers of rounds."""
-
-    def __init__(self, reports):
-        self.reports = reports
-
-    def kept(self, planned):
-        self.reports.append((planned.config, planned.config.rounds))
-
-    def rounds(self, planned, done):
-        self.reports.append((planned.config, done))
-
-    def ended(self, planned, failure):
-        assert failure is None
-
-
-@pytest.fixture(scope="module")
-def reported():
-    """The configurations and numbers of rounds that were reported for `in_worker`."""
-    return []
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +89,18 @@ def in_this_process(tmp_path_factory) -> Comparison:
 
 
 @pytest.fixture(scope="module")
-def in_worker(tmp_path_factory, reported, in_this_process) -> Comparison:
+def watch():
+    """What was reported for `in_worker`."""
+    return Recorder()
+
+
+@pytest.fixture(scope="module")
+def in_worker(tmp_path_factory, watch, in_this_process) -> Comparison:
     """The same comparison; its last run is made by a worker, since starting one takes longest."""
     configs, path = planned(), tmp_path_factory.mktemp("two") / "worker"
     for config in configs[:-1]:
         shutil.copytree(in_this_process.run(config).path, run_path(path, config))
-    return compare(configs, path, watch=Recorder(reported))
+    return compare(configs, path, watch=watch)
 
 
 @pytest.fixture
@@ -141,31 +118,11 @@ def registered():
         del gym.registry[name]
 
 
-@pytest.fixture
-def two_libraries(monkeypatch):
-    """Stand in for EnvPool: FrozenLake's spaces, unless a test changes them."""
-    pool = SimpleNamespace(observation_space=spaces.Discrete(16), action_space=spaces.Discrete(4), close=lambda: None)
-    monkeypatch.setattr(Pool, "make", lambda *made: pool)
-    return pool
-
-
 class Still(gym.Env):
     """Nothing happens; `space` is observed."""
 
-    def __init__(self, space, fault=None, missing=None):
-        if fault:
-            raise OSError(fault)
-        if missing:
-            {}[missing]
+    def __init__(self, space):
         self.observation_space, self.action_space = space, spaces.Discrete(2)
-
-
-class Failing(gym.Wrapper):
-    """Look for a setting that is not there, in the constructor."""
-
-    def __init__(self, env):
-        super().__init__(env)
-        {}["size"]
 
 
 class TestPlan:
@@ -213,16 +170,12 @@ class TestPlan:
         config = replace(RunConfig(arm="iif", seed=3, **read_presets()[name]), **changed)
         assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
 
-    def test_overrides_replace_what_the_preset_says_and_none_does_not(self):
-        (config,) = plan_comparison(
-            preset="lda-code/frozenlake", arms=["iif"], seeds=1, rounds=3, drop=0.25, eval_episodes=None, n_envs=None
-        )
+    def test_overrides_replace_what_the_preset_says_one_by_one_and_none_does_not(self):
+        given = {"env_kwargs": {"is_slippery": True}, "policy_kwargs": {"net_arch": [8]}}
+        given |= {"rounds": 3, "drop": 0.25, "eval_episodes": None, "n_envs": None}
+        (config,) = plan_comparison(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
         assert (config.rounds, config.drop, config.eval_episodes, config.n_envs) == (3, 0.25, 1000, 1)
         assert config.optimizer == "SGD"
-
-    def test_settings_are_merged_with_the_presets_one_by_one(self):
-        given = {"env_kwargs": {"is_slippery": True}, "policy_kwargs": {"net_arch": [8]}}
-        (config,) = plan_comparison(preset="lda-code/frozenlake", arms=["iif"], seeds=1, **given)
         assert config.env_kwargs == {"map_name": "4x4", "is_slippery": True}
         assert config.policy_kwargs == {"net_arch": [8]}
         pytest.importorskip("minigrid")
@@ -240,37 +193,28 @@ class TestPlan:
         assert found == [(0, "random"), (0, "ppo"), (1, "random"), (1, "ppo"), (2, "random"), (2, "ppo")]
 
     @pytest.mark.parametrize(
-        ("space", "policy"),
+        ("space", "policy", "extractor"),
         [
-            (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (7, 7, 3), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (3, 35, 90), np.uint8), "CnnPolicy"),
-            (spaces.Box(0, 255, (4, 9, 3), np.uint8), "MlpPolicy"),
-            (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy"),
-            (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy"),
-            (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy"),
-            (spaces.Discrete(5), "MlpPolicy"),
+            (spaces.Box(0, 255, (36, 36, 3), np.uint8), "CnnPolicy", None),
+            (spaces.Box(0, 255, (1, 36, 36), np.uint8), "CnnPolicy", None),
+            (spaces.Box(0, 255, (7, 7, 3), np.uint8), "CnnPolicy", "MiniGridCNN"),
+            (spaces.Box(0, 255, (3, 35, 90), np.uint8), "CnnPolicy", "MiniGridCNN"),
+            (spaces.Box(0, 255, (5, 5, 1), np.uint8), "CnnPolicy", "MiniGridCNN"),
+            (spaces.Box(0, 255, (4, 9, 3), np.uint8), "MlpPolicy", None),
+            (spaces.Box(0, 1, (36, 36, 3), np.float32), "MlpPolicy", None),
+            (spaces.Box(0, 255, (36,), np.uint8), "MlpPolicy", None),
+            (spaces.Box(-1, 1, (4,), np.float32), "MlpPolicy", None),
+            (spaces.Discrete(5), "MlpPolicy", None),
         ],
     )
-    def test_the_policy_follows_from_what_is_observed(self, registered, space, policy):
-        env = registered("WhenceStill-v0", Still)
+    def test_the_policy_follows_from_what_is_observed(self, registered, space, policy, extractor):
         assert default_policy(space) == policy
-        assert {
-            c.policy for c in plan_comparison(env=env, env_kwargs={"space": space}, arms=["ppo", "iif"], seeds=1)
-        } == {policy}
-
-    @pytest.mark.parametrize(
-        ("shape", "extractor"),
-        [((7, 7, 3), "MiniGridCNN"), ((3, 35, 90), "MiniGridCNN"), ((5, 5, 1), "MiniGridCNN"), ((36, 36, 3), None)],
-    )
-    def test_images_too_small_for_sb3s_network_get_a_smaller_one(self, registered, shape, extractor):
-        env = registered("WhenceStill-v0", Still)
-        space = spaces.Box(0, 255, shape, np.uint8)
-        # configure() builds the model, so the network takes such images.
-        config = configure(env=env, env_kwargs={"space": space}, policy_kwargs={"net_arch": [8]})
+        given = {"env_kwargs": {"space": space}, "policy_kwargs": {"net_arch": [8]}}
+        # Plans build the model, so the network takes such images.
+        configs = plan_comparison(env=registered("WhenceStill-v0", Still), arms=["ppo", "iif"], seeds=1, **given)
+        assert [config.policy for config in configs] == [policy] * 2
         chosen = {} if extractor is None else {"features_extractor_class": extractor}
-        assert config.policy_kwargs == {"net_arch": [8], **chosen}
+        assert all(config.policy_kwargs == {"net_arch": [8], **chosen} for config in configs)
 
     def test_observations_that_sb3_does_not_read_are_refused_with_the_part_to_observe(self):
         pytest.importorskip("minigrid")
@@ -323,13 +267,15 @@ class TestPlan:
         with pytest.raises(WhenceError, match=message):
             plan_comparison(**{"arms": ["ppo"], "seeds": 1} | given)
 
-    def test_an_error_in_a_wrapper_names_the_environment(self, registered):
-        env = registered("WhenceWrapped-v0", lambda: Failing(gym.make("CartPole-v1")))
+    def test_an_error_inside_of_it_names_the_environment(self, registered):
+        env = registered("WhenceWrapped-v0", lambda: {}["size"])
         with pytest.raises(WhenceError, match=r"'WhenceWrapped-v0' cannot be made with .*: KeyError: 'size'") as caught:
             configure(env=env)
         assert isinstance(caught.value.__cause__, KeyError)
 
-    def test_a_run_that_is_in_both_libraries_is_told_both_their_settings(self, two_libraries):
+    def test_a_run_that_is_in_both_libraries_is_told_both_their_settings(self, monkeypatch):
+        lake_spaces = {"observation_space": spaces.Discrete(16), "action_space": spaces.Discrete(4)}
+        monkeypatch.setattr(Pool, "make", lambda *made: SimpleNamespace(**lake_spaces, close=lambda: None))
         asked = {"env": "FrozenLake-v1", "evaluate_with": "envpool"}
         with pytest.raises(WhenceError, match=r"would not reach EnvPool's environments.*pool_kwargs"):
             configure(**asked, env_kwargs={"is_slippery": True})
@@ -440,14 +386,12 @@ class TestEvaluate:
     def model(self):
         return PPO("MlpPolicy", gym.make("FrozenLake-v1", **self.STILL_LAKE), device="cpu", seed=0)
 
-    @pytest.fixture
-    def env(self):
+    def test_actions_are_sampled_and_a_seed_decides_the_figures_whatever_came_before(self, model):
         env = make_evaluation_env(lake(self.STILL_LAKE), 40)
-        yield env
-        env.close()
-
-    def test_a_seed_decides_the_figures_whatever_came_before(self, model, env):
-        first = evaluate(model, env, episodes=40, seed=5)
+        first = mean, error = evaluate(model, env, episodes=40, seed=5)
+        # The lake is not slippery, so that a policy without chance would reach the goal always or never.
+        assert 0 < mean < 1
+        assert error > 0
         random.random(), np.random.random(), torch.rand(3)
         evaluate(model, env, episodes=7, seed=1)
         assert evaluate(model, env, episodes=40, seed=5) == first
@@ -463,12 +407,6 @@ class TestEvaluate:
         found = [evaluate(model, env, episodes=30, seed=seed) for seed in (0, 1, 2, 3, 0, 1, 2, 3)]
         assert found[:4] == found[4:]
         assert len(set(found)) > 1
-
-    def test_actions_are_sampled(self, model, env):
-        # The lake is not slippery, so that a policy without chance would reach the goal always or never.
-        mean, error = evaluate(model, env, episodes=40, seed=5)
-        assert 0 < mean < 1
-        assert error > 0
 
     def test_mean_and_standard_error_by_hand(self, registered):
         name = registered("WhenceDraw-v0", Draw)
@@ -511,20 +449,17 @@ class TestComparison:
         for config in in_this_process.configs:
             assert_same_results(in_this_process.run(config), in_worker.run(config))
 
-    def test_summary_json(self, in_worker):
+    def test_it_holds_a_summary_and_each_run_these_files_and_no_others(self, in_worker):
         summary = json.loads((in_worker.path / "summary.json").read_text(encoding="utf-8"))
         assert summary == in_worker.summary
         assert list(summary) == ["FrozenLake-v1"]
         assert list(summary["FrozenLake-v1"]) == ARM_NAMES
-
-    def test_a_finished_run_holds_these_files_and_no_others(self, in_worker):
         names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
         names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
         names |= {f"policies/round_0000{n}.safetensors" for n in (1, 2, 3)}
         names |= {f"checkpoints/round_0000{n}.safetensors" for n in (1, 2)}
-        for arm in ARM_NAMES:
-            for seed in (0, 1):
-                assert {str(name) for name in stamps(in_worker.path / "runs" / arm / f"seed_{seed}")} == names
+        for config in in_worker.configs:
+            assert {str(name) for name in stamps(in_worker.run(config).path)} == names
         top = {entry.name for entry in in_worker.path.iterdir()}
         assert top == {"runs", "comparison.json", "summary.json", ".lock"}
 
@@ -572,7 +507,7 @@ class TestComparison:
             runs = [in_worker.run(config) for config in in_worker.configs if config.seed == seed]
             first, *others = ((r.policy(1), r.table("evaluations").row(0), r.round("records", 1)) for r in runs)
             for policy, evaluation, records in others:
-                assert_same_tensors(policy, first[0])
+                assert_close(policy, first[0])
                 assert evaluation == first[1]
                 columns = ["record_id", "episode_id", "observation", "action", "reward", "advantage"]
                 assert_frame_equal(records.select(columns), first[2].select(columns), check_exact=True)
@@ -580,17 +515,19 @@ class TestComparison:
             assert not torch.equal(trained[0], trained[1])
             assert not torch.equal(trained[1], trained[2])
 
-    def test_every_round_is_reported(self, in_worker, reported):
-        for place, config in enumerate(in_worker.configs):
-            rounds = [number for about, number in reported if about == config]
-            assert rounds == ([2] if place < len(in_worker.configs) - 1 else [0, 1, 2])  # the others were finished
+    def test_every_round_is_reported(self, in_worker, watch):
+        *finished, last = (f"{config.arm}/seed_{config.seed}" for config in in_worker.configs)
+        assert watch.skipped == finished
+        assert watch.reports == [(last, number) for number in (0, 1, 2)]
+        assert watch.ends == {last: None}
 
     def test_finished_runs_are_not_repeated(self, in_worker):
-        before, calls = stamps(in_worker.path / "runs"), []
-        again = compare(planned(), in_worker.path, workers=2, watch=Recorder(calls))
+        before, watch = stamps(in_worker.path / "runs"), Recorder()
+        again = compare(planned(), in_worker.path, workers=2, watch=watch)
         assert stamps(in_worker.path / "runs") == before
         assert len(before) == 78
-        assert calls == [(config, 2) for config in planned()]
+        assert watch.skipped == [f"{config.arm}/seed_{config.seed}" for config in planned()]
+        assert watch.reports == []
         assert again.summary == in_worker.summary
 
     def test_killed_in_a_run_that_replaces_another_it_is_not_finished(self, in_worker, tmp_path, monkeypatch):
@@ -633,8 +570,8 @@ class TestRun:
             untrained = {name: tensor.clone() for name, tensor in plain.policy.state_dict().items()}
             plain.learn(ROUNDS * 64)
         found = RunDirectory.open(tmp_path / "run")
-        assert_same_tensors(found.policy(1), untrained)
-        assert_same_tensors(found.policy(3), dict(plain.policy.named_parameters()))
+        assert_close(found.policy(1), untrained)
+        assert_close(found.policy(3), dict(plain.policy.named_parameters()))
         assert not torch.equal(found.policy(3)["action_net.weight"], untrained["action_net.weight"])
 
     def test_an_unfinished_run_goes_on_and_a_finished_one_is_left_alone(self, in_worker, tmp_path):
@@ -686,11 +623,11 @@ class TestRefusals:
         # The last of the runs to come, so that all the others would have been trained before it.
         config = planned(drop=0.25)[-1]
         RunDirectory.create(run_path(tmp_path, config), {"experiment": config.to_json()})
-        before, calls = stamps(tmp_path), []
+        before, watch = stamps(tmp_path), Recorder()
         with pytest.raises(RunDirectoryError, match=r"random.seed_1 holds a run .*drop was 0\.25, now 0\.5"):
-            compare(planned(), tmp_path, workers=1, watch=Recorder(calls))
+            compare(planned(), tmp_path, workers=1, watch=watch)
         assert stamps(tmp_path) == before
-        assert calls == []
+        assert watch.reports == watch.skipped == []
 
     def test_arms_without_the_standard_are_refused(self, tmp_path):
         with pytest.raises(WhenceError, match="The arms iif, random lack 'ppo', which the others are measured against"):

@@ -16,6 +16,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 
 from helpers.recorded_rounds import OPTIMIZERS, SMALL, assert_untouched, model_of, recorded, replay, state_of
+from helpers.toys import assert_close
 from whence import IIF, Return, RoundRecording, WhenceError, attribute
 from whence.core import NonFinite, Unsupported
 from whence.lab import attribute_round
@@ -96,7 +97,7 @@ class TestReplay:
         again = replay_sb3(model, recording)
         assert_untouched(before, state_of(model))
         assert again.keys() == recording.end.keys()
-        assert all(torch.equal(again[name], recording.end[name]) for name in again)
+        assert_close(again, recording.end)
 
     def test_the_differentiable_replay_agrees(self, case):
         name, model, recording = case
@@ -106,15 +107,14 @@ class TestReplay:
         again = replay(model.policy, recording)
         assert_untouched(before, state_of(model))
         scale = max(float(recording.end[name].abs().max()) for name in again)
-        for parameter, tensor in again.items():
-            assert torch.allclose(tensor, recording.end[parameter], rtol=0, atol=1e-6 * scale), parameter
+        assert_close(again, recording.end, 1e-6 * scale)
 
     def test_a_saved_recording_is_the_same(self, case, tmp_path):
         _, model, recording = case
         recording.save(tmp_path / "round.safetensors")
         loaded = RoundRecording.load(tmp_path / "round.safetensors")
         again = replay_sb3(model, loaded)
-        assert all(torch.equal(again[name], recording.end[name]) for name in again)
+        assert_close(again, recording.end)
         assert loaded.update == recording.update
         assert loaded.records.fingerprint == recording.records.fingerprint
         assert list(loaded.epochs) == list(recording.epochs)
@@ -128,8 +128,7 @@ class TestReplay:
         assert min(len(minibatch) for minibatch in shorter) > 1
         absent = replay_sb3(model, replace(recording, minibatches=shorter))
         weightless = replay(model.policy, recording, weights=keep.float())
-        for name, tensor in weightless.items():
-            assert torch.allclose(tensor, absent[name], rtol=0, atol=1e-6), name
+        assert_close(weightless, absent, 1e-6)
 
     def test_a_minibatch_without_weight_is_no_step(self):
         model = model_of("Adam")
@@ -140,7 +139,7 @@ class TestReplay:
         both = replace(recording, minibatches=[other, last], epochs=[0, 0])
         ended = replay(model.policy, both, weights=weights)
         alone = replay(model.policy, replace(recording, minibatches=[other], epochs=[0]))
-        assert all(torch.equal(ended[name], alone[name]) for name in ended)
+        assert_close(ended, alone)
         assert any(not torch.equal(ended[name], recording.start[name]) for name in ended)
 
 
@@ -335,7 +334,7 @@ def test_a_round_that_was_trained_with_dropout_is_none_to_step_through():
     assert modes.pop("mlp_extractor") is False
     assert all(modes.values())
     again = replay_sb3(model, recording)
-    assert all(torch.equal(again[name], recording.end[name]) for name in again)
+    assert_close(again, recording.end)
     assert_untouched(before, state_of(model))
 
 
@@ -363,8 +362,7 @@ def test_an_optimiser_of_some_parameters_is_recorded_if_the_others_are_frozen():
     recording = recorded(model)
     after = replay(model.policy, recording)
     assert after.keys() == {"action_net.weight", "action_net.bias"}
-    for name, parameter in after.items():
-        torch.testing.assert_close(parameter, recording.end[name], rtol=1e-4, atol=1e-5)
+    assert_close(after, {name: recording.end[name] for name in after}, 1e-5)
 
 
 @pytest.mark.parametrize("which", ["it begins", "it ends"])
@@ -463,6 +461,6 @@ class TestRefusals:
         model = PPO("MlpPolicy", vec_env, device="cpu", policy_kwargs={"optimizer_class": Custom}, **SMALL)
         recording = recorded(model, rounds=1)
         again = replay_sb3(model, recording)
-        assert all(torch.equal(again[name], recording.end[name]) for name in again)
+        assert_close(again, recording.end)
         with pytest.raises(Unsupported, match="optimiser Custom cannot be replayed"):
             replay(model.policy, recording)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from helpers.launching import run_one_by_one
+from helpers.launching import Recorder, run_one_by_one
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
@@ -42,22 +42,6 @@ rounds = 2
 eval_episodes = 20
 hyperparameters = { n_steps = 64, batch_size = 32, n_epochs = 2, learning_rate = 0.01 }
 """
-
-
-class Recorder:
-    """A watch that takes note of what is reported."""
-
-    def __init__(self):
-        self.skipped, self.reports, self.ends = [], [], {}
-
-    def kept(self, planned):
-        self.skipped.append(planned.name)
-
-    def rounds(self, planned, done):
-        self.reports.append((planned.name, done))
-
-    def ended(self, planned, failure):
-        self.ends[planned.name] = failure
 
 
 def write_sweep(folder, text):
@@ -103,6 +87,12 @@ def finished_sweep(tmp_path_factory):
 
 
 @pytest.fixture
+def planned(tmp_path):
+    """The runs of the sweep's file."""
+    return read_sweep(write_sweep(tmp_path, LAKE))
+
+
+@pytest.fixture
 def in_process(monkeypatch):
     """Run in this process, one after another."""
     monkeypatch.setattr(cluster, "run_all", run_one_by_one)
@@ -115,12 +105,11 @@ def sweep_copy(finished_sweep, tmp_path):
 
 
 class TestReading:
-    def test_runs_are_arms_times_shares_times_seeds(self, tmp_path):
-        runs = read_sweep(write_sweep(tmp_path, LAKE))
+    def test_runs_are_arms_times_shares_times_seeds(self, planned):
         names = [f"lake/{label}/seed_{seed}" for seed in (0, 1) for label in ("ppo", "iif", "iif-drop1")]
-        assert [run.name for run in runs] == names
-        assert [run.config.drop for run in runs[:3]] == [0.125, 0.125, 1.0]
-        assert {run.config.hyperparameters["n_steps"] for run in runs} == {64}
+        assert [run.name for run in planned] == names
+        assert [run.config.drop for run in planned[:3]] == [0.125, 0.125, 1.0]
+        assert {run.config.hyperparameters["n_steps"] for run in planned} == {64}
 
     def test_what_experiments_of_a_name_share_is_run_once(self, tmp_path):
         more = LAKE.replace('["ppo", "iif"]', '["ppo", "random"]').replace("seeds = 2", "seeds = [1, 7]")
@@ -179,11 +168,11 @@ class TestRunning:
         assert line["evaluations"]["round"] == [0, 1, 2]
         assert "seconds" not in line
 
-    def test_finished_runs_are_skipped(self, finished_sweep, tmp_path):
+    def test_finished_runs_are_skipped(self, finished_sweep, planned):
         before = {file: file.stat().st_mtime_ns for file in finished_sweep.glob("*.parquet")}
         assert len(before) == 2
         watch = Recorder()
-        run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), finished_sweep, watch)
+        run_sweep(planned, finished_sweep, watch)
         assert len(watch.skipped) == 6
         assert watch.reports == []
         assert {file: file.stat().st_mtime_ns for file in finished_sweep.glob("*.parquet")} == before
@@ -193,32 +182,30 @@ class TestRunning:
         with pytest.raises(RunDirectoryError, match="its rounds is 2, the sweep's 3"):
             run_sweep(longer, finished_sweep, Recorder())
 
-    def test_a_sweep_has_its_directory_to_itself(self, finished_sweep, tmp_path):
-        runs = read_sweep(write_sweep(tmp_path, LAKE))
+    def test_a_sweep_has_its_directory_to_itself(self, finished_sweep, planned, tmp_path):
         with (
             lock_directory(finished_sweep),
             pytest.raises(RunDirectoryError, match=r"Another process is writing to .*out\. Wait"),
         ):
-            run_sweep(runs, finished_sweep, Recorder())
-        assert run_sweep(runs, finished_sweep, Recorder()) == {}
+            run_sweep(planned, finished_sweep, Recorder())
+        assert run_sweep(planned, finished_sweep, Recorder()) == {}
         with pytest.raises(RunDirectoryError, match=r"sweep\.toml cannot be written"):
-            run_sweep(runs, tmp_path / "sweep.toml", Recorder())
+            run_sweep(planned, tmp_path / "sweep.toml", Recorder())
 
-    def test_what_is_no_whole_run_is_that_runs_failure(self, in_process, tmp_path):
-        ppo, iif, *_ = runs = read_sweep(write_sweep(tmp_path, LAKE))[:2]
+    def test_what_is_no_whole_run_is_that_runs_failure(self, in_process, planned, tmp_path):
+        ppo, iif = planned[:2]
         path = ppo.run_path(tmp_path / "out")
         with preserve_rng_state():
             run(ppo.config, path)
         evaluations = RunDirectory.open(path).table("evaluations")
         evaluations.with_columns(test_return=pl.lit(math.nan)).write_parquet(path / "evaluations.parquet")
         watch = Recorder()
-        failures = run_sweep(runs, tmp_path / "out", watch)
+        failures = run_sweep([ppo, iif], tmp_path / "out", watch)
         assert re.search(r"test returns are .*nan", failures[ppo.name])
         assert watch.ends == {**failures, iif.name: None}
         assert [*read_curves(tmp_path / "out")] == [*read_curves(tmp_path / "out", "timings")] == [iif.name]
 
-    def test_killed_while_a_file_is_written_the_file_is_as_before(self, in_process, sweep_copy, tmp_path, monkeypatch):
-        runs = read_sweep(write_sweep(tmp_path, LAKE))
+    def test_killed_while_a_file_is_written_the_file_is_as_before(self, in_process, sweep_copy, planned, monkeypatch):
         delete_runs(sweep_copy, "lake/ppo/seed_1")
         before = read_curves(sweep_copy)
 
@@ -231,32 +218,30 @@ class TestRunning:
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", stop)
             with pytest.raises(KeyboardInterrupt):
-                run_sweep(runs, sweep_copy, Recorder())
+                run_sweep(planned, sweep_copy, Recorder())
         assert read_curves(sweep_copy) == before
         assert read_curves(sweep_copy, "timings").keys() == before.keys() | {"lake/ppo/seed_1"}
-        assert run_sweep(runs, sweep_copy, Recorder()) == {}
+        assert run_sweep(planned, sweep_copy, Recorder()) == {}
         assert len(read_curves(sweep_copy)) == 6
 
-    def test_a_run_directory_that_a_kill_left_is_discarded(self, sweep_copy, tmp_path):
-        runs = read_sweep(write_sweep(tmp_path, LAKE))
-        path = runs[0].run_path(sweep_copy)
-        RunDirectory.create(path, runs[0].config.to_json()).release()
-        assert run_sweep(runs, sweep_copy, Recorder()) == {}
+    def test_a_run_directory_that_a_kill_left_is_discarded(self, sweep_copy, planned):
+        path = planned[0].run_path(sweep_copy)
+        RunDirectory.create(path, planned[0].config.to_json()).release()
+        assert run_sweep(planned, sweep_copy, Recorder()) == {}
         assert not path.exists()
 
     def test_an_interrupted_run_goes_on_to_the_same_results(
-        self, in_process, finished_sweep, sweep_copy, tmp_path, caplog
+        self, in_process, finished_sweep, sweep_copy, planned, caplog
     ):
-        runs = read_sweep(write_sweep(tmp_path, LAKE))
-        delete_runs(sweep_copy, runs[0].name)
+        delete_runs(sweep_copy, planned[0].name)
 
         def interrupt(number, metrics):
             if number == 1:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt), preserve_rng_state():
-            run(runs[0].config, runs[0].run_path(sweep_copy), interrupt)
-        assert run_sweep(runs, sweep_copy, Recorder()) == {}
+            run(planned[0].config, planned[0].run_path(sweep_copy), interrupt)
+        assert run_sweep(planned, sweep_copy, Recorder()) == {}
         assert "going on after round 1" in caplog.text
         assert read_curves(sweep_copy) == read_curves(finished_sweep)
 
@@ -284,7 +269,7 @@ class TestRunning:
             load_sweep(sweep_copy)
 
     @pytest.mark.parametrize("kind", ["curves", "timings"])
-    def test_a_damaged_file_is_named(self, sweep_copy, tmp_path, kind):
+    def test_a_damaged_file_is_named(self, sweep_copy, planned, kind):
         file = sweep_copy / f"{kind}.parquet"
         whole = pl.read_parquet(file)
         damaged = [file.read_bytes()[:-9], b"", whole.drop("seed")]
@@ -293,7 +278,7 @@ class TestRunning:
                 file.write_bytes(content)
             else:
                 content.write_parquet(file)
-            for read in (load_sweep, lambda out: run_sweep(read_sweep(write_sweep(tmp_path, LAKE)), out, Recorder())):
+            for read in (load_sweep, lambda out: run_sweep(planned, out, Recorder())):
                 with pytest.raises(RunDirectoryError, match=rf"{kind}\.parquet cannot be read"):
                     read(sweep_copy)
 
@@ -322,21 +307,16 @@ class TestRunning:
 
 
 class TestComparison:
-    @pytest.fixture
-    def prepared(self, monkeypatch):
-        """The arms whose settings were checked; those of `random` are refused."""
-        arms = []
+    def test_all_settings_are_checked_before_anything_runs(self, tmp_path, monkeypatch):
+        prepared = []
 
         def prepare(config):
-            arms.append(config.arm)
+            prepared.append(config.arm)
             if config.arm == "random":
                 raise WhenceError("no such setting")
 
         runner = SimpleNamespace(prepare=prepare, is_finished=lambda config, path: config.arm == "iif")
         monkeypatch.setattr(comparison, "runner_of", lambda config: runner)
-        return arms
-
-    def test_all_settings_are_checked_before_anything_runs(self, prepared, tmp_path, monkeypatch):
         monkeypatch.setattr(cluster, "run_all", lambda *_: pytest.fail("a run was started"))
         arms = ("ppo", "iif", "random")
         configs = [configure(env="FrozenLake-v1", arm=arm, seed=seed) for seed in (0, 1) for arm in arms]
@@ -352,13 +332,6 @@ def test_learning_rates_are_scaled(tmp_path, arm, rate):
     assert make_model(config, make_training_env(config)).learning_rate == rate
     default = configure(env="FrozenLake-v1", arm=arm)
     assert make_model(default, make_training_env(default)).learning_rate == pytest.approx(3e-4 * rate / 0.01)
-
-
-@pytest.fixture
-def long_run(tmp_path):
-    """A run that takes some seconds."""
-    path = tmp_path / "run"
-    return configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), path
 
 
 def start_comparison(path):
@@ -403,7 +376,9 @@ def test_a_directory_that_holds_something_else_is_refused_at_the_door(tmp_path, 
 
 
 class TestWorkers:
-    def test_one_that_is_killed_is_reported(self, long_run):
+    def test_one_that_is_killed_is_reported(self, tmp_path):
+        long_run = configure(env="FrozenLake-v1", arm="ppo", rounds=40, eval_episodes=2), tmp_path / "run"
+
         def kill(place, done):
             (worker,) = multiprocessing.active_children()
             os.kill(worker.pid, signal.SIGKILL)

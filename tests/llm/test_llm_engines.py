@@ -1,4 +1,4 @@
-"""Rows of language models scored: every engine against the loop, and the loop against plain autograd."""
+"""Rows of language models scored: every engine against the loop; test_llm_tokens.py has it against autograd."""
 
 import importlib
 import itertools
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import whence
-from helpers.gradients import clip_surrogate
-from helpers.languages import STYLES, alone, language_model, rows_for, shaken, tokens
+from helpers.languages import STYLES, language_model, rows_for, scored, shaken, tokens
 from helpers.toys import difference
 from whence import InvalidRecords, Outputs, RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import notes_on, reads_scored_records
@@ -35,11 +34,6 @@ EXACT = 1e-4
 WITH_ADAPTER = [("llama", "sdpa"), ("gpt2", "eager"), ("qwen3", "eager")]
 
 
-def scored(model: nn.Module, rows: RecordBatch, **more: Any) -> Any:
-    settings = {"target": SequenceReturn(), "objective": TokenPPO(), **more}
-    return attribute(language_view(model), rows, **settings)
-
-
 def targets_for(model: nn.Module) -> dict[str, Any]:
     return {
         "sequence": SequenceReturn(),
@@ -48,40 +42,6 @@ def targets_for(model: nn.Module) -> dict[str, Any]:
         "held-out tokens": TokenReturn(rows_for(model), batch_size=4),
         "validation": ValidationLoss(**tokens(), batch_size=4),
     }
-
-
-def by_plain_autograd(model: nn.Module, rows: RecordBatch) -> Tensor:
-    """TokenPPO against SequenceReturn, written out for each row."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    target, objectives = torch.zeros(()), []
-    for row in range(len(rows)):
-        log_probs, own = alone(model, rows, row)
-        old, advantages = (rows.observations[name][row][own] for name in ("log_probs", "advantages"))
-        if len(old) == 0:
-            objectives.append(None)
-            continue
-        objectives.append(clip_surrogate(log_probs, old, advantages).mean())
-        target = target + log_probs.sum() * advantages[-1] / len(rows)
-    of_target = torch.autograd.grad(target, parameters, retain_graph=True)
-    scores = []
-    for objective in objectives:
-        found = [None] * len(parameters)
-        if objective is not None:
-            found = torch.autograd.grad(objective, parameters, retain_graph=True, allow_unused=True)
-        scores.append(sum(float((g * t).sum()) for g, t in zip(found, of_target, strict=True) if g is not None))
-    return torch.tensor(scores)
-
-
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
-@pytest.mark.parametrize("lora", [None, 0.0])
-def test_the_loop_is_plain_autograd_on_each_row_without_padding(style: str, lora: float | None) -> None:
-    model = language_model(style, lora=lora).eval()
-    rows = rows_for(model)
-    expected = by_plain_autograd(model, rows)
-    for engine in ("loop", "ghost"):
-        found = scored(model, rows, engine=engine)
-        assert (found.scores - expected).abs().max() <= EXACT * expected.abs().max()
-    assert expected.abs().min() == found.scores[-1].abs() == 0, "the last row has no response"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +190,11 @@ def test_token_ppo_by_hand() -> None:
     assert free.tolist() == pytest.approx([-0.2 * (0.16 + 0.25 + 0) / 3, -0.2 * (0.01 + 0.25) / 2, 0.0], abs=1e-6)
     entropy = TokenPPO(ent_coef=0.1)(SAID, ROWS) - plain
     assert entropy.tolist() == pytest.approx([0.06, 0.15, 0.0], abs=1e-6)
+    columns = {name: column for name, column in ROWS.observations.items() if name not in ("values", "returns")}
+    without_values = ROWS.with_columns({"observations": columns})
+    assert TokenPPO().prepare(without_values) is without_values
+    with pytest.raises(InvalidRecords, match=r"`values`.*vf_coef=0"):
+        TokenPPO(vf_coef=0.1).prepare(without_values)
     assert TokenPPO().reads == {"log_prob"}
     assert TokenPPO(vf_coef=0.1, ent_coef=0.1).reads == {"log_prob", "value", "entropy"}
 
@@ -415,14 +380,6 @@ def plain_records() -> RecordBatch:
     return RecordBatch(
         observations=torch.zeros(3, 2), actions=torch.zeros(3), log_probs=torch.zeros(3), advantages=torch.ones(3)
     )
-
-
-def test_values_and_returns_are_asked_for_where_they_are_read() -> None:
-    numbers = {name: NUMBERS[name] for name in ("response_mask", "log_probs", "advantages")}
-    rows = make_rows(input_ids=torch.full((3, 5), 2), attention_mask=torch.ones(3, 5), **numbers)
-    assert TokenPPO().prepare(rows) is rows
-    with pytest.raises(InvalidRecords, match=r"`values`.*vf_coef=0"):
-        TokenPPO(vf_coef=0.1).prepare(rows)
 
 
 def test_flex_attention_is_refused_by_name_also_where_it_is_set_later() -> None:

@@ -4,12 +4,20 @@ import itertools
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from scipy.stats import spearmanr
 from torch import nn
 
-from helpers.language_training import copy_state, make_model, make_tokenizer, make_trainer, refuse
+from helpers.language_training import (
+    copy_state,
+    in_mixed_precision,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    refuse,
+    train,
+)
+from helpers.toys import assert_close
 from whence import NonPositive, Selection, WhenceError, attribute
 from whence.engines import TrainingPass
 from whence.llm import language_view
@@ -32,16 +40,6 @@ def make_checkpointed():
     model = make_model()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def train(folder, rule, scaled=False, **more):
-    rounds = []
-    trainer = make_trainer(folder, rule, on_rollout=lambda *about: rounds.append(about), **more)
-    if scaled:
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-        trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
-    trainer.train()
-    return trainer, rounds
 
 
 SETTINGS = {
@@ -74,8 +72,7 @@ def test_keeping_all_is_plain_ppo(name, tmp_path, monkeypatch):
     assert scored.sum() == (4 if refused else 8)
     if rule is not None:
         assert torch.allclose(rounds[1][1].scores[scored], others[1][1].scores[scored], rtol=1e-4)
-    for key, tensor in copy_state(plain).items():
-        assert torch.allclose(copy_state(trainer)[key], tensor, rtol=0, atol=1e-5), key
+    assert_close(copy_state(trainer), copy_state(plain), 1e-5)
 
 
 class ByRecord:
@@ -108,7 +105,7 @@ def test_both_ways_take_the_same_step_on_the_same_rows(weights, size, passes, tm
     for name in ("kept", "train/policy_gradient_loss", "train/value_loss", "train/approx_kl", "reward_kept"):
         if row[name] is not None or weights:
             assert row[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
-    assert all(torch.allclose(one[name], tensor, rtol=0, atol=1e-5) for name, tensor in other.items())
+    assert_close(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("target", [None, SequenceReturn, demonstrations, "held out"])
@@ -145,16 +142,12 @@ def test_a_gradient_of_the_target_serves_some_rounds(tmp_path, monkeypatch):
         assert numbers == expected
 
 
-def test_mixed_precision(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        plain, _ = train(tmp_path / "plain", None)
+def test_mixed_precision(tmp_path):
+    with in_mixed_precision():
+        plain, _ = train(tmp_path / "plain")
         trainer, rounds = train(tmp_path / "in step", ScoreAll())
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
     assert rounds[1][1] is not None
-    assert all(torch.allclose(copy_state(trainer)[n], t, rtol=0, atol=0.02) for n, t in copy_state(plain).items())
+    assert_close(copy_state(trainer), copy_state(plain), 0.02)
 
 
 def test_a_gradient_of_0_is_passed_over(tmp_path):

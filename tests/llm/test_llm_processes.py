@@ -12,6 +12,7 @@ from helpers.language_training import copy_state, make_trainer
 from helpers.launching import run_script
 from helpers.scripts.processes import TARGETS, train
 from helpers.scripts.trl_processes import KEPT
+from helpers.toys import assert_close
 from whence.core import Unsupported, WhenceError
 from whence.llm.base.processes import Processes
 
@@ -50,9 +51,7 @@ def test_two_processes_train_as_one(two_process_run, tmp_path, target):
         assert scores.unique().numel() > 1
         assert mine["reward"] == pytest.approx(other["reward"], abs=1e-9)
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    parameters = load_file(two_process_run / f"{target}.safetensors")
-    for name, tensor in copy_state(trainer).items():
-        assert torch.allclose(tensor, parameters[name], atol=1e-4), name
+    assert_close(copy_state(trainer), load_file(two_process_run / f"{target}.safetensors"), 1e-4)
 
 
 def test_two_processes_go_on_as_if_they_had_not_been_broken_off(two_process_run):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from helpers.gradients import clip_surrogate
-from helpers.languages import alone, language_model, rows_for, shaken, tokens
+from helpers.languages import alone, language_model, rows_for, scored, shaken, tokens
 from whence import RecordBatch, Unsupported, WhenceError, attribute
 from whence.core import NonFinite
 from whence.llm import SequenceReturn, TokenPPO, TokenReturn, ValidationLoss, language_view, score_tokens
@@ -36,16 +36,14 @@ def by_plain_autograd(model: nn.Module, rows: RecordBatch, target: Tensor) -> Te
     return parts
 
 
-def scored(model: nn.Module, rows: RecordBatch, **more: Any) -> Tensor:
-    return attribute(language_view(model), rows, **{"target": SequenceReturn(), "objective": TokenPPO(), **more}).scores
-
-
 def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
-@pytest.mark.parametrize(("style", "lora"), [("gpt2", None), ("llama", 0.1), ("qwen3", None)])
-def test_parts_are_those_of_a_pass_for_each_token(style: str, lora: float | None) -> None:
+@pytest.mark.parametrize(
+    ("style", "lora"), [("gpt2", None), ("gpt2", 0.0), ("llama", None), ("llama", 0.1), ("qwen3", None)]
+)
+def test_parts_and_scores_are_those_of_a_pass_for_each_token_without_padding(style: str, lora: float | None) -> None:
     model = language_model(style, lora=lora).eval()
     rows, given = rows_for(model), tokens()
     demonstrations = ValidationLoss(**given, batch_size=4)
@@ -59,9 +57,19 @@ def test_parts_are_those_of_a_pass_for_each_token(style: str, lora: float | None
         assert all(module.training for module in model.modules())
         model.eval()
         assert apart(parts, expected) <= EXACT
-        assert apart(parts.sum(dim=1), scored(model, rows, target=target)) <= EXACT
+        for engine in ("loop", "ghost"):
+            scores = scored(model, rows, target=target, engine=engine).scores
+            assert apart(scores, expected.sum(dim=1)) <= EXACT
+            assert apart(parts.sum(dim=1), scores) <= EXACT
+            assert scores[-1] == 0, "the last row has no response"
         assert (parts[~rows.observations["response_mask"]] == 0).all()
         assert (parts != 0).sum() > 6  # and not all in one token of a response
+
+
+def assert_parts_sum(model: nn.Module, rows: RecordBatch, chunk_size: int = 16, **more: Any) -> None:
+    settings = {"target": SequenceReturn(), **more}
+    parts = score_tokens(model, rows, chunk_size=chunk_size, **settings)
+    assert apart(parts.sum(dim=1), scored(model, rows, engine="loop", **settings).scores) <= EXACT
 
 
 OBJECTIVES = {
@@ -85,9 +93,7 @@ def test_parts_of_any_objective_sum_to_the_score(name: str, lora: float | None) 
     rows, objective, target = rows_for(model), OBJECTIVES[name], TokenReturn()
     drawn = rows.observations["log_probs"] + 0.1
     rows = rows.with_columns({"observations": {**rows.observations, "ref_log_probs": drawn}})
-    parts = score_tokens(model, rows, target=target, objective=objective, chunk_size=2)
-    scores = scored(model, rows, target=target, objective=objective, engine="loop")
-    assert apart(parts.sum(dim=1), scores) <= EXACT
+    assert_parts_sum(model, rows, target=target, objective=objective, chunk_size=2)
 
 
 def test_an_objective_that_is_no_sum_over_tokens_is_split_by_the_chain_rule() -> None:
@@ -97,17 +103,14 @@ def test_an_objective_that_is_no_sum_over_tokens_is_split_by_the_chain_rule() ->
 
     model = language_model("gpt2")
     rows = rows_for(model, spread=0.05)
-    parts = score_tokens(model, rows, target=SequenceReturn(), objective=of_whole_responses)
-    assert apart(parts.sum(dim=1), scored(model, rows, objective=of_whole_responses, engine="loop")) <= EXACT
+    assert_parts_sum(model, rows, objective=of_whole_responses)
 
 
 def test_parts_are_right_where_padding_is_read() -> None:
     batch = tokens()
     batch["input_ids"][0, 2] = 0  # the token of padding, whose embedding is also the output layer's weight
     model = language_model("qwen2")
-    rows = rows_for(model, batch)
-    parts = score_tokens(model, rows, target=SequenceReturn())
-    assert apart(parts.sum(dim=1), scored(model, rows, engine="loop")) <= EXACT
+    assert_parts_sum(model, rows_for(model, batch))
 
 
 def test_models_whose_gradients_hooks_change_have_no_parts() -> None:
@@ -155,7 +158,7 @@ def test_parts_of_the_targets_rows_sum_to_the_score(lora: float | None) -> None:
         "validation": ValidationLoss(**tokens(5), batch_size=2),
     }
     for name, target in targets.items():
-        scores = scored(model, rows, target=target)
+        scores = scored(model, rows, target=target).scores
         for position in (0, 3, 5):
             parts = score_target_rows(model, rows, position, target=target, chunk_size=2)
             assert len(parts) == {"held out": 4, "validation": 5}.get(name, 6)
@@ -170,7 +173,7 @@ def test_a_part_of_a_targets_row_is_the_score_by_this_row_alone() -> None:
     lengths = given["response_mask"].sum(dim=1)
     for row in range(3):
         alone = ValidationLoss(**{name: column[row : row + 1] for name, column in given.items()})
-        score = scored(model, rows, target=alone)[1]
+        score = scored(model, rows, target=alone).scores[1]
         assert float(parts[row]) == pytest.approx(float(score * lengths[row] / lengths.sum()), rel=1e-3)
 
 

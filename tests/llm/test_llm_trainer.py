@@ -12,10 +12,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+from helpers.gradients import clip_surrogate
 from helpers.language_training import (
     PROMPTS,
     UNSCORED,
@@ -25,6 +25,7 @@ from helpers.language_training import (
     Noisy,
     break_off,
     copy_state,
+    in_mixed_precision,
     list_results,
     make_config,
     make_model,
@@ -32,16 +33,11 @@ from helpers.language_training import (
     make_trainer,
     one_flat_group,
     same,
+    train,
     vowels,
 )
-from whence import (
-    KeepAll,
-    MaxVariance,
-    NonPositive,
-    RandomDrop,
-    WhenceError,
-    ZeroVariance,
-)
+from helpers.toys import assert_close
+from whence import KeepAll, MaxVariance, NonPositive, RandomDrop, WhenceError, ZeroVariance
 from whence.core import RunDirectoryError
 from whence.engines.memory import measure_bytes
 from whence.llm.base import Reference, WithValueHead, make_rows
@@ -56,46 +52,24 @@ from whence.runs import RunDirectory, checkpoints, lock_directory
 from whence.selection import ScoreAll
 
 
-def optimise_on(trainer, rows, generator):
-    """Take the steps of a round on all rows."""
-    return optimise(
-        trainer.model,
-        trainer.optimizer,
-        rows,
-        KeepAll().select(rows),
-        config=trainer.config,
-        generator=generator,
-        processes=trainer.processes,
-    )
-
-
 def evaluate_responses(model, responses, config):
     names = ("input_ids", "attention_mask", "response_mask")
     rows = make_rows(**{name: getattr(responses, name) for name in names})
     return evaluate_rows(model, rows, config.temperature, config.generation_batch_size)
 
 
-def test_training_changes_the_model_and_tells_of_it(tmp_path):
-    seen = []
-    trainer = make_trainer(tmp_path, on_rollout=lambda *about: seen.append(about))
-    before = copy_state(trainer)
-    metrics = trainer.train()
-    assert not same(before, copy_state(trainer))
-    assert [row["round"] for row in metrics] == [1, 2]
-    assert {"reward", "kl", "train/value_loss", "train/approx_kl", "dropped_share"} <= metrics[0].keys()
-    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the model that it began as
-    assert metrics[1]["kl"] != pytest.approx(0, abs=1e-5)
-    assert len(seen) == 2
-
-
-def test_keeping_all_is_training_without_a_rule(tmp_path):
-    ends = []
-    for number, rule in enumerate((None, KeepAll(), ScoreAll())):
-        trainer = make_trainer(tmp_path / str(number), rule)
-        trainer.train()
-        ends.append(copy_state(trainer))
-    assert same(ends[0], ends[1])
-    assert same(ends[0], ends[2])
+def test_keeping_all_is_training_without_a_rule_and_changes_the_model(tmp_path):
+    trainings = [train(tmp_path / str(number), rule) for number, rule in enumerate((None, KeepAll(), ScoreAll()))]
+    end, *others = (copy_state(trainer) for trainer, _ in trainings)
+    assert all(same(end, other) for other in others)
+    assert not same(copy_state(make_trainer(tmp_path / "untrained")), end)
+    trainer, rounds = trainings[0]
+    first, second = trainer.metrics
+    assert [first["round"], second["round"]] == [1, 2]
+    assert {"reward", "kl", "train/value_loss", "train/approx_kl", "dropped_share"} <= first.keys()
+    assert first["kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the model that it began as
+    assert second["kl"] != pytest.approx(0, abs=1e-5)
+    assert len(rounds) == 2
 
 
 UNSCORED += [RandomDrop(like=UNSCORED[0]), RandomDrop(like=UNSCORED[1])]
@@ -104,34 +78,27 @@ UNSCORED += [RandomDrop(like=UNSCORED[0]), RandomDrop(like=UNSCORED[1])]
 
 @pytest.mark.parametrize("rule", UNSCORED, ids=repr)
 def test_rows_dropped_without_scores_cost_no_pass(tmp_path, rule, monkeypatch):
-    sizes, seen = [], []
-    trainer = make_trainer(
-        *(tmp_path, rule),
-        **{
-            "num_generations": 4,
-            "rounds": 1,
-            "reward": one_flat_group,
-            "on_rollout": lambda *about: seen.append(about),
-        },
-    )
-    trainer.model.register_forward_pre_hook(
+    sizes, model = [], make_model()
+    model.register_forward_pre_hook(
         lambda model, args, columns: sizes.append(len(columns["input_ids"]) * model.training), with_kwargs=True
     )
-    trainer.train()
-    ((rollout, influence, _, row),) = seen
+    _, rounds = train(tmp_path, rule, model, num_generations=4, rounds=1, reward=one_flat_group)
+    ((rollout, influence, _, row),) = rounds
     assert len(set(rollout.responses.prompts[:4])) == len(set(rollout.responses.prompts[4:])) == 1
     assert influence is None
     assert row["kept"] == 4
     assert sum(sizes) == 2 * 4  # two epochs
 
 
-def test_a_round_that_keeps_nothing_takes_no_step(tmp_path):
+def test_a_round_that_keeps_nothing_takes_no_step_and_advice_is_logged(tmp_path, caplog):
     trainer = make_trainer(tmp_path, Keep([]))
     before = copy_state(trainer)
     metrics = trainer.train()
     assert same(before, copy_state(trainer))
     assert metrics[0]["kept"] == 0
     assert metrics[0]["train/policy_gradient_loss"] is None
+    messages = [record.getMessage() for record in caplog.records if record.name == "whence"]
+    assert sum("of the records were dropped" in message for message in messages) == 1
 
 
 @pytest.mark.parametrize(("mini_batch_size", "accumulation"), [(8, 1), (2, 4), (3, 3)])
@@ -168,15 +135,12 @@ def test_the_step_is_that_of_the_kept_rows_alone(tmp_path, mini_batch_size, accu
     factors = torch.tensor(weights or [1.0, 1.0, 1.0])
     for row in range(3):
         own = mask[row]
-        ratio = (log_probs[row][own] - given["log_probs"][row][own]).exp()
-        advantage = given["advantages"][row][own]
-        clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        old, advantages = (given[name][row][own] for name in ("log_probs", "advantages"))
+        clipped = clip_surrogate(log_probs[row][own], old, advantages).mean()
         error = 0.5 * (values[row][own] - given["returns"][row][own]).square().mean()
         total = total - factors[row] * (clipped - 0.1 * error) / factors.sum()
     total.backward()
-    for name, parameter in start.named_parameters():
-        largest = float(parameter.grad.abs().max())
-        assert torch.allclose(gradients[0][name], parameter.grad, rtol=0, atol=1e-5 * largest + 1e-9), name
+    assert_close(gradients[0], {name: p.grad for name, p in start.named_parameters()}, 1e-9, relative=1e-5)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -204,23 +168,6 @@ def test_dropout_is_off_wherever_a_model_holds_its_probability(tmp_path, lora):
     other = make_trainer(tmp_path / "other", model=OPTForCausalLM(OPTConfig(**sizes, **drops)), disable_dropout=False)
     layer = other.model.language_model.model.decoder.layers[0]
     assert (layer.dropout, layer.self_attn.dropout) == (0.5, 0.5)
-
-
-def count_letters(prompts, responses):
-    return [float(len(text)) for text in responses]
-
-
-def test_other_inputs_are_another_run(tmp_path):
-    shared = {"save_every": 1, "held_out": ["bb", "c"]}
-    make_trainer(tmp_path, **shared, rounds=1).train()
-    make_trainer(tmp_path, **shared, rounds=2).train()  # goes on
-    for change, message in (
-        ({"reward": count_letters}, r"rewards was .*vowels'\], now .*count_letters'\]"),
-        ({"prompts": ["ab", "cde", "f", "ghij", "bb"]}, "data.prompts.digest was"),
-        ({"held_out": ["ab", "bb"]}, "data.held_out.digest was"),
-    ):
-        with pytest.raises(RunDirectoryError, match=message):
-            make_trainer(tmp_path, **shared | change, rounds=3).train()
 
 
 class Level(Enum):
@@ -315,8 +262,7 @@ def test_with_an_adapter_the_reference_is_the_model_at_the_start(tmp_path, train
     adapted = get_peft_model(copy.deepcopy(base), config)
     ids = torch.tensor([[2, 3, 4, 5]])
     expected = (adapted if trained_before else base)(ids).logits.detach()
-    trainer = make_trainer(tmp_path, NonPositive(), model=adapted)
-    trainer.train()
+    trainer, _ = train(tmp_path, NonPositive(), adapted)
     with trainer.reference.activate(trainer.model.language_model) as start:
         assert torch.allclose(start(ids).logits, expected, atol=1e-6)
     assert not torch.allclose(trainer.model.language_model(ids).logits, expected, atol=1e-4)
@@ -327,8 +273,7 @@ def test_with_an_adapter_the_reference_is_the_model_at_the_start(tmp_path, train
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    trainer = make_trainer(tmp_path / "out")
-    trainer.train()
+    trainer, _ = train(tmp_path / "out")
     trainer.save_model()
     loaded = WithValueHead(LlamaForCausalLM.from_pretrained(tmp_path / "out" / "model"))
     loaded.load_value_head(tmp_path / "out" / "model")
@@ -349,7 +294,7 @@ def make_noisy_trainer(folder, rule=None, **more):
     arguments = {"model": make_model(attention_dropout=0.3), "held_out": ["jj", "e"], "sample_prompts": ["ab"]}
     settings = {**SETTINGS, "disable_dropout": False, **arguments, **more}
     evaluate = settings.pop("evaluate", lambda model, tokenizer: {"drawn": float(torch.rand(()))})
-    return make_trainer(folder, rule or Drawing(), reward=Noisy(), evaluate=evaluate, **settings)
+    return make_trainer(folder, rule or Drawing(), evaluate=evaluate, **{"reward": Noisy(), **settings})
 
 
 def read_optimizer(trainer):
@@ -417,35 +362,35 @@ class TestGoingOn:
         assert RunDirectory.open(folder).notes["resumed"][0]["after_round"] == 4  # with another version of torch
         assert same(copy_state(whole[0]), copy_state(again))
 
-    def test_what_is_refused_changes_nothing(self, whole):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"learning_rate": 0.5}, r"learning_rate was 0\.01, now 0\.5"),
+            ({"rounds": 4}, r"rounds is 4, and .* has 5 rounds already"),
+            ({"model": make_model(hidden_size=32)}, "parameters was"),
+            ({"reward": vowels, "rounds": 6}, r"rewards was .*Noisy.*, now .*vowels'\]"),
+            ({"prompts": ["ab", "cde", "f", "ghij", "bb"], "rounds": 6}, "data.prompts.digest was"),
+            ({"held_out": ["ab", "bb"], "rounds": 6}, "data.held_out.digest was"),
+        ],
+    )
+    def test_other_inputs_are_another_run_and_change_nothing(self, whole, change, message):
         folder = whole[1]
         files = {file: file.read_bytes() for file in folder.rglob("*.*")}
-        other = make_noisy_trainer(folder, learning_rate=0.5)
+        other = make_noisy_trainer(folder, **change)
         before = copy_state(other)
-        with pytest.raises(RunDirectoryError, match=r"learning_rate was 0\.01, now 0\.5"):
+        with pytest.raises(RunDirectoryError, match=message):
             other.train()
         assert same(before, copy_state(other))
-        with pytest.raises(RunDirectoryError, match=r"rounds is 4, and .* has 5 rounds already"):
-            make_noisy_trainer(folder, rounds=4).train()
-        with pytest.raises(RunDirectoryError, match="parameters was"):
-            make_noisy_trainer(folder, model=make_model(hidden_size=32)).train()
         assert files == {file: file.read_bytes() for file in folder.rglob("*.*")}
 
     def test_the_scale_of_gradients_goes_on(self, tmp_path):
-        def make(rounds):
-            trainer = make_trainer(tmp_path, rounds=rounds, save_every=1)
-            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-            trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.optimizer.optimizer)
-            return trainer
-
-        first, again = make(2), make(2)
-        first.train()
+        first, again = (train(tmp_path, scaled=True, save_every=1)[0] for _ in range(2))
         assert first.accelerator.scaler.get_scale() > 64
-        again.train()
         assert again.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
 
-    def test_overwriting_starts_anew(self, tmp_path):
-        make_trainer(tmp_path, rounds=2, save_every=1).train()
+    def test_more_rounds_go_on_and_overwriting_starts_anew(self, tmp_path):
+        for rounds in (1, 2):
+            make_trainer(tmp_path, rounds=rounds, save_every=1).train()
         trainer = make_trainer(tmp_path, rounds=1, learning_rate=0.5)
         with pytest.raises(RunDirectoryError, match="overwrite=True"):
             trainer.train()
@@ -466,35 +411,34 @@ class TestGoingOn:
             make_trainer(tmp_path / "some", rounds=4).train()
 
 
-class TestRefusals:
-    def test_a_target_that_has_no_use_for_held_out_prompts(self, tmp_path):
-        for target in (ValidationLoss.of([{"prompt": "a", "completion": "b"}], make_tokenizer()), vowels):
-            with pytest.raises(WhenceError, match="use SequenceReturn"):
-                make_trainer(tmp_path, NonPositive(), target=target, held_out=["jj"])
-        with pytest.raises(WhenceError, match="There are 0 held-out prompts; give one"):
-            make_trainer(tmp_path, NonPositive(), held_out=[])
+DEMONSTRATION = [{"prompt": "a", "completion": "b"}]
 
-    def test_no_pad_token(self, tmp_path):
-        with pytest.raises(WhenceError, match="no pad_token"):
-            PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(pad=False), vowels, PROMPTS)
 
-    def test_a_class_for_a_rule(self, tmp_path):
-        with pytest.raises(WhenceError, match="pass an instance"):
-            make_trainer(tmp_path, NonPositive)
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        (ZeroVariance(), {}, r"selects by group; the units here are record, row\. PPOConfig\(num_generations=8\)"),
+        (RandomDrop(like=MaxVariance(2)), {}, "selects by group"),
+        (NonPositive(unit="episode"), {}, "selects by episode; the units here are record, row"),
+        (NonPositive, {}, "pass an instance"),
+        (NonPositive(), {"held_out": []}, "There are 0 held-out prompts; give one"),
+        (NonPositive(), {"held_out": ["jj"], "target": vowels}, "use SequenceReturn"),
+        (
+            NonPositive(),
+            {"held_out": ["jj"], "target": ValidationLoss.of(DEMONSTRATION, make_tokenizer())},
+            "use SequenceReturn",
+        ),
+        (None, {"num_generations": 3}, "batch_size is 8, of which num_generations=3 is no divisor"),
+    ],
+)
+def test_what_is_refused(tmp_path, rule, settings, message):
+    with pytest.raises(WhenceError, match=message):
+        make_trainer(tmp_path, rule, **settings)
 
-    @pytest.mark.parametrize(
-        ("rule", "message"),
-        [
-            (ZeroVariance(), r"selects by group; the units here are record, row\. PPOConfig\(num_generations=8\)"),
-            (RandomDrop(like=MaxVariance(2)), "selects by group"),
-            (NonPositive(unit="episode"), "selects by episode; the units here are record, row"),
-        ],
-    )
-    def test_units_that_rows_do_not_have(self, tmp_path, rule, message):
-        with pytest.raises(WhenceError, match=message):
-            make_trainer(tmp_path, rule)
-        with pytest.raises(WhenceError, match="batch_size is 8, of which num_generations=3 is no divisor"):
-            make_config(tmp_path, num_generations=3)
+
+def test_no_pad_token(tmp_path):
+    with pytest.raises(WhenceError, match="no pad_token"):
+        PPOTrainer(make_config(tmp_path), make_model(), make_tokenizer(pad=False), vowels, PROMPTS)
 
 
 def test_a_run_directory_tells_of_every_round(tmp_path):
@@ -502,16 +446,8 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         torch.rand(3)
         return {"exact_match": float(model.training)}
 
-    seen = []
-    trainer = make_trainer(
-        *(tmp_path, NonPositive()),
-        evaluate=measured,
-        on_rollout=lambda *about: seen.append(about),
-        select="before",
-        eval_every=2,
-        rounds=3,
-    )
-    trainer.train()
+    settings = {"select": "before", "rounds": 3}
+    trainer, rounds = train(tmp_path, NonPositive(), evaluate=measured, eval_every=2, **settings)
     run = RunDirectory.open(tmp_path)
     assert run.config["kind"] == "language"
     assert run.config["ppo"]["mini_batch_size"] == 4
@@ -521,7 +457,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
     assert metrics["round"].to_list() == timings["round"].to_list() == [1, 2, 3]
     for stage in ("generation", "forward", "scoring", "optimisation"):
         assert (timings[f"{stage}_wall"] > 0).all()
-    for number, (rollout, influence, selection, row) in enumerate(seen, start=1):
+    for number, (rollout, influence, selection, row) in enumerate(rounds, start=1):
         table = run.round("records", number)
         assert table["response"].to_list() == list(rollout.responses.texts)
         assert table["score"].to_list() == pytest.approx(influence.scores.tolist())
@@ -533,8 +469,7 @@ def test_a_run_directory_tells_of_every_round(tmp_path):
         kept = table.filter("keep")["reward"]
         assert row["reward_kept"] == pytest.approx(kept.mean()) if len(kept) else row["reward_kept"] is None
         assert row["reward"] == pytest.approx(table["reward"].mean())
-    alone = make_trainer(tmp_path / "alone", NonPositive(), select="before", rounds=3)
-    alone.train()
+    alone, _ = train(tmp_path / "alone", NonPositive(), **settings)
     assert same(copy_state(trainer), copy_state(alone))  # measuring draws nothing of training's
 
 
@@ -569,32 +504,21 @@ def test_a_models_own_settings_do_not_change_its_draws(tmp_path):
 
 
 def test_held_out_prompts_are_answered_anew_in_every_round(tmp_path, monkeypatch):
-    found, seen = [], []
-    draw = PPOTrainer._draw_held_out
+    found, draw = [], PPOTrainer._draw_held_out
     monkeypatch.setattr(PPOTrainer, "_draw_held_out", lambda *args: found.append(draw(*args)) or found[-1])
-    trainer = make_trainer(
-        *(tmp_path / "held", ScoreAll()),
-        held_out=["ba", "jj", "e"],
-        target=TokenReturn(),
-        on_rollout=lambda *about: seen.append(about),
-    )
-    trainer.train()
+    trainer, rounds = train(tmp_path / "held", ScoreAll(), held_out=["ba", "jj", "e"], target=TokenReturn())
     assert [len(rows) for rows in found] == [3, 3]
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*prompt_part(found[0]), strict=True)]
+    held = found[0].observations
+    width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
+    ids, attended = (held[name][:, :width] for name in ("input_ids", "attention_mask"))
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(ids, attended, strict=True)]
     assert prompts == [[3, 2], [11, 11], [6]]
     assert not torch.equal(found[0].actions, found[1].actions)
-    advantages = found[0].observations["advantages"][found[0].observations["response_mask"]]
+    advantages = held["advantages"][held["response_mask"]]
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)  # whitened over these rows
-    assert "TokenReturn(3 rows" in seen[0][1].target
-    plain = make_trainer(tmp_path / "plain")
-    plain.train()
+    assert "TokenReturn(3 rows" in rounds[0][1].target
+    plain, _ = train(tmp_path / "plain")
     assert same(copy_state(trainer), copy_state(plain))  # and training's own draws are as they were
-
-
-def prompt_part(rows):
-    held = rows.observations
-    width = held["input_ids"].shape[1] - held["response_mask"].shape[1]
-    return held["input_ids"][:, :width], held["attention_mask"][:, :width]
 
 
 def test_prompts_of_a_shorter_chunk_end_where_others_do(tmp_path):
@@ -632,22 +556,15 @@ def test_rewards_get_the_columns_of_their_prompts(tmp_path, as_rows):
             PPOTrainer(config, make_model(), make_tokenizer(), reward, rule=NonPositive(), **parts)
 
 
-def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(tmp_path, monkeypatch):
-    for state_of in (AcceleratorState, GradientState, PartialState):
-        state_of._reset_state()
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    seen = []
-    trainer = make_trainer(tmp_path, NonPositive(), select="before", on_rollout=lambda *about: seen.append(about))
-    before = copy_state(trainer)
-    assert trainer.accelerator.mixed_precision == "bf16"
-    try:
-        metrics = trainer.train()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+def test_mixed_precision_evaluates_and_trains_in_it_and_scores_as_the_model_is(tmp_path):
+    before = copy_state(make_trainer(tmp_path / "untrained"))
+    with in_mixed_precision():
+        trainer, rounds = train(tmp_path, NonPositive(), select="before")
+        assert trainer.accelerator.mixed_precision == "bf16"
     assert all(tensor.dtype == torch.float32 for tensor in copy_state(trainer).values())
     assert not same(before, copy_state(trainer))
-    rollout, influence = seen[0][:2]
-    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)  # model and start model are evaluated alike
+    rollout, influence = rounds[0][:2]
+    assert trainer.metrics[0]["kl"] == pytest.approx(0, abs=1e-6)  # model and start model are evaluated alike
     assert influence.scores.dtype == torch.float32
     trainer.model.load_state_dict(before)
     exact = evaluate_responses(trainer.model, rollout.responses, trainer.config).log_prob
@@ -670,24 +587,17 @@ def test_scoring_holds_no_more_than_a_training_step(tmp_path, adapted):
     scoring = replace(trainer.scoring, engine="ghost", leave_one_out=None)
     score(trainer.model, rows, scoring)  # once before, since the first pass also examines the layers
     peak = max(measure_bytes(lambda: score(trainer.model, rows, scoring)))
-    generator = torch.Generator().manual_seed(0)
-    assert peak <= max(measure_bytes(lambda: optimise_on(trainer, rows, generator)))
+    settings = {"config": config, "generator": torch.Generator().manual_seed(0), "processes": trainer.processes}
+    step = partial(optimise, trainer.model, trainer.optimizer, rows, KeepAll().select(rows), **settings)
+    assert peak <= max(measure_bytes(step))
 
 
 @pytest.mark.long
 def test_rewards_rise(tmp_path):
-    trainer = make_trainer(
-        tmp_path, rounds=15, batch_size=32, mini_batch_size=32, learning_rate=3e-3, init_kl_coef=0.01
-    )
-    metrics = trainer.train()
+    settings = {"batch_size": 32, "mini_batch_size": 32, "learning_rate": 3e-3, "init_kl_coef": 0.01}
+    metrics = make_trainer(tmp_path, rounds=15, **settings).train()
     early, late = (sum(row["reward"] for row in part) / 3 for part in (metrics[:3], metrics[-3:]))
     assert late > early + 0.5
-
-
-def test_advice_is_logged_while_a_model_trains(tmp_path, caplog):
-    make_trainer(tmp_path, Keep([])).train()
-    messages = [record.getMessage() for record in caplog.records if record.name == "whence"]
-    assert sum("of the records were dropped" in message for message in messages) == 1
 
 
 def test_a_trainer_that_was_stopped_between_two_steps_does_not_stop_the_next(tmp_path):
@@ -698,4 +608,4 @@ def test_a_trainer_that_was_stopped_between_two_steps_does_not_stop_the_next(tmp
         trainer.train()
     finally:
         trainer.accelerator.sync_gradients = True
-    assert not all(torch.equal(before[name], value) for name, value in copy_state(trainer).items())
+    assert not same(before, copy_state(trainer))

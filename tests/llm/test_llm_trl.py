@@ -12,8 +12,6 @@ import datasets
 import polars as pl
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from transformers import TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from helpers.language_training import (
@@ -25,6 +23,7 @@ from helpers.language_training import (
     Noisy,
     break_off,
     copy_state,
+    in_mixed_precision,
     list_results,
     make_model,
     one_flat_group,
@@ -32,7 +31,7 @@ from helpers.language_training import (
     vowels,
 )
 from helpers.languages import language_model
-from helpers.toys import flip_bit
+from helpers.toys import assert_close, flip_bit
 from helpers.trl_training import TRAINERS, Watch, count_rows, make_config, make_target, make_trainer, reward
 from whence import DTV, IPPO, KeepAll, NonPositive, Unsupported, WhenceError, attribute
 from whence.core import RunDirectoryError
@@ -78,12 +77,6 @@ def of_kept_alone(kind, trainer, state, batch, positions, weights, monkeypatch):
     return {name: p.grad for name, p in trainer.model.named_parameters()}
 
 
-def close(found, expected):
-    for name, gradient in expected.items():
-        largest = float(gradient.abs().max())
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest + 1e-10), name
-
-
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 WEIGHTED = pytest.mark.parametrize(("beta", "weights"), [(0.0, [2.0, 0.5, 1.0]), (0.1, None)])
 
@@ -100,7 +93,8 @@ def test_a_step_is_that_of_the_kept_alone(tmp_path, batches, monkeypatch, loss, 
     assert len(batches) == 1
     assert len(watch.gradients) == 2
     for state, found in zip(watch.states, watch.gradients, strict=True):
-        close(found, of_kept_alone(kind, trainer, state, batches[0], positions, weights, monkeypatch))
+        expected = of_kept_alone(kind, trainer, state, batches[0], positions, weights, monkeypatch)
+        assert_close(found, expected, 1e-10, relative=1e-5)
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -132,16 +126,19 @@ def plain_training(request, tmp_path_factory):
     return request.param, settings, dict(trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize("rule", [None, KeepAll(), DTV(leave_one_out=True, warmup=9)], ids=["none", "keep all", "dtv"])
-def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule):
+@pytest.mark.parametrize(
+    ("rule", "recorded"),
+    [(None, False), (KeepAll(), False), (DTV(leave_one_out=True, warmup=9), False), (ScoreAll(), True)],
+    ids=["none", "keep all", "dtv", "recorded"],
+)
+def test_keeping_all_is_trls_own_training(plain_training, tmp_path, rule, recorded):
     kind, settings, expected = plain_training
-    trainer = make_trainer(kind, tmp_path, rule, **settings)
+    trainer = make_trainer(kind, tmp_path / "trl", rule, run=tmp_path / "run" if recorded else None, **settings)
     trainer.train()
     assert trainer.args.steps_per_generation == 2
     parameters = dict(trainer.model.named_parameters())
     assert parameters.keys() == expected.keys()
-    for name, parameter in parameters.items():
-        assert torch.equal(parameter, expected[name]), name
+    assert_close(parameters, expected)
 
 
 @dataclass
@@ -224,18 +221,16 @@ def test_the_objectives_gradient_is_that_of_trls_loss(tmp_path, batches, setting
     trainer.model.load_state_dict(start)
     trainer.model.zero_grad()
     GRPOTrainer._compute_loss(trainer, trainer.model, batch).backward()
-    theirs = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    tokens = int(batch["completion_mask"].sum())
+    factor = {"grpo": -8, "sapo": -8, "luspo": -8, "dr_grpo": -8 * 5, "bnpo": -tokens}.get(settings["loss_type"], -1)
+    theirs = {name: factor * p.grad for name, p in trainer.model.named_parameters()}
     rows = trainer._make_rows(batch)
     view = language_view(trainer.model)
     outputs = view.only({"log_prob"}, view.parameters(), view.prepare(rows))
     total = trainer.scoring.objective(outputs, rows).sum()
     trainer.model.zero_grad()
     total.backward()
-    tokens = int(batch["completion_mask"].sum())
-    factor = {"grpo": -8, "sapo": -8, "luspo": -8, "dr_grpo": -8 * 5, "bnpo": -tokens}.get(settings["loss_type"], -1)
-    for name, parameter in trainer.model.named_parameters():
-        expected = factor * theirs[name]
-        assert torch.allclose(parameter.grad, expected, rtol=0, atol=2e-5 * float(expected.abs().max()) + 1e-8), name
+    assert_close({name: p.grad for name, p in trainer.model.named_parameters()}, theirs, 1e-8, relative=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -268,23 +263,14 @@ def test_each_token_may_have_an_advantage_of_its_own(tmp_path, monkeypatch):
     trainers = []
     for method in (made, spread):
         monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", method)
-        trainers.append(make_trainer("grpo", tmp_path, IPPO(), max_steps=2))
+        logging = {"logging_strategy": "steps", "logging_steps": 1}
+        trainers.append(make_trainer("grpo", tmp_path, IPPO(), max_steps=2, **logging))
         trainers[-1].train()
     plain, by_token = trainers
+    logged = plain.state.log_history[1]
+    assert {"influence/kept_share", "influence/mean", "influence/negative_share"} <= logged.keys()
     assert torch.equal(plain.influence.scores, by_token.influence.scores)
     assert same(plain.model.state_dict(), by_token.model.state_dict())
-
-
-def test_scores_stand_in_trls_metrics(tmp_path):
-    logged = []
-
-    class Logged(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **rest):
-            logged.append(logs)
-
-    settings = {"logging_strategy": "steps", "logging_steps": 1, "max_steps": 2}
-    make_trainer("grpo", tmp_path, IPPO(), watch=Logged(), **settings).train()
-    assert {"influence/kept_share", "influence/mean", "influence/negative_share"} <= logged[1].keys()
 
 
 def test_rewards_are_trls_sums():
@@ -377,20 +363,15 @@ class TestRunDirectory:
         assert table["info.keep"].to_list() == [f"{text}!" for text in table["response"]]
         assert run.table("metrics")["reward.reward"][0] == pytest.approx(parts[:, 2].mean())
 
-    def test_a_run_changes_nothing_of_the_training(self, plain_training, tmp_path):
-        kind, settings, expected = plain_training
-        trainer = make_trainer(kind, tmp_path / "trl", ScoreAll(), run=tmp_path, **settings)
-        trainer.train()
-        for name, parameter in trainer.model.named_parameters():
-            assert torch.equal(parameter, expected[name]), name
-
     def test_more_rounds_can_be_asked_for(self, tmp_path):
         shared = {"run": tmp_path, "save_strategy": "steps", "save_steps": 1}
         make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, **shared).train()
         _, before = read_run(tmp_path)
-        make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared).train(resume_from_checkpoint=True)
+        trainer = make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared)
+        trainer.train(resume_from_checkpoint=True)
         run, tables = read_run(tmp_path)
         assert run.rounds() == [1, 2, 3]
+        assert run.config["rounds"] == 3
         assert all(one.equals(other) for one, other in zip(before, tables, strict=False))
         assert run.table("metrics")["round"].to_list() == [1, 2, 3]
         again = make_trainer("grpo", tmp_path, NonPositive(), max_steps=3, **shared)
@@ -399,20 +380,15 @@ class TestRunDirectory:
         with pytest.raises(RunDirectoryError, match="starts after 2"):
             again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert read_run(tmp_path)[0].rounds() == [1, 2, 3]
+        trainer.args.max_steps = 4  # the same trainer, once more
+        trainer.train(resume_from_checkpoint=True)
+        run, _ = read_run(tmp_path)
+        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3, 4]
+        assert run.config["rounds"] == 4
         new = make_trainer("grpo", tmp_path, NonPositive(), max_steps=1, overwrite=True, **shared)
         new.train()
         assert read_run(tmp_path)[0].rounds() == [1]
         assert [file.name for file in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-    def test_the_same_trainer_goes_on(self, tmp_path):
-        saving = {"save_strategy": "steps", "save_steps": 1}
-        trainer = make_trainer("grpo", tmp_path, NonPositive(), max_steps=2, run=tmp_path / "run", **saving)
-        trainer.train()
-        trainer.args.max_steps = 3
-        trainer.train(resume_from_checkpoint=True)
-        run, _ = read_run(tmp_path / "run")
-        assert run.rounds() == run.table("metrics")["round"].to_list() == [1, 2, 3]
-        assert run.config["rounds"] == 3
 
     def test_what_is_refused(self, tmp_path):
         with pytest.raises(WhenceError, match="steps_per_generation is 3"):
@@ -637,12 +613,14 @@ def advantages_of(table):
     return (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).flatten().tolist()
 
 
-def test_evaluation_is_trls_own(tmp_path):
+def test_evaluation_is_trls_own_and_images_are_refused(tmp_path):
     trainer = make_trainer("grpo", tmp_path, NonPositive())
     trainer.model.eval()
     output = trainer._generate_and_score_completions([{"prompt": "ab"}] * 4)
     assert "loss_scale" not in output
     assert trainer.influence is None
+    with pytest.raises(Unsupported, match="pixel_values"):
+        trainer._make_rows({"pixel_values": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(
@@ -678,18 +656,11 @@ def test_refusals_are_the_trainers_where_something_is_selected(tmp_path):
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_scores_are_in_the_models_own_precision_also_under_trls_default(kind, tmp_path):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    trainer = make_trainer(kind, tmp_path, NonPositive(), bf16=True, select="before", learning_rate=0.0)
-    trainer.train()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    with in_mixed_precision():
+        trainer = make_trainer(kind, tmp_path, NonPositive(), bf16=True, select="before", learning_rate=0.0)
+        trainer.train()
     assert trainer.influence.engine == "ghost"
     assert all(tensor.dtype == torch.float32 for tensor in trainer.model.state_dict().values())
     scoring = {"target": SequenceReturn(), "objective": trainer.scoring.objective}
     truth = attribute(language_view(make_model()), trainer.rows, leave_one_out="row", **scoring).scores
     assert torch.allclose(trainer.influence.scores, truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
-
-
-def test_images_are_refused(tmp_path):
-    trainer = make_trainer("grpo", tmp_path, NonPositive())
-    with pytest.raises(Unsupported, match="pixel_values"):
-        trainer._make_rows({"pixel_values": torch.zeros(1)})

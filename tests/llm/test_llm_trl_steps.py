@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from helpers.language_training import make_model, refuse
 from helpers.languages import language_model, shaken
+from helpers.toys import assert_close
 from helpers.trl_training import count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
 from whence.engines import TrainingPass
@@ -30,6 +31,10 @@ class KeepTwoOfThree:
         return Selection(keep, weights, [None if kept else "a third" for kept in keep.tolist()])
 
 
+def assert_equal_models(one, other, tolerance=1e-6):
+    assert_close(*(dict(trainer.model.named_parameters()) for trainer in (one, other)), tolerance)
+
+
 def train(folder, kind, style, rule, **settings):
     model = make_model()  # which seeds the generator
     if style == "gpt2":
@@ -40,12 +45,6 @@ def train(folder, kind, style, rule, **settings):
     trainer = make_trainer(kind, folder, rule, model=model, optim="sgd", **settings)
     trainer.train()
     return trainer
-
-
-def assert_close(one, other, tolerance=1e-6):
-    expected = dict(other.model.named_parameters())
-    for name, parameter in one.model.named_parameters():
-        assert torch.allclose(parameter, expected[name], rtol=0, atol=tolerance), name
 
 
 ONE_PASS = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
@@ -73,10 +72,10 @@ def test_a_step_that_chooses_is_that_of_choosing_before_it(tmp_path, kind, style
     assert chosen.influence.engine == "in_step"
     assert torch.equal(chosen.selection.weights, before.selection.weights)
     assert chosen.selection.reasons == before.selection.reasons
-    assert_close(chosen, before)
+    assert_equal_models(chosen, before)
     if (kind, style, settings) in LONG:
         chosen = train(tmp_path, kind, style, ScoreAll(), **settings)
-        assert_close(chosen, train(tmp_path, kind, style, None, own=False, **settings))
+        assert_equal_models(chosen, train(tmp_path, kind, style, None, own=False, **settings))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
@@ -87,7 +86,7 @@ def test_a_pass_that_is_refused_trains_plainly(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(TrainingPass, "backward", lambda *args: backward(*args) if next(calls) % 2 == 0 else refuse())
     trainer = train(tmp_path, kind, "llama", ScoreAll(), **settings)
     assert trainer.influence.scores.count_nonzero() == 4
-    assert_close(trainer, plain)
+    assert_equal_models(trainer, plain)
 
 
 @pytest.mark.parametrize("select", [None, pytest.param("before", marks=pytest.mark.long)])
@@ -111,7 +110,7 @@ def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, setti
     ends, end = [], PassChooser.end
     monkeypatch.setattr(PassChooser, "end", lambda chooser: ends.append(chooser) or end(chooser))
     scored = train(tmp_path, "grpo", "llama", ScoreAll(), select=select, **settings)
-    assert_close(scored, train(tmp_path, "grpo", "llama", None, own=False, **settings), tolerance=0)
+    assert_equal_models(scored, train(tmp_path, "grpo", "llama", None, own=False, **settings), tolerance=0)
     # The two rows that are compared at first share an entropy bonus, and differ from one alone.
     in_step = select is None and "entropy_coef" not in settings
     assert len(ends) == (2 if in_step else 0)  # one for each generation batch
@@ -220,7 +219,7 @@ def test_where_trls_output_layer_is_another_rows_are_chosen_before(tmp_path, mon
     assert caplog.text.count("passes of their own") == 1
     assert message in caplog.text
     assert (chosen.chooser, chosen.influence.engine) == (None, "ghost")
-    assert_close(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False), **settings))
+    assert_equal_models(chosen, train(tmp_path, "grpo", "llama", KeepTwoOfThree(scored=False), **settings))
 
 
 def find_function():

@@ -30,7 +30,7 @@ def test_scores_are_those_of_the_whole_model(sharded_run):
 
 def test_trls_trainers_score_and_train_under_fsdp2_as_without_scores(tmp_path):
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run_script(launcher, "fsdp_trl.py", tmp_path, ACCELERATE_USE_CPU="0")
+    run_script(launcher, "shards_trl.py", tmp_path, ACCELERATE_USE_CPU="0")
     check_trainings(tmp_path, {"grpo fsdp2", "rloo fsdp2"})
 
 

@@ -15,7 +15,7 @@ from whence.page import ExploredRun, build_detail, build_round, describe_runs, g
 from whence.page.content import build_pivot
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
-from whence.page.embedded_rounds import NOT_EMBEDDED, embed_rounds
+from whence.page.html import NOT_EMBEDDED, embed_rounds
 from whence.runs import RunDirectory
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant

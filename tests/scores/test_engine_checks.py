@@ -5,8 +5,8 @@ import pytest
 from torch import Tensor, nn
 
 import whence
-from helpers.architectures import SCORED, log_probs, make_case
-from helpers.toys import mlp_view, model, records_for
+from helpers.architectures import SCORED, make_case
+from helpers.toys import log_probs, mlp_view, model, records_for
 from whence import Action, Return, WhenceError, attribute, check_engines
 from whence.sb3 import collect
 

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from helpers.language_runs import NAMES, copy_run, invoke
-from whence.cli.terminal.explanations import colour_tokens
+from whence.cli.terminal.moment_tables import colour_tokens
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import RunDirectory
 from whence.stored.language.rounds import explain_response

@@ -1,11 +1,12 @@
-"""Decisions to ask about: of a stored round, or of an episode played now."""
+"""Decisions: of a stored round or of an episode played now, and the records of all rounds that taught them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import polars as pl
 import torch
 from gymnasium import spaces
 from jaxtyping import Float
@@ -13,15 +14,24 @@ from numpy.typing import NDArray
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
-from whence.core import Action, RecordBatch, Tree, WhenceError, eval_mode
+from whence.causes.ranking import OnRound, average_nearest, score_rounds
+from whence.core import Action, RecordBatch, Tree, WhenceError, eval_mode, suggest
 from whence.runs import RunDirectory
+from whence.sb3 import model_objective
 from whence.sb3.episodes import explain_no_frames, open_env, render, to_env_actions, use_fresh_noise
 from whence.sb3.models import add_history, is_recurrent, zero_states
 from whence.sb3.policy import actor_critic_view
+from whence.scores import attribute, multiply_gradients
+from whence.selection import read_weights
 from whence.stored.agents import AnyEnv, LockstepEnvs, is_squashed, load_agent, load_policy, make_lockstep, read_records
 
 LONGEST = 10_000
 """Steps after which an episode that goes on is left."""
+
+INFLUENCE, NEAREST = METHODS = ("influence", "nearest")
+"""Ways to score a record; see `find_causes`."""
+
+_COLUMNS = ("record_id", "env_index", "episode_id", "step", "action", "advantage", "value", "return", "reward", "keep")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +190,35 @@ def play_episode(
         frames_note=note,
         is_discrete=not isinstance(model.action_space, spaces.Box),
     )
+
+
+def find_decision_causes(
+    run: RunDirectory,
+    target: Action,
+    *,
+    rounds: Sequence[int] | None = None,
+    method: str = INFLUENCE,
+    env: AnyEnv = None,
+    on_round: OnRound | None = None,
+) -> pl.DataFrame:
+    """Score the records of all rounds by what training on them did to an action's probability; see `find_causes`."""
+    if method not in METHODS:
+        raise WhenceError(f"method is {method!r}.{suggest(method, METHODS)}")
+    numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
+    model = load_agent(run, numbers[0], env=env)
+
+    def score(number: int, table: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
+        records = read_records(run, number, model, env=env)
+        load_policy(run, number, model)
+        if method == INFLUENCE:
+            scores = attribute(model.policy, records, target=target, objective=model_objective(model)).scores.double()
+        else:
+            pairs = target.as_records(records, model.action_space)
+            cosines = multiply_gradients(model.policy, records, pairs).cosines()
+            scores = average_nearest(cosines) * records.advantages.double()
+        return {"score": scores.numpy() * read_weights(table)}
+
+    return score_rounds(run, numbers, _COLUMNS, score, on_round)
 
 
 def join_trees(states: list[Tree]) -> Tree:

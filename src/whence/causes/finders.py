@@ -60,7 +60,7 @@ def find_causes(
     """
     if isinstance(behaviour, Action):
         check_kind(run, agents={"Action": behaviour})
-        from whence.causes.decision_causes import find_decision_causes
+        from whence.causes.decisions import find_decision_causes
 
         return find_decision_causes(run, behaviour, rounds=rounds, method=method, env=env, on_round=on_round)
     check_kind(run, agents={"env": env}, language={"Examples": behaviour})

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -17,9 +16,9 @@ from whence.stored.agents import AnyEnv, action_labels, make_replay_env, replay_
 MOST = 100
 """Records at either end of a round, as in LDA's figures."""
 
-_LAKE_CELLS = MappingProxyType({"S": "start", "F": "floor", "H": "hole", "G": "goal"})
-_LAKE_DIRECTIONS = MappingProxyType({0: 2, 1: 1, 2: 0, 3: 3})
-_MINIGRID_TURNS = MappingProxyType({0: -1, 1: 1, 2: 0})
+_LAKE_CELLS = {"S": "start", "F": "floor", "H": "hole", "G": "goal"}
+_LAKE_DIRECTIONS = {0: 2, 1: 1, 2: 0, 3: 3}
+_MINIGRID_TURNS = {0: -1, 1: 1, 2: 0}
 
 _STATE = ("cell", "direction", "turn", "action")
 
@@ -110,8 +109,8 @@ def _read_world(run: RunDirectory, env: AnyEnv) -> _Layout | bool | None:
     try:
         make_env = make_replay_env(run, env)
         with open_env(make_env) as world:
-            lake = _read_lake(world)
-            return True if lake is None and _is_minigrid(world) else lake
+            is_minigrid = all(hasattr(world.unwrapped, name) for name in ("agent_pos", "agent_dir", "grid"))
+            return _read_lake(world) or is_minigrid or None
     except WhenceError:
         return None
 
@@ -135,10 +134,6 @@ def _read_lake(env: gym.Env[Any, Any]) -> _Layout | None:
     texts = [cell.decode("ascii", "replace") if isinstance(cell, bytes) else str(cell) for cell in desc.flat]
     rows, cols = desc.shape
     return _Layout(rows, cols, tuple(_LAKE_CELLS.get(text, text) for text in texts))
-
-
-def _is_minigrid(env: gym.Env[Any, Any]) -> bool:
-    return all(hasattr(env.unwrapped, name) for name in ("agent_pos", "agent_dir", "grid"))
 
 
 def _read_pose(env: gym.Env[Any, Any], layouts: list[_Layout]) -> _Pose:

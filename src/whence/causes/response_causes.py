@@ -1,5 +1,6 @@
 """Causes of a language model's response: the records of all rounds, by the effect on its probability."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,8 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from whence.causes.bm25 import rank_bm25
 from whence.causes.ranking import KEYS, OnRound, Score, average_nearest, score_rounds
-from whence.core import RecordBatch, RunDirectoryError, WhenceError, eval_mode, suggest
+from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
 from whence.llm.base import language_view, read_tokens
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages
@@ -23,6 +23,9 @@ from whence.stored.language import Task, list_policies, load_trained_task, make_
 
 INFLUENCE, NEAREST, BM25 = METHODS = ("influence", "nearest", "bm25")
 """Ways to score a record; see `find_causes`."""
+
+K1, B = 1.5, 0.75
+"""BM25's constants: how soon repeated terms saturate, and how much long texts are discounted."""
 
 _COLUMNS = ("record_id", "prompt", "response", "reward", "advantage", "keep")
 
@@ -144,6 +147,36 @@ def _make_text_score(run: RunDirectory, numbers: Sequence[int], examples: Sequen
         "score": parts[number] * _read_advantages(table) * read_weights(table),
         "log_prob": pl.lit(None, dtype=pl.Float64),
     }
+
+
+def split_terms(text: str) -> list[str]:
+    """Return the words, numbers and marks of a text, in lower case."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+def rank_bm25(texts: Sequence[str], *questions: str) -> NDArray[np.float64]:
+    """Return each text's BM25 score for the question that it matches best, (n,), 0 or more.
+
+    A term that a question repeats counts as often. The weight of a term is `log(1 + (n - df + 1/2) / (df + 1/2))`, over
+    all texts (Lucene's form).
+    """
+    try:
+        with preserve_rng_state():  # with JAX installed the import tries JAX out, which draws from NumPy's generator
+            from bm25s import BM25
+    except ImportError:
+        raise Unsupported(
+            "BM25 needs the package bm25s, which is not installed: pip install bm25s, or in whence's source tree pip "
+            "install '.[llm]'."
+        ) from None
+    terms = [split_terms(text) for text in texts]
+    known = {term for document in terms for term in document}
+    queries = [[term for term in split_terms(question) if term in known] for question in questions]
+    if not any(queries):
+        return np.zeros(len(texts))
+    index = BM25(k1=K1, b=B, method="lucene")
+    index.index(terms, show_progress=False)
+    scores: NDArray[np.float64] = np.max([index.get_scores(query) for query in queries if query], axis=0)
+    return scores.astype(np.float64)
 
 
 def _read_advantages(table: pl.DataFrame) -> NDArray[np.float64]:

@@ -1,13 +1,24 @@
-"""Rounds trained again without some records: the settings, and what agents and language models do each in their way."""
+"""The trainings of a proof: their settings, what each leaves out, and what agents and language models do."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
-from whence.core import RecordBatch
+from whence.causes.ranking import KEYS
+from whence.core import NonFinite, RecordBatch, write_json
 from whence.validation import Count, Natural, Positive, settings
+
+VARIANTS = ("all", "without", "random", "placebo")
+"""What each training leaves out: nothing, the records in question, as many others at random, and a placebo's."""
 
 
 @settings("An agent's training without some records")
@@ -67,3 +78,82 @@ class Retraining:
     train: Callable[[pl.DataFrame, int], Any]
     measure: Callable[[Any, RecordBatch, int], dict[str, float]]
     load_end: Callable[[], Any]
+
+
+def train_variants(
+    left_out: pl.DataFrame,
+    others: pl.DataFrame,
+    choose_placebo: Callable[[np.random.Generator], pl.DataFrame],
+    measure: Callable[[pl.DataFrame, int], Mapping[str, float]],
+    seeds: int,
+    folder: Path,
+    about: Mapping[str, Any],
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> tuple[pl.DataFrame, Path]:
+    """Train with all records, without some, without as many at random, and without a placebo's; in each seed anew.
+
+    Random records are of the same rounds. After each training its outcomes are written to a file in the folder, named
+    by the question, `about` in JSON types, so that the same question continues there. Returns the table of a `Proof`,
+    and the file.
+
+    Raises:
+        NonFinite: an outcome is not finite.
+    """
+    question = json.dumps([about, left_out.rows()], sort_keys=True)
+    file = folder / f"{sha256(question.encode()).hexdigest()[:12]}.json"
+    rows = _read_rows(file)
+    choices = (
+        lambda generator: left_out.clear(),
+        lambda generator: left_out,
+        partial(_draw_matched, others, left_out),
+        choose_placebo,
+    )
+    for seed, (place, variant) in product(range(seeds), enumerate(VARIANTS)):
+        if any((row["seed"], row["variant"]) == (seed, variant) for row in rows):
+            continue
+        on_stage(f"seed {seed + 1} of {seeds}: {variant}")
+        outcomes = dict(measure(choices[place](np.random.default_rng([seed, place])).select(KEYS), seed))
+        if lost := [name for name, value in outcomes.items() if not math.isfinite(value)]:
+            raise NonFinite(f"{lost[0]} is {outcomes[lost[0]]} in seed {seed}, trained on {variant}: it diverged.")
+        rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
+        write_json(file, {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows})
+    cells = [
+        (row["seed"], row["variant"], outcome, value)
+        for row in rows
+        if row["seed"] < seeds
+        for outcome, value in row["outcomes"].items()
+    ]
+    return pl.DataFrame(cells, schema=["seed", "variant", "outcome", "value"], orient="row"), file
+
+
+def _draw_matched(others: pl.DataFrame, left_out: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:
+    """Return other records at random, of each round as many as are left out."""
+    pools = [
+        (others.filter(pl.col("round") == number), count)
+        for number, count in left_out.group_by("round", maintain_order=True).len().iter_rows()
+    ]
+    return pl.concat(pool[np.sort(generator.choice(len(pool), count, replace=False))] for pool, count in pools)
+
+
+def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
+    """Return other records, each of the same round and with the nearest advantage that is free."""
+    parts = []
+    for (number,), group in left_out.group_by("round", maintain_order=True):
+        table = trained.filter(pl.col("round") == number)
+        chosen = table.join(group, on=KEYS, how="semi")["advantage"].to_list()
+        pool = table.join(group, on=KEYS, how="anti")
+        distances = pool["advantage"].to_numpy().copy()
+        places = []
+        for advantage in chosen:
+            places.append(int(np.argmin(np.abs(distances - advantage))))
+            distances[places[-1]] = np.inf
+        parts.append(pool[sorted(places)])
+    return pl.concat(parts)
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the trainings that a file holds; a damaged file holds none."""
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))["rows"])
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return []

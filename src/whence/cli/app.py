@@ -17,39 +17,32 @@ from typer.main import get_command
 from whence.cli.terminal import HAS_LABORATORY, errors, make_printable, print_line
 from whence.core import WhenceError, library_versions
 
-LABORATORY: Mapping[str, str] = {
-    "train": "train_command:train",
-    "compare": "train_command:compare",
-    "sweep": "sweep_command:sweep",
-    "table": "sweep_command:table",
-}
-"""The laboratory's commands, which are absent without it. Where the function of each is: "module:function" of
-`whence.cli.commands`."""
+LABORATORY = ("train_command", "sweep_command")
+"""The modules of the laboratory's commands, which are absent without it."""
 
-COMMANDS: Mapping[str, str] = {
-    **(LABORATORY if HAS_LABORATORY else {}),
-    "attribute": "attribute_command:attribute",
-    "show": "show_command:show",
-    "findings": "findings_command:findings",
-    "why": "why_command:why",
-    "view": "report_command:view",
-    "report": "report_command:report",
-    "list": "list_command:list_",
-    "prove": "prove_command:prove",
-}
-"""All commands."""
 
-LLM_LABORATORY: Mapping[str, str] = {
-    "train": "train_command:train_language",
-    "compare": "train_command:compare_language",
-}
-"""The laboratory's of `whence llm`."""
+def _list_commands(**places: str) -> Mapping[str, str]:
+    """Return the commands that there are, and where the function of each is: "module:function" of the commands."""
+    return {name: place for name, place in places.items() if HAS_LABORATORY or not place.startswith(LABORATORY)}
 
-LLM_COMMANDS: Mapping[str, str] = {
-    **(LLM_LABORATORY if HAS_LABORATORY else {}),
-    "score": "llm_score_command:score",
-}
-"""All of `whence llm`."""
+
+COMMANDS = _list_commands(
+    train="train_command:train",
+    compare="train_command:compare",
+    sweep="sweep_command:sweep",
+    table="sweep_command:table",
+    attribute="attribute_command:attribute",
+    show="show_command:show",
+    findings="findings_command:findings",
+    why="why_command:why",
+    view="report_command:view",
+    report="report_command:report",
+    list="list_command:list_",
+    prove="prove_command:prove",
+)
+LLM_COMMANDS = _list_commands(
+    train="train_command:train_language", compare="train_command:compare_language", score="llm_score_command:score"
+)
 
 _STYLE: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": "markdown"}
 
@@ -106,7 +99,7 @@ def _make_group(commands: Mapping[str, str], **settings: Any) -> typer.Typer:
         tree = ast.parse((Path(__file__).parent / f"commands/{module}.py").read_text(encoding="utf-8"))
         definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         sentence = (ast.get_docstring(definitions[function]) or "").partition("\n\n")[0]
-        panel = "Laboratory" if place in (*LABORATORY.values(), *LLM_LABORATORY.values()) else None
+        panel = "Laboratory" if module in LABORATORY else None
         group.command(name, help=sentence, rich_help_panel=panel)(lambda: None)
     return group
 

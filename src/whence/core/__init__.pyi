@@ -1,6 +1,12 @@
 from .atomic_files import explain_write_errors as explain_write_errors
 from .atomic_files import write_atomically as write_atomically
 from .atomic_files import write_json as write_json
+from .columns import Tree as Tree
+from .columns import add_observations as add_observations
+from .columns import map_tree as map_tree
+from .columns import named_leaves as named_leaves
+from .columns import take as take
+from .columns import to_numpy as to_numpy
 from .errors import InvalidInfluence as InvalidInfluence
 from .errors import InvalidRecords as InvalidRecords
 from .errors import NonFinite as NonFinite
@@ -24,6 +30,9 @@ from .objectives import Objective as Objective
 from .objectives import PPOClip as PPOClip
 from .objectives import as_objective as as_objective
 from .objectives import policy_part as policy_part
+from .packages import call_plugin as call_plugin
+from .packages import library_versions as library_versions
+from .packages import load_plugin as load_plugin
 from .plain_json import decode as decode
 from .plain_json import describe as describe
 from .plain_json import describe_part as describe_part
@@ -33,8 +42,6 @@ from .plain_json import parse_document as parse_document
 from .plain_json import read_numbers as read_numbers
 from .plain_json import show as show
 from .plain_json import strip_addresses as strip_addresses
-from .plugins import call_plugin as call_plugin
-from .plugins import load_plugin as load_plugin
 from .policies import COLUMNS as COLUMNS
 from .policies import LazyOutputs as LazyOutputs
 from .policies import ModuleView as ModuleView
@@ -46,8 +53,6 @@ from .policies import notes_on as notes_on
 from .policies import register_placement as register_placement
 from .policies import register_view as register_view
 from .policies import unwrap_compiled as unwrap_compiled
-from .record_tables import add_observations as add_observations
-from .record_tables import to_numpy as to_numpy
 from .records import UNKNOWN as UNKNOWN
 from .records import Array as Array
 from .records import RecordBatch as RecordBatch
@@ -66,10 +71,6 @@ from .targets import is_mean as is_mean
 from .targets import reads_scored_records as reads_scored_records
 from .targets import rows_of as rows_of
 from .targets import target_name as target_name
-from .trees import Tree as Tree
-from .trees import map_tree as map_tree
-from .trees import named_leaves as named_leaves
-from .trees import take as take
 from .units import AGENT_UNITS as AGENT_UNITS
 from .units import LANGUAGE_UNITS as LANGUAGE_UNITS
 from .units import Unit as Unit
@@ -80,4 +81,3 @@ from .units import label_units as label_units
 from .units import name_owner as name_owner
 from .units import rank_units as rank_units
 from .units import resolve_unit as resolve_unit
-from .versions import library_versions as library_versions

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias, get_args, runtime_checkable
+from typing import Literal, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from whence.core.errors import InvalidRecords, WhenceError, suggest
+from whence.core.policies import Outputs
 from whence.core.records import RecordBatch, check_one_per_record
-
-if TYPE_CHECKING:
-    from whence.core.policies import Outputs
 
 AdvantageNorm: TypeAlias = Literal["none", "buffer"]
 
@@ -31,7 +29,7 @@ class Objective(Protocol):
         """Return the records as the objective reads them."""
         ...
 
-    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record; `records` may be any part of the prepared records."""
         ...
 
@@ -40,13 +38,13 @@ class Objective(Protocol):
 class FunctionObjective:
     """A plain function `function(outputs, records) -> (n,)` as an objective that prepares nothing."""
 
-    function: Callable[["Outputs", RecordBatch], Tensor]
+    function: Callable[[Outputs, RecordBatch], Tensor]
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Return the records unchanged."""
         return records
 
-    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the function's values."""
         return self.function(outputs, records)
 
@@ -86,7 +84,7 @@ class _ActorCritic:
             return records
         return records.with_columns({"advantages": _normalise(records.advantages)})
 
-    def _add_entropy_and_value(self, values: Tensor, outputs: "Outputs", records: RecordBatch) -> Tensor:
+    def _add_entropy_and_value(self, values: Tensor, outputs: Outputs, records: RecordBatch) -> Tensor:
         if self.ent_coef:
             # SB3 estimates an entropy without closed form by -log pi of the action taken.
             entropy = -outputs.log_prob if outputs.entropy is None else check_one_per_record("entropy", outputs.entropy)
@@ -130,7 +128,7 @@ class PPOClip(_ActorCritic):
     clip_range_vf: float | None = None
     advantage_norm: AdvantageNorm = "buffer"
 
-    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
         ratio = (check_one_per_record("log_prob", outputs.log_prob) - records.log_probs).exp()
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
@@ -149,14 +147,14 @@ class A2C(_ActorCritic):
     vf_coef: float = 0.0
     advantage_norm: AdvantageNorm = "buffer"
 
-    def __call__(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def __call__(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the objective of each record, (n,)."""
         return self._add_entropy_and_value(
             records.advantages * check_one_per_record("log_prob", outputs.log_prob), outputs, records
         )
 
 
-def as_objective(objective: Objective | Callable[["Outputs", RecordBatch], Tensor] | None) -> Objective:
+def as_objective(objective: Objective | Callable[[Outputs, RecordBatch], Tensor] | None) -> Objective:
     """Return `objective` as an `Objective`: a plain function is wrapped, None becomes `PPOClip()`.
 
     Raises:

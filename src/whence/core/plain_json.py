@@ -168,6 +168,8 @@ def show(value: Any) -> Any:
     kind = next(iter(value), None) if isinstance(value, Mapping) else None
     if kind in _KINDS:
         return str(value[kind]) + _show_settings(value)
+    if kind == "digest":
+        return f"<digest {value[kind]}>"
     if kind == "schedule":
         what = value.get("name", f"{value[kind]}{_show_settings(value)}")
         return f"a schedule of the code {value['code']}" if "code" in value else f"a schedule: {what}"
@@ -180,13 +182,8 @@ def show(value: Any) -> Any:
 def _show_settings(part: Mapping[str, Any]) -> str:
     settings = list(part.items())[1:]
     shown = [(name, value) for name, value in settings if value is not None and _USUAL.get(name) != value]
-    return f"({', '.join(f'{name}={_show_setting(value)}' for name, value in shown)})"
-
-
-def _show_setting(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"<digest {value['digest']}>" if "digest" in value else str(show(value))
-    return repr(value)
+    texts = [f"{name}={show(value) if isinstance(value, Mapping) else repr(value)}" for name, value in shown]
+    return f"({', '.join(texts)})"
 
 
 def strip_addresses(text: str) -> str:

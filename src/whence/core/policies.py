@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from whence.core.columns import Tree, map_tree
 from whence.core.errors import Unsupported
-from whence.core.plugins import load_plugin
+from whence.core.packages import load_plugin
 from whence.core.records import RecordBatch
-from whence.core.trees import Tree, map_tree
 
 Params: TypeAlias = Mapping[str, Tensor]
 
@@ -262,11 +262,6 @@ def register_view(package: str, make: Callable[[Any], PolicyView]) -> None:
     _VIEWS[package] = make
 
 
-def _find_view(package: str) -> Callable[[Any], PolicyView] | None:
-    """Return the function that makes views of a package's policies, loaded from its entry point at first use."""
-    return _VIEWS.get(package) or load_plugin("whence.views", package)
-
-
 def unwrap_compiled(policy: object) -> object:
     """Return the module of which `torch.compile` returned `policy`; they share all parameters."""
     return getattr(policy, "_orig_mod", policy)
@@ -287,7 +282,8 @@ def as_view(policy: object) -> PolicyView:
         return policy
     policy = unwrap_compiled(policy)
     for base in type(policy).__mro__:
-        if make := _find_view(base.__module__.partition(".")[0]):
+        package = base.__module__.partition(".")[0]
+        if make := _VIEWS.get(package) or load_plugin("whence.views", package):
             return make(policy)
     packages = sorted({*_VIEWS, *entry_points(group="whence.views").names})
     raise Unsupported(

@@ -12,10 +12,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from whence.core.columns import (
+    Tree,
+    add_observations,
+    flatten_rollout,
+    make_series,
+    map_tree,
+    named_leaves,
+    read_numbers,
+    read_observations,
+    take,
+)
 from whence.core.errors import InvalidRecords, NonFinite
-from whence.core.record_tables import add_observations, make_series, read_numbers, read_observations
-from whence.core.rollouts import flatten_rollout
-from whence.core.trees import Tree, map_tree, named_leaves, take
 
 Array: TypeAlias = Any  # anything torch.as_tensor takes
 

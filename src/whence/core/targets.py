@@ -5,23 +5,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard
+from typing import Any, Self, TypeAlias, TypeGuard
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from whence.core.columns import Tree, named_leaves
 from whence.core.errors import WhenceError
 from whence.core.objectives import Objective, policy_part
-from whence.core.policies import COLUMNS
+from whence.core.policies import COLUMNS, Outputs, Params, PolicyView
 from whence.core.records import RecordBatch, check_one_per_record
-from whence.core.trees import Tree, named_leaves
 from whence.core.units import Unit, check_unit, label_units
 
-if TYPE_CHECKING:
-    from whence.core.policies import Outputs, Params, PolicyView
-
-Target: TypeAlias = Callable[["PolicyView", "Params", RecordBatch], Tensor]
+Target: TypeAlias = Callable[[PolicyView, Params, RecordBatch], Tensor]
 """`target(view, params, records)` returns a scalar tensor, to be raised, differentiable in `params`.
 
 `records` are the scored records, with advantages that are not normalised.
@@ -61,10 +58,10 @@ class BatchTarget(ABC):
         return self
 
     @abstractmethod
-    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
 
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target after running the policy, for engines that have not computed the outputs."""
         return self.from_outputs(view.only(self.reads, params, view.prepare(records)), records)
 
@@ -78,14 +75,14 @@ class MeanTarget(BatchTarget):
         return None
 
     @abstractmethod
-    def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def values(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the values whose mean the target is; a record's value does not depend on other records."""
 
     @abstractmethod
     def weights(self, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the values' weights in the mean, from all records."""
 
-    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the mean from the outputs of all records."""
         weights = self.weights(records)
         return (weights * self.values(outputs, records)).sum() / (self.total or weights.sum())
@@ -135,7 +132,7 @@ class SummedTarget(ABC):
         """Return a part for processes that have fewer than others, which counts nothing; None: any pass will do."""
         return None
 
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the sum of the parts."""
         return torch.stack([part(view, params, records) for part in self.parts()]).sum()
 
@@ -166,7 +163,7 @@ class Return(MeanTarget):
     reads = frozenset(["log_prob"])
     linear = True
 
-    def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def values(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return each record's log-prob times its advantage."""
         return check_one_per_record("log_prob", outputs.log_prob) * records.advantages
 
@@ -174,7 +171,7 @@ class Return(MeanTarget):
         """Return ones."""
         return torch.ones_like(records.advantages)
 
-    def from_outputs(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, ""]:
+    def from_outputs(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target from the outputs of all records."""
         return self.values(outputs, records).mean()
 
@@ -217,7 +214,7 @@ class MeanObjective(MeanTarget):
         """Return the target for the scoring's objective."""
         return replace(self, objective=policy_part(objective))
 
-    def values(self, outputs: "Outputs", records: RecordBatch) -> Float[Tensor, " n"]:
+    def values(self, outputs: Outputs, records: RecordBatch) -> Float[Tensor, " n"]:
         """Return the policy part of each record's objective; the records are those that the objective prepared."""
         return self._bound(outputs, records)
 
@@ -244,7 +241,7 @@ class Action:
     action_mask: Any = None
     records: RecordBatch | None = None
 
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target, a scalar."""
         states = self.as_records(records, view.action_space)
         return check_one_per_record("log_prob", view(params, view.prepare(states)).log_prob).mean()

@@ -4,11 +4,14 @@ from .auto import register_engine as register_engine
 from .auto import solve as solve
 from .forward import derive_along as derive_along
 from .forward import outputs_along as outputs_along
-from .gradient_masks import add_masks as add_masks
 from .leave_one_out import subtract_own_parts as subtract_own_parts
 from .memory import check_memory as check_memory
 from .memory import choose_memory as choose_memory
 from .memory import measure_bytes as measure_bytes
+from .parameters import add_masks as add_masks
+from .parameters import is_in_shards as is_in_shards
+from .parameters import release_whole as release_whole
+from .parameters import whole_shape as whole_shape
 from .per_record import record_gradient as record_gradient
 from .probing import Along as Along
 from .probing import Precision as Precision
@@ -32,9 +35,6 @@ from .rules import register_rule as register_rule
 from .rules import rule_for as rule_for
 from .rules import weigh as weigh
 from .sharded import agree_on_most as agree_on_most
-from .shards import is_in_shards as is_in_shards
-from .shards import release_whole as release_whole
-from .shards import whole_shape as whole_shape
 from .tape import Layer as Layer
 from .tape import covered_layers as covered_layers
 from .tape import record_pass as record_pass

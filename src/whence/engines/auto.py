@@ -12,11 +12,11 @@ from whence.core import WhenceError, first_line, suggest
 from whence.engines.forward import forward
 from whence.engines.ghost import ghost
 from whence.engines.memory import fit_chunk_size, is_out_of_memory
+from whence.engines.parameters import is_in_shards
 from whence.engines.per_record import loop, vmap
 from whence.engines.probing import check_against_loop, check_mixing
 from whence.engines.problem import Engine, Problem, Refused, target_gradients
 from whence.engines.sharded import sharded
-from whence.engines.shards import is_in_shards
 
 log = logging.getLogger("whence")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from whence.core import MeanTarget, Outputs, RecordBatch, Unsupported, WrappedTarget
 from whence.engines.auto import ENGINES, run_engine
-from whence.engines.gradient_masks import add_masks
 from whence.engines.memory import is_out_of_memory
+from whence.engines.parameters import add_masks, is_in_shards
 from whence.engines.problem import (
     Gradient,
     Problem,
@@ -21,7 +21,6 @@ from whence.engines.problem import (
     compute_seeds,
     pullback,
 )
-from whence.engines.shards import is_in_shards
 from whence.engines.tape import Tape, covered_layers, record_pass
 
 

@@ -11,7 +11,7 @@ from torch.linalg import vecdot
 from torch.nn.grad import conv1d_weight, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from whence.engines.shards import whole_shape
+from whence.engines.parameters import whole_shape
 
 LayerTensors: TypeAlias = dict[str, Tensor]
 """Tensors by the layer's names of its parameters ("weight", "bias")."""

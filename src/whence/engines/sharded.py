@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from whence.core import BatchTarget, SummedTarget, Target, WhenceError, reads_scored_records, target_name
+from whence.engines.parameters import release_whole, whole_shape
 from whence.engines.problem import (
     Gradient,
     Problem,
@@ -28,7 +29,6 @@ from whence.engines.problem import (
     compute_seeds,
     pullback,
 )
-from whence.engines.shards import release_whole, whole_shape
 from whence.engines.tape import Call, Layer, Tape, covered_layers, record_pass
 
 Shards = dict[str, Float[Tensor, " part"]]

@@ -50,18 +50,14 @@ def covered_layers(modules: Mapping[str, nn.Module], parameters: Mapping[str, Te
             continue
         if (rule := rule_for(module)) is not None:
             layers.append(Layer(module, rule, names))
-        elif path and _is_layer(module):
+        elif path and type(module).forward is not nn.Module.forward and next(module.children(), None) is None:
+            # Modules that hold others are judged by these; ParameterList and ParameterDict have no forward.
             raise Refused(
                 f"The ghost engine has no rule for the layer `{path}` ({type(module).__name__}); it knows "
                 f"{', '.join(ruled_types())}. Use engine='forward' (or 'auto'), or register a rule with "
                 "whence.register_rule."
             )
     return layers
-
-
-def _is_layer(module: nn.Module) -> bool:
-    is_container = type(module).forward is nn.Module.forward  # ParameterList, ParameterDict
-    return not is_container and next(module.children(), None) is None
 
 
 @dataclass(frozen=True)

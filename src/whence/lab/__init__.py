@@ -1,6 +1,6 @@
 """The laboratory: presets, arms, comparisons, sweeps, whole rounds, and what they are measured by."""
 
-from whence.core.faces import attach_face
+from whence.core.packages import attach_face
 
 # What is imported is in __init__.pyi; it loads at first use.
 __getattr__, __dir__, __all__ = attach_face(__name__, __file__)

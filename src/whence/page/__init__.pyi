@@ -22,9 +22,9 @@ from .content import query_records as query_records
 from .content import read_decision as read_decision
 from .content import read_window as read_window
 from .content import spread as spread
-from .embedded_rounds import COMPARED_ROUNDS as COMPARED_ROUNDS
-from .embedded_rounds import OnRound as OnRound
 from .figures import arm_colours as arm_colours
+from .html import COMPARED_ROUNDS as COMPARED_ROUNDS
+from .html import OnRound as OnRound
 from .html import Runs as Runs
 from .html import choose_rounds as choose_rounds
 from .html import count as count

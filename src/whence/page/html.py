@@ -1,8 +1,9 @@
 """The page of runs as one HTML file that needs no network; and the same page for a server."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -15,19 +16,33 @@ from plotly.offline import get_plotlyjs
 
 from whence.core import show, write_atomically
 from whence.page.content import (
+    EMBEDDED,
     TARGETS,
     ExploredRun,
     attempt,
+    build_pivot,
+    build_round,
+    choose_steps,
+    compress_json,
     describe_runs,
+    describe_text,
+    describe_view,
+    gather_moment,
     identify_run,
+    list_curves,
+    list_groups,
+    list_moments,
+    make_thumb,
     name_target,
+    order_strip,
     read_answers,
+    replay_moments,
     spread,
     write_json,
 )
-from whence.page.embedded_rounds import OnRound, embed_rounds
 from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
+from whence.scores import find_moment
 from whence.stored.agents import AnyEnv
 
 SCRIPTS = (
@@ -42,6 +57,26 @@ STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 
 EMBEDDED_ROUNDS = 200
 """Rounds of a run that its file holds at most, unless others are named: each takes a fifth of a second or more."""
+
+FRAMED = 3
+"""Moments at either end of a round that have frames."""
+
+TOKENS = 8
+"""Responses at either end of a round that have numbers of each token."""
+
+LINKED_RESPONSES = 32
+"""Responses of a finding that can be opened, and have these numbers, too."""
+
+COMPARED_ROUNDS = 12
+"""Rounds of each run that a comparison's file holds at most."""
+
+DIGITS = 4
+"""Significant digits of a number in the file."""
+
+NOT_EMBEDDED = "This file has frames of the three worst and the three best moments of a round."
+
+OnRound = Callable[[int, int], None]
+"""Called with the number of rounds that are done, and of all."""
 
 Runs: TypeAlias = Mapping[tuple[str, int | None], RunDirectory]
 """Runs by their names and seeds; None: the seed is not known."""
@@ -186,6 +221,58 @@ def render(
     )
 
 
+def embed_rounds(
+    runs: Sequence[ExploredRun],
+    rounds: Sequence[Sequence[int]],
+    on_round: OnRound | None = None,
+    findings: Sequence[Sequence[Mapping[str, Any]]] = (),
+) -> Iterator[tuple[str, str]]:
+    """Yield the id of each round of some runs, and its text: JSON, compressed by gzip, as base64."""
+    places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
+    for done, (index, number) in enumerate(places, start=1):
+        content = _build_content(runs[index], number, findings[index] if findings else ())
+        yield f"round-{index}-{number}", compress_json(content, DIGITS)
+        if on_round is not None:
+            on_round(done, len(places))
+
+
+def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a round with the details of its moments."""
+    linked = [record for finding in findings if finding["round"] == number for record in finding["records"]]
+    shown = build_round(run, number, rows=True, records=linked)
+    records = run.round(number)
+    worst, best = list_moments(records, [])
+    present = {*records.table["record_id"]}
+    most = LINKED_RESPONSES if run.is_language else FRAMED
+    named = [find_moment(records.table, record) for record in linked[:most] if record in present]
+    framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
+    replays = replay_moments(run, [(moment, choose_steps(moment.step)) for moment in framed])
+    details, thumbs = {}, {}
+    for moment in (*worst, *best, *named):
+        record = moment.record_id
+        replay = replays.get(record, ({}, NOT_EMBEDDED))
+        view = gather_moment(run, number, moment, replay=replay)
+        details[str(record)] = describe_view(view)
+        if run.is_language:  # numbers of each token would make the file heavy
+            is_first = moment in (*worst[:TOKENS], *best[:TOKENS], *named)
+            details[str(record)] |= describe_text(view.row, run.vocabulary, with_tokens=is_first)
+        if view.frames and moment.step is not None:
+            thumbs[record] = make_thumb(view.frames[moment.step])
+    for about in (*shown["worst"], *shown["best"]):
+        about |= {"framed": about["record"] in thumbs, "thumb": thumbs.get(about["record"])}
+    columns = list_curves(order_strip(records.table, [*worst, *best]), run.labels)
+    # The strip has these.
+    del columns["record_ids"], columns["scores"], columns["dropped"]
+    shown["groupings"] = shown["groupings"][:EMBEDDED]
+    keys = [entry["key"] for entry in shown["groupings"]]
+    pivots = {"\n".join(by): build_pivot(run, number, by) for size in (1, 2) for by in combinations(keys, size)}
+    content: dict[str, Any] = {"round": shown, "details": details, "columns": columns, "pivots": pivots}
+    if run.is_language:
+        # Once for all of a prompt's responses, since each of them shows the others.
+        content["groups"] = list_groups(records, [int(record) for record in details])
+    return content
+
+
 def load_template() -> jinja2.Template:
     """Return the page's template."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -205,15 +292,14 @@ def _plot_as_json(figure: go.Figure) -> Any:
 
 def read_tables(runs: Runs) -> Tables:
     """Return each table of all runs below each other, with the runs' names; without rows if no run has any."""
-    return {name: _concatenate(name, runs) for name in get_args(Table)}
-
-
-def _concatenate(name: Table, runs: Runs) -> pl.DataFrame:
-    # Adding an arm to a table without columns would make a row.
-    tables = [(arm, table) for (arm, _), run in runs.items() if len(table := run.table(name))]
     plain = cs.numeric() | cs.boolean() | cs.string() | cs.by_dtype(pl.Null)
-    parts = [table.select(plain, arm=pl.lit(arm)) for arm, table in tables]
-    return pl.concat(parts, how="diagonal_relaxed") if parts else pl.DataFrame()
+    tables: dict[Table, pl.DataFrame] = {}
+    for name in get_args(Table):
+        parts = [(arm, run.table(name)) for (arm, _), run in runs.items()]
+        # Adding an arm to a table without columns would make a row.
+        named = [table.select(plain, arm=pl.lit(arm)) for arm, table in parts if len(table)]
+        tables[name] = pl.concat(named, how="diagonal_relaxed") if named else pl.DataFrame()
+    return tables
 
 
 def _list_resumptions(runs: Runs) -> list[str]:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from whence.core import WhenceError, hide_working_directory
-from whence.page.content import ExploredRun, build_causes, choose_round, stamp_file
+from whence.page.content import ExploredRun, choose_round, stamp_file
 from whence.runs import RunDirectory
 from whence.stored.agents import AnyEnv
 
@@ -77,11 +77,6 @@ class Questions:
 def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Callable[[], None]) -> dict[str, Any]:
     """Return a record's advantage by fresh rollouts; see `ExploredRun.measure`."""
     return run.measure(number, record, rollouts, check)._asdict()
-
-
-def explain(run: ExploredRun, number: int, record: int, by: str, check: Callable[..., None]) -> dict[str, Any]:
-    """Return what taught the policy the action of a record; see `build_causes`."""
-    return build_causes(run, number, record, by=by, on_round=check)
 
 
 def gather_findings(

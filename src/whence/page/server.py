@@ -29,6 +29,7 @@ from whence.page.content import (
     SCORED,
     ExploredRun,
     attempt,
+    build_causes,
     build_detail,
     build_pivot,
     build_round,
@@ -37,7 +38,7 @@ from whence.page.content import (
     query_records,
 )
 from whence.page.html import list_figures, render_runs
-from whence.page.questions import Questions, explain, gather_findings, measure
+from whence.page.questions import Questions, gather_findings, measure
 from whence.runs import write_flag
 
 HOST = "127.0.0.1"
@@ -211,7 +212,7 @@ def make_app(
         by = query.get("by", next(iter(SCORED)))
         if by not in SCORED:
             raise WhenceError(f"by is {by[:20]!r}; {' or '.join(SCORED)} is needed.")
-        return causes.ask(explain, run, number, record, by)
+        return causes.ask(build_causes, run, number, record, by)
 
     def answer_advantage(run: ExploredRun, number: int, record: int, query: QueryParams) -> dict[str, Any]:
         return measurements.ask(measure, run, number, record, continuations)

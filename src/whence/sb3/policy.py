@@ -164,7 +164,10 @@ def _complete(outputs: LazyOutputs) -> tuple[Tensor | None, ...]:
 def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
     """Return what `policy.evaluate_actions` returns, for prepared inputs, without changing `policy.action_dist`."""
     if "raw" in inputs:
-        return _evaluate_actions(policy, inputs)
+        masks = {"action_masks": inputs["masks"]} if "masks" in inputs else {}
+        with _spare_distribution(policy):
+            value, log_prob, entropy = policy.evaluate_actions(inputs["raw"], inputs["actions"], **masks)
+        return LazyOutputs(log_prob, value.flatten, lambda: entropy)
     distribution, values = _run(policy, inputs)
     try:
         log_prob = distribution.log_prob(inputs["actions"])
@@ -174,13 +177,6 @@ def _outputs(policy: Any, inputs: Tree) -> LazyOutputs:
             "records of its environment. SB3 counts the actions of a Discrete space from 0, whatever its start."
         ) from refusal
     return LazyOutputs(log_prob, values, distribution.entropy)
-
-
-def _evaluate_actions(policy: Any, inputs: Tree) -> LazyOutputs:
-    masks = {"action_masks": inputs["masks"]} if "masks" in inputs else {}
-    with _spare_distribution(policy):
-        value, log_prob, entropy = policy.evaluate_actions(inputs["raw"], inputs["actions"], **masks)
-    return LazyOutputs(log_prob, value.flatten, lambda: entropy)
 
 
 @contextmanager

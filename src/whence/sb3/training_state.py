@@ -141,7 +141,11 @@ def read_model(model: Any) -> dict[str, Any]:
         "total_timesteps": model._total_timesteps,
         "observed": {name: getattr(model, name) for name in _OBSERVED},
         "lstm_states": getattr(model, "_last_lstm_states", None),
-        "episodes": [_to_plain_dict(episode) for episode in model.ep_info_buffer or ()],
+        # Texts stand for what a checkpoint does not hold.
+        "episodes": [
+            {str(name): value if is_plain(value) else str(value) for name, value in episode.items()}
+            for episode in model.ep_info_buffer or ()
+        ],
         "successes": [bool(success) for success in model.ep_success_buffer or ()],
         "generators": read_rng_state(),
     }
@@ -167,11 +171,6 @@ def restore_model(model: Any, content: Mapping[str, Any]) -> None:
     model.ep_info_buffer = deque(content["episodes"], maxlen=model._stats_window_size)
     model.ep_success_buffer = deque(content["successes"], maxlen=model._stats_window_size)
     load_rng_state(content["generators"])
-
-
-def _to_plain_dict(episode: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an episode's statistics, with text in place of what a checkpoint does not hold."""
-    return {str(name): value if is_plain(value) else str(value) for name, value in episode.items()}
 
 
 def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> None:

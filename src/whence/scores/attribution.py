@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import overload
 
 import torch
@@ -142,18 +143,9 @@ def attribute(
         policy, records, by_name, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
     )
     if folds is not None:
+        add = partial(add_errors, folds=folds, objective=objective, engine=engine, memory=memory)
         influences = {
-            name: add_errors(
-                influence,
-                policy,
-                records,
-                target=by_name[name],
-                folds=folds,
-                objective=objective,
-                engine=engine,
-                memory=memory,
-            )
-            for name, influence in influences.items()
+            name: add(influence, policy, records, target=by_name[name]) for name, influence in influences.items()
         }
     return influences if isinstance(target, Mapping) else influences[""]
 

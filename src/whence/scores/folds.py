@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from heapq import heapreplace
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +10,8 @@ from torch import Tensor
 from whence.core import (
     BatchTarget,
     Outputs,
+    Params,
+    PolicyView,
     RecordBatch,
     Target,
     WhenceError,
@@ -21,9 +22,6 @@ from whence.core import (
     target_name,
 )
 from whence.scores.influence import widen_errors
-
-if TYPE_CHECKING:
-    from whence.core import Params, PolicyView
 
 FOLDS = 8
 """Folds of episodes that errors are computed over where nobody says otherwise."""
@@ -52,7 +50,7 @@ class PartialTarget(WrappedTarget):
         part = Outputs(*(None if column is None else column[index] for column in outputs))  # type: ignore[arg-type]
         return self.target.from_outputs(part, records.take(index))
 
-    def __call__(self, view: "PolicyView", params: "Params", records: RecordBatch) -> Float[Tensor, ""]:
+    def __call__(self, view: PolicyView, params: Params, records: RecordBatch) -> Float[Tensor, ""]:
         """Return the target after running the policy."""
         return self.target(view, params, records.take(self.index))
 

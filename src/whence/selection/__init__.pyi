@@ -18,7 +18,7 @@ from .selections import Progress as Progress
 from .selections import ScoreAll as ScoreAll
 from .selections import Selection as Selection
 from .selections import SelectionRule as SelectionRule
+from .selections import add_selection as add_selection
 from .selections import check_rule as check_rule
-from .tables import add_selection as add_selection
-from .tables import read_weights as read_weights
-from .tables import summarise_selection as summarise_selection
+from .selections import read_weights as read_weights
+from .selections import summarise_selection as summarise_selection

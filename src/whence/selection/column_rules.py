@@ -1,4 +1,7 @@
-"""Selection rules without scores: by rewards, advantages, or ids that somebody flagged."""
+"""Selection rules that read columns of the records: rewards, advantages, or ids that somebody flagged.
+
+RandomDrop counts what a rule by scores would drop, so it is in score_rules.py.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -22,14 +25,7 @@ from whence.core import (
 )
 from whence.runs import RunDirectory
 from whence.scores import Influence
-from whence.selection.selections import (
-    START,
-    CheckedRule,
-    Progress,
-    Selection,
-    Share,
-    drop_units,
-)
+from whence.selection.selections import START, CheckedRule, Progress, Selection, Share, drop_units
 
 NEARLY_EQUAL = 4e-7
 """Rewards that differ by less, as a share of the larger one, are equal: float32 adds their parts up no closer."""
@@ -57,7 +53,9 @@ class ZeroVariance:
             InvalidRecords: the records have no rewards or groups.
         """
         labels, rewards = _read_groups(records, type(self).__name__)
-        lowest, highest = (_reduce(rewards, labels, how) for how in ("amin", "amax"))
+        zeros = rewards.new_zeros(int(labels.max()) + 1)
+        lowest = zeros.scatter_reduce(0, labels, rewards, "amin", include_self=False)
+        highest = zeros.scatter_reduce(0, labels, rewards, "amax", include_self=False)
         equal = highest - lowest <= NEARLY_EQUAL * torch.maximum(highest.abs(), lowest.abs())
         dropped = (equal & (labels.bincount() > 1)).nonzero().flatten()
         return drop_units(dropped, labels, "all responses of its group have the same reward")
@@ -172,11 +170,6 @@ def _read_groups(records: RecordBatch, name: str) -> tuple[Int[Tensor, " n"], Fl
     if records.rewards is None:
         raise InvalidRecords(f"{name} needs rewards, which these records lack: pass them to RecordBatch or make_rows.")
     return label_units(records, "group"), records.rewards.double().cpu()
-
-
-def _reduce(values: Float[Tensor, " n"], labels: Int[Tensor, " n"], how: str) -> Float[Tensor, " m"]:
-    start = values.new_zeros(int(labels.max()) + 1)
-    return start.scatter_reduce(0, labels, values, how, include_self=False)
 
 
 def _read_ids(source: Any) -> tuple[int, ...]:

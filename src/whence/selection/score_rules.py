@@ -1,4 +1,4 @@
-"""Selection rules by scores, and their controls by chance."""
+"""Selection rules that read scores: the lowest are dropped, or as many at random (RandomDrop)."""
 
 from dataclasses import dataclass
 

@@ -10,15 +10,14 @@ from accelerate.state import AcceleratorState
 
 from helpers.scripts.shards_trl import Training, compare_trainers
 
-TRAININGS = [("grpo", 3), ("rloo", 3), ("grpo", 2)]
+TRAININGS: list[Training] = [("grpo", 3), ("rloo", 3), ("grpo", 2)]
 """Trainers and ZeRO's stages; in stage 2 each process holds whole parameters."""
 
 
-def start(training: Training) -> dict[str, Any]:
+def start(stage: int) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")  # without it, Accelerate sees one process on CPUs
-    stage = training[1]
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
     sizes = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"], "auto")
     return {"deepspeed": {**sizes, "zero_optimization": zero, "zero_allow_untested_optimizer": True}}

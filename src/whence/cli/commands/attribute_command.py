@@ -7,18 +7,11 @@ from typing import Annotated, Any
 import polars as pl
 import torch
 import typer
+from stable_baselines3 import PPO
 
 from whence import stored
-from whence.cli.terminal import (
-    console,
-    find_round,
-    make_table,
-    make_target,
-    options,
-    print_json,
-    print_line,
-)
-from whence.core import WhenceError
+from whence.cli.terminal import console, find_round, make_table, options, print_json, print_line
+from whence.core import Action, RecordBatch, Return, Target, WhenceError
 from whence.runs import RunDirectory
 from whence.sb3 import model_objective
 from whence.scores import attribute as attribute_records
@@ -56,7 +49,7 @@ def attribute(
         )
     number = find_round(directory, round, None)
     model, records = stored.load_round(directory, number, env=env)
-    explained = make_target(target, model, records, record, observation, action)
+    explained = _make_target(target, model, records, record, observation, action)
     influence = attribute_records(
         model.policy,
         records,
@@ -89,6 +82,29 @@ def attribute(
         print_line(f"Two errors (±) are a 95% interval. ?: no measurable difference from 0 ({share:.0%} have one).")
     if out is not None:
         print_line(f"All scores: {out}")
+
+
+def _make_target(
+    name: str, model: PPO, records: RecordBatch, record: int | None, observation: str | None, action: str | None
+) -> Target:
+    """Return the target that options describe, of a round's records and the model that collected it."""
+    if name == "return":
+        if (record, observation, action) != (None, None, None):
+            raise WhenceError(
+                "--record, --observation and --action belong to the target action; the target is return. "
+                "Add --target action, or leave them out."
+            )
+        return Return()
+    if record is None:
+        return options.parse_decision(observation, action, model)
+    if observation is not None or action is not None:
+        raise WhenceError("Give --record, or --observation and --action; not both.")
+    where = (records.ids == record).nonzero().flatten()
+    if len(where) != 1:
+        first, last = int(records.ids.min()), int(records.ids.max())
+        raise WhenceError(f"Record {record} is not in this round; its records go from {first} to {last}.")
+    single = records.take(where)
+    return Action(single.observations, single.actions)
 
 
 def _take_rows(scored: pl.DataFrame, ids: torch.Tensor) -> list[dict[str, Any]]:

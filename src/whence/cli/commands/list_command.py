@@ -6,15 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from whence.cli.terminal import (
-    HAS_LABORATORY,
-    AsJson,
-    console,
-    make_table,
-    print_json,
-    print_line,
-    require_laboratory,
-)
+from whence.cli.terminal import HAS_LABORATORY, AsJson, console, make_table, print_json, print_line, require_laboratory
 
 ENGINES = {
     "auto": "ghost where every layer has a rule, else forward, else vmap, else loop",

@@ -7,16 +7,19 @@ import polars as pl
 import torch
 import typer
 
-from whence.causes import AgentTraining, LanguageTraining, check_kind
+from whence.causes import AgentTraining, LanguageTraining, Proof, check_kind, format_outcome
 from whence.causes import prove as prove_behaviour
 from whence.cli.commands.why_command import choose_decision
 from whence.cli.terminal import (
+    console,
     errors,
     make_field_options,
+    make_table,
     options,
     parse_fields,
     parse_rounds,
-    print_proof,
+    print_json,
+    print_line,
     resumable,
     with_options,
 )
@@ -27,6 +30,8 @@ from whence.scores import read_axes
 from whence.stored.agents import score_round, state_names
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
+
+_TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
 
 _TESTS = make_field_options(AgentTraining, names=["test_episodes"], panel=options.AGENTS)
 _LANGUAGE = make_field_options(
@@ -123,7 +128,7 @@ def prove(
             env=env,
             on_stage=status.update,
         )
-    print_proof(proof, json=json)
+    _print_proof(proof, json=json)
 
 
 def _name_options(fields: dict[str, Any]) -> dict[str, Any]:
@@ -146,3 +151,35 @@ def _find_group(run: RunDirectory, number: int, where: str, env: str | None) -> 
             f"{', '.join(table.columns)}; names with spaces in double quotes."
         ) from None
     return group.select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id")
+
+
+def _print_proof(proof: Proof, *, json: bool) -> None:
+    """Print what came of the trainings: a table, and what it means in a sentence."""
+    rows = proof.summarise()
+    if json:
+        outcomes = [row | {"apart": proof.is_apart(row["outcome"])} for row in rows]
+        print_json({"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "outcomes": outcomes})
+        return
+    cells = [
+        [outcome, "the run itself", format_outcome(outcome, value), "–"] for outcome, value in proof.stored.items()
+    ]
+    cells += [
+        [row["outcome"], _TITLES[row["variant"]], *map(_format_interval, [row] * 2, ("value", "change"))]
+        for row in rows
+    ]
+    cells.sort(key=lambda cell: list(proof.table["outcome"].unique(maintain_order=True)).index(cell[0]))
+    title = f"{proof.size:,} {proof.records} left out, {proof.table['seed'].n_unique()} seeds, 95% intervals"
+    console.print(make_table(title, ["outcome", "trained", "mean", "change"], cells))
+    print_line(proof.text)
+    for note in proof.notes:
+        print_line(f"Note: {note}")
+    print_line(f"Numbers: {proof.file}")
+
+
+def _format_interval(row: dict[str, Any], column: str) -> str:
+    interval, outcome = row[column], row["outcome"]
+    if column == "change" and row["variant"] == "all":
+        return "–"
+    sign = "+" if column == "change" else ""
+    mean, *ends = (format_outcome(outcome, each, sign) for each in interval.values() if each is not None)
+    return mean + (f" [{', '.join(ends)}]" if ends else "")

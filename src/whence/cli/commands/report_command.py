@@ -7,11 +7,9 @@ from typing import Annotated
 import typer
 
 from whence.cli.terminal import (
-    AsJson,
-    ReplayEnv,
     RoundBar,
-    Trust,
     describe_training,
+    options,
     parse_rounds,
     print_json,
     print_line,
@@ -24,19 +22,16 @@ from whence.runs import RunDirectory, find_content
 
 def report(
     path: Annotated[Path, typer.Argument(help="A run directory, or the directory of a comparison.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The file to write. (default: report.html in PATH)", show_default=False)
-    ] = None,
-    env: ReplayEnv = None,
-    trust: Trust = False,
+    out: Annotated[Path | None, options.optional(help="The file to write. (default: report.html in PATH)")] = None,
+    env: options.ReplayEnv = None,
+    trust: options.Trust = False,
     rounds: Annotated[
         str | None,
-        typer.Option(
-            help="Rounds to embed, such as 1,5,10-50:10. (default: at most 200, of a comparison 12 of each run)",
-            show_default=False,
+        options.optional(
+            help="Rounds to embed, such as 1,5,10-50:10. (default: at most 200, of a comparison 12 of each run)"
         ),
     ] = None,
-    json: AsJson = False,
+    json: options.AsJson = False,
 ) -> None:
     """Write the page of a run or a comparison: one HTML file that needs no network.
 
@@ -66,15 +61,13 @@ def view(
     others: Annotated[
         list[Path] | None, typer.Argument(help="Further runs, to be compared on one page.", show_default=False)
     ] = None,
-    env: ReplayEnv = None,
-    trust: Trust = False,
+    env: options.ReplayEnv = None,
+    trust: options.Trust = False,
     port: Annotated[
-        int | None,
-        typer.Option(help="0 picks a free one. (default: the run's own)", min=0, max=65535, show_default=False),
+        int | None, options.optional(help="0 picks a free one. (default: the run's own)", min=0, max=65535)
     ] = None,
     continuations: Annotated[
-        int,
-        typer.Option(help="Fresh rollouts by which an opened record's advantage is measured; 0: none.", min=0),
+        int, typer.Option(help="Fresh rollouts by which an opened record's advantage is measured; 0: none.", min=0)
     ] = CONTINUATIONS,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:

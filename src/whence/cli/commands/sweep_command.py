@@ -8,12 +8,11 @@ import typer
 
 from whence import lab
 from whence.cli.terminal import (
-    AsJson,
-    On,
     PlannedBars,
     console,
     errors,
     make_printable,
+    options,
     print_json,
     print_line,
     resumable,
@@ -29,18 +28,15 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="Directory for curves and timings. (default: out/NAME-OF-FILE)")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
-    ] = None,
+    workers: options.Workers = None,
     only: Annotated[
         str | None,
-        typer.Option(
-            help="These experiments, arms or runs alone, separated by commas: lake,pond/iif,sea/iif/seed_3.",
-            show_default=False,
+        options.optional(
+            help="These experiments, arms or runs alone, separated by commas: lake,pond/iif,sea/iif/seed_3."
         ),
     ] = None,
-    on: On = "local",
-    json: AsJson = False,
+    on: options.On = "local",
+    json: options.AsJson = False,
 ) -> None:
     """Run many comparisons from one file: environments, arms, shares to drop and seeds.
 
@@ -76,7 +72,7 @@ def _choose_runs(runs: Sequence[Planned], names: Sequence[str], file: Path) -> l
 
 def table(
     out: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
-    json: AsJson = False,
+    json: options.AsJson = False,
 ) -> None:
     """Tabulate what a sweep has finished: tables.md and summary.json.
 

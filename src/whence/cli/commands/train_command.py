@@ -106,30 +106,25 @@ _ARMS = f"{', '.join(ARMS)}; `whence list arms` tells what they do."
 
 Preset: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}.",
-        show_default=False,
+    options.optional(
+        help=f"A built-in set-up instead of ENV, with defaults of its own. Known: {', '.join(read_presets())}."
     ),
 ]
 Seed: TypeAlias = Annotated[int, typer.Option(help="Of everything random.")]
 Run: TypeAlias = Annotated[
-    Path | None, typer.Option(help="The run's directory. (default: runs/NAME-SELECTION-seed0)", show_default=False)
+    Path | None, options.optional(help="The run's directory. (default: runs/NAME-SELECTION-seed0)")
 ]
 Seeds: TypeAlias = Annotated[int, typer.Option(help="Runs per arm, with seeds 0, 1, ...", min=1)]
-Workers: TypeAlias = Annotated[
-    int | None, typer.Option(help="Runs at a time. (default: one per core)", show_default=False)
-]
 Out: TypeAlias = Annotated[Path, typer.Option(help="Directory for summary.json, report.html and the runs.")]
 LanguageSettings: TypeAlias = Annotated[
     str | None,
-    typer.Option(
+    options.optional(
         help='Settings of whence.llm.PPOConfig, or TRL\'s GRPOConfig or RLOOConfig, as JSON: {"learning_rate": 1e-5}.',
         metavar="JSON",
-        show_default=False,
     ),
 ]
 LanguageRounds: TypeAlias = Annotated[
-    int | None, typer.Option(help="Rollouts to train on. (default: the task's, or 100)", show_default=False)
+    int | None, options.optional(help="Rollouts to train on. (default: the task's, or 100)")
 ]
 
 
@@ -141,21 +136,20 @@ def train(
     observation: options.Observation = None,
     action: options.Action = None,
     timesteps: Annotated[
-        int | None, typer.Option(help="Time steps to train on, instead of --rounds.", min=1, show_default=False)
+        int | None, options.optional(help="Time steps to train on, instead of --rounds.", min=1)
     ] = None,
     seed: Seed = 0,
     run: Run = None,
     overwrite: options.Overwrite = False,
     record_rounds: Annotated[
         str | None,
-        typer.Option(
+        options.optional(
             help="Rounds whose optimisation is recorded, to be replayed: 5,20 or 10-50 or, every tenth, 10-150:10.",
             metavar="ROUNDS",
-            show_default=False,
         ),
     ] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Write TensorBoard's files below this directory.", show_default=False)
+        Path | None, options.optional(help="Write TensorBoard's files below this directory.")
     ] = None,
     json: options.AsJson = False,
     **values: Any,
@@ -188,7 +182,7 @@ def compare(
     seeds: Seeds = 3,
     observation: options.Observation = None,
     action: options.Action = None,
-    workers: Workers = None,
+    workers: options.Workers = None,
     out: Out = Path("out/compare"),
     on: options.On = "local",
     overwrite: options.Overwrite = False,
@@ -211,10 +205,9 @@ def train_language(
     selection: Annotated[str, typer.Option(help=f"Which responses train: {_SELECTIONS}.")] = "ippo",
     target: Annotated[
         str | None,
-        typer.Option(
+        options.optional(
             help=f"What a response's score says it raises: {', '.join(LANGUAGE_TARGETS)}. (default: sequence for iif, "
-            "validation for ippo)",
-            show_default=False,
+            "validation for ippo)"
         ),
     ] = None,
     rounds: LanguageRounds = None,
@@ -246,7 +239,7 @@ def compare_language(
     ] = "none,random,iif-sequence,iif-token,ippo,ippo-unweighted",
     seeds: Seeds = 3,
     rounds: LanguageRounds = None,
-    workers: Workers = None,
+    workers: options.Workers = None,
     out: Out = Path("out/llm"),
     on: options.On = "local",
     overwrite: options.Overwrite = False,

@@ -1,4 +1,4 @@
-"""Options that several commands have, and those that are fields of a configuration."""
+"""Options that several commands have, those that are fields of a configuration, and what the values of both name."""
 
 import inspect
 import json
@@ -8,11 +8,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from whence.core import WhenceError
+
+if TYPE_CHECKING:
+    from stable_baselines3 import PPO
+
+    from whence.core import Action as ActionTarget
+    from whence.runs import RunDirectory
 
 AGENTS, LANGUAGE = "Agents", "Language models"
 """Headings of the help, over options for the runs of one kind, which a command refuses for the other."""
@@ -32,6 +38,7 @@ On: TypeAlias = Annotated[
         "names. Without RAY_ADDRESS, a Ray is started on this machine."
     ),
 ]
+Workers: TypeAlias = Annotated[int | None, optional(help="Runs at a time. (default: one per core)")]
 Overwrite: TypeAlias = Annotated[
     bool, typer.Option("--overwrite", help="Delete what the directory holds of it, and start anew.")
 ]
@@ -39,15 +46,10 @@ Target: TypeAlias = Annotated[
     Literal["return", "action"],
     typer.Option(help="What the scores are of: return, or action (of --record, or of the two below)."),
 ]
-Observation: TypeAlias = Annotated[
-    str | None, typer.Option(help="For the target action: one observation.", metavar="JSON", show_default=False)
-]
-Action: TypeAlias = Annotated[
-    str | None, typer.Option(help="For the target action: one action.", metavar="JSON", show_default=False)
-]
+Observation: TypeAlias = Annotated[str | None, optional(help="For the target action: one observation.", metavar="JSON")]
+Action: TypeAlias = Annotated[str | None, optional(help="For the target action: one action.", metavar="JSON")]
 Record: TypeAlias = Annotated[
-    int | None,
-    typer.Option(help="For the target action: what was done in this record of the round.", show_default=False),
+    int | None, optional(help="For the target action: what was done in this record of the round.")
 ]
 Engine: TypeAlias = Annotated[str, typer.Option(help="How scores are computed; see `whence list engines`.")]
 ReplayEnv: TypeAlias = Annotated[
@@ -100,6 +102,36 @@ def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def parse_decision(observation: str | None, action: str | None, model: "PPO") -> "ActionTarget":
+    """Return the target of an observation and an action, both as JSON and in the model's spaces."""
+    # Help is shown without torch.
+    from whence.core import Action
+    from whence.stored.agents import check_action
+
+    if observation is None or action is None:
+        raise WhenceError("An action is named by --record ID, or by both --observation and --action, as JSON.")
+    target = Action(**parse_action(observation, action))
+    check_action(target, model.observation_space, model.action_space)
+    return target
+
+
+def find_round(run: "RunDirectory", number: int | None, record: int | None) -> int:
+    """Return the round asked for: by its number, by a record in it, or the last."""
+    rounds = run.require_rounds()
+    if number is not None:
+        return number
+    if record is None:
+        whole = set(run.rounds("policies")) or rounds  # of large policies not every round's is kept
+        return max((each for each in rounds if each in whole), default=rounds[-1])
+    for candidate in reversed(rounds):
+        if record in run.round("records", candidate)["record_id"]:
+            return candidate
+    raise WhenceError(
+        f"No round of {run.path} holds record {record}; it holds rounds {rounds[0]} to {rounds[-1]}. See the moments "
+        "of a round with: whence show RUN --bottom 10"
+    )
+
+
 _ROUNDS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6})(?::([0-9]{1,6}))?)?")
 
 
@@ -118,7 +150,7 @@ def parse_rounds(option: str, text: str | None) -> list[int]:
     return sorted(rounds)
 
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Command: TypeAlias = Callable[..., None]
 
 
 class FieldOption:

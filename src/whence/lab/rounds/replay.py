@@ -30,14 +30,16 @@ from whence.core import (
     as_view,
     eval_mode,
     map_tree,
+    preserve_buffers,
     preserve_rng_state,
     take,
     target_name,
+    train_mode,
 )
 from whence.engines import check_scalar
 from whence.lab.rounds import optimizers
 from whence.lab.rounds.optimizers import State, safe_sqrt
-from whence.rounds import RoundRecording, check_collected, check_modes, check_policy
+from whence.rounds import RoundRecording, check_collected, check_policy
 from whence.scores import open_problem, raise_if_refused
 
 MARGIN = 3
@@ -180,12 +182,34 @@ def open_round(policy: object, recording: RoundRecording, *, dtype: torch.dtype 
     columns = map_tree(place, recording.records.columns)
     records = recording.records.with_columns(columns)
     check_collected(view, params, records, recording.number)
-    check_modes(view, params, records)
+    _check_modes(view, params, records)
     inputs = map_tree(lambda tensor: place(tensor.detach()), view.prepare(records))
     state = optimizers.initial_state(recording.optimizer, params)
     start = Point(torch.cat([p.flatten() for p in params.values()]), state)
     shapes = {name: p.shape for name, p in params.items()}
     return SteppedRound(recording, view, shapes, start, records, inputs, recording.update.objective())
+
+
+def _check_modes(view: PolicyView, params: Params, records: RecordBatch) -> None:
+    """Refuse a policy whose outputs differ between train mode, in which SB3 trains, and eval mode, in which it acts.
+
+    Up to 64 of the records are read. Dropout, for example, or running statistics make outputs differ.
+    """
+    positions = torch.linspace(0, len(records) - 1, min(64, len(records))).long()  # over all environments
+    inputs = view.prepare(records.take(positions))
+    with preserve_rng_state(), preserve_buffers(view.module.modules()), torch.no_grad():
+        with eval_mode(list(view.module.modules())):
+            acting = view(params, inputs)
+        with train_mode(view.module):
+            training = view(params, inputs)
+    for name, one, other in zip(acting._fields, acting, training, strict=True):
+        if one is not None and other is not None and not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
+            raise Unsupported(
+                f"The policy's {name} differs between train mode and eval mode, as with dropout or with a layer that "
+                "keeps running statistics. SB3 trained it in train mode, so its steps cannot be repeated in eval mode. "
+                "Train without such layers, or score by the snapshot (whence.attribute). SB3's own train() can repeat "
+                "the round: whence.sb3.replay_round."
+            )
 
 
 def step(round: SteppedRound, point: Point, minibatch: Minibatch, weights: Float[Tensor, " b"]) -> Point:

@@ -177,7 +177,7 @@ def encode_pair(number: int, row: Any, tokenizer: Any, settings: Mapping[str, An
                 "and pass texts."
             )
     ids, mask = list[int](), list[bool]()
-    for text, counts in pieces:
+    for text, counts in pieces or ():
         piece = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = [*ids, *piece], [*mask, *[counts] * len(piece)]
     if ids[-1:] != [end]:

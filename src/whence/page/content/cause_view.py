@@ -147,10 +147,10 @@ def gather_causes(
     target: Action,
     decision: Decision,
     *,
-    by: str = "nearest",
-    most: int = 10,
-    framed: int = 0,
-    on_round: Callable[[int, int], None] | None = None,
+    by: str,
+    most: int,
+    framed: int,
+    on_round: Callable[[int, int], None],
 ) -> CauseView:
     """Score the records of all rounds for a decision, and return what taught it.
 
@@ -191,12 +191,7 @@ def gather_causes(
 
 
 def build_causes(
-    run: ExploredRun,
-    number: int,
-    record: int,
-    *,
-    by: str = "nearest",
-    on_round: Callable[[int, int], None] | None = None,
+    run: ExploredRun, number: int, record: int, by: str, on_round: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Return in JSON types what taught the policy the action of a record, with thumbnails of the moments.
 

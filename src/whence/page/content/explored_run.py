@@ -99,7 +99,7 @@ class ExploredRun:
 
     Attributes:
         directory: the run's directory, finished or not.
-        label: its name on the page.
+        label: its name on the page; by default its arm or rule, and its seed if it is known.
         env: the environment, for replay; None: the run's own.
         about: how it was trained, in a sentence, for the head of the page.
     """
@@ -108,7 +108,8 @@ class ExploredRun:
         self, directory: RunDirectory | str | Path, label: str | None = None, env: AnyEnv = None, about: str = ""
     ) -> None:
         self.directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
-        self.label = label or name_run(self.directory)
+        arm, seed = identify_run(self.directory)
+        self.label = label or (arm if seed is None else f"{arm}, seed {seed}")
         self.env, self.about = env, about
 
     @cached_property
@@ -331,12 +332,6 @@ def attempt(compute: Callable[[], T], notes: list[str], failure: str, otherwise:
         note = f"{failure}: {first_line(error)}"
         notes += [] if note in notes else [note]
         return otherwise
-
-
-def name_run(run: RunDirectory) -> str:
-    """Return a run's name: its arm or rule, and its seed if it is known."""
-    label, seed = identify_run(run)
-    return label if seed is None else f"{label}, seed {seed}"
 
 
 def identify_run(run: RunDirectory) -> tuple[str, int | None]:

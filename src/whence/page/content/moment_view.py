@@ -113,11 +113,6 @@ class MomentView:
         return f"{self.env or self.run}, round {self.round}{step}"
 
     @property
-    def action(self) -> str:
-        """The face's action in words."""
-        return name_action(self.moment.action, self.action_labels)
-
-    @property
     def facts(self) -> dict[str, str]:
         """What is known about it in words, by name."""
         moment = self.moment
@@ -125,7 +120,8 @@ class MomentView:
         if moment.records > 1:
             counts = f"{moment.records} records, total {moment.total:.3g}, {moment.dropped} dropped"
             facts["moment"] = f"steps {moment.first_step} to {moment.last_step}: {counts}"
-        facts |= describe_training(self.row) | {"action": self.action, "advantage": format_number(moment.advantage)}
+        action = name_action(moment.action, self.action_labels)
+        facts |= describe_training(self.row) | {"action": action, "advantage": format_number(moment.advantage)}
         if (estimate := self.estimate) is not None:
             mean, error, text = estimate
             facts["fresh rollouts"] = text if mean is None else f"{mean:.3g} ± {error:.2g}. {text}"

@@ -35,20 +35,19 @@ class Column(NamedTuple):
     kind: str = "number"
 
 
-_SCORE = Column("score", "score", "Influence on the target: above 0, training on the record raises it", "score")
 _ERROR = Column(
     "error",
     "± error",
     "Error of the score, over folds of the target's episodes: two of them are a 95% interval",
     "error",
 )
-_KEPT = Column("keep", "kept", "Whether the record trained", "keep")
-_REASON = Column("reason", "reason", "Why the record was dropped", "reason")
-_FLAG = Column("flag", "flag", "Your flag and note, from an opened record", "text")
 
 STEPS = (
     Column("record_id", "record", "The step of training at which the record was collected"),
-    *(_SCORE, _ERROR, _KEPT, _FLAG),
+    Column("score", "score", "Influence on the target: above 0, training on the record raises it", "score"),
+    _ERROR,
+    Column("keep", "kept", "Whether the record trained", "keep"),
+    Column("flag", "flag", "Your flag and note, from an opened record", "text"),
     Column("env_index", "env", "Index of the environment"),
     Column("episode_id", "episode", "Id of the episode"),
     Column("step", "step", "Position in the episode, from 0"),
@@ -63,7 +62,7 @@ STEPS = (
     Column("log_prob", "log-prob", "Log-probability of the action"),
     Column("raw_observation", "observation", "As the environment returned it", "text"),
     Column("observation", "observation", "As the policy saw it", "text"),
-    _REASON,
+    Column("reason", "reason", "Why the record was dropped", "reason"),
 )
 """Columns where records are steps in an environment."""
 

@@ -19,10 +19,9 @@ from whence.scores import SIGNIFICANT, Moment, find_moment, find_moments
 
 def name_commands(run: ExploredRun) -> dict[str, str | None]:
     """Return the commands that an opened record names; None: the run does not say how to build its model again."""
-    can_explain = bool(run.directory.experiment) or "rollouts" in run.directory.config
-    names = {"view": "", "why": "--record {record}"}
-    commands: dict[str, str | None] = {name: run.name_command(name, options) for name, options in names.items()}
-    return commands | ({} if can_explain or not run.is_language else {"why": None})
+    can_explain = not run.is_language or bool(run.directory.experiment) or "rollouts" in run.directory.config
+    why = run.name_command("why", "--record {record}") if can_explain else None
+    return {"view": run.name_command("view"), "why": why}
 
 
 SERIES = ("episode_return", "reward", "dropped_share", "negative_share", "significant_share", "test_return")

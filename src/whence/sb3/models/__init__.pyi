@@ -2,6 +2,10 @@ from .building import REMEDY as REMEDY
 from .building import SPACES as SPACES
 from .building import MiniGridCNN as MiniGridCNN
 from .building import build_model as build_model
+from .building import copy_tensors as copy_tensors
+from .building import load_tensors as load_tensors
+from .building import named_tensors as named_tensors
+from .building import preserve_model as preserve_model
 from .building import resolve_classes as resolve_classes
 from .descriptions import HYPERPARAMETERS as HYPERPARAMETERS
 from .descriptions import Names as Names
@@ -16,7 +20,3 @@ from .recurrent import is_recurrent as is_recurrent
 from .recurrent import repeat_states as repeat_states
 from .recurrent import zero_states as zero_states
 from .supported_models import check_model as check_model
-from .tensors import copy_tensors as copy_tensors
-from .tensors import load_tensors as load_tensors
-from .tensors import named_tensors as named_tensors
-from .tensors import preserve_model as preserve_model

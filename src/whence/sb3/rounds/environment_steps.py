@@ -99,9 +99,9 @@ class EnvironmentSteps:
         """Return a round's table, of the buffer's records in their order, with what the environments returned.
 
         `reward` becomes the environments' own. What trained is in `trained_reward` if some differ. `bootstrap` is what
-        SB3 added where a time limit cut an episode, if one did. `end` is "terminated" or "truncated" at an episode's
-        last record. `raw_observation`, or `raw_observation.KEY`, are those that VecNormalize read. `info.KEY` are the
-        numbers in infos.
+        SB3 added where a time limit cut an episode, if one did: the last state's discounted value. `end` is
+        "terminated" or "truncated" at an episode's last record. `raw_observation`, or `raw_observation.KEY`, are those
+        that VecNormalize read. `info.KEY` are the numbers in infos.
         """
         rewards, scaled = (_flatten(each).astype(np.float32) for each in (self._rewards, self._scaled))
         truncated = self._find_truncated()
@@ -111,25 +111,16 @@ class EnvironmentSteps:
         if (trained != rewards).any():
             columns.append(pl.Series("trained_reward", trained))
         if truncated.any():
-            columns.append(_read_time_limit_bootstraps(trained, scaled, truncated))
-        table = table.with_columns(*columns, *self._make_info_columns())
+            columns.append(pl.Series("bootstrap", trained - scaled).set(pl.Series(~truncated), None))
+        rows = [step[env] for env in range(len(self._infos[0])) for step in self._infos]
+        keys = list(dict.fromkeys(key for row in rows for key in row))[:MOST_INFOS]
+        columns += [_make_numbers(f"info.{key}", [row.get(key) for row in rows]) for key in keys]
+        table = table.with_columns(columns)
         if self._observations:
             # One more was noted than there are steps: the next rollout's first.
             steps = self._observations[:-1]
             table = add_observations(table, {name: _flatten([step[name] for step in steps]) for name in steps[0]})
         return table
-
-    def _make_info_columns(self) -> list[pl.Series]:
-        rows = [step[env] for env in range(len(self._infos[0])) for step in self._infos]
-        keys = list(dict.fromkeys(key for row in rows for key in row))[:MOST_INFOS]
-        return [_make_numbers(f"info.{key}", [row.get(key) for row in rows]) for key in keys]
-
-
-def _read_time_limit_bootstraps(
-    trained: NDArray[np.float32], scaled: NDArray[np.float32], truncated: NDArray[np.bool_]
-) -> pl.Series:
-    """Return what SB3 added to the reward where a time limit cut an episode: the last state's discounted value."""
-    return pl.Series("bootstrap", trained - scaled).set(pl.Series(~truncated), None)
 
 
 def _select_numbers(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
-from whence.sb3.models.tensors import preserve_model
+from whence.sb3.models.building import preserve_model
 from whence.sb3.rounds.sampling import replace_samples
 from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 

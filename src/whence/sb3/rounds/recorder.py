@@ -13,8 +13,8 @@ from torch import Tensor
 
 from whence.core import Objective, RecordBatch, Unsupported, WhenceError, library_versions, objectives
 from whence.rounds import OptimizerState, RoundRecording, Update
+from whence.sb3.models.building import copy_tensors, named_tensors
 from whence.sb3.models.descriptions import is_own_schedule
-from whence.sb3.models.tensors import copy_tensors, named_tensors
 
 
 def model_objective(model: Any) -> Objective:
@@ -27,16 +27,13 @@ def model_objective(model: Any) -> Objective:
     """
     norm: objectives.AdvantageNorm = "buffer" if model.normalize_advantage else "none"
     if isinstance(model, PPO | MaskablePPO | RecurrentPPO):
-        clip_range = _read_widest(model.clip_range)
+        schedule: Any = model.clip_range
+        clip_range = objectives.PPOClip.clip_range
+        if is_own_schedule(schedule):
+            clip_range = max(float(schedule(left)) for left in (1.0, 0.5, 0.0))
         return objectives.PPOClip(clip_range=clip_range, ent_coef=model.ent_coef, advantage_norm=norm)
     assert isinstance(model, A2C)  # check_model lets no other pass
     return objectives.A2C(ent_coef=model.ent_coef, advantage_norm=norm)
-
-
-def _read_widest(schedule: Any) -> float:
-    if not is_own_schedule(schedule):
-        return objectives.PPOClip.clip_range
-    return max(float(schedule(left)) for left in (1.0, 0.5, 0.0))
 
 
 class Recorder:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whence.core import Tree, WhenceError, as_view, eval_mode, library_versions, preserve_rng_state
 from whence.rounds import RoundRecording, check_collected, check_policy
-from whence.sb3.models.tensors import copy_tensors, load_tensors, named_tensors, preserve_model
+from whence.sb3.models.building import copy_tensors, load_tensors, named_tensors, preserve_model
 from whence.sb3.rounds.recorder import training_libraries
 
 log = logging.getLogger("whence")

@@ -273,8 +273,8 @@ class TestQuestions:
         chat = [[{"role": "user", "content": "ab"}]]
         for prompts, question, ids in (
             (["cd"], ("ab", "cc"), [2, 3, 4, 4, 1]),
-            (chat, ("ab", "jcc"), [2, 3, 11, 4, 4]),
-            (chat, (chat[0], "jcc"), [2, 3, 11, 4, 4]),
+            (chat, ("ab", "cc"), [2, 3, 11, 4, 4, 1]),
+            (chat, (chat[0], "cc"), [2, 3, 11, 4, 4, 1]),
         ):
             target = make_response_target(self.make_task(prompts), [question])
             assert target.rows.observations["input_ids"].tolist() == [ids]

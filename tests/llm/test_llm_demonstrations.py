@@ -38,18 +38,41 @@ def test_an_end_that_a_tokenizer_appends_ends_no_prompt():
 def test_a_chat_goes_through_its_template():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
-    row = {"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "jcc"}]}
+    row = {"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "cc"}]}
     ids, _, mask = encode([row], tokenizer)
-    assert ids.tolist() == [[2, 3, 11, 4, 4]]
-    assert mask.tolist() == [[True, True]]
+    assert ids.tolist() == [[2, 3, 11, 4, 4, 1]]
+    assert mask.tolist() == [[True, True, True]]
     tokenizer.chat_template = "{% if brief %}i{% endif %}" + CHAT
     ids, _, _ = encode([row], tokenizer, chat_template_kwargs={"brief": True})
     config = PPOConfig("unused", max_new_tokens=2, chat_template_kwargs={"brief": True})
-    assert ids.tolist() == [[10, 2, 3, 11, 4, 4]]
+    assert ids.tolist() == [[10, 2, 3, 11, 4, 4, 1]]
     assert tokenize_prompts(tokenizer, [row["prompt"]], config, None) == [[10, 2, 3, 11]]
-    row["completion"][0]["content"] = "cc"
-    with pytest.raises(WhenceError, match="does not begin with its prompt"):
+    tokenizer.chat_template = CHAT.replace("m['content']", "m['content'][:1]")
+    with pytest.raises(WhenceError, match="are not to be found"):
         encode([row], tokenizer)
+
+
+TURNS = (
+    "{% for message in messages %}{{ 'i' if message.role == 'user' else 'j' }}"
+    "{{ 'e' if message.role == 'assistant' and loop.last }}{{ message.content }}</s>g{% endfor %}"
+    "{% if add_generation_prompt %}j{% endif %}"
+)
+
+
+def test_what_the_template_and_others_say_does_not_count():
+    """The template puts an `e` before the last answer, as if it had been thought, and a `g` after each message."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TURNS
+    said = [("assistant", "ab"), ("tool", "cd"), ("assistant", "a"), ("user", "b"), ("assistant", "e")]
+    row = {
+        "prompt": [{"role": "user", "content": "dd"}],
+        "completion": [{"role": role, "content": content} for role, content in said],
+    }
+    (ids,), _, (mask,) = encode([row], tokenizer)
+    text = "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
+    assert text == "idd</s>gjab</s>gjcd</s>gja</s>gib</s>gje</s>"
+    own = ids[-len(mask) :][mask].tolist()
+    assert "".join(tokenizer.convert_ids_to_tokens(own)) == "ab</s>a</s>e</s>"
 
 
 def test_what_is_cut_off_counts_for_nothing(caplog):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import whence
 from helpers.languages import STYLES, language_model, rows_for, scored, shaken, tokens
@@ -413,3 +414,26 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delitem(sys.modules, "whence.llm")
     with pytest.raises(Unsupported, match=r"pip install '\.\[llm\]'"):
         importlib.import_module("whence.llm")
+
+
+def test_making_rules_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a trainer that has seeded the generator before would draw other responses."""
+    monkeypatch.setattr(
+        rules, "_RULES", {kind: rule for kind, rule in rules._RULES.items() if kind.__module__[:5] == "torch"}
+    )
+    for kind in ("llama", "gpt2", "gemma2", "gemma3_text", "bart"):
+        settings = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        more = {
+            "num_key_value_heads": 1,
+            "head_dim": 4,
+            "d_model": 8,
+            "decoder_attention_heads": 2,
+            "scale_embedding": True,
+        }
+        config = AutoConfig.for_model(
+            kind, vocab_size=9, **{**settings, **more, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        state = torch.get_rng_state()
+        language_view(model)
+        assert torch.equal(state, torch.get_rng_state()), kind

@@ -1,12 +1,14 @@
 """GRPO and RLOO through TRL: a step is that of the kept completions alone, or it is refused."""
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import datasets
 import polars as pl
 import pytest
 import torch
@@ -566,6 +568,49 @@ def test_a_run_holds_what_the_policy_said_of_tokens(tmp_path, select):
     metrics = run.table("metrics").row(0, named=True)
     assert metrics["kl"] == pytest.approx(table["divergence"].mean())
     assert metrics["ended_share"] == table["ended"].mean()
+
+
+@pytest.mark.parametrize("rule", [None, ScoreAll()], ids=["plain", "in the step"])
+def test_an_evaluation_between_two_steps_leaves_a_batchs_record_as_it_is(tmp_path, rule):
+    counts = itertools.count()
+
+    def log_sometimes(prompts, completions, log_extra, **columns):
+        if next(counts) == 0:
+            log_extra("seen", [float(place) for place in range(len(completions))])
+        return reward(prompts, completions)
+
+    trainer = make_trainer(
+        *("grpo", tmp_path, rule),
+        reward_funcs=log_sometimes,
+        run=tmp_path / "run",
+        eval_dataset=datasets.Dataset.from_dict({"prompt": ["eee", "dd"]}),
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+        steps_per_generation=4,
+        max_steps=4,
+    )
+    trainer.train()
+    run = RunDirectory.open(tmp_path / "run")
+    first, second = run.round("records", 1), run.round("records", 2)
+    for table in (first, second):
+        for name in ("prompt", "response"):
+            texts = [
+                trainer.processing_class.decode(ids, skip_special_tokens=True).replace(" ", "")
+                for ids in table[f"{name}_ids"]
+            ]
+            assert [text.replace(" ", "") for text in table[name]] == texts, name
+        assert table["advantage"].to_list() == pytest.approx(advantages_of(table), abs=1e-5)
+    assert first["info.seen"].to_list() == list(map(float, range(16)))
+    assert "info.seen" not in second.columns or second["info.seen"].null_count() == 16
+    assert trainer._logs["extra"]["seen"]  # TRL's own log has it
+
+
+def advantages_of(table):
+    """GRPO's advantages of a round's rewards, in groups of four."""
+    groups = table["reward"].to_numpy().reshape(-1, 4)
+    centred = groups - groups.mean(1, keepdims=True)
+    return (centred / (groups.std(1, ddof=1, keepdims=True) + 1e-4)).flatten().tolist()
 
 
 def test_evaluation_is_trls_own_and_images_are_refused(tmp_path):

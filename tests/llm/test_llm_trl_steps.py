@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from helpers.language_training import make_model, refuse
 from helpers.languages import language_model, shaken
 from helpers.toys import assert_close
-from helpers.trl_training import Watch, count_rows, make_target, make_trainer
+from helpers.trl_training import count_rows, make_target, make_trainer
 from whence import NonPositive, Selection, Unsupported
 from whence.engines import TrainingPass
-from whence.llm import language_view
 from whence.llm.trl import in_step
+from whence.llm.trl.completions import measure_denominator, take_rows
 from whence.llm.trl.in_step import PassChooser
 from whence.selection import ScoreAll
 
@@ -49,7 +49,7 @@ def train(folder, kind, style, rule, **settings):
 
 ONE_PASS = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 SHORT = [
-    ("grpo", "llama", {"loss_type": "dapo", "num_iterations": 2}),
+    ("grpo", "llama", {"loss_type": "dapo", "num_iterations": 2, "beta": 0.5}),  # weights are of the divergence, too
     ("grpo", "gpt2", {"loss_type": "bnpo", "max_grad_norm": 0.01, "gradient_checkpointing": False, **ONE_PASS}),
     ("rloo", "lora", {}),
 ]
@@ -122,18 +122,55 @@ def test_all_rows_are_scored_and_train_where_none_may_be_dropped(tmp_path, setti
     assert torch.equal(scored.influence.scores != 0, has_gradient)
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss_type": "dr_grpo"}], ids=["dapo", "dr_grpo"])
+SEVERAL_STEPS = {"steps_per_generation": 4}
+OWN_GRADIENTS = [{}, {"loss_type": "dr_grpo"}, SEVERAL_STEPS, {"loss_type": "bnpo", **SEVERAL_STEPS}]
+OWN_GRADIENTS += [
+    pytest.param(
+        {"loss_type": loss, "steps_per_generation": steps, "num_iterations": iterations}, marks=pytest.mark.long
+    )
+    for loss in ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+    for steps in (2, 4, 6)
+    for iterations in (1, 2)
+]
+
+
+@pytest.mark.parametrize("settings", OWN_GRADIENTS, ids=str)
 def test_the_default_target_is_the_last_batchs_own_gradient_of_all_its_rows(tmp_path, settings):
-    watch = Watch()
-    trainer = train(tmp_path, "grpo", "llama", NonPositive(), watch=watch, max_steps=2, **settings)
-    assert 0 < trainer.selection.keep.sum() < 8
-    trainer.model.load_state_dict(watch.states[-1])
-    trainer.model.zero_grad()
-    view = language_view(trainer.model)
-    outputs = view.only({"log_prob"}, view.parameters(), view.prepare(trainer.rows))
-    trainer.scoring.objective(outputs, trainer.rows).mean().backward()
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.allclose(trainer.chooser.gradient[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+    """Of several steps on a batch each has its rows at the parameters before it, by TRL's loss of each row alone."""
+    steps = settings.get("steps_per_generation", 2) // 2
+    passes = []
+    rule = ScoreAll() if steps > 1 or settings.get("loss_type") == "bnpo" else NonPositive()
+    trainer = make_trainer(
+        "grpo", tmp_path, rule, optim="sgd", max_steps=steps * settings.get("num_iterations", 1), **settings
+    )
+    compute_loss, chooser = trainer._compute_trl_loss, trainer.chooser
+
+    def watch(model, inputs):
+        if chooser.is_open and chooser._is_confirmed and torch.is_grad_enabled() and model.training:
+            passes.append(
+                (
+                    {n: p.detach().clone() for n, p in model.named_parameters()},
+                    {n: c.clone() if hasattr(c, "clone") else c for n, c in inputs.items()},
+                )
+            )
+        return compute_loss(model, inputs)
+
+    trainer._compute_trl_loss = watch
+    trainer.train()
+    trainer._compute_trl_loss = compute_loss
+    total, count = {name: torch.zeros_like(p) for name, p in trainer.model.named_parameters()}, 0
+    for state, inputs in passes:
+        trainer.model.load_state_dict(state)
+        for place in range(len(inputs["completion_ids"])):
+            row = take_rows(inputs, torch.tensor([place]))
+            trainer.model.zero_grad()
+            (compute_loss(trainer.model, row) * measure_denominator(trainer, row)).backward()
+            for name, parameter in trainer.model.named_parameters():
+                total[name] -= parameter.grad
+            count += 1
+    assert count == 4 * settings.get("steps_per_generation", 2)
+    for name, expected in total.items():
+        assert torch.allclose(trainer.chooser.gradient[name], expected / count, rtol=1e-4, atol=1e-5), name
 
 
 def test_rows_dropped_in_the_first_step_cost_later_ones_no_pass(tmp_path, monkeypatch):

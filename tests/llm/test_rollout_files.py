@@ -105,14 +105,15 @@ def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatc
     write_lines(folder, "2.jsonl", ROWS)
     pl.DataFrame(ROWS[:1]).rename({"input": "prompt"}).with_columns(other=2.0).write_parquet(folder / "3.parquet")
     steps = list(read_steps(folder))
-    assert [step["step"].unique().to_list() for step in steps] == [[1], [2], [1], [10]]
-    assert steps[0]["info.gts"].to_list() == ["x", "y"]
-    long = [{"prompt": f"{number // 3}", "completion": "a", "good": number, "short": 1.0} for number in range(9)]
+    assert [(step["step"][0], len(step)) for step in steps] == [(1, 3), (2, 2), (10, 2)]
+    assert steps[0]["info.gts"].to_list() == ["x", "y", "x"]
+    scattered = [{"prompt": f"{number % 3}", "completion": "a", "reward": number} for number in range(9)]
     monkeypatch.setattr(rollout_files, "ROUND", 4)
-    parts = list(read_steps(write_lines(tmp_path / "long", "a.jsonl", long) / "a.jsonl"))
-    assert [part["prompt"].to_list() for part in parts] == [["0"] * 3, ["1"] * 3, ["2"] * 3]
-    assert parts[0]["reward"].to_list() == [1.0, 2.0, 3.0]
-    assert parts[0].select("reward.good", "reward.short").row(1) == (1, 1.0)
+    parts = list(read_steps(write_lines(tmp_path / "long", "a.jsonl", scattered) / "a.jsonl"))
+    assert [part["group_id"].to_list() for part in parts] == [[0, 1, 2, 0], [1, 2, 0, 1], [2]]
+    assert [a for part in parts for a in part["advantage"]] == pytest.approx(
+        [-1.0] * 3 + [0.0] * 3 + [1.0] * 3, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -173,9 +174,15 @@ def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"question": "a", "output": "b", "score": 1}], "has no column 'prompt or input' for the prompt"),
-        ([{"prompt": "a", "response": "b", "note": "c"}], "has no reward among its columns"),
-        ([{"prompt": "a" * 99, "response": "b", "reward": 1}], "has 101 tokens, and the model reads 32"),
+        (
+            [{"question": "a", "output": "b", "score": 1}],
+            "line 1 has no column 'prompt or input or input_prompt' for the prompt",
+        ),
+        ([{"prompt": "a", "response": "b", "note": "c"}], "line 1 has no reward: name its column"),
+        (
+            [{"prompt": "a" * 99, "response": "b", "reward": 1}],
+            "1 rows of more than the 32 tokens that the model reads",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from whence.causes.ranking import KEYS, OnRound, Score, average_nearest, score_rounds
 from whence.core import RecordBatch, RunDirectoryError, Unsupported, WhenceError, eval_mode, preserve_rng_state, suggest
-from whence.llm.base import language_view, pad_rows
+from whence.llm.base import language_view, read_tokens
 from whence.llm.scores import ValidationLoss, score
 from whence.llm.text import Prompt, join_messages
 from whence.runs import RunDirectory
@@ -95,8 +95,7 @@ def read_examples(
     table = pl.concat(parts, how="diagonal_relaxed")
 
     def make_target(task: Task) -> ValidationLoss:
-        ids = (table[name].to_list() for name in ("prompt_ids", "response_ids"))
-        return ValidationLoss(*pad_rows(*ids, task.tokenizer.pad_token_id))  # type: ignore[call-arg,arg-type]
+        return ValidationLoss(*read_tokens(table, task.tokenizer.pad_token_id))
 
     return make_target, table.select("prompt", "response").rows()
 

@@ -62,12 +62,14 @@ class TrainingPass:
                     scores -= _multiply(call, g, target)
         return scores / scale
 
-    def add_gradient(self, weights: Float[Tensor, " n"], total: Gradient | None = None) -> None:
+    def add_gradient(self, weights: Float[Tensor, " n"], total: Gradient | None = None, scale: float = 1.0) -> None:
         """Add the gradient of the loss with a weight for each row to the parameters' `.grad`; call it once.
 
         Args:
             weights: the rows' weights; a row of weight 0 costs nothing.
-            total: where to add the gradient with all weights 1; None: nowhere. Rows of weight 0 then cost as others.
+            total: where to add the gradient with all weights 1, divided by `scale`; None: nowhere. Rows of weight 0
+                then cost as others.
+            scale: see `backward`.
         """
         weights = weights.float().cpu()  # each question to a device would wait for it
         rows, others = (mask.nonzero().flatten() for mask in (weights != 0, weights == 0))
@@ -84,14 +86,13 @@ class TrainingPass:
                 if total is not None:
                     same = selected if factors is None else _sum_rows(call, g, rows, None)
                     for part in (same, _sum_rows(call, g, others, None)):
-                        self._add_to(total, part)
+                        self._add_to(total, part, scale)
 
-    def _add_to(self, total: Gradient, part: Gradient) -> None:
+    def _add_to(self, total: Gradient, part: Gradient, scale: float) -> None:
         for name, tensor in part.items():
-            if name in total:
-                total[name] += tensor
-            else:
-                total[name] = tensor.to(self._parameters[name].dtype, copy=True)
+            if name not in total:
+                total[name] = torch.zeros_like(self._parameters[name])
+            total[name].add_(tensor, alpha=1 / scale)
 
 
 @contextmanager

@@ -1,25 +1,18 @@
-"""Rollouts in files as trainers write them: read step by step in one form, and scored at a checkpoint.
+"""Rollouts in files as trainers write them: read step by step in one form, and scored at a checkpoint."""
 
-- TRL (`log_completions=True`): `completions_00012.parquet` with step, prompt, completion, a column for each reward
-  function, and advantage.
-- verl (`trainer.rollout_data_dir`): `12.jsonl` with input, output, score, step, and what the reward function returned.
-- Any other: Parquet or JSON lines with a prompt, a response and a reward, and if there are: step, group, advantage.
-"""
-
-import io
-import re
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import polars as pl
-from pyarrow import ArrowException, parquet
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, first_line, library_versions, rows_of
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of
 from whence.llm.base import (
-    TokenRows,
     average_rows,
     describe_rows_scored,
     list_infos,
@@ -27,133 +20,121 @@ from whence.llm.base import (
     make_table_rows,
     pad_rows,
 )
+from whence.llm.rollout_rows import Row, list_files, read_rows
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
-from whence.llm.text import check_tokenizer, context_length, encode_pair, join_messages, list_chats, list_vocabulary
+from whence.llm.text import (
+    Tokens,
+    check_tokenizer,
+    context_length,
+    encode_pair,
+    join_messages,
+    list_chats,
+    list_vocabulary,
+)
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
+log = logging.getLogger("whence")
+
 ROUND = 4096
-"""Rows of a round at most: a longer step becomes several."""
-
-NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "prompt": ("prompt", "input"),
-        "response": ("response", "completion", "output"),
-        "reward": ("reward", "score"),
-        "step": ("step", "global_step"),
-        "group": ("group", "group_id", "uid"),
-        "advantage": ("advantage",),
-        "prompt_ids": ("prompt_ids",),
-        "response_ids": ("response_ids",),
-    }
-)
-"""What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
-
-_NEEDED = "prompt", "response"
-_SUFFIXES = ".parquet", ".jsonl", ".json", ".ndjson"
+"""Rows of a round at most where a file does not say steps; a step is one round."""
 
 
-def read_steps(path: Path, columns: Mapping[str, str] = MappingProxyType({})) -> Iterator[pl.DataFrame]:
-    """Yield the rows of each step, in the order of the files' numbers and of their rows; a long step in parts.
+def read_steps(
+    path: Path, columns: Mapping[str, str] = MappingProxyType({}), skipped: Counter[str] | None = None
+) -> Iterator[pl.DataFrame]:
+    """Yield the rows of each step as they stand in the files; steps that are interleaved come by their numbers.
 
-    The columns are those of `NAMES`, as far as they are there, with `reward.NAME` for each of several reward functions
-    and `info.NAME` for all others. No part of a step divides consecutive rows of one group, or of one prompt.
+    The columns are those of `NAMES`, as far as they are there, with `group_id` and `advantage` over the whole step,
+    `reward.NAME` for each part of the reward and `info.NAME` for all others. A file that says no steps is one, and
+    comes in parts of `ROUND` rows. All files are looked at before the first step comes.
 
     Args:
-        path: a file, or a folder of them.
-        columns: names of columns that hold what `NAMES` lists, where they are others.
+        path: a file, or a folder of them; see `whence.llm.rollout_rows`.
+        columns: names of columns that hold what `NAMES` lists, where they are others. That of the reward may be a sum,
+            such as `accuracy + 0.1 * length`.
+        skipped: counts rows that are left out, by the reason.
 
     Raises:
         WhenceError: there are no rollouts; or a file cannot be read, or lacks a column.
     """
-    rest: pl.DataFrame | None = None
-    for file in list_files(path):
-        for batch in _read_batches(file):
-            table = _rename(batch, columns, file)
-            rest = table if rest is None else pl.concat([rest, table], how="diagonal_relaxed")
-            *steps, rest = _split(rest)
-            yield from steps
-        if rest is not None and "step" not in rest.columns:  # a file is a step
-            yield rest
-            rest = None
-    if rest is not None and not rest.is_empty():
-        yield rest
+    skipped = Counter[str]() if skipped is None else skipped
+    files = list_files(path, skipped)
+    table = _survey(read_rows(file, columns, skipped) for file in files)
+    if table.is_empty():
+        raise WhenceError(f"{path} holds no rollouts: {_list_skipped(skipped) or 'its files are empty'}.")
+    table = add_advantages(_join_groups(table, named="group" in columns)).select("step", "group_id", "advantage")
+    rows: Iterator[Row] = chain.from_iterable(read_rows(file, columns, Counter()) for file in files)
+    if table["step"].rle_id().n_unique() > table["step"].n_unique():
+        table = table.with_row_index("place").sort("step", maintain_order=True)
+        everything = list(rows)
+        rows = (everything[place] for place in table["place"])
+    for step in table.partition_by("step", maintain_order=True):
+        size = ROUND if step["step"][0] < 0 else len(step)
+        for part in step.iter_slices(size):
+            yield _make_table([next(rows) for _ in range(len(part))], part)
 
 
-def list_files(path: Path) -> list[Path]:
-    """Return a file, or the files of rollouts in a folder, in the order of the numbers in their names."""
-    if path.is_file() and path.suffix in _SUFFIXES:
-        return [path]
-    files = [file for file in path.glob("*") if file.suffix in _SUFFIXES] if path.is_dir() else []
-    if not files:
-        raise WhenceError(
-            f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
-            f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
-        )
-    return sorted(files, key=lambda file: ([int(number) for number in re.findall(r"\d+", file.stem)], file.name))
+def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
+    """Return what advantages need of each row: its step, group, prompt, reward and advantage.
+
+    A file without steps has a number of its own below 0.
+    """
+    parts = []
+    for number, rows in enumerate(files, 1):
+        columns: dict[str, list[Any]] = {"step": [], "group": [], "prompt": [], "reward": [], "advantage": []}
+        for row in rows:
+            columns["step"].append(-number if row.get("step") is None else row["step"])
+            columns["group"].append(None if row.get("group") is None else str(row["group"]))
+            columns["prompt"].append(hash(_write(row.get("prompt", row.get("prompt_ids")))))
+            columns["reward"].append(row.get("reward"))
+            columns["advantage"].append(row.get("advantage"))
+        kinds = {"step": pl.Int64, "group": pl.String, "prompt": pl.Int64}
+        parts.append(pl.DataFrame(columns, {**kinds, "reward": pl.Float64, "advantage": pl.Float64}))
+    table = pl.concat(parts)
+    return table.select(name for name in table.columns if name in kinds or table[name].count())
 
 
-def _read_batches(file: Path) -> Iterator[pl.DataFrame]:
-    """Yield a file's rows, some thousands at a time, so that a large file is never in memory as a whole."""
-    try:
-        if file.suffix == ".parquet":
-            for batch in parquet.ParquetFile(file).iter_batches(ROUND):  # Polars would read whole groups of rows
-                yield pl.DataFrame(pl.from_arrow(batch))
-            return
-        with file.open("rb") as lines:
-            while chunk := b"".join(islice(lines, ROUND)):
-                yield pl.read_ndjson(io.BytesIO(chunk), infer_schema_length=None)
-    except (OSError, ArrowException, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
-        kind = "Parquet" if file.suffix == ".parquet" else "JSON lines"
-        raise WhenceError(f"{file} cannot be read as {kind}: {first_line(broken)}") from None
+def _write(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
 
 
-def _rename(table: pl.DataFrame, columns: Mapping[str, str], file: Path) -> pl.DataFrame:
-    """Return a file's table with the columns of `NAMES`, `reward.NAME` and `info.NAME`."""
-    sources = {}
-    for name, usual in NAMES.items():
-        source = columns.get(name) or next((each for each in usual if each in table.columns), None)
-        if (source is not None and source not in table.columns) or (source is None and name in _NEEDED):
-            raise WhenceError(
-                f"{file} has no column {source or ' or '.join(usual)!r} for the {name}; it has: "
-                f"{', '.join(table.columns)}. Name the right one: --column {name}=NAME."
-            )
-        if source is not None:
-            sources[name] = source
-    others = [name for name in table.columns if name not in sources.values()]
-    parts: list[str] = []
-    if "reward" not in sources:  # TRL's: a column for each function
-        parts = [name for name in others if table.schema[name].is_numeric()]
-        if not parts and "advantage" not in sources:
-            raise WhenceError(f"{file} has no reward among its columns: {', '.join(table.columns)}. See --column.")
-    renamed = [pl.col(source).alias(name) for name, source in sources.items()]
-    if parts:
-        renamed.append(pl.sum_horizontal(pl.col(name).fill_nan(None) for name in parts).alias("reward"))
-    renamed += [pl.col(name).alias(f"reward.{name}") for name in parts if len(parts) > 1]
-    renamed += [pl.col(name).alias(f"info.{name}") for name in others if name not in parts]
-    return table.select(renamed)
+def _join_groups(table: pl.DataFrame, *, named: bool) -> pl.DataFrame:
+    """Return a survey whose group is the files' id where that is one of a prompt's responses, and else the prompt.
+
+    An id that each row has for itself, or that is of several prompts, is of something else. `named`: the user says
+    that the column holds groups.
+    """
+    prompts = pl.col("prompt").n_unique().over("step", "group")
+    is_shared = pl.struct("step", "group").n_unique() <= pl.struct("step", "prompt").n_unique()
+    if table["group"].null_count() or not (named or table.select(is_shared & (prompts.max() == 1)).item()):
+        if table["group"].count():
+            log.warning("The files' ids are not of the responses to one prompt: rows are grouped by their prompts.")
+        return table.drop("group")
+    return table
 
 
-def _split(table: pl.DataFrame) -> list[pl.DataFrame]:
-    """Return the steps of a table in parts of at most `ROUND` rows, if groups allow; more rows may follow the last."""
-    runs = table.with_columns(_run=pl.col("step").rle_id() if "step" in table.columns else 0)
-    parts: list[pl.DataFrame] = []
-    for step in runs.partition_by("_run", include_key=False, maintain_order=True):
-        while len(step) > ROUND:
-            place = _find_cut(step)
-            parts.append(step.head(place))
-            step = step.slice(place)
-        parts.append(step)
-    return parts
+def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
+    """Return rows as a table, with the group and the advantage of each."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    values = {name: [row.get(name) for row in rows] for name in names}
+    series = []
+    for name in ("prompt", "response"):
+        is_plain = all(value is None or isinstance(value, str) for value in values.get(name, []))
+        series.append(pl.Series(name, values.get(name, [None] * len(rows)), pl.String if is_plain else pl.Object))
+    numbers = (name for name in names if name == "reward" or name.startswith("reward."))
+    series += [pl.Series(name, values[name], pl.Float64) for name in numbers]
+    tokens = {"prompt_ids": pl.List(pl.Int64), "response_ids": pl.List(pl.Int64), "response_mask": pl.List(pl.Boolean)}
+    series += [pl.Series(name, values[name], kind) for name, kind in tokens.items() if name in names]
+    series += list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
+    if part["step"][0] >= 0:
+        series.append(part["step"])
+    return pl.DataFrame([*series, part["group_id"], part["advantage"]])
 
 
-def _find_cut(step: pl.DataFrame) -> int:
-    """Return the last place up to `ROUND` at which a group, or a prompt, ends; `ROUND` where there is none."""
-    column = step["group" if "group" in step.columns else "prompt"].head(ROUND + 1)
-    runs: Any = column.rle_id()
-    place = int((runs == runs[-1]).arg_max() or 0)
-    return place or ROUND
+def _list_skipped(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in skipped.items())
 
 
 SCORED = "scored"
@@ -181,9 +162,9 @@ def score_rollouts(
 ) -> RunDirectory:
     """Score the rollouts that a trainer wrote, at one checkpoint, and return them as a run directory.
 
-    Each step becomes a round, or several of at most 4,096 rows. A score says what a step of training on the row, from
-    the checkpoint, does to the target. Files are read piece by piece. If the directory holds a part of the same scores,
-    the rest follows.
+    Each step becomes a round. A score says what a step of training on the row, from the checkpoint, does to the target.
+    All files are looked at before the directory is touched; rows that are left out are counted in a warning. If the
+    directory holds a part of the same scores, the rest follows.
 
     Args:
         path: a file or a folder; see `read_steps`.
@@ -230,30 +211,43 @@ def score_rollouts(
         "temperature": temperature,
         **about,
     }
+    skipped = Counter[str]()
+    steps = read_steps(Path(path), columns, skipped)
+    steps = chain([next(steps)], steps)
     recorder = RunRecorder(run)
     versions = library_versions(("whence", "torch", "transformers"))
     checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=_find_last_round)
     if checkpoint is not None:
         recorder.continue_after(checkpoint)
     recorder.write_vocabulary(lambda: list_vocabulary(tokenizer))
-    done, first_id = 0 if checkpoint is None else checkpoint.round, 0
+    done, first_id, number = 0 if checkpoint is None else checkpoint.round, 0, 0
     try:
-        for number, step in enumerate(read_steps(Path(path), columns), 1):
+        for step in steps:
+            table, tokens = _encode(step.with_row_index("record_id", first_id), model, tokenizer, max_tokens, skipped)
+            first_id += len(step)
+            if table.is_empty():
+                continue
+            number += 1
             if number > done:
                 seconds: dict[str, dict[str, float]] = {}
                 with time_stage(seconds, "scoring"):
-                    table = add_advantages(step.with_row_index("record_id", first_id).cast({"record_id": pl.Int64}))
-                    rows = make_table_rows(table, _read_tokens(table, model, tokenizer, max_tokens))
+                    device = next(iter(model.parameters())).device
+                    prompts, responses, masks = zip(*tokens, strict=True)
+                    padded = pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks)
+                    rows = make_table_rows(table, padded)
                     if reference is not None:
                         rows = add_reference(rows, reference, temperature, batch_size)
                     influence = score(model, rows, scoring)
-                table = _add_scores(table, rows, influence)
+                table = _add_scores(table, rows, influence, tokenizer)
                 recorder.write_round(number, table)
                 summary = summarise_selection(ScoreAll().select(rows), influence)
                 recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
                 if on_round is not None:
-                    on_round(number, len(step))
-            first_id += len(step)
+                    on_round(number, len(table))
+        if skipped:
+            log.warning("%s: left out were %s.", path, _list_skipped(skipped))
+        if not number:
+            raise WhenceError(f"{path} holds no rollouts that can be scored: {_list_skipped(skipped)}.")
     finally:
         recorder.end()
     return RunDirectory.open(run)
@@ -264,54 +258,79 @@ def _find_last_round(run: Path) -> Checkpoint:
     return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
-def _read_tokens(table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None) -> TokenRows:
-    """Return the tokens of a round's prompts and responses, on the model's device; from texts at `most` tokens."""
-    if {"prompt_ids", "response_ids"} <= set(table.columns):
-        pairs = list(zip(table["prompt_ids"].to_list(), table["response_ids"].to_list(), strict=True))
-    else:
-        texts = table.select("prompt", completion="response").iter_rows(named=True)
-        encoded = (encode_pair(number, row, tokenizer, None) for number, row in enumerate(texts))
-        pairs = [(prompt, response[:most]) for prompt, response in encoded]
-    longest, context = max(len(prompt) + len(response) for prompt, response in pairs), context_length(model)
-    if context is not None and longest > context:
-        raise WhenceError(f"A rollout has {longest} tokens, and the model reads {context}. Leave such rows out.")
-    prompts, responses = zip(*pairs, strict=True)
-    return pad_rows(prompts, responses, tokenizer.pad_token_id, next(iter(model.parameters())).device)
+def _encode(
+    table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None, skipped: Counter[str]
+) -> tuple[pl.DataFrame, list[Tokens]]:
+    """Return the rows that the model can read, and the tokens of their prompts and responses, and which of these count.
 
-
-def add_advantages(step: pl.DataFrame) -> pl.DataFrame:
-    """Return a step with `group_id`, a number for each group or prompt, and `advantage`, from rewards if it has none.
-
-    That is verl's GRPO: the reward less the group's mean, over its standard deviation; where no group has several rows,
-    the reward less the step's mean. A row without a reward has 0.
+    Tokens that a file does not say come from its texts; a text's response has `most` at most.
     """
-    key = step["group"] if "group" in step.columns else step["prompt"]
-    texts = pl.Series(list(map(str, key.to_list()))) if key.dtype.is_nested() else key
-    step = step.with_columns((texts.rank("dense") - 1).cast(pl.Int64).alias("group_id"))
-    if "advantage" in step.columns:
-        return step.with_columns(pl.col("advantage").cast(pl.Float64).fill_nan(0.0).fill_null(0.0))
-    reward = pl.col("reward").cast(pl.Float64).fill_nan(None)
-    if step["group_id"].n_unique() == len(step):
-        advantage = reward - reward.mean()
-    else:
-        advantage = (reward - reward.mean().over("group_id")) / (reward.std().over("group_id").fill_null(0.0) + 1e-6)
-    return step.with_columns(advantage.fill_null(0.0).alias("advantage"))
+    context, encoded, kept = context_length(model), list[Tokens](), []
+    for place, row in enumerate(table.iter_rows(named=True)):
+        if row.get("prompt_ids") is not None and row.get("response_ids") is not None:
+            response = row["response_ids"]
+            tokens = Tokens(row["prompt_ids"], response, row.get("response_mask") or [True] * len(response))
+        else:
+            try:
+                tokens = encode_pair(place, {**row, "completion": row["response"]}, tokenizer, None)
+            except WhenceError:
+                skipped["rows whose messages are not to be found in what the chat template writes"] += 1
+                continue
+            tokens = Tokens(tokens.prompt, tokens.response[:most], tokens.mask[:most])
+        if context is not None and len(tokens.prompt) + len(tokens.response) > context:
+            skipped[f"rows of more than the {context:,} tokens that the model reads"] += 1
+        elif not tokens.prompt or not any(tokens.mask):
+            skipped["rows without a prompt, or a token that the model wrote"] += 1
+        else:
+            kept.append(place)
+            encoded.append(tokens)
+    return table[kept].cast({"record_id": pl.Int64}), encoded
 
 
-def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence) -> pl.DataFrame:
+def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
+    """Return rows with `group_id`, a number for each group or prompt of a step, and `advantage`, if they have none.
+
+    That is verl's GRPO: the reward less the group's mean, over its standard deviation; where no group of a step has
+    several rows, the reward less the step's mean. A row without a reward has 0. Without a column `step` it is one step.
+    """
+    key = table["group"] if "group" in table.columns else table["prompt"]
+    texts = pl.Series(list(map(str, key.to_list()))) if key.dtype.is_nested() or key.dtype == pl.Object else key
+    order = pl.DataFrame({"key": texts}).with_row_index("place")
+    order = order.with_columns(table["step"] if "step" in table.columns else pl.lit(0).alias("step"))
+    order = order.with_columns(first=pl.col("place").min().over("step", "key"))
+    table = table.with_columns(order.select(group_id=pl.col("first").rank("dense").over("step").cast(pl.Int64) - 1))
+    if "advantage" in table.columns:
+        return table.with_columns(pl.col("advantage").cast(pl.Float64).fill_nan(0.0).fill_null(0.0))
+    reward, group, step = pl.col("reward").cast(pl.Float64).fill_nan(None), pl.col("group_id"), pl.col("step")
+    numbers = table.select(order["step"], group, reward)
+    mean, spread = reward.mean(), reward.std().over(step, group).fill_null(0.0)
+    shared, single = (reward - mean.over(step, group)) / (spread + 1e-6), reward - mean.over(step)
+    is_single = group.n_unique().over(step) == pl.len().over(step)
+    return table.with_columns(
+        numbers.select(advantage=pl.when(is_single).then(single).otherwise(shared).fill_null(0.0))
+    )
+
+
+def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:
     """Return a round's table as trainers of whence write it."""
     numbers = [name for name in step.columns if name in ("reward", "advantage") or name.startswith("reward.")]
-    infos = {name[5:]: step[name].to_list() for name in step.columns if name.startswith("info.")}
+    infos = [step[name] for name in step.columns if name.startswith("info.")]
     if "step" in step.columns:
-        infos = {"step": step["step"].to_list(), **{f"files_{n}" if n == "step" else n: v for n, v in infos.items()}}
-    texts = {name: list(map(join_messages, step[name].to_list())) for name in ("prompt", "response")}
+        infos = [
+            step["step"].alias("info.step"),
+            *(s.alias("info.files_step") if s.name == "info.step" else s for s in infos),
+        ]
     tokens = list_tokens(rows)
+    chats = {name: step[name].to_list() for name in ("prompt", "response")}
+    for (name, values), ids in zip(chats.items(), tokens[:2], strict=True):
+        decoded = (tokenizer.decode(each, skip_special_tokens=True) if None in values else "" for each in ids)
+        chats[name] = [text if value is None else value for value, text in zip(values, decoded, strict=True)]
     table = step.select("record_id", "group_id").with_columns(
-        *(pl.Series(name, column) for name, column in texts.items()),
-        *(step[name].cast(pl.Float64).fill_nan(None) for name in numbers),
-        tokens[1].list.len().cast(pl.Int64).alias("tokens"),
-        *list_infos(infos),
-        *list_chats({name: step[name].to_list() for name in ("prompt", "response")}),
+        *(pl.Series(name, list(map(join_messages, column))) for name, column in chats.items()),
+        *(step[name] for name in numbers),
+        tokens[2].list.sum().cast(pl.Int64).alias("tokens"),
+        *infos,
+        *list_chats(chats),
         *tokens,
     )
     return add_selection(table, ScoreAll().select(rows), influence)

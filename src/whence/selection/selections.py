@@ -23,7 +23,8 @@ class Selection:
 
     Attributes:
         keep: (n,) bool, True where the record trains.
-        weights: (n,) float >= 0, how much the record counts; 0 for dropped records.
+        weights: (n,) float >= 0, what the record's whole loss is multiplied by, relative to the others'; 0 for dropped
+            records.
         reasons: n entries, why the record was dropped; None for kept records.
     """
 

@@ -8,7 +8,8 @@ import typer
 from whence.cli.terminal import errors, make_printable, print_line
 from whence.cli.terminal.options import Overwrite, optional
 from whence.core import WhenceError
-from whence.llm.rollout_files import NAMES, score_rollouts
+from whence.llm.rollout_files import score_rollouts
+from whence.llm.rollout_rows import NAMES
 from whence.stored.language import hide_progress_bars, load_checkpoint, make_scored_target
 
 TARGETS = {
@@ -47,7 +48,9 @@ def score(
     column: Annotated[
         list[str] | None,
         optional(
-            help=f"Where a column has another name: reward=total. Known: {', '.join(NAMES)}.", metavar="WHAT=NAME"
+            help=f"Where a column has another name: reward=total; a reward may be a sum: 'reward=right + 0.1 * short'. "
+            f"Known: {', '.join(NAMES)}.",
+            metavar="WHAT=NAME",
         ),
     ] = None,
     self_vote: Annotated[
@@ -62,9 +65,10 @@ def score(
 ) -> None:
     """Score the rollouts that any trainer wrote, at a checkpoint, and make a run of them.
 
-    It reads TRL's completions (log_completions=True), verl's rollouts (trainer.rollout_data_dir), and Parquet or JSON
-    lines with a prompt, a response and a reward. Each step becomes a round. Of what the files lack, token ids come from
-    the tokenizer and advantages from the rewards of each prompt's responses. Interrupted, the same command goes on.
+    It reads TRL's completions (log_completions=True), verl's rollouts (trainer.rollout_data_dir), files of ms-swift,
+    open-instruct, NeMo-RL, verifiers and prime-rl, and Parquet or JSON lines with a prompt, a response and a reward.
+    Each step becomes a round. Of what the files lack, token ids come from the tokenizer and advantages from the rewards
+    of each prompt's responses. Rows that cannot be scored are counted. Interrupted, the same command goes on.
 
     The run is an ordinary one: whence view, report and why work on it.
 

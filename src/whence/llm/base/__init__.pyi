@@ -21,6 +21,7 @@ from .rows import list_tokens as list_tokens
 from .rows import make_rows as make_rows
 from .rows import make_table_rows as make_table_rows
 from .rows import pad_rows as pad_rows
+from .rows import read_tokens as read_tokens
 from .settings import PPOConfig as PPOConfig
 from .settings import describe_rows_scored as describe_rows_scored
 from .settings import describe_run as describe_run

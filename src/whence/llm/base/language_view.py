@@ -263,7 +263,7 @@ def _scale_gradient(layer: nn.Module, x: Tensor, g: Tensor, weights: Tensor | No
 
 
 def _make_scaled_embedding_rule() -> LayerRule:
-    plain: Any = rule_for(nn.Embedding(1, 1))
+    plain: Any = rule_for(nn.Embedding(1, 1, _weight=torch.zeros(1, 1)))  # with a weight of its own it would draw one
     return LayerRule(
         lambda layer, direction, x, g: plain.product(layer, direction, x, g * _read_scale(layer)),
         lambda layer, x, g, weights: plain.gradient(layer, x, g * _read_scale(layer), weights),

@@ -21,17 +21,32 @@ class TokenRows(NamedTuple):
 
 
 def pad_rows(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int, device: Any = None
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    pad: int,
+    device: Any = None,
+    masks: Sequence[Sequence[bool]] | None = None,
 ) -> TokenRows:
-    """Return the token ids of prompts and their responses as rows, filled up with `pad`, on a device; None: the CPU."""
+    """Return the token ids of prompts and their responses as rows, filled up with `pad`, on a device; None: the CPU.
+
+    Where `masks` are given, they say which tokens of a response count; those of a tool's answer do not.
+    """
     width, length = max(map(len, prompts)), max(1, *map(len, responses))
     ids = torch.full((len(prompts), width + length), pad)
     mask = torch.zeros_like(ids)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         place = slice(width - len(prompt), width + len(response))
         ids[row, place], mask[row, place] = torch.tensor([*prompt, *response]), 1
-    ids, mask = ids.to(device), mask.to(device)
-    return TokenRows(ids, mask, mask[:, width:].bool())
+    counts = mask[:, width:].bool()
+    for row, flags in enumerate(masks or ()):
+        counts[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool)
+    return TokenRows(ids.to(device), mask.to(device), counts.to(device))
+
+
+def read_tokens(table: pl.DataFrame, pad: int, device: Any = None) -> TokenRows:
+    """Return the tokens of a stored round as rows; see `list_tokens`."""
+    masks = table["response_mask"].to_list() if "response_mask" in table.columns else None
+    return pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), pad, device, masks)
 
 
 def last_token(mask: Bool[Tensor, "n R"]) -> Tensor:
@@ -138,14 +153,19 @@ def _mask_column(name: str, column: Array, mask: Bool[Tensor, "n R"]) -> Float[T
 
 
 def list_tokens(rows: RecordBatch) -> list[pl.Series]:
-    """Return columns with a list for each row: `prompt_ids` and `response_ids`, from which a round is built again."""
+    """Return columns with a list for each row, from which a round is built again.
+
+    They are `prompt_ids`, `response_ids` and `response_mask`: which tokens of the response count.
+    """
     columns: Any = rows.observations
     ids, attended = columns["input_ids"].cpu(), columns["attention_mask"].cpu().bool()
-    width = columns["response_mask"].shape[1]
-    prompts = [row[mask].tolist() for row, mask in zip(ids[:, :-width], attended[:, :-width], strict=True)]
-    responses = [row[mask].tolist() for row, mask in zip(ids[:, -width:], attended[:, -width:], strict=True)]
-    lists = {"prompt_ids": prompts, "response_ids": responses}
-    return [pl.Series(name, values, dtype=pl.List(pl.Int32)) for name, values in lists.items()]
+    mask, width = columns["response_mask"].cpu(), columns["response_mask"].shape[1]
+    before, after = attended[:, :-width], attended[:, -width:]
+    lists = {"prompt_ids": (ids[:, :-width], before), "response_ids": (ids[:, -width:], after)}
+    kinds = {name: pl.List(pl.Int32) for name in lists} | {"response_mask": pl.List(pl.Boolean)}
+    columns = {**lists, "response_mask": (mask, after)}
+    values = {n: [row[there].tolist() for row, there in zip(*each, strict=True)] for n, each in columns.items()}
+    return [pl.Series(name, rows, dtype=kinds[name]) for name, rows in values.items()]
 
 
 def make_table_rows(table: pl.DataFrame, tokens: TokenRows) -> RecordBatch:

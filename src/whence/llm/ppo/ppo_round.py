@@ -285,7 +285,7 @@ class _Steps:
             weights = chooser.run_backward(step, loss, pass_rows, scale / len(places))
             if len(chunk):
                 parts.append((terms, weights))
-        chooser.end_step(1 / scale)
+        chooser.end_step()
         selection = chooser.selection
         weight, count = float(selection.weights[places].sum()), int(selection.keep[places].sum())
         if not weight:

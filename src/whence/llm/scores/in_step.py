@@ -105,8 +105,8 @@ class RoundChooser:
     """Chooses a round's rows in the passes of its first epoch, by a gradient of the target that is known before.
 
     A target with rows of its own is differentiated when a round begins, one over drawn rows when a round ends, over
-    that round's. That of `MeanObjective()` is the round's own gradient: the mean over the first epoch's steps, by the
-    loss that trains. Until there is one, all rows train.
+    that round's. That of `MeanObjective()` is the round's own gradient: the mean over the rows of the first epoch's
+    steps, by the loss that trains. Until there is one, all rows train.
 
     Args:
         model: the model that trains.
@@ -215,7 +215,8 @@ class RoundChooser:
         self._scores = torch.zeros(len(rows))
         self._name = target_name(self._target)
         due = self._is_due(progress.round)
-        self._sum, self._total, self._steps = ({} if due and self._is_own else None), None, 0
+        self._sum, self._total = ({} if due and self._is_own else None), None
+        self._rows_summed = self._rows_of_step = 0
         if due and draw_rows is not None:
             self._differentiate(replace(self._target, rows=draw_rows()), rows)  # type: ignore[type-var]
         elif due and self._has_rows:
@@ -256,6 +257,7 @@ class RoundChooser:
         local, scores = processes.part(len(positions)), torch.zeros(len(positions), device=processes.device)
         if self._total is None and self._sum is not None:
             self._total = self._sum if self._scaler is None else {}
+        self._rows_of_step += len(positions)
         if step is not None and loss is not None:
             try:
                 local_scores = step.backward(loss, self.gradient, scale)
@@ -271,20 +273,20 @@ class RoundChooser:
         else:
             weights = self._choose(positions, processes.sum_tensors({"": scores})[""]).weights[local]
         if loss is not None and refusal is not None:
-            self._add_plain(loss)
+            self._add_plain(loss, scale)
         elif step is not None:
-            step.add_gradient(weights, self._total)
+            step.add_gradient(weights, self._total, scale)
         return weights
 
-    def _add_plain(self, loss: Tensor) -> None:
-        """Add the gradient of a loss, by a plain backward pass, to the parameters' and to the total."""
+    def _add_plain(self, loss: Tensor, scale: float) -> None:
+        """Add the gradient of a loss, by a plain backward pass, to the parameters' and, over `scale`, to the total."""
         total = {} if self._total is None else self._total
         parameters = {} if self._total is None else self.parameters
         before = {name: 0 if p.grad is None else p.grad.clone() for name, p in parameters.items()}
         loss.backward()  # with the parameters' hooks
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                total[name] = total.get(name, 0) + parameter.grad - before[name]
+                total[name] = total.get(name, 0) + (parameter.grad - before[name]) / scale
 
     def _choose(self, positions: Int[Tensor, " b"], scores: Float[Tensor, " b"]) -> Selection:
         assert self._rows is not None
@@ -319,23 +321,19 @@ class RoundChooser:
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def end_step(self, factor: float = 1.0) -> None:
-        """End a step. `factor` times the loss of its passes is the mean over all rows that the target is made of.
-
-        Without a gradient scaler it is 1, or this is the round's only step.
-        """
+    def end_step(self) -> None:
+        """End a step. With a gradient scaler, one whose gradient overflows is no part of the round's own gradient."""
         total, self._total = self._total, None
+        rows, self._rows_of_step = self._rows_of_step, 0
         if self._sum is None or total is None:
             return
-        if factor != 1 and total:
-            torch._foreach_mul_([*total.values()], factor)
         if total is not self._sum:
             overflows = not all(bool(tensor.isfinite().all()) for tensor in total.values())
             if self._scoring.processes.agree_on_most(int(overflows)):
                 return
             for name, tensor in total.items():
                 self._sum[name] = self._sum.get(name, 0) + tensor
-        self._steps += 1
+        self._rows_summed += rows
 
     def end(self) -> tuple[Influence | None, Selection]:
         """End a round; return its rows' scores, each at its own first step, and what was selected.
@@ -343,13 +341,13 @@ class RoundChooser:
         There are no scores as long as there was no gradient of the target.
         """
         assert self._rows is not None
-        rows, steps = self._rows, self._steps
+        rows, count = self._rows, self._rows_summed
         influence = None if self.gradient is None else self._make_influence(rows, self._scores, rows.fingerprint)
         if self._sum is not None:
             total = {name: self._sum.get(name, torch.zeros_like(p)) for name, p in self.parameters.items()}
-            if steps:
+            if count:
                 whole = self._scoring.processes.sum_tensors(total)
-                self.gradient = {name: tensor / -steps for name, tensor in whole.items()}
+                self.gradient = {name: tensor / -count for name, tensor in whole.items()}
             self._sum = None
         elif not (self._is_own or self._draws or self._has_rows) and self._is_due(self._progress.round + 1):
             self._differentiate(self._target, rows)

@@ -28,7 +28,7 @@ from whence.core import (
     target_name,
 )
 from whence.llm.base import Processes, make_rows, pad_rows
-from whence.llm.text import check_tokenizer, encode_pair
+from whence.llm.text import Tokens, check_tokenizer, encode_pair
 
 log = logging.getLogger("whence")
 
@@ -280,11 +280,12 @@ class ValidationLoss(_MeanOverRows):
         if not pairs:
             raise WhenceError("There are no demonstrations; give at least one.")
         if max_length is not None:
-            pairs = [(prompt[:max_length], response[: max(0, max_length - len(prompt))]) for prompt, response in pairs]
-        prompts, responses = zip(*pairs, strict=True)
-        if empty := sum(not response for response in responses):
+            ends = [(each, max(0, max_length - len(each.prompt))) for each in pairs]
+            pairs = [Tokens(each.prompt[:max_length], each.response[:end], each.mask[:end]) for each, end in ends]
+        prompts, responses, masks = zip(*pairs, strict=True)
+        if empty := sum(not any(mask) for mask in masks):
             log.warning("%d of %d demonstrations have no response token that counts.", empty, len(pairs))
-        return cls(*pad_rows(prompts, responses, tokenizer.pad_token_id), batch_size=batch_size)
+        return cls(*pad_rows(prompts, responses, tokenizer.pad_token_id, None, masks), batch_size=batch_size)
 
     def _terms(self, outputs: Outputs, rows: RecordBatch) -> Float[Tensor, " n"]:
         return _mask_log_probs(outputs, rows).sum(dim=1)

@@ -7,6 +7,7 @@ from .generation import split_text as split_text
 from .generation import write_evaluation as write_evaluation
 from .prompts import Prompt as Prompt
 from .prompts import Prompts as Prompts
+from .prompts import Tokens as Tokens
 from .prompts import check_tokenizer as check_tokenizer
 from .prompts import context_length as context_length
 from .prompts import encode_pair as encode_pair

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import polars as pl
 
@@ -137,10 +138,21 @@ def list_columns(dataset: Any) -> list[str]:
     return [name for name in names if name != "prompt"]
 
 
-def encode_pair(
-    number: int, row: Any, tokenizer: Any, settings: Mapping[str, Any] | None
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of a demonstration's prompt and response; a text that does not end gets an end."""
+class Tokens(NamedTuple):
+    """The token ids of a prompt and of a response, and which of the response's the model wrote itself."""
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[bool]
+
+
+def encode_pair(number: int, row: Any, tokenizer: Any, settings: Mapping[str, Any] | None) -> Tokens:
+    """Return the tokens of a demonstration's, or a rollout's, prompt and completion: a text, or messages of a chat.
+
+    Of a chat's completion the model wrote what the messages of the assistant say, each up to its end-of-text token.
+    What the chat template puts around them, and the messages of tools and users, stand in the response and do not
+    count. A completion that does not end gets an end.
+    """
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
         content = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise WhenceError(
@@ -151,17 +163,80 @@ def encode_pair(
         raise WhenceError(
             f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
         )
+    pieces: list[tuple[str, bool]] | None = [(completion, True)]
+    end = tokenizer.eos_token_id
     if isinstance(prompt, str):
-        response, end = list(tokenizer(completion, add_special_tokens=False)["input_ids"]), tokenizer.eos_token_id
-        return _encode(tokenizer, prompt), response if response[-1:] == [end] else [*response, end]
-    prompt_ids = _encode_chat(tokenizer, prompt, settings, add_generation_prompt=True)
-    all_ids = _encode_chat(tokenizer, [*prompt, *completion], settings, add_generation_prompt=False)
-    if all_ids[: len(prompt_ids)] != prompt_ids:
-        raise WhenceError(
-            f"Demonstration {number}: with the tokenizer's chat template the conversation does not begin with its "
-            "prompt, so that prompt and response cannot be separated. Apply the template yourself, and pass texts."
-        )
-    return prompt_ids, all_ids[len(prompt_ids) :]
+        prompt_ids = _encode(tokenizer, prompt)
+    else:
+        prompt_ids = _encode_chat(tokenizer, prompt, settings, add_generation_prompt=True)
+        pieces = _split_chat(prompt, completion, partial(_write_chat, tokenizer, settings), tokenizer.eos_token)
+        if pieces is None:
+            raise WhenceError(
+                f"Demonstration {number}: in the text of the tokenizer's chat template the messages of the completion "
+                "are not to be found, so that prompt and response cannot be separated. Apply the template yourself, "
+                "and pass texts."
+            )
+    ids, mask = list[int](), list[bool]()
+    for text, counts in pieces or ():
+        piece = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids, mask = [*ids, *piece], [*mask, *[counts] * len(piece)]
+    if ids[-1:] != [end]:
+        ids, mask = [*ids, end], [*mask, True]
+    return Tokens(prompt_ids, ids, mask)
+
+
+def _write_chat(
+    tokenizer: Any, settings: Mapping[str, Any] | None, messages: Sequence[Any], *, add_generation_prompt: bool
+) -> str:
+    further = {**(settings or {}), "add_generation_prompt": add_generation_prompt, "tokenize": False}
+    return str(tokenizer.apply_chat_template(list(messages), **further))
+
+
+def _split_chat(
+    prompt: Sequence[Any], completion: Sequence[Any], write: Callable[..., str], end: str
+) -> list[tuple[str, bool]] | None:
+    """Return a completion's text in pieces, and whether the model wrote each; None: the template's text hides them."""
+    pieces, messages, written, last = list[tuple[str, bool]](), [*prompt, *completion], "", 0
+    for place in range(len(prompt), len(messages)):
+        if messages[place].get("role") != "assistant":
+            continue
+        before = write(messages[:place], add_generation_prompt=True)
+        whole = write(messages[: place + 1], add_generation_prompt=False)
+        if pieces:
+            start = len(written) if before.startswith(written) else _find_end(before, pieces[-1][0], messages[last + 1])
+            if start is None:
+                return None
+            pieces.append((before[start:], False))
+        generated = _read_generated(messages[place])
+        limit = (
+            whole.rfind(end) if end in whole[len(written) :] else len(whole)
+        )  # the end may have the text in its name
+        begin = whole.rfind(generated.strip(), 0, limit) if generated.strip() else -1
+        if begin < 0:
+            if not whole.startswith(before):
+                return None
+            head, separator, _ = whole[len(before) :].partition(end)
+            generated, stop = head + separator, len(before) + len(head + separator)
+        else:
+            stop = begin + len(generated.strip())
+            if whole.startswith(end, stop):
+                generated, stop = generated + end, stop + len(end)
+        pieces.append((generated, True))
+        written, last = whole[:stop], place
+    return pieces or None
+
+
+def _read_generated(message: Mapping[str, Any]) -> str:
+    """Return what the model wrote of a message that is a text alone; of others the template knows the form, and ""."""
+    if any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
+        return ""
+    return join_messages([{"content": message.get("content")}])
+
+
+def _find_end(text: str, generated: str, following: Mapping[str, Any]) -> int | None:
+    """Return where a message ends in a conversation's text of which the template has written the beginning anew."""
+    place = text.rfind(generated.strip(), 0, max(0, text.rfind(_read_generated(following).strip())))
+    return None if place < 0 else place + len(generated.strip())
 
 
 def join_messages(text: Any) -> str:

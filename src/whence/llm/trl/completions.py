@@ -196,6 +196,10 @@ SCALE = "loss_scale"
 KEPT = "kept_row"
 """Added to TRL's batches: whether a row trains."""
 
+WEIGHT = "row_weight"
+"""Added to TRL's batches: what a row's loss is multiplied by, 1 in the mean over those that train."""
+
+
 ROW = "row_number"
 """Added to TRL's batches: the place of a row in the generation batch of all processes."""
 
@@ -219,6 +223,15 @@ def take_kept(inputs: Mapping[str, Any], count: int, *, averages: bool) -> tuple
     rows = take_rows(inputs, places)
     scale: Tensor = inputs[SCALE][0]
     return rows, scale * len(places) / len(mask) if averages else scale
+
+
+def weigh_rows(log_probs: Float[Tensor, "n T"], weights: Float[Tensor, " n"]) -> None:
+    """Let a pass train on each row with a weight: its whole loss, with a divergence, as in the step that chooses.
+
+    TRL's loss depends on the parameters through the log-probs of tokens alone, and its values stay.
+    """
+    if log_probs.requires_grad and not bool((weights == 1).all()):
+        log_probs.register_hook(lambda gradient: gradient * weights[:, None].to(gradient))
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class PassChooser(RoundChooser):
         layer = self._head.describe({id(p): name for name, p in self.parameters.items()})
         self.layers += [layer] if layer.names else []
         self.choice: tuple[Influence | None, Selection] | None = None
-        self._rows_left = self._rows_of_step = 0
+        self._rows_left = 0
 
     @property
     def is_open(self) -> bool:
@@ -54,7 +54,7 @@ class PassChooser(RoundChooser):
     def begin(self, rows: RecordBatch, progress: Progress, draw_rows: Callable[[], RecordBatch] | None = None) -> None:
         """Begin a generation batch; see `RoundChooser`."""
         super().begin(rows, progress, draw_rows)
-        self._rows_left, self._rows_of_step = len(rows), 0
+        self._rows_left = len(rows)
 
     def confirm_batch(self, output: Mapping[str, Any]) -> bool:
         """Return whether a recorded pass on two rows of a generation batch is as a plain one; see `confirm`."""
@@ -118,18 +118,17 @@ class PassChooser(RoundChooser):
         positions = processes.gather(places, len(places) * processes.number).cpu()
         self.run_backward(self._step, loss * leaf.grad, positions, unit)
         self._rows_left -= len(positions)
-        self._rows_of_step += len(positions)
         if self._trainer.accelerator.sync_gradients:
-            self._finish_step(unit)
+            self._finish_step()
 
-    def _add_plain(self, loss: Tensor) -> None:
+    def _add_plain(self, loss: Tensor, scale: float) -> None:
         # The weight of TRL's fused output layer is no part of the recorded graph.
         assert self._loss is not None
         (factor,) = torch.autograd.grad(loss, self._loss)  # Transformers' and Accelerate's
-        super()._add_plain(self._compute_plain_loss(self._inputs) * factor)
+        super()._add_plain(self._compute_plain_loss(self._inputs) * factor, scale)
 
-    def _finish_step(self, unit: float) -> None:
-        """End a step: its gradient becomes the mean over processes and over the kept rows; `unit` is a row's.
+    def _finish_step(self) -> None:
+        """End a step: its gradient becomes the mean over processes and over the kept rows.
 
         A batch of several steps, of which no row is dropped, ends with the last one.
         """
@@ -144,8 +143,7 @@ class PassChooser(RoundChooser):
         self.sum_gradients(scale / number)
         for parameter in self.parameters.values() if not count else ():
             parameter.grad = torch.zeros_like(parameter)  # which a gradient scaler needs
-        self.end_step(1 / (unit * self._rows_of_step))
-        self._rows_of_step = 0
+        self.end_step()
         if not self.is_open:
             with disable_autocast(self._model):
                 self.choice = self.end()

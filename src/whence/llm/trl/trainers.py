@@ -2,7 +2,7 @@
 
 TRL's own methods run unchanged. Where completions are chosen in the first step on a generation batch, Accelerate's
 backward pass is replaced in it (`in_step.py`). For later steps, and for all if they are chosen before, the batch is
-edited: the tokens of a dropped completion leave the loss (GRPO: `tool_mask`; RLOO: advantage 0), and the loss is
+edited: the tokens of a dropped completion leave the loss (GRPO: `tool_mask`; RLOO: a weight of 0), and the loss is
 rescaled to the kept ones. TRL's loss of a minibatch then gets the kept rows alone, so that dropped ones cost no pass. A
 step is on the kept completions, while the groups' statistics are over all of them.
 """
@@ -38,6 +38,7 @@ from whence.llm.trl.completions import (
     KEPT,
     ROW,
     SCALE,
+    WEIGHT,
     averages_rows,
     check_group_rewards,
     check_release,
@@ -51,6 +52,7 @@ from whence.llm.trl.completions import (
     number_doubles,
     sum_rewards,
     take_kept,
+    weigh_rows,
 )
 from whence.llm.trl.in_step import PassChooser
 from whence.llm.trl.trl_run import RunCallback, read_progress
@@ -63,7 +65,7 @@ class _SelectingTrainer:
     """Scoring and selection, for both of TRL's trainers."""
 
     _drops_by_mask: bool
-    """Whether a dropped row's tokens are masked; otherwise its advantage is set to 0."""
+    """Whether a dropped row's tokens are masked; otherwise only its weight is 0."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class _SelectingTrainer:
         """Return TRL's generation batch, edited to the completions that the rule keeps; in evaluation unchanged."""
         if not self.model.training:  # type: ignore[attr-defined]
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
-        with time_stage(self.seconds, "generation"):
+        with time_stage(self.seconds, "generation"), nullcontext() if self._run is None else self._run.note_texts():
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.selection = None
         if self._run is not None:
@@ -229,9 +231,7 @@ class _SelectingTrainer:
         rows, device = batch[ROW].to(selection.keep.device), batch["advantages"].device
         keep, count = selection.keep[rows].to(device), int(selection.keep.sum())
         # With a mean of 1 over the kept rows, weights do not change the size of a step.
-        weights = selection.weights[rows].to(batch["advantages"]) * (count / max(float(selection.weights.sum()), 1e-30))
-        weights = weights.reshape(-1, *[1] * (batch["advantages"].ndim - 1))
-        batch["advantages"] = batch["advantages"] * weights if count else torch.zeros_like(batch["advantages"])
+        weights = selection.weights[rows].to(device) * (count / max(float(selection.weights.sum()), 1e-30))
         if self._drops_by_mask:
             columns: Any = self.rows.observations
             total = columns["response_mask"][selection.keep.to(columns["response_mask"].device)].sum()
@@ -239,7 +239,7 @@ class _SelectingTrainer:
             batch["num_items_in_batch"] = total.to(batch["num_items_in_batch"])
         scale = len(selection.keep) / count if count and averages_rows(self) else float(count > 0)
         batch[SCALE] = torch.full(keep.shape, scale, device=device)
-        batch[KEPT] = keep
+        batch[KEPT], batch[WEIGHT] = keep, weights * keep
 
     def _compute_loss(self, model: Any, inputs: Any) -> Float[Tensor, ""]:
         self._minibatch_size = len(inputs["completion_ids"])
@@ -262,10 +262,13 @@ class _SelectingTrainer:
         return super()._compute_loss(model, inputs)  # type: ignore[misc,no-any-return]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Return TRL's log-probs of tokens, and note those of a minibatch of training for the run."""
+        """Return TRL's log-probs of tokens, by which a minibatch's rows get their weights; note them for the run."""
         outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-        if self._run is not None and self._minibatch is not None:
-            self._run.signals.note(self._minibatch, *outputs[:2])
+        if self._minibatch is not None:
+            if WEIGHT in self._minibatch:
+                weigh_rows(outputs[0], self._minibatch[WEIGHT])
+            if self._run is not None:
+                self._run.signals.note(self._minibatch, *outputs[:2])
         return outputs
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

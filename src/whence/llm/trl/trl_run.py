@@ -9,7 +9,9 @@ import logging
 import math
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             )
         self._steps = trainer.args.num_iterations * (batches // accumulation)
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
+        self._texts: dict[str, Any] = {}
         self.signals = PassSignals()
         self._start: Checkpoint | None = None
         self._choice: dict[str, Any] = {}
@@ -224,24 +227,40 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         rewards = [each for each in self._trainer.reward_funcs if not isinstance(each, torch.nn.Module)]
         return [self._trainer.rule, *rewards]
 
+    @contextmanager
+    def note_texts(self) -> Iterator[None]:
+        """Take the texts of the generation batch that is made in this context from what TRL logs of it.
+
+        Later an evaluation takes their place. What reward functions log by TRL's `log_extra` in some batches alone
+        would stay, so it is gathered apart.
+        """
+        logs, size = self._trainer._logs, self._trainer.args.generation_batch_size
+        before, logs["extra"] = logs["extra"], defaultdict(list)
+        try:
+            yield
+            extra = {name: values for name, values in logs["extra"].items() if len(values) == size}
+            texts = {name: list(logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
+            self._texts = {**texts, "extra": dict(extra)}
+        finally:
+            for name, values in logs["extra"].items():
+                before[name].extend(values)
+            logs["extra"] = before
+
     def note_batch(self) -> None:
-        """Take a generation batch from TRL's table of completions, of which an evaluation would soon leave nothing."""
-        trainer, size = self._trainer, self._trainer.args.generation_batch_size
+        """Make the table of a generation batch of which is known which completions train."""
+        trainer, logs = self._trainer, self._texts
         if not self.recorder.writes:
             return
-        logs = {name: list(trainer._logs[name])[-size:] for name in ("prompt", "completion", "advantages")}
         parts = [
             pl.Series(f"reward.{name}", rewards.tolist(), dtype=pl.Float64).fill_nan(None)
             for name, rewards in trainer.rewards_by_function.items()
         ]
-        # What reward functions logged of each completion by TRL's `log_extra`.
-        extra = {name: list(values)[-size:] for name, values in trainer._logs["extra"].items()}
         texts = {name: list(map(join_messages, logs[name])) for name in ("prompt", "completion")}
         table = pl.DataFrame({"prompt": texts["prompt"], "response": texts["completion"]}).with_columns(
             pl.Series("reward", trainer._rewards.tolist(), dtype=pl.Float64).fill_nan(None),
             pl.Series("advantage", logs["advantages"], dtype=pl.Float64),
             *(parts if len(parts) > 1 else ()),
-            *list_infos({**trainer.prompt_columns, **extra}),
+            *list_infos({**trainer.prompt_columns, **logs["extra"]}),
             *list_chats({"prompt": logs["prompt"], "response": logs["completion"]}),
         )
         if trainer.rows is not None:

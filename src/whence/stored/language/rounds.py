@@ -29,7 +29,7 @@ from whence.llm.base import (
     WithValueHead,
     list_tokens,
     make_table_rows,
-    pad_rows,
+    read_tokens,
 )
 from whence.llm.ppo import load_parameters, make_rollout
 from whence.llm.rollout_files import SCORED
@@ -159,7 +159,7 @@ def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
 
 def make_stored_rows(table: pl.DataFrame, tokenizer: Any, device: Any) -> RecordBatch:
     """Return the stored responses of a round as rows; a response's advantage is that of each of its tokens."""
-    return make_table_rows(table, _read_tokens(table, tokenizer, device))
+    return make_table_rows(table, read_tokens(table, tokenizer.pad_token_id, device))
 
 
 def load_start_policy(run: RunDirectory, number: int, model: str | None = None) -> tuple[Any, Any]:
@@ -229,15 +229,11 @@ def list_policies(run: RunDirectory) -> StoredPolicies:
     return StoredPolicies(rounds, missing, _tell_how_to_keep(config))
 
 
-def _read_tokens(table: pl.DataFrame, tokenizer: Any, device: Any) -> TokenRows:
-    return pad_rows(table["prompt_ids"].to_list(), table["response_ids"].to_list(), tokenizer.pad_token_id, device)
-
-
 def _rebuild_ppo(
     run: RunDirectory, number: int, task: Task, settings: PPOConfig, table: pl.DataFrame, policy: Path | None
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy with its value head, the rows with advantages computed again, and the objective."""
-    model, tokens = WithValueHead(task.model), _read_tokens(table, task.tokenizer, task.model.device)
+    model, tokens = WithValueHead(task.model), read_tokens(table, task.tokenizer.pad_token_id, task.model.device)
     reference = Reference(model.language_model)
     if policy is not None:
         load_parameters(policy, model)
@@ -254,7 +250,7 @@ def _rebuild_trl(
 ) -> tuple[Any, RecordBatch, Objective]:
     """Return the policy, the rows with the advantages that TRL gave, and the objective."""
     objective, multiple = make_group_objective(settings), getattr(settings, "pad_to_multiple_of", None)
-    ids, attended, mask = _read_tokens(table, task.tokenizer, task.model.device)
+    ids, attended, mask = read_tokens(table, task.tokenizer.pad_token_id, task.model.device)
     widths = _list_prompt_widths(table, run.config.get("processes", 1), multiple).to(mask.device)
     missing = int(widths.max()) + mask.shape[1] - ids.shape[1]
     rows = make_table_rows(table, TokenRows(pad(ids, (missing, 0)), pad(attended, (missing, 0)), mask))
@@ -355,7 +351,7 @@ def _describe_target_rows(rebuilt: RebuiltRound) -> pl.DataFrame:
         return rebuilt.table.select(pl.col("record_id").alias("record"), "prompt", "response", "advantage")
     texts = {
         name: [rebuilt.tokenizer.decode(ids, skip_special_tokens=True) for ids in column.to_list()]
-        for name, column in zip(("prompt", "response"), list_tokens(rows), strict=True)
+        for name, column in zip(("prompt", "response"), list_tokens(rows)[:2], strict=True)
     }
     return pl.DataFrame(texts).with_columns(record=pl.lit(None, pl.Int64), advantage=pl.lit(None, pl.Float64))
 

@@ -211,7 +211,7 @@ def make_response_target(task: Task, examples: Iterable[tuple[Prompt, str]]) -> 
     target = ValidationLoss.of([_make_demonstration(task, *example) for example in examples], task.tokenizer)
     assert target.rows is not None
     unknown, context = task.tokenizer.unk_token_id, context_length(task.model)
-    for prompt, response in zip(*list_tokens(target.rows), strict=True):
+    for prompt, response in zip(*list_tokens(target.rows)[:2], strict=True):
         ids = [*prompt, *response]
         if unknown in ids and unknown != task.tokenizer.eos_token_id:
             text = task.tokenizer.decode(ids)

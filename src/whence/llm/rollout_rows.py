@@ -1,0 +1,355 @@
+"""Rows of rollouts, one a response, from the lines of files as trainers write them.
+
+- TRL (`log_completions=True`): step, prompt, completion, a column for each reward function and each `log_extra`, and
+  advantage; no sum of the rewards, of which only TRL knows the weights.
+- verl (`trainer.rollout_data_dir`), AReaL, verifiers' results: a rollout a line.
+- ms-swift: a list for each column, a line each time it logs.
+- open-instruct: token ids alone. NeMo-RL: each value in a list of one, and token ids with masks.
+- verifiers and prime-rl (`traces.jsonl`): a line an episode, with a tree of messages for each trace.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pyarrow import ArrowException, parquet
+
+from whence.core import WhenceError, first_line
+
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "prompt": ("prompt", "input", "input_prompt"),
+        "response": ("response", "completion", "output", "output_response"),
+        "reward": ("reward", "score"),
+        "step": ("step", "global_step", "gen_step"),
+        "group": ("group", "group_id", "uid", "prompt_idx", "example_id", "task_id"),
+        "advantage": ("advantage", "advantages"),
+        "prompt_ids": ("prompt_ids", "prompt_tokens"),
+        "response_ids": ("response_ids", "response_tokens"),
+        "response_mask": ("response_mask",),
+    }
+)
+"""What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
+
+_SUFFIXES = ".parquet", ".jsonl", ".json", ".ndjson"
+_READ_AT_ONCE = 1024
+Row = dict[str, Any]
+
+
+def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
+    """Return a file, or the files of rollouts in a folder, in the order of the numbers in their names.
+
+    Of prime-rl's folder those are the traces that were trained on. Files of evaluations are counted in `skipped`.
+    """
+    if path.is_file() and path.suffix in _SUFFIXES:
+        return [path]
+    files = [file for file in path.glob("*") if file.suffix in _SUFFIXES] if path.is_dir() else []
+    files = files or list(path.glob("step_*/train/effective/traces.jsonl"))
+    steps = _list_evaluations(path)
+    kept = []
+    for file in files:
+        if file.name.startswith("val_") or _find_number(file) in steps:
+            skipped["files of evaluations"] += 1
+        elif not file.stem.endswith("metadata"):
+            kept.append(file)
+    if not kept:
+        raise WhenceError(
+            f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
+            f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
+        )
+    return sorted(kept, key=lambda file: ([int(n) for n in re.findall(r"\d+", str(file.relative_to(path)))], file.name))
+
+
+def _list_evaluations(path: Path) -> set[int]:
+    """Return the steps whose file of TRL's completions an evaluation has overwritten, as far as checkpoints say."""
+    states = [*path.parent.glob("checkpoint-*/trainer_state.json")] if path.name == "completions" else []
+    steps = set()
+    for state in states:
+        try:
+            history = json.loads(state.read_text())["log_history"]
+            steps |= {entry["step"] for entry in history if any(name.startswith("eval_") for name in entry)}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return steps
+
+
+def _find_number(file: Path) -> int | None:
+    """Return the step that a file's name says: `completions_00012`, `train_data_step12`."""
+    match = re.fullmatch(r"(?:completions_|train_data_step)(\d+)", file.stem)
+    return None if match is None else int(match[1])
+
+
+def read_rows(file: Path, columns: Mapping[str, str], skipped: Counter[str]) -> Iterator[Row]:
+    """Yield a file's rows as dicts of what `NAMES` lists, as far as it is there, and `reward.NAME` and `info.NAME`.
+
+    Args:
+        file: a file of `list_files`.
+        columns: see `whence.llm.rollout_files.read_steps`.
+        skipped: counts rows that are left out, by the reason.
+
+    Raises:
+        WhenceError: the file cannot be read, or a row lacks something; the message names file and line.
+    """
+    before: set[Any] = set()
+    for place, line in _read_lines(file, skipped):
+        where = f"{file}, {place}"
+        rows = [_name(each, columns, where) for each in _split_line(line, where, skipped)]
+        steps = {row.get("step") for row in rows}
+        if "completion" in line and isinstance(line.get("step"), list) and steps <= before:
+            skipped["rows that the line before has, too"] += len(rows)  # ms-swift logs a batch as often as it likes
+            continue
+        before = steps
+        for row in rows:
+            if row.get("response") is None and row.get("response_ids") is None:
+                skipped["rows without a response"] += 1
+            elif row.get("prompt") is None and row.get("prompt_ids") is None:
+                skipped["rows without a prompt"] += 1
+            elif not any(row.get("response_mask") or [True]):
+                skipped["rows of which no token trained"] += 1
+            else:
+                row.setdefault("step", _find_number(file))
+                yield row
+
+
+def _read_lines(file: Path, skipped: Counter[str]) -> Iterator[tuple[str, Row]]:
+    """Yield the place and the values of each line, or of each row of a Parquet file."""
+    try:
+        if file.suffix == ".parquet":
+            batches = parquet.ParquetFile(file).iter_batches(_READ_AT_ONCE)
+            for place, line in enumerate((line for batch in batches for line in batch.to_pylist()), 1):
+                yield f"row {place}", {name: _drop_nulls(value) for name, value in line.items()}
+            return
+        with file.open(encoding="utf-8") as lines:
+            for place, text in enumerate(lines, 1):
+                if not text.strip():
+                    continue
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    if text.endswith("\n") or place == 1:
+                        raise
+                    skipped["last lines that break off"] += 1
+                    return
+                for each in line if isinstance(line, list) else [line]:
+                    if not isinstance(each, dict):
+                        raise ValueError(f"line {place} is a {type(each).__name__}, and a row is an object")
+                    yield f"line {place}", each
+    except (OSError, ArrowException, ValueError) as broken:
+        kind = "Parquet" if file.suffix == ".parquet" else "JSON lines"
+        at = "" if file.suffix == ".parquet" or str(broken).startswith("line ") else f"line {place}: "
+        raise WhenceError(f"{file} cannot be read as {kind}: {at}{first_line(broken)}. Mend or remove it.") from None
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return a value of Parquet without the keys that other rows brought into it, as nulls."""
+    if isinstance(value, list):
+        return [_drop_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _drop_nulls(each) for name, each in value.items() if each is not None}
+    return value
+
+
+def _split_line(line: Row, where: str, skipped: Counter[str]) -> list[Row]:
+    """Return the rollouts of a line, which is one, an episode, or a table."""
+    if "traces" in line or "nodes" in line:
+        return _read_traces(line, skipped)
+    if "content" in line and "rewards" in line:
+        return [_unwrap(line, where)]
+    if _is_list_of(line.get("completion"), str) and _is_list_of(line.get("prompt"), str):
+        size = len(line["completion"])
+        return [
+            {name: v[n] if isinstance(v, list) and len(v) == size else None for name, v in line.items()}
+            for n in range(size)
+        ]
+    if (line.get("request_info") or {}).get("num_calls"):
+        skipped["rows with the output of tools among their tokens, without a mask"] += 1
+        return []
+    return [line]
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, kind) for each in value)
+
+
+def _read_traces(episode: Row, skipped: Counter[str]) -> list[Row]:
+    """Return the branches of an episode's traces as rollouts: the paths from a root of the tree to its leaves."""
+    work = (episode.get("run") or {}).get("work") or {}
+    group = (episode.get("group") or {}).get("id") or episode.get("group_id") or (episode.get("task") or {}).get("key")
+    rows = []
+    traces = episode.get("traces", [episode])
+    for trace in traces:
+        if not (trace.get("agent") or {}).get("trainable", True):
+            skipped["traces of agents that do not train"] += 1
+            continue
+        nodes, scores = trace.get("nodes") or [], (trace.get("rewards") or {})
+        rewards = {name: each["score"] for name, each in scores.items() if each.get("score") is not None}
+        about = {"group": group, "step": work.get("step"), **{f"reward.{name}": r for name, r in rewards.items()}}
+        if rewards:
+            about["reward"] = sum(scores[name].get("weight", 1.0) * reward for name, reward in rewards.items())
+        for leaf in {*range(len(nodes))} - {node.get("parent") for node in nodes}:
+            path = [leaf]
+            while (parent := nodes[path[0]].get("parent")) is not None:
+                path.insert(0, parent)
+            rows.append({**about, **_read_branch([nodes[place] for place in path])})
+    if not rows:
+        skipped["episodes without a rollout"] += 1
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def _read_branch(nodes: Sequence[Row]) -> Row:
+    """Return a path of messages as prompt and response, which begins with the first message that the model wrote."""
+    start = next((place for place, node in enumerate(nodes) if node.get("sampled")), len(nodes))
+    messages = [node["message"] for node in nodes]
+    row: Row = {"prompt": messages[:start], "response": messages[start:] or None}
+    ids = [token for node in nodes for token in node.get("token_ids") or []]
+    mask = [bool(each) for node in nodes for each in node.get("mask") or []]
+    if ids and len(mask) == len(ids):
+        row |= _split_tokens(ids, mask)
+        advantages = [each for node in nodes for each in node.get("advantages") or []]
+        row["advantage"] = advantages or None
+    return row
+
+
+def _split_tokens(ids: Sequence[int], mask: Sequence[bool]) -> Row:
+    """Return the tokens before the first one that trains as the prompt's, and the others."""
+    first = mask.index(True) if True in mask else len(mask)
+    last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+    return {"prompt_ids": ids[:first], "response_ids": ids[first:last], "response_mask": mask[first:last]}
+
+
+def _unwrap(line: Row, where: str) -> Row:
+    """Return a line of NeMo-RL, whose values are lists of one, as a rollout."""
+    row = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in line.items()}
+    texts, ids = row.pop("content"), row.pop("token_ids", None)
+    row["reward"] = row.pop("rewards")
+    if ids is None:
+        if not _is_list_of(texts, str) or len(texts) != 2:
+            raise WhenceError(f"{where} has neither a prompt and a response nor token ids, so no role is known.")
+        return {**row, "prompt": texts[0], "response": texts[1]}
+    length = int(row.pop("input_lengths", len(ids)))
+    trains = [bool(each and row.get("sample_loss_mask", 1)) for each in row.pop("token_loss_mask")[:length]]
+    tokens = _split_tokens(ids[:length], trains)
+    if isinstance(row.get("advantages"), list):
+        row["advantages"] = [each for each, counts in zip(row["advantages"], trains, strict=False) if counts]
+    if not any(trains):
+        return {**row, "prompt": texts[0], "response": "".join(texts[1:]), "response_mask": [False]}
+    return {**row, "prompt": texts[0], "response": "".join(texts[1:]), **tokens}
+
+
+def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
+    """Return a rollout with the names of `NAMES`, `reward.NAME` and `info.NAME`."""
+    sources: dict[str, str] = {}
+    for name, usual in NAMES.items():
+        source = next((each for each in usual if each in line), None)
+        if name in columns and name != "reward":
+            source = columns[name]
+        if source is not None and source not in line:
+            raise WhenceError(_explain_missing(name, source, line, where))
+        if source is not None:
+            sources[name] = source
+    for name in ("prompt", "response"):
+        if name not in sources and f"{name}_ids" not in sources:
+            raise WhenceError(_explain_missing(name, " or ".join(NAMES[name]), line, where))
+    parts = _read_sum(columns["reward"], line, where) if "reward" in columns else {}
+    if "reward" in columns:
+        sources.pop("reward", None)
+    row = {name: _check_value(name, line[source], where) for name, source in sources.items()}
+    others = {name: value for name, value in line.items() if name not in sources.values() and name not in parts}
+    if parts:
+        values = {name: _read_number(name, line[name], where) for name in parts}
+        known = [parts[name] * value for name, value in values.items() if value is not None]
+        row |= {"reward": sum(known) if known else None}
+        row |= {f"reward.{name}": value for name, value in values.items() if len(values) > 1}
+    elif "reward" not in sources and "advantage" in sources:
+        numbers = [n for n, v in others.items() if isinstance(v, int | float) and not isinstance(v, bool)]
+        if len(numbers) == 1:  # TRL's only reward function
+            row["reward"] = _read_number(numbers[0], others.pop(numbers[0]), where)
+    if "reward" not in row and "advantage" not in row:
+        numbers = [name for name, value in others.items() if isinstance(value, int | float)]
+        raise WhenceError(
+            f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
+            f"'reward={' + 0.5 * '.join(numbers[:2]) or 'NAME'}'. It has: {', '.join(line)}."
+        )
+    is_known = {name: name.startswith("reward.") for name in others}
+    return row | {name if is_known[name] else f"info.{name}": value for name, value in others.items()}
+
+
+def _explain_missing(name: str, source: str, line: Row, where: str) -> str:
+    return (
+        f"{where} has no column {source!r} for the {name}; it has: {', '.join(line)}. Name the right one: --column "
+        f"{name}=NAME."
+    )
+
+
+def _read_sum(text: str, line: Row, where: str) -> dict[str, float]:
+    """Return the weight of each column of a sum such as `accuracy + 0.1 * length`; a column's own name comes first."""
+    if text in line:
+        return {text: 1.0}
+    weights = {}
+    for part in text.split("+"):
+        weight, _, name = part.rpartition("*")
+        if name.strip() not in line:
+            raise WhenceError(_explain_missing("reward", name.strip(), line, where))
+        try:
+            weights[name.strip()] = float(weight or 1)
+        except ValueError:
+            raise WhenceError(f"reward={text!r} has the weight {weight.strip()!r}; a number is needed.") from None
+    return weights
+
+
+def _check_value(name: str, value: Any, where: str) -> Any:
+    """Return a value as rows hold it, or refuse it."""
+    if value is None:
+        return None
+    if name in ("prompt", "response"):
+        if not isinstance(value, str) and not _is_list_of(value, dict):
+            raise WhenceError(
+                f"{where}: the {name} is {_shorten(value)}; a text or the messages of a chat are needed. Name another "
+                f"column: --column {name}=NAME."
+            )
+        return _make_printable(value) if isinstance(value, str) else value
+    if name == "advantage" and isinstance(value, list):
+        numbers = {_read_number(name, each, where) for each in value}
+        if len(numbers) > 1:
+            raise WhenceError(f"{where}: the advantages of its tokens differ; one for each response is needed.")
+        return next(iter(numbers), None)
+    if name in ("reward", "advantage"):
+        return _read_number(name, value, where)
+    if name == "step":
+        try:
+            return int(value)
+        except (TypeError, ValueError):
+            raise WhenceError(f"{where}: the step is {_shorten(value)}; a whole number is needed.") from None
+    if name.endswith(("ids", "mask")):
+        if not isinstance(value, list) or any(not isinstance(each, int) for each in value):
+            raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of whole numbers is needed.")
+        return value
+    return value
+
+
+def _read_number(name: str, value: Any, where: str) -> float | None:
+    """Return a number; None: there is none, or none that is finite."""
+    if value is not None and not isinstance(value, int | float):
+        raise WhenceError(
+            f"{where}: {name} is {_shorten(value)}; a number is needed. Name the column that has it: --column "
+            "reward=NAME."
+        )
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}…"
+
+
+def _make_printable(text: str) -> str:
+    """Return a text without the halves of characters that JSON can hold and tables cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -47,7 +47,7 @@ assert "Laboratory" not in CliRunner().invoke(app, ["--help"]).output
 
 FILES = (
     *("test_callback", "test_environment_steps", "test_explorer", "test_findings", "test_keeping"),
-    *("test_language_page", "test_llm_answers", "test_loops", "test_recurrent", "test_rollout_files", "test_runs"),
+    *("test_language_page", "test_llm_answers", "test_loops", "test_recurrent", "test_rollout_scores", "test_runs"),
     "test_viewer",
 )
 """The files of tests of recording, findings, page, why and prove that need no laboratory."""

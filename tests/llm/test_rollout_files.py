@@ -1,226 +1,201 @@
-"""Rollouts that trainers wrote to files: their formats, and scores at a checkpoint as the trainer's own."""
+"""Lines of files as trainers write them, and what is read of them."""
 
-import gc
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
-from tokenizers import decoders
-from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from helpers.language_training import make_model, make_tokenizer
-from helpers.trl_training import make_trainer, reward
-from whence import RunDirectory, ScoreAll, WhenceError
-from whence.cli.app import app
-from whence.core import RecordBatch, RunDirectoryError
-from whence.llm import GroupObjective, SequenceReturn, language_view, rollout_files
-from whence.llm.rollout_files import add_advantages, read_steps, score_rollouts
-from whence.stored.language.tasks import load_checkpoint
-
-ROWS = [
-    {"input": "ab", "output": "cde", "score": 1.0, "step": 1, "gts": "x"},
-    {"input": "ab", "output": "a", "score": 0.0, "step": 1, "gts": "y"},
-    {"input": "cd", "output": "bb", "score": 0.5, "step": 2, "gts": "x"},
-    {"input": "cd", "output": "e", "score": None, "step": 2, "gts": "y"},
-]
+from whence import WhenceError
+from whence.llm.rollout_files import list_files, read_rows
+from whence.llm.rollout_scores import read_steps
 
 
-def write_lines(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+def write(folder: Path, name: str, *lines: Any, end: str = "\n") -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / name).write_text("\n".join(texts) + end)
+    return folder / name
 
 
-def write_as_verl(folder: Path, run: Path, number: int) -> Path:
-    """Write a round in the form of verl's rollout_data_dir, which has no advantages."""
-    table = RunDirectory.open(run).round("records", number)
-    names = {"prompt": "input", "response": "output", "reward": "score"}
-    rows = table.select(list(names)).rename(names).with_columns(gts=pl.lit("x"), step=number).to_dicts()
-    return write_lines(folder, f"{number}.jsonl", rows)
+def read(file: Path, skipped: Counter[str] | None = None, **columns: str) -> list[dict[str, Any]]:
+    return list(read_rows(file, columns, Counter() if skipped is None else skipped))
 
 
-@pytest.mark.parametrize(("kind", "beta"), [("trl", 0.0), ("trl", 0.5), ("verl", 0.5)])
-def test_scores_of_a_trainers_files_are_those_of_its_training(tmp_path: Path, kind: str, beta: float) -> None:
-    trainer = make_trainer(
-        *("grpo", tmp_path / "trl", ScoreAll()),
-        run=tmp_path / "run",
-        select="before",
-        target=SequenceReturn(),
-        beta=beta,
-        use_bias_correction_kl=kind == "trl",
-        reward_funcs=lambda prompts, completions, **columns: [100 * r for r in reward(prompts, completions)],
-        log_completions=True,
-        logging_strategy="steps",
-        logging_steps=1,
-        generation_kwargs={"suppress_tokens": [0]},  # of which texts show nothing
+def node(role: str, text: str, ids: list[int], mask: list[int], **rest: Any) -> dict[str, Any]:
+    return {"message": {"role": role, "content": text}, "token_ids": ids, "mask": list(map(bool, mask)), **rest}
+
+
+EPISODE = {
+    "group": {"id": "g"},
+    "run": {"work": {"step": 3}},
+    "traces": [
+        {
+            "nodes": [
+                node("user", "2+2?", [1, 2], [0, 0]),
+                node("assistant", "f(2)", [8, 9], [0, 1], parent=0, sampled=True, advantages=[0.5]),
+                node("tool", "4", [5, 6], [0, 0], parent=1),
+                node("assistant", "4", [7, 4], [0, 1], parent=2, sampled=True, advantages=[0.5]),
+                node("assistant", "5", [3], [1], parent=0, sampled=True, advantages=[-0.5]),
+            ],
+            "rewards": {"right": {"score": 1.0, "weight": 2.0}, "short": {"score": 0.5, "weight": -1.0}},
+        },
+        {"agent": {"trainable": False}, "nodes": []},
+    ],
+}
+
+
+def test_an_episode_is_its_branches(tmp_path: Path) -> None:
+    skipped = Counter[str]()
+    long, other = read(write(tmp_path, "traces.jsonl", EPISODE, {"traces": []}), skipped)
+    assert (long["prompt_ids"], long["response_ids"]) == ([1, 2, 8], [9, 5, 6, 7, 4])
+    assert long["response_mask"] == [True, False, False, False, True]
+    assert [message["content"] for message in long["response"]] == ["f(2)", "4", "4"]
+    assert (long["reward"], long["reward.right"], long["step"], long["group"], long["advantage"]) == (
+        1.5,
+        1,
+        3,
+        "g",
+        0.5,
     )
-    policy = make_model()  # which is the trainer's before its first step
-    trainer.processing_class.backend_tokenizer.decoder = decoders.Fuse()
-    trainer.train()
-    files = tmp_path / "trl" / "completions" if kind == "trl" else write_as_verl(tmp_path / "verl", tmp_path / "run", 1)
-    settings: dict[str, Any] = {"reference": make_model(seed=1), "beta": beta} if beta else {}
-    if kind == "verl":
-        settings = {"reference": make_model(seed=1), "objective": GroupObjective("sum", beta)}
-    run = score_rollouts(files, policy, make_tokenizer(), tmp_path / "scored", max_tokens=5, **settings)
-    expected, table = (RunDirectory.open(path).round("records", 1) for path in (tmp_path / "run", run.path))
-    for name in ("prompt_ids", "response_ids", "group_id", "reward"):
-        assert table[name].to_list() == expected[name].to_list(), name
-    # Of so large rewards the deviation plus 1e-4, by which TRL divides them, is that plus 1e-6, by which verl does.
-    scores = torch.tensor(expected["score"].to_list())
-    largest = float(scores.abs().max())
-    torch.testing.assert_close(torch.tensor(table["score"].to_list()), scores, rtol=0, atol=1e-4 * largest)
-    assert table["info.step"].to_list() == [1] * 8
-    if beta:  # the divergence has a part in the scores
-        with pytest.raises(WhenceError, match="a divergence has a weight above 0 and a model"):
-            score_rollouts(files, policy, make_tokenizer(), tmp_path / "none", beta=beta)
-        plain = score_rollouts(files, policy, make_tokenizer(), tmp_path / "plain", max_tokens=5)
-        others = torch.tensor(plain.round("records", 1)["score"].to_list())
-        assert (others - scores).abs().max() > 0.01 * largest
+    assert (other["prompt_ids"], other["response_ids"], other["advantage"]) == ([1, 2], [3], -0.5)
+    assert skipped == {"traces of agents that do not train": 1, "episodes without a rollout": 1}
 
 
-def test_a_score_leaves_out_the_rows_own_vote(tmp_path: Path) -> None:
-    model = make_model().eval()
-    run = score_rollouts(write_lines(tmp_path / "in", "1.jsonl", ROWS[:2]), model, make_tokenizer(), tmp_path / "run")
-    table = run.round("records", 1)
-    gradients = []
-    for prompt, response in zip(table["prompt_ids"], table["response_ids"], strict=True):
-        ids = torch.tensor([[*prompt, *response]])
-        log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
-        parts = torch.autograd.grad(log_probs.sum(), list(language_view(model).parameters().values()))
-        gradients.append(torch.cat([part.flatten() for part in parts]))
-    one, other = table["advantage"].to_list()
-    product = one * other * float(gradients[0] @ gradients[1])
-    assert table["score"].to_list() == pytest.approx([product, product], rel=1e-4)
-    assert table["response_ids"].to_list() == [[4, 5, 6, 1], [2, 1]]
-    assert one == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
+def test_values_in_lists_of_one(tmp_path: Path) -> None:
+    line = {
+        "content": [["2+2?", "4", "go on", "5"]],
+        "rewards": [1.0],
+        "input_lengths": [6],
+        "token_ids": [[1, 5, 6, 9, 2, 7, 0]],
+        "token_loss_mask": [[0, 0, 1, 0, 0, 1, 0]],
+        "sample_loss_mask": [1.0],
+        "advantages": [[0, 0, 0.7, 0, 0, 0.7, 0]],
+        "idx": 0,
+    }
+    none = {**line, "sample_loss_mask": [0.0]}
+    skipped = Counter[str]()
+    (row,) = read(write(tmp_path, "train_data_step12.jsonl", line, none), skipped)
+    assert (row["prompt_ids"], row["response_ids"]) == ([1, 5], [6, 9, 2, 7])
+    assert row["response_mask"] == [True, False, False, True]
+    assert (row["advantage"], row["reward"], row["step"], row["prompt"]) == (0.7, 1, 12, "2+2?")
+    assert skipped == {"rows of which no token trained": 1}
+    texts = {"content": [["a", "b", "c"]], "rewards": [1.0], "idx": 0}
+    with pytest.raises(WhenceError, match="line 1 has neither a prompt and a response nor token ids"):
+        read(write(tmp_path, "old.jsonl", texts))
 
 
-def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_lines(tmp_path / "in", "10.jsonl", [{**row, "step": 10} for row in ROWS[:2]])
-    write_lines(folder, "2.jsonl", ROWS)
-    pl.DataFrame(ROWS[:1]).rename({"input": "prompt"}).with_columns(other=2.0).write_parquet(folder / "3.parquet")
-    steps = list(read_steps(folder))
-    assert [(step["step"][0], len(step)) for step in steps] == [(1, 3), (2, 2), (10, 2)]
-    assert steps[0]["info.gts"].to_list() == ["x", "y", "x"]
-    scattered = [{"prompt": f"{number % 3}", "completion": "a", "reward": number} for number in range(9)]
-    monkeypatch.setattr(rollout_files, "ROUND", 4)
-    parts = list(read_steps(write_lines(tmp_path / "long", "a.jsonl", scattered) / "a.jsonl"))
-    assert [part["group_id"].to_list() for part in parts] == [[0, 1, 2, 0], [1, 2, 0, 1], [2]]
-    assert [a for part in parts for a in part["advantage"]] == pytest.approx(
-        [-1.0] * 3 + [0.0] * 3 + [1.0] * 3, abs=1e-5
-    )
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_no_more_than_a_few_steps_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(rollout_files, "ROUND", 16)
-    rows, model = [{**ROWS[place % 2], "input": "ab"[place // 8 % 2], "step": 1} for place in range(240)], make_model()
-    file = write_lines(tmp_path / "in", "rows.jsonl", [{**row, "step": None} for row in rows]) / "rows.jsonl"
-    if suffix == "parquet":
-        pl.DataFrame(rows).drop("step").write_parquet(file.with_suffix(".parquet"))
-        file.unlink()
-    sizes: list[int] = []
-
-    def count(number: int, _: int) -> None:
-        gc.collect()
-        objects = gc.get_objects()
-        tables = [each for each in objects if isinstance(each, pl.DataFrame) and "prompt" in each.columns]
-        sizes.append(sum(map(len, [*tables, *(each for each in objects if isinstance(each, RecordBatch))])))
-
-    run = score_rollouts(tmp_path / "in", model, make_tokenizer(), tmp_path / "run", on_round=count)
-    assert len(sizes) == 15
-    assert run.table("metrics")["records"].to_list() == [16] * 15
-    assert max(sizes) <= 8 * 16  # of 240
-
-
-def test_advantages_from_rewards() -> None:
-    tables = [
-        pl.DataFrame({"prompt": ["a", "a", "b"], "reward": [1.0, None, 5.0]}),
-        pl.DataFrame({"prompt": ["a", "b"], "reward": [1.0, 4.0]}),
-        pl.DataFrame(
-            {"prompt": [[{"role": "user", "content": "a"}]] * 2, "reward": [0.0, 1.0], "advantage": [2.0, 3.0]}
-        ),
+def test_a_list_for_each_column(tmp_path: Path) -> None:
+    table = {"step": ["5", "5"], "prompt": ["q", "q"], "completion": ["a", "b"], "Right": [1.0, None]}
+    table |= {"Format": ["NaN", 0.5], "advantages": [0.7, -0.7], "solution": ["4", "4"]}
+    text = json.dumps(table).replace('"NaN"', "NaN")
+    skipped = Counter[str]()
+    file = write(tmp_path, "completions.jsonl", text, text, text.replace('"5"', '"6"'))
+    rows = read(file, skipped, reward="Right + 0.5 * Format")
+    assert [(row["step"], row["response"], row["reward"], row["advantage"]) for row in rows] == [
+        *((5, "a", 1.0, 0.7), (5, "b", 0.25, -0.7)),
+        *((6, "a", 1.0, 0.7), (6, "b", 0.25, -0.7)),
     ]
-    found = [add_advantages(table) for table in tables]
-    assert [table["advantage"].to_list() for table in found] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
-    assert [table["group_id"].to_list() for table in found] == [[0, 0, 1], [0, 1], [0, 0]]
+    assert skipped == {"rows that the line before has, too": 2}
+    assert "reward" not in read(file)[0]
+    assert read(file)[0]["info.Right"] == 1.0
 
 
-def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
-    folder, model = write_lines(tmp_path / "in", "1.jsonl", ROWS), make_model()
+def test_token_ids_without_texts(tmp_path: Path) -> None:
+    line = {
+        "step": 4,
+        "prompt_idx": 0,
+        "prompt_tokens": [1, 5],
+        "response_tokens": [9, 2],
+        "reward": 10,
+        "advantage": 1,
+    }
+    tools = {**line, "request_info": {"num_calls": 2}}
+    skipped = Counter[str]()
+    (row,) = read(write(tmp_path, "mine_rollouts_000000.jsonl", line, tools), skipped)
+    assert (row["prompt_ids"], row["response_ids"], row["reward"], row["group"]) == ([1, 5], [9, 2], 10, 0)
+    assert skipped == {"rows with the output of tools among their tokens, without a mask": 1}
 
-    def stop(number: int, rows: int) -> None:
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        score_rollouts(folder, model, make_tokenizer(), tmp_path / "run", on_round=stop)
-    numbers: list[int] = []
-    run = score_rollouts(
-        folder, model, make_tokenizer(), tmp_path / "run", on_round=lambda number, _: numbers.append(number)
-    )
-    whole = score_rollouts(folder, model, make_tokenizer(), tmp_path / "whole")
-    assert numbers == [2]
-    assert all(run.round("records", number).equals(whole.round("records", number)) for number in (1, 2))
-    assert run.table("metrics").equals(whole.table("metrics"))
-    with pytest.raises(RunDirectoryError, match="temperature"):
-        score_rollouts(folder, model, make_tokenizer(), tmp_path / "run", temperature=0.7)
+def test_what_is_skipped_is_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "response": None, "reward": 1}, {"prompt": "a", "response": "b", "reward": 1}]
+    skipped = Counter[str]()
+    assert len(read(write(tmp_path, "1.jsonl", *rows, "", '{"prompt": "a", "resp', end=""), skipped)) == 1
+    assert skipped == {"rows without a response": 1, "last lines that break off": 1}
+    write(tmp_path, "2.jsonl", end="")
+    write(tmp_path, "val_data_step3.jsonl", rows[1])
+    write(tmp_path, "mine_metadata.jsonl", {"run_name": "mine"})
+    assert len(next(read_steps(tmp_path, {}, skipped))) == 1
+    assert skipped["files of evaluations"] == 1
+    with pytest.raises(WhenceError, match=r"holds no rollouts: its files are empty"):
+        next(read_steps(tmp_path / "2.jsonl"))
+
+
+def test_files_that_an_evaluation_overwrote(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b", "reward": 1.0}
+    for step in (1, 2, 3):
+        write(tmp_path / "completions", f"completions_0000{step}.jsonl", {**row, "step": step})
+    history = [{"step": 1, "loss": 0.1}, {"step": 2, "eval_loss": 0.1}]
+    write(tmp_path / "checkpoint-3", "trainer_state.json", {"log_history": history})
+    skipped = Counter[str]()
+    assert [file.stem[-1] for file in list_files(tmp_path / "completions", skipped)] == ["1", "3"]
+    assert skipped == {"files of evaluations": 1}
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("line", "message"),
     [
-        (
-            [{"question": "a", "output": "b", "score": 1}],
-            "line 1 has no column 'prompt or input or input_prompt' for the prompt",
-        ),
-        ([{"prompt": "a", "response": "b", "note": "c"}], "line 1 has no reward: name its column"),
-        (
-            [{"prompt": "a" * 99, "response": "b", "reward": 1}],
-            "1 rows of more than the 32 tokens that the model reads",
-        ),
+        ({"prompt": "a", "response": "b", "reward": [1.0, 0.0]}, "line 2: reward is [1.0, 0.0]; a number is needed"),
+        ({"prompt": "a", "response": ["b", "c"], "reward": 1.0}, "line 2: the response is ['b', 'c']; a text or"),
+        ({"prompt": "a", "response": "b", "reward": 1.0, "step": "x"}, "line 2: the step is 'x'; a whole number"),
+        ({"prompt": "a", "response": "b", "reward": 1.0, "advantage": [1, 2]}, "line 2: the advantages of its tokens"),
+        ({"prompt_ids": "ab", "response_ids": [1], "reward": 1.0}, "line 2: prompt_ids is 'ab'; a list of whole"),
+        ([1, 2], "line 2 is a int, and a row is an object"),
+        ('{"prompt": ', "line 2: Expecting value"),
+        ({"prompt": "a", "response": "b", "good": 1.0, "short": 2}, "--column 'reward=good + 0.5 * short'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(WhenceError, match=message):
-        score_rollouts(write_lines(tmp_path / "in", "1.jsonl", rows), make_model(), make_tokenizer(), tmp_path / "run")
-    (tmp_path / "in" / "1.jsonl").write_text("no JSON")
-    with pytest.raises(WhenceError, match="cannot be read as JSON lines"):
-        next(read_steps(tmp_path / "in"))
-    with pytest.raises(WhenceError, match="holds no rollouts"):
-        next(read_steps(tmp_path / "missing"))
+def test_a_line_that_says_something_else_is_refused(tmp_path: Path, line: Any, message: str) -> None:
+    file = write(tmp_path, "1.jsonl", {"prompt": "a", "response": "b", "reward": 1.0}, line)
+    with pytest.raises(WhenceError) as refusal:
+        read(file)
+    assert message in str(refusal.value)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    make_model().save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    folder, run = write_lines(tmp_path / "in", "1.jsonl", ROWS), str(tmp_path / "run")
-    arguments = ["llm", "score", str(folder), "--model", str(tmp_path / "model"), "--run", run]
-    output = CliRunner().invoke(app, [*arguments, "--column", "reward=score"]).output
-    assert "4 rows in 2 rounds" in output
-    parts = json.loads(CliRunner().invoke(app, ["why", run, "--round", "1", "--record", "0", "--json"]).output)
-    score = RunDirectory.open(run).round("records", 1)["score"][0]
-    assert sum(token["part"] for token in parts["tokens"]) == pytest.approx(score, rel=1e-4)
-    assert [row["record"] for row in (*parts["pulls"]["with"], *parts["pulls"]["against"])] == [1]
-    for more, message in (
-        (["--column", "rewrd=score"], "WHAT=NAME is needed"),
-        (["--target", "validation"], "go together"),
-    ):
-        assert message in str(CliRunner().invoke(app, [*arguments, *more]).exception)
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    texts = (f'{{"prompt": "a", "response": "b", "reward": {value}}}' for value in ("NaN", "Infinity", "null", "true"))
+    assert [row["reward"] for row in read(write(tmp_path, "1.jsonl", *texts))] == [None, None, None, 1.0]
 
 
-def test_an_adapter_is_loaded_with_its_base_and_scored_alone(tmp_path: Path) -> None:
-    make_model().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
-    adapted.save_pretrained(tmp_path / "adapter")
-    make_tokenizer().save_pretrained(tmp_path / "adapter")
-    folder = write_lines(tmp_path / "in", "1.jsonl", ROWS[:2])
-    expected = score_rollouts(folder, adapted, make_tokenizer(), tmp_path / "expected").round("records", 1)
-    run = score_rollouts(folder, *load_checkpoint(str(tmp_path / "adapter"), "float32"), tmp_path / "run")
-    assert run.round("records", 1)["score"].to_list() == pytest.approx(expected["score"].to_list(), rel=1e-5)
-    assert expected["score"].abs().min() > 0  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [("0011", [0, 0, 1, 1]), ("0123", [0, 1, 0, 1]), ("0000", [0, 1, 0, 1]), (["0", "0", "1", None], [0, 1, 0, 1])],
+)
+def test_ids_that_are_no_groups_are_not_taken(tmp_path: Path, groups: Any, expected: list[int]) -> None:
+    prompts = "aabb" if groups == "0011" else "abab"
+    rows = [{"prompt": p, "response": "x", "reward": 1, "uid": g} for p, g in zip(prompts, groups, strict=True)]
+    file = write(tmp_path, "1.jsonl", *rows)
+    assert next(read_steps(file))["group_id"].to_list() == expected
+    if groups == "0000":  # whoever names the column is believed
+        assert next(read_steps(file, {"group": "uid"}))["group_id"].to_list() == [0, 0, 0, 0]
+
+
+def test_interleaved_steps_are_sorted_and_groups_joined(tmp_path: Path) -> None:
+    rows = [{"prompt": "ab"[n % 2], "response": "x", "reward": n, "step": n % 3} for n in range(12)]
+    steps = list(read_steps(write(tmp_path, "1.jsonl", *rows)))
+    assert [step["step"].unique().to_list() for step in steps] == [[0], [1], [2]]
+    assert steps[0]["reward"].to_list() == [0, 3, 6, 9]
+    assert steps[0]["group_id"].to_list() == [0, 1, 0, 1]
+    assert steps[0]["advantage"].to_list() == pytest.approx([-(0.5**0.5)] * 2 + [0.5**0.5] * 2, abs=1e-5)
+
+
+def test_tables_do_not_join_the_arguments_of_tools(tmp_path: Path) -> None:
+    calls = [[{"role": "assistant", "calls": [{"name": n, "arguments": {n: 1}}]}] for n in "ab"]
+    table = pa.Table.from_pylist([{"prompt": "q", "completion": call, "reward": 1.0} for call in calls])
+    pq.write_table(table, tmp_path / "1.parquet")
+    assert "None" in str(table["completion"].to_pylist())
+    responses = next(read_steps(tmp_path / "1.parquet"))["response"].to_list()
+    assert [row[0]["calls"][0]["arguments"] for row in responses] == [{"a": 1}, {"b": 1}]

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from whence.core import InvalidRecords, RecordBatch, Unit, WhenceError, named_leaves, to_numpy
 from whence.scores import Influence
 from whence.selection import DEFAULT_SHARE, Progress, Selection
-from whence.selection.score_rules import ScoreRule, drop_at_random
+from whence.selection.random_drop import drop_at_random
+from whence.selection.score_rules import ScoreRule
 from whence.selection.selections import START, CheckedRule, Share, drop_units
 
 Array = NDArray[np.float64]

@@ -4,7 +4,7 @@ from .base import language_view as language_view
 from .base import make_rows as make_rows
 from .base import register_rmsnorm as register_rmsnorm
 from .ppo import PPOTrainer as PPOTrainer
-from .rollout_files import score_rollouts as score_rollouts
+from .rollout_scores import score_rollouts as score_rollouts
 from .scores import GroupObjective as GroupObjective
 from .scores import SequenceReturn as SequenceReturn
 from .scores import SequenceReward as SequenceReward

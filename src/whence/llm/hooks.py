@@ -13,7 +13,7 @@ import polars as pl
 
 from whence.core import WhenceError
 from whence.llm.base import make_table_rows, pad_rows
-from whence.llm.rollout_files import add_advantages
+from whence.llm.rollout_scores import add_advantages
 from whence.llm.text import join_messages
 from whence.runs import RunDirectory
 from whence.selection import KeepAll, Progress, SelectionRule, check_rule

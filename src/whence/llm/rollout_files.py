@@ -1,336 +1,355 @@
-"""Rollouts in files as trainers write them: read step by step in one form, and scored at a checkpoint."""
+"""Rows of rollouts, one a response, from the lines of files as trainers write them.
+
+- TRL (`log_completions=True`): step, prompt, completion, a column for each reward function and each `log_extra`, and
+  advantage; no sum of the rewards, of which only TRL knows the weights.
+- verl (`trainer.rollout_data_dir`), AReaL, verifiers' results: a rollout a line.
+- ms-swift: a list for each column, a line each time it logs.
+- open-instruct: token ids alone. NeMo-RL: each value in a list of one, and token ids with masks.
+- verifiers and prime-rl (`traces.jsonl`): a line an episode, with a tree of messages for each trace.
+"""
 
 import json
-import logging
+import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import polars as pl
+from pyarrow import ArrowException, parquet
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of
-from whence.llm.base import (
-    average_rows,
-    describe_rows_scored,
-    list_infos,
-    list_tokens,
-    make_table_rows,
-    pad_rows,
+from whence.core import WhenceError, first_line
+
+NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "prompt": ("prompt", "input", "input_prompt"),
+        "response": ("response", "completion", "output", "output_response"),
+        "reward": ("reward", "score"),
+        "step": ("step", "global_step", "gen_step"),
+        "group": ("group", "group_id", "uid", "prompt_idx", "example_id", "task_id"),
+        "advantage": ("advantage", "advantages"),
+        "prompt_ids": ("prompt_ids", "prompt_tokens"),
+        "response_ids": ("response_ids", "response_tokens"),
+        "response_mask": ("response_mask",),
+    }
 )
-from whence.llm.rollout_rows import Row, list_files, read_rows
-from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
-from whence.llm.text import (
-    Tokens,
-    check_tokenizer,
-    context_length,
-    encode_pair,
-    join_messages,
-    list_chats,
-    list_vocabulary,
-)
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, time_stage
-from whence.scores import Influence
-from whence.selection import ScoreAll, add_selection, summarise_selection
+"""What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
 
-log = logging.getLogger("whence")
-
-ROUND = 4096
-"""Rows of a round at most where a file does not say steps; a step is one round."""
+_SUFFIXES = ".parquet", ".jsonl", ".json", ".ndjson"
+_READ_AT_ONCE = 1024
+Row = dict[str, Any]
 
 
-def read_steps(
-    path: Path, columns: Mapping[str, str] = MappingProxyType({}), skipped: Counter[str] | None = None
-) -> Iterator[pl.DataFrame]:
-    """Yield the rows of each step as they stand in the files; steps that are interleaved come by their numbers.
+def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
+    """Return a file, or the files of rollouts in a folder, in the order of the numbers in their names.
 
-    The columns are those of `NAMES`, as far as they are there, with `group_id` and `advantage` over the whole step,
-    `reward.NAME` for each part of the reward and `info.NAME` for all others. A file that says no steps is one, and
-    comes in parts of `ROUND` rows. All files are looked at before the first step comes.
+    Of prime-rl's folder those are the traces that were trained on. Files of evaluations are counted in `skipped`.
+    """
+    if path.is_file() and path.suffix in _SUFFIXES:
+        return [path]
+    files = [file for file in path.glob("*") if file.suffix in _SUFFIXES] if path.is_dir() else []
+    files = files or list(path.glob("step_*/train/effective/traces.jsonl"))
+    steps = _list_evaluations(path)
+    kept = []
+    for file in files:
+        if file.name.startswith("val_") or _find_number(file) in steps:
+            skipped["files of evaluations"] += 1
+        elif not file.stem.endswith("metadata"):
+            kept.append(file)
+    if not kept:
+        raise WhenceError(
+            f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
+            f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
+        )
+    return sorted(kept, key=lambda file: ([int(n) for n in re.findall(r"\d+", str(file.relative_to(path)))], file.name))
+
+
+def _list_evaluations(path: Path) -> set[int]:
+    """Return the steps whose file of TRL's completions an evaluation has overwritten, as far as checkpoints say."""
+    states = [*path.parent.glob("checkpoint-*/trainer_state.json")] if path.name == "completions" else []
+    steps = set()
+    for state in states:
+        try:
+            history = json.loads(state.read_text())["log_history"]
+            steps |= {entry["step"] for entry in history if any(name.startswith("eval_") for name in entry)}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return steps
+
+
+def _find_number(file: Path) -> int | None:
+    """Return the step that a file's name says: `completions_00012`, `train_data_step12`."""
+    match = re.fullmatch(r"(?:completions_|train_data_step)(\d+)", file.stem)
+    return None if match is None else int(match[1])
+
+
+def read_rows(file: Path, columns: Mapping[str, str], skipped: Counter[str]) -> Iterator[Row]:
+    """Yield a file's rows as dicts of what `NAMES` lists, as far as it is there, and `reward.NAME` and `info.NAME`.
 
     Args:
-        path: a file, or a folder of them; see `whence.llm.rollout_rows`.
-        columns: names of columns that hold what `NAMES` lists, where they are others. That of the reward may be a sum,
-            such as `accuracy + 0.1 * length`.
+        file: a file of `list_files`.
+        columns: see `whence.llm.rollout_scores.read_steps`.
         skipped: counts rows that are left out, by the reason.
 
     Raises:
-        WhenceError: there are no rollouts; or a file cannot be read, or lacks a column.
+        WhenceError: the file cannot be read, or a row lacks something; the message names file and line.
     """
-    skipped = Counter[str]() if skipped is None else skipped
-    files = list_files(path, skipped)
-    table = _survey(read_rows(file, columns, skipped) for file in files)
-    if table.is_empty():
-        raise WhenceError(f"{path} holds no rollouts: {_list_skipped(skipped) or 'its files are empty'}.")
-    table = add_advantages(_join_groups(table, named="group" in columns)).select("step", "group_id", "advantage")
-    rows: Iterator[Row] = chain.from_iterable(read_rows(file, columns, Counter()) for file in files)
-    if table["step"].rle_id().n_unique() > table["step"].n_unique():
-        table = table.with_row_index("place").sort("step", maintain_order=True)
-        everything = list(rows)
-        rows = (everything[place] for place in table["place"])
-    for step in table.partition_by("step", maintain_order=True):
-        size = ROUND if step["step"][0] < 0 else len(step)
-        for part in step.iter_slices(size):
-            yield _make_table([next(rows) for _ in range(len(part))], part)
-
-
-def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
-    """Return what advantages need of each row: its step, group, prompt, reward and advantage.
-
-    A file without steps has a number of its own below 0.
-    """
-    parts = []
-    for number, rows in enumerate(files, 1):
-        columns: dict[str, list[Any]] = {"step": [], "group": [], "prompt": [], "reward": [], "advantage": []}
+    before: set[Any] = set()
+    for place, line in _read_lines(file, skipped):
+        where = f"{file}, {place}"
+        rows = [_name(each, columns, where) for each in _split_line(line, where, skipped)]
+        steps = {row.get("step") for row in rows}
+        if "completion" in line and isinstance(line.get("step"), list) and steps <= before:
+            skipped["rows that the line before has, too"] += len(rows)  # ms-swift logs a batch as often as it likes
+            continue
+        before = steps
         for row in rows:
-            columns["step"].append(-number if row.get("step") is None else row["step"])
-            columns["group"].append(None if row.get("group") is None else str(row["group"]))
-            columns["prompt"].append(hash(_write(row.get("prompt", row.get("prompt_ids")))))
-            columns["reward"].append(row.get("reward"))
-            columns["advantage"].append(row.get("advantage"))
-        kinds = {"step": pl.Int64, "group": pl.String, "prompt": pl.Int64}
-        parts.append(pl.DataFrame(columns, {**kinds, "reward": pl.Float64, "advantage": pl.Float64}))
-    table = pl.concat(parts)
-    return table.select(name for name in table.columns if name in kinds or table[name].count())
+            if row.get("response") is None and row.get("response_ids") is None:
+                skipped["rows without a response"] += 1
+            elif row.get("prompt") is None and row.get("prompt_ids") is None:
+                skipped["rows without a prompt"] += 1
+            elif not any(row.get("response_mask") or [True]):
+                skipped["rows of which no token trained"] += 1
+            else:
+                row.setdefault("step", _find_number(file))
+                yield row
 
 
-def _write(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
-
-
-def _join_groups(table: pl.DataFrame, *, named: bool) -> pl.DataFrame:
-    """Return a survey whose group is the files' id where that is one of a prompt's responses, and else the prompt.
-
-    An id that each row has for itself, or that is of several prompts, is of something else. `named`: the user says
-    that the column holds groups.
-    """
-    prompts = pl.col("prompt").n_unique().over("step", "group")
-    is_shared = pl.struct("step", "group").n_unique() <= pl.struct("step", "prompt").n_unique()
-    if table["group"].null_count() or not (named or table.select(is_shared & (prompts.max() == 1)).item()):
-        if table["group"].count():
-            log.warning("The files' ids are not of the responses to one prompt: rows are grouped by their prompts.")
-        return table.drop("group")
-    return table
-
-
-def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
-    """Return rows as a table, with the group and the advantage of each."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    values = {name: [row.get(name) for row in rows] for name in names}
-    series = []
-    for name in ("prompt", "response"):
-        is_plain = all(value is None or isinstance(value, str) for value in values.get(name, []))
-        series.append(pl.Series(name, values.get(name, [None] * len(rows)), pl.String if is_plain else pl.Object))
-    numbers = (name for name in names if name == "reward" or name.startswith("reward."))
-    series += [pl.Series(name, values[name], pl.Float64) for name in numbers]
-    tokens = {"prompt_ids": pl.List(pl.Int64), "response_ids": pl.List(pl.Int64), "response_mask": pl.List(pl.Boolean)}
-    series += [pl.Series(name, values[name], kind) for name, kind in tokens.items() if name in names]
-    series += list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
-    if part["step"][0] >= 0:
-        series.append(part["step"])
-    return pl.DataFrame([*series, part["group_id"], part["advantage"]])
-
-
-def _list_skipped(skipped: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in skipped.items())
-
-
-SCORED = "scored"
-"""The `algorithm` of a run whose rollouts come from files."""
-
-
-def score_rollouts(
-    path: str | Path,
-    model: Any,
-    tokenizer: Any,
-    run: str | Path,
-    *,
-    target: Target | None = None,
-    objective: Objective | None = None,
-    reference: Any = None,
-    beta: float = 0.0,
-    leave_one_out: Unit | None = "row",
-    columns: Mapping[str, str] = MappingProxyType({}),
-    max_tokens: int | None = None,
-    temperature: float = 1.0,
-    batch_size: int = 16,
-    about: Mapping[str, Any] = MappingProxyType({}),
-    overwrite: bool = False,
-    on_round: Callable[[int, int], None] | None = None,
-) -> RunDirectory:
-    """Score the rollouts that a trainer wrote, at one checkpoint, and return them as a run directory.
-
-    Each step becomes a round. A score says what a step of training on the row, from the checkpoint, does to the target.
-    All files are looked at before the directory is touched; rows that are left out are counted in a warning. If the
-    directory holds a part of the same scores, the rest follows.
-
-    Args:
-        path: a file or a folder; see `read_steps`.
-        model: a causal language model of Transformers; the parameters with `requires_grad` are scored.
-        tokenizer: its tokenizer.
-        run: the directory.
-        target: what is raised; None: `SequenceReturn()`, over the rows of the round.
-        objective: what training on a row raises; None: the sum over tokens of ratio times advantage, at ratios of 1,
-            minus `beta` times the divergence from the reference, as TRL's default is. verl's is
-            `GroupObjective("sum", beta)`, without TRL's correction of the divergence.
-        reference: the model that the divergence is measured from, on the device of `model`; None: there is none.
-        beta: weight of the divergence.
-        leave_one_out: for a target over the scored rows: what a row's own unit leaves out of it, since else each row
-            votes for itself; None: nothing.
-        columns: see `read_steps`.
-        max_tokens: the most tokens of a response in the training: shorter ones ended, and get an end-of-text token.
-            None: all ended.
-        temperature: the sampling temperature of the responses.
-        batch_size: rows of a pass.
-        about: a further description of the run, in JSON types.
-        overwrite: delete the run that the directory holds, and start anew.
-        on_round: called with the number of each round and of its rows.
-
-    Raises:
-        WhenceError: the files cannot be read, or lack something; see `read_steps`.
-        RunDirectoryError: the directory holds another run.
-    """
-    check_tokenizer(tokenizer)
-    target = SequenceReturn(batch_size=batch_size) if target is None else target
-    objective = GroupObjective("sum", beta, corrected=True) if objective is None else objective
-    if (reference is None) != (getattr(objective, "beta", 0.0) == 0.0):
-        raise WhenceError(
-            f"beta is {getattr(objective, 'beta', 0.0)}, and reference is {reference and 'a model'}: a divergence has "
-            "a weight above 0 and a model that it is measured from (--beta and --reference), or neither."
-        )
-    leave_one_out = None if rows_of(target) is not None else leave_one_out
-    scoring = Scoring(target, objective, temperature, "auto", None, batch_size, leave_one_out=leave_one_out)
-    description = {
-        **describe_rows_scored(model, ScoreAll(), scoring),
-        "algorithm": SCORED,
-        "rollouts": str(path),
-        "columns": dict(columns),
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        **about,
-    }
-    skipped = Counter[str]()
-    steps = read_steps(Path(path), columns, skipped)
-    steps = chain([next(steps)], steps)
-    recorder = RunRecorder(run)
-    versions = library_versions(("whence", "torch", "transformers"))
-    checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=_find_last_round)
-    if checkpoint is not None:
-        recorder.continue_after(checkpoint)
-    recorder.write_vocabulary(lambda: list_vocabulary(tokenizer))
-    done, first_id, number = 0 if checkpoint is None else checkpoint.round, 0, 0
+def _read_lines(file: Path, skipped: Counter[str]) -> Iterator[tuple[str, Row]]:
+    """Yield the place and the values of each line, or of each row of a Parquet file."""
     try:
-        for step in steps:
-            table, tokens = _encode(step.with_row_index("record_id", first_id), model, tokenizer, max_tokens, skipped)
-            first_id += len(step)
-            if table.is_empty():
-                continue
-            number += 1
-            if number > done:
-                seconds: dict[str, dict[str, float]] = {}
-                with time_stage(seconds, "scoring"):
-                    device = next(iter(model.parameters())).device
-                    prompts, responses, masks = zip(*tokens, strict=True)
-                    padded = pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks)
-                    rows = make_table_rows(table, padded)
-                    if reference is not None:
-                        rows = add_reference(rows, reference, temperature, batch_size)
-                    influence = score(model, rows, scoring)
-                table = _add_scores(table, rows, influence, tokenizer)
-                recorder.write_round(number, table)
-                summary = summarise_selection(ScoreAll().select(rows), influence)
-                recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
-                if on_round is not None:
-                    on_round(number, len(table))
-        if skipped:
-            log.warning("%s: left out were %s.", path, _list_skipped(skipped))
-        if not number:
-            raise WhenceError(f"{path} holds no rollouts that can be scored: {_list_skipped(skipped)}.")
-    finally:
-        recorder.end()
-    return RunDirectory.open(run)
+        if file.suffix == ".parquet":
+            batches = parquet.ParquetFile(file).iter_batches(_READ_AT_ONCE)
+            for place, line in enumerate((line for batch in batches for line in batch.to_pylist()), 1):
+                yield f"row {place}", {name: _drop_nulls(value) for name, value in line.items()}
+            return
+        with file.open(encoding="utf-8") as lines:
+            for place, text in enumerate(lines, 1):
+                if not text.strip():
+                    continue
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    if text.endswith("\n") or place == 1:
+                        raise
+                    skipped["last lines that break off"] += 1
+                    return
+                for each in line if isinstance(line, list) else [line]:
+                    if not isinstance(each, dict):
+                        raise ValueError(f"line {place} is a {type(each).__name__}, and a row is an object")
+                    yield f"line {place}", each
+    except (OSError, ArrowException, ValueError) as broken:
+        kind = "Parquet" if file.suffix == ".parquet" else "JSON lines"
+        at = "" if file.suffix == ".parquet" or str(broken).startswith("line ") else f"line {place}: "
+        raise WhenceError(f"{file} cannot be read as {kind}: {at}{first_line(broken)}. Mend or remove it.") from None
 
 
-def _find_last_round(run: Path) -> Checkpoint:
-    """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
-    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
+def _drop_nulls(value: Any) -> Any:
+    """Return a value of Parquet without the keys that other rows brought into it, as nulls."""
+    if isinstance(value, list):
+        return [_drop_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _drop_nulls(each) for name, each in value.items() if each is not None}
+    return value
 
 
-def _encode(
-    table: pl.DataFrame, model: Any, tokenizer: Any, most: int | None, skipped: Counter[str]
-) -> tuple[pl.DataFrame, list[Tokens]]:
-    """Return the rows that the model can read, and the tokens of their prompts and responses, and which of these count.
-
-    Tokens that a file does not say come from its texts; a text's response has `most` at most.
-    """
-    context, encoded, kept = context_length(model), list[Tokens](), []
-    for place, row in enumerate(table.iter_rows(named=True)):
-        if row.get("prompt_ids") is not None and row.get("response_ids") is not None:
-            response = row["response_ids"]
-            tokens = Tokens(row["prompt_ids"], response, row.get("response_mask") or [True] * len(response))
-        else:
-            try:
-                tokens = encode_pair(place, {**row, "completion": row["response"]}, tokenizer, None)
-            except WhenceError:
-                skipped["rows whose messages are not to be found in what the chat template writes"] += 1
-                continue
-            tokens = Tokens(tokens.prompt, tokens.response[:most], tokens.mask[:most])
-        if context is not None and len(tokens.prompt) + len(tokens.response) > context:
-            skipped[f"rows of more than the {context:,} tokens that the model reads"] += 1
-        elif not tokens.prompt or not any(tokens.mask):
-            skipped["rows without a prompt, or a token that the model wrote"] += 1
-        else:
-            kept.append(place)
-            encoded.append(tokens)
-    return table[kept].cast({"record_id": pl.Int64}), encoded
-
-
-def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
-    """Return rows with `group_id`, a number for each group or prompt of a step, and `advantage`, if they have none.
-
-    That is verl's GRPO: the reward less the group's mean, over its standard deviation; where no group of a step has
-    several rows, the reward less the step's mean. A row without a reward has 0. Without a column `step` it is one step.
-    """
-    key = table["group"] if "group" in table.columns else table["prompt"]
-    texts = pl.Series(list(map(str, key.to_list()))) if key.dtype.is_nested() or key.dtype == pl.Object else key
-    order = pl.DataFrame({"key": texts}).with_row_index("place")
-    order = order.with_columns(table["step"] if "step" in table.columns else pl.lit(0).alias("step"))
-    order = order.with_columns(first=pl.col("place").min().over("step", "key"))
-    table = table.with_columns(order.select(group_id=pl.col("first").rank("dense").over("step").cast(pl.Int64) - 1))
-    if "advantage" in table.columns:
-        return table.with_columns(pl.col("advantage").cast(pl.Float64).fill_nan(0.0).fill_null(0.0))
-    reward, group, step = pl.col("reward").cast(pl.Float64).fill_nan(None), pl.col("group_id"), pl.col("step")
-    numbers = table.select(order["step"], group, reward)
-    mean, spread = reward.mean(), reward.std().over(step, group).fill_null(0.0)
-    shared, single = (reward - mean.over(step, group)) / (spread + 1e-6), reward - mean.over(step)
-    is_single = group.n_unique().over(step) == pl.len().over(step)
-    return table.with_columns(
-        numbers.select(advantage=pl.when(is_single).then(single).otherwise(shared).fill_null(0.0))
-    )
-
-
-def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:
-    """Return a round's table as trainers of whence write it."""
-    numbers = [name for name in step.columns if name in ("reward", "advantage") or name.startswith("reward.")]
-    infos = [step[name] for name in step.columns if name.startswith("info.")]
-    if "step" in step.columns:
-        infos = [
-            step["step"].alias("info.step"),
-            *(s.alias("info.files_step") if s.name == "info.step" else s for s in infos),
+def _split_line(line: Row, where: str, skipped: Counter[str]) -> list[Row]:
+    """Return the rollouts of a line, which is one, an episode, or a table."""
+    if "traces" in line or "nodes" in line:
+        return _read_traces(line, skipped)
+    if "content" in line and "rewards" in line:
+        return [_unwrap(line, where)]
+    if _is_list_of(line.get("completion"), str) and _is_list_of(line.get("prompt"), str):
+        size = len(line["completion"])
+        return [
+            {name: v[n] if isinstance(v, list) and len(v) == size else None for name, v in line.items()}
+            for n in range(size)
         ]
-    tokens = list_tokens(rows)
-    chats = {name: step[name].to_list() for name in ("prompt", "response")}
-    for (name, values), ids in zip(chats.items(), tokens[:2], strict=True):
-        decoded = (tokenizer.decode(each, skip_special_tokens=True) if None in values else "" for each in ids)
-        chats[name] = [text if value is None else value for value, text in zip(values, decoded, strict=True)]
-    table = step.select("record_id", "group_id").with_columns(
-        *(pl.Series(name, list(map(join_messages, column))) for name, column in chats.items()),
-        *(step[name] for name in numbers),
-        tokens[2].list.sum().cast(pl.Int64).alias("tokens"),
-        *infos,
-        *list_chats(chats),
-        *tokens,
+    if (line.get("request_info") or {}).get("num_calls"):
+        skipped["rows with the output of tools among their tokens, without a mask"] += 1
+        return []
+    return [line]
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, kind) for each in value)
+
+
+def _read_traces(episode: Row, skipped: Counter[str]) -> list[Row]:
+    """Return the branches of an episode's traces as rollouts: the paths from a root of the tree to its leaves."""
+    work = (episode.get("run") or {}).get("work") or {}
+    group = (episode.get("group") or {}).get("id") or episode.get("group_id") or (episode.get("task") or {}).get("key")
+    rows = []
+    traces = episode.get("traces", [episode])
+    for trace in traces:
+        if not (trace.get("agent") or {}).get("trainable", True):
+            skipped["traces of agents that do not train"] += 1
+            continue
+        nodes, scores = trace.get("nodes") or [], (trace.get("rewards") or {})
+        rewards = {name: each["score"] for name, each in scores.items() if each.get("score") is not None}
+        about = {"group": group, "step": work.get("step"), **{f"reward.{name}": r for name, r in rewards.items()}}
+        if rewards:
+            about["reward"] = sum(scores[name].get("weight", 1.0) * reward for name, reward in rewards.items())
+        for leaf in {*range(len(nodes))} - {node.get("parent") for node in nodes}:
+            path = [leaf]
+            while (parent := nodes[path[0]].get("parent")) is not None:
+                path.insert(0, parent)
+            rows.append({**about, **_read_branch([nodes[place] for place in path])})
+    if not rows:
+        skipped["episodes without a rollout"] += 1
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def _read_branch(nodes: Sequence[Row]) -> Row:
+    """Return a path of messages as prompt and response, which begins with the first message that the model wrote."""
+    start = next((place for place, node in enumerate(nodes) if node.get("sampled")), len(nodes))
+    messages = [node["message"] for node in nodes]
+    row: Row = {"prompt": messages[:start], "response": messages[start:] or None}
+    ids = [token for node in nodes for token in node.get("token_ids") or []]
+    mask = [bool(each) for node in nodes for each in node.get("mask") or []]
+    if ids and len(mask) == len(ids):
+        row |= _split_tokens(ids, mask)
+        advantages = [each for node in nodes for each in node.get("advantages") or []]
+        row["advantage"] = advantages or None
+    return row
+
+
+def _split_tokens(ids: Sequence[int], mask: Sequence[bool]) -> Row:
+    """Return the tokens before the first one that trains as the prompt's, and the others."""
+    first = mask.index(True) if True in mask else len(mask)
+    last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+    return {"prompt_ids": ids[:first], "response_ids": ids[first:last], "response_mask": mask[first:last]}
+
+
+def _unwrap(line: Row, where: str) -> Row:
+    """Return a line of NeMo-RL, whose values are lists of one, as a rollout."""
+    row = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in line.items()}
+    texts, ids = row.pop("content"), row.pop("token_ids", None)
+    row["reward"] = row.pop("rewards")
+    if ids is None:
+        if not _is_list_of(texts, str) or len(texts) != 2:
+            raise WhenceError(f"{where} has neither a prompt and a response nor token ids, so no role is known.")
+        return {**row, "prompt": texts[0], "response": texts[1]}
+    length = int(row.pop("input_lengths", len(ids)))
+    trains = [bool(each and row.get("sample_loss_mask", 1)) for each in row.pop("token_loss_mask")[:length]]
+    tokens = _split_tokens(ids[:length], trains)
+    if isinstance(row.get("advantages"), list):
+        row["advantages"] = [each for each, counts in zip(row["advantages"], trains, strict=False) if counts]
+    if not any(trains):
+        return {**row, "prompt": texts[0], "response": "".join(texts[1:]), "response_mask": [False]}
+    return {**row, "prompt": texts[0], "response": "".join(texts[1:]), **tokens}
+
+
+def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
+    """Return a rollout with the names of `NAMES`, `reward.NAME` and `info.NAME`."""
+    sources: dict[str, str] = {}
+    for name, usual in NAMES.items():
+        source = next((each for each in usual if each in line), None)
+        if name in columns and name != "reward":
+            source = columns[name]
+        if source is not None and source not in line:
+            raise WhenceError(_explain_missing(name, source, line, where))
+        if source is not None:
+            sources[name] = source
+    for name in ("prompt", "response"):
+        if name not in sources and f"{name}_ids" not in sources:
+            raise WhenceError(_explain_missing(name, " or ".join(NAMES[name]), line, where))
+    parts = _read_sum(columns["reward"], line, where) if "reward" in columns else {}
+    if "reward" in columns:
+        sources.pop("reward", None)
+    row = {name: _check_value(name, line[source], where) for name, source in sources.items()}
+    others = {name: value for name, value in line.items() if name not in sources.values() and name not in parts}
+    if parts:
+        values = {name: _read_number(name, line[name], where) for name in parts}
+        known = [parts[name] * value for name, value in values.items() if value is not None]
+        row |= {"reward": sum(known) if known else None}
+        row |= {f"reward.{name}": value for name, value in values.items() if len(values) > 1}
+    elif "reward" not in sources and "advantage" in sources:
+        numbers = [n for n, v in others.items() if isinstance(v, int | float) and not isinstance(v, bool)]
+        if len(numbers) == 1:  # TRL's only reward function
+            row["reward"] = _read_number(numbers[0], others.pop(numbers[0]), where)
+    if "reward" not in row and "advantage" not in row:
+        numbers = [name for name, value in others.items() if isinstance(value, int | float)]
+        raise WhenceError(
+            f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
+            f"'reward={' + 0.5 * '.join(numbers[:2]) or 'NAME'}'. It has: {', '.join(line)}."
+        )
+    is_known = {name: name.startswith("reward.") for name in others}
+    return row | {name if is_known[name] else f"info.{name}": value for name, value in others.items()}
+
+
+def _explain_missing(name: str, source: str, line: Row, where: str) -> str:
+    return (
+        f"{where} has no column {source!r} for the {name}; it has: {', '.join(line)}. Name the right one: --column "
+        f"{name}=NAME."
     )
-    return add_selection(table, ScoreAll().select(rows), influence)
+
+
+def _read_sum(text: str, line: Row, where: str) -> dict[str, float]:
+    """Return the weight of each column of a sum such as `accuracy + 0.1 * length`; a column's own name comes first."""
+    if text in line:
+        return {text: 1.0}
+    weights = {}
+    for part in text.split("+"):
+        weight, _, name = part.rpartition("*")
+        if name.strip() not in line:
+            raise WhenceError(_explain_missing("reward", name.strip(), line, where))
+        try:
+            weights[name.strip()] = float(weight or 1)
+        except ValueError:
+            raise WhenceError(f"reward={text!r} has the weight {weight.strip()!r}; a number is needed.") from None
+    return weights
+
+
+def _check_value(name: str, value: Any, where: str) -> Any:
+    """Return a value as rows hold it, or refuse it."""
+    if value is None:
+        return None
+    if name in ("prompt", "response"):
+        if not isinstance(value, str) and not _is_list_of(value, dict):
+            raise WhenceError(
+                f"{where}: the {name} is {_shorten(value)}; a text or the messages of a chat are needed. Name another "
+                f"column: --column {name}=NAME."
+            )
+        return _make_printable(value) if isinstance(value, str) else value
+    if name == "advantage" and isinstance(value, list):
+        numbers = {_read_number(name, each, where) for each in value}
+        if len(numbers) > 1:
+            raise WhenceError(f"{where}: the advantages of its tokens differ; one for each response is needed.")
+        return next(iter(numbers), None)
+    if name in ("reward", "advantage"):
+        return _read_number(name, value, where)
+    if name == "step":
+        try:
+            return int(value)
+        except (TypeError, ValueError):
+            raise WhenceError(f"{where}: the step is {_shorten(value)}; a whole number is needed.") from None
+    if name.endswith(("ids", "mask")):
+        if not isinstance(value, list) or any(not isinstance(each, int) for each in value):
+            raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of whole numbers is needed.")
+        return value
+    return value
+
+
+def _read_number(name: str, value: Any, where: str) -> float | None:
+    """Return a number; None: there is none, or none that is finite."""
+    if value is not None and not isinstance(value, int | float):
+        raise WhenceError(
+            f"{where}: {name} is {_shorten(value)}; a number is needed. Name the column that has it: --column "
+            "reward=NAME."
+        )
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}…"
+
+
+def _make_printable(text: str) -> str:
+    """Return a text without the halves of characters that JSON can hold and tables cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")

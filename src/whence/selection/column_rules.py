@@ -1,7 +1,4 @@
-"""Selection rules that read columns of the records: rewards, advantages, or ids that somebody flagged.
-
-RandomDrop counts what a rule by scores would drop, so it is in score_rules.py.
-"""
+"""Selection rules that read columns of the records: rewards, advantages, or ids that somebody flagged."""
 
 import hashlib
 from collections.abc import Iterable

@@ -8,8 +8,8 @@ import typer
 from whence.cli.terminal import errors, make_printable, print_line
 from whence.cli.terminal.options import Overwrite, optional
 from whence.core import WhenceError
-from whence.llm.rollout_files import score_rollouts
-from whence.llm.rollout_rows import NAMES
+from whence.llm.rollout_files import NAMES
+from whence.llm.rollout_scores import score_rollouts
 from whence.stored.language import hide_progress_bars, load_checkpoint, make_scored_target
 
 TARGETS = {

@@ -32,7 +32,7 @@ from whence.llm.base import (
     read_tokens,
 )
 from whence.llm.ppo import load_parameters, make_rollout
-from whence.llm.rollout_files import SCORED
+from whence.llm.rollout_scores import SCORED
 from whence.llm.scores import (
     RESPONSE_TARGETS,
     GroupObjective,

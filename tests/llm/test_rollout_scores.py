@@ -1,0 +1,226 @@
+"""Rollouts that trainers wrote to files: their formats, and scores at a checkpoint as the trainer's own."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from helpers.language_training import make_model, make_tokenizer
+from helpers.trl_training import make_trainer, reward
+from whence import RunDirectory, ScoreAll, WhenceError
+from whence.cli.app import app
+from whence.core import RecordBatch, RunDirectoryError
+from whence.llm import GroupObjective, SequenceReturn, language_view, rollout_scores
+from whence.llm.rollout_scores import add_advantages, read_steps, score_rollouts
+from whence.stored.language.tasks import load_checkpoint
+
+ROWS = [
+    {"input": "ab", "output": "cde", "score": 1.0, "step": 1, "gts": "x"},
+    {"input": "ab", "output": "a", "score": 0.0, "step": 1, "gts": "y"},
+    {"input": "cd", "output": "bb", "score": 0.5, "step": 2, "gts": "x"},
+    {"input": "cd", "output": "e", "score": None, "step": 2, "gts": "y"},
+]
+
+
+def write_lines(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_as_verl(folder: Path, run: Path, number: int) -> Path:
+    """Write a round in the form of verl's rollout_data_dir, which has no advantages."""
+    table = RunDirectory.open(run).round("records", number)
+    names = {"prompt": "input", "response": "output", "reward": "score"}
+    rows = table.select(list(names)).rename(names).with_columns(gts=pl.lit("x"), step=number).to_dicts()
+    return write_lines(folder, f"{number}.jsonl", rows)
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("trl", 0.0), ("trl", 0.5), ("verl", 0.5)])
+def test_scores_of_a_trainers_files_are_those_of_its_training(tmp_path: Path, kind: str, beta: float) -> None:
+    trainer = make_trainer(
+        *("grpo", tmp_path / "trl", ScoreAll()),
+        run=tmp_path / "run",
+        select="before",
+        target=SequenceReturn(),
+        beta=beta,
+        use_bias_correction_kl=kind == "trl",
+        reward_funcs=lambda prompts, completions, **columns: [100 * r for r in reward(prompts, completions)],
+        log_completions=True,
+        logging_strategy="steps",
+        logging_steps=1,
+        generation_kwargs={"suppress_tokens": [0]},  # of which texts show nothing
+    )
+    policy = make_model()  # which is the trainer's before its first step
+    trainer.processing_class.backend_tokenizer.decoder = decoders.Fuse()
+    trainer.train()
+    files = tmp_path / "trl" / "completions" if kind == "trl" else write_as_verl(tmp_path / "verl", tmp_path / "run", 1)
+    settings: dict[str, Any] = {"reference": make_model(seed=1), "beta": beta} if beta else {}
+    if kind == "verl":
+        settings = {"reference": make_model(seed=1), "objective": GroupObjective("sum", beta)}
+    run = score_rollouts(files, policy, make_tokenizer(), tmp_path / "scored", max_tokens=5, **settings)
+    expected, table = (RunDirectory.open(path).round("records", 1) for path in (tmp_path / "run", run.path))
+    for name in ("prompt_ids", "response_ids", "group_id", "reward"):
+        assert table[name].to_list() == expected[name].to_list(), name
+    # Of so large rewards the deviation plus 1e-4, by which TRL divides them, is that plus 1e-6, by which verl does.
+    scores = torch.tensor(expected["score"].to_list())
+    largest = float(scores.abs().max())
+    torch.testing.assert_close(torch.tensor(table["score"].to_list()), scores, rtol=0, atol=1e-4 * largest)
+    assert table["info.step"].to_list() == [1] * 8
+    if beta:  # the divergence has a part in the scores
+        with pytest.raises(WhenceError, match="a divergence has a weight above 0 and a model"):
+            score_rollouts(files, policy, make_tokenizer(), tmp_path / "none", beta=beta)
+        plain = score_rollouts(files, policy, make_tokenizer(), tmp_path / "plain", max_tokens=5)
+        others = torch.tensor(plain.round("records", 1)["score"].to_list())
+        assert (others - scores).abs().max() > 0.01 * largest
+
+
+def test_a_score_leaves_out_the_rows_own_vote(tmp_path: Path) -> None:
+    model = make_model().eval()
+    run = score_rollouts(write_lines(tmp_path / "in", "1.jsonl", ROWS[:2]), model, make_tokenizer(), tmp_path / "run")
+    table = run.round("records", 1)
+    gradients = []
+    for prompt, response in zip(table["prompt_ids"], table["response_ids"], strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
+        parts = torch.autograd.grad(log_probs.sum(), list(language_view(model).parameters().values()))
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    one, other = table["advantage"].to_list()
+    product = one * other * float(gradients[0] @ gradients[1])
+    assert table["score"].to_list() == pytest.approx([product, product], rel=1e-4)
+    assert table["response_ids"].to_list() == [[4, 5, 6, 1], [2, 1]]
+    assert one == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
+
+
+def test_steps_of_files_in_the_order_of_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_lines(tmp_path / "in", "10.jsonl", [{**row, "step": 10} for row in ROWS[:2]])
+    write_lines(folder, "2.jsonl", ROWS)
+    pl.DataFrame(ROWS[:1]).rename({"input": "prompt"}).with_columns(other=2.0).write_parquet(folder / "3.parquet")
+    steps = list(read_steps(folder))
+    assert [(step["step"][0], len(step)) for step in steps] == [(1, 3), (2, 2), (10, 2)]
+    assert steps[0]["info.gts"].to_list() == ["x", "y", "x"]
+    scattered = [{"prompt": f"{number % 3}", "completion": "a", "reward": number} for number in range(9)]
+    monkeypatch.setattr(rollout_scores, "ROUND", 4)
+    parts = list(read_steps(write_lines(tmp_path / "long", "a.jsonl", scattered) / "a.jsonl"))
+    assert [part["group_id"].to_list() for part in parts] == [[0, 1, 2, 0], [1, 2, 0, 1], [2]]
+    assert [a for part in parts for a in part["advantage"]] == pytest.approx(
+        [-1.0] * 3 + [0.0] * 3 + [1.0] * 3, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_no_more_than_a_few_steps_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(rollout_scores, "ROUND", 16)
+    rows, model = [{**ROWS[place % 2], "input": "ab"[place // 8 % 2], "step": 1} for place in range(240)], make_model()
+    file = write_lines(tmp_path / "in", "rows.jsonl", [{**row, "step": None} for row in rows]) / "rows.jsonl"
+    if suffix == "parquet":
+        pl.DataFrame(rows).drop("step").write_parquet(file.with_suffix(".parquet"))
+        file.unlink()
+    sizes: list[int] = []
+
+    def count(number: int, _: int) -> None:
+        gc.collect()
+        objects = gc.get_objects()
+        tables = [each for each in objects if isinstance(each, pl.DataFrame) and "prompt" in each.columns]
+        sizes.append(sum(map(len, [*tables, *(each for each in objects if isinstance(each, RecordBatch))])))
+
+    run = score_rollouts(tmp_path / "in", model, make_tokenizer(), tmp_path / "run", on_round=count)
+    assert len(sizes) == 15
+    assert run.table("metrics")["records"].to_list() == [16] * 15
+    assert max(sizes) <= 8 * 16  # of 240
+
+
+def test_advantages_from_rewards() -> None:
+    tables = [
+        pl.DataFrame({"prompt": ["a", "a", "b"], "reward": [1.0, None, 5.0]}),
+        pl.DataFrame({"prompt": ["a", "b"], "reward": [1.0, 4.0]}),
+        pl.DataFrame(
+            {"prompt": [[{"role": "user", "content": "a"}]] * 2, "reward": [0.0, 1.0], "advantage": [2.0, 3.0]}
+        ),
+    ]
+    found = [add_advantages(table) for table in tables]
+    assert [table["advantage"].to_list() for table in found] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
+    assert [table["group_id"].to_list() for table in found] == [[0, 0, 1], [0, 1], [0, 0]]
+
+
+def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
+    folder, model = write_lines(tmp_path / "in", "1.jsonl", ROWS), make_model()
+
+    def stop(number: int, rows: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_rollouts(folder, model, make_tokenizer(), tmp_path / "run", on_round=stop)
+    numbers: list[int] = []
+    run = score_rollouts(
+        folder, model, make_tokenizer(), tmp_path / "run", on_round=lambda number, _: numbers.append(number)
+    )
+    whole = score_rollouts(folder, model, make_tokenizer(), tmp_path / "whole")
+    assert numbers == [2]
+    assert all(run.round("records", number).equals(whole.round("records", number)) for number in (1, 2))
+    assert run.table("metrics").equals(whole.table("metrics"))
+    with pytest.raises(RunDirectoryError, match="temperature"):
+        score_rollouts(folder, model, make_tokenizer(), tmp_path / "run", temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"question": "a", "output": "b", "score": 1}],
+            "line 1 has no column 'prompt or input or input_prompt' for the prompt",
+        ),
+        ([{"prompt": "a", "response": "b", "note": "c"}], "line 1 has no reward: name its column"),
+        (
+            [{"prompt": "a" * 99, "response": "b", "reward": 1}],
+            "1 rows of more than the 32 tokens that the model reads",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(WhenceError, match=message):
+        score_rollouts(write_lines(tmp_path / "in", "1.jsonl", rows), make_model(), make_tokenizer(), tmp_path / "run")
+    (tmp_path / "in" / "1.jsonl").write_text("no JSON")
+    with pytest.raises(WhenceError, match="cannot be read as JSON lines"):
+        next(read_steps(tmp_path / "in"))
+    with pytest.raises(WhenceError, match="holds no rollouts"):
+        next(read_steps(tmp_path / "missing"))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    folder, run = write_lines(tmp_path / "in", "1.jsonl", ROWS), str(tmp_path / "run")
+    arguments = ["llm", "score", str(folder), "--model", str(tmp_path / "model"), "--run", run]
+    output = CliRunner().invoke(app, [*arguments, "--column", "reward=score"]).output
+    assert "4 rows in 2 rounds" in output
+    parts = json.loads(CliRunner().invoke(app, ["why", run, "--round", "1", "--record", "0", "--json"]).output)
+    score = RunDirectory.open(run).round("records", 1)["score"][0]
+    assert sum(token["part"] for token in parts["tokens"]) == pytest.approx(score, rel=1e-4)
+    assert [row["record"] for row in (*parts["pulls"]["with"], *parts["pulls"]["against"])] == [1]
+    for more, message in (
+        (["--column", "rewrd=score"], "WHAT=NAME is needed"),
+        (["--target", "validation"], "go together"),
+    ):
+        assert message in str(CliRunner().invoke(app, [*arguments, *more]).exception)
+
+
+def test_an_adapter_is_loaded_with_its_base_and_scored_alone(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
+    folder = write_lines(tmp_path / "in", "1.jsonl", ROWS[:2])
+    expected = score_rollouts(folder, adapted, make_tokenizer(), tmp_path / "expected").round("records", 1)
+    run = score_rollouts(folder, *load_checkpoint(str(tmp_path / "adapter"), "float32"), tmp_path / "run")
+    assert run.round("records", 1)["score"].to_list() == pytest.approx(expected["score"].to_list(), rel=1e-5)
+    assert expected["score"].abs().min() > 0  # type: ignore[operator]

@@ -13,13 +13,14 @@ from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from helpers.language_training import make_model, make_tokenizer
+from helpers.language_training import CHAT, make_model, make_tokenizer
 from helpers.trl_training import make_trainer, reward
 from whence import RunDirectory, ScoreAll, WhenceError
 from whence.cli.app import app
 from whence.core import RecordBatch, RunDirectoryError
 from whence.llm import GroupObjective, SequenceReturn, language_view, rollout_scores
 from whence.llm.rollout_scores import add_advantages, read_steps, score_rollouts
+from whence.stored.language.rounds import make_stored_rows
 from whence.stored.language.tasks import load_checkpoint
 
 ROWS = [
@@ -224,3 +225,37 @@ def test_an_adapter_is_loaded_with_its_base_and_scored_alone(tmp_path: Path) -> 
     run = score_rollouts(folder, *load_checkpoint(str(tmp_path / "adapter"), "float32"), tmp_path / "run")
     assert run.round("records", 1)["score"].to_list() == pytest.approx(expected["score"].to_list(), rel=1e-5)
     assert expected["score"].abs().min() > 0  # type: ignore[operator]
+
+
+def test_what_tools_say_has_no_part_in_scores(tmp_path: Path) -> None:
+    """Against autograd over the tokens of the assistant alone; a stored round is built again with them."""
+    tokenizer, model = make_tokenizer(), make_model().eval()
+    tokenizer.chat_template = CHAT
+    said = [("ab", "cc", "de"), ("e", "abc", "a")]
+    turns = [[("assistant", a), ("tool", tool), ("assistant", b)] for a, tool, b in said]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "dd"}],
+            "completion": [{"role": role, "content": text} for role, text in turn],
+            "reward": float(place),
+            "step": 1,
+        }
+        for place, turn in enumerate(turns)
+    ]
+    run = score_rollouts(write_lines(tmp_path / "in", "1.jsonl", rows), model, tokenizer, tmp_path / "run")
+    table = run.round("records", 1)
+    assert table["tokens"].to_list() == [5, 3]
+    gradients = []
+    for (a, tool, b), ids, prompt in zip(said, table["response_ids"], table["prompt_ids"], strict=True):
+        counts = [*[1] * len(a), *[0] * (len(tool) + 1), *[1] * (len(b) + 1)]  # a `j` before the second answer
+        whole = torch.tensor([[*prompt, *ids]])
+        log_probs = (
+            model(whole).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, whole[0, len(prompt) :, None])
+        )
+        parts = torch.autograd.grad((log_probs.flatten() * torch.tensor(counts)).sum(), [*model.parameters()])
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    product = -float(gradients[0] @ gradients[1]) * table["advantage"][0] ** 2
+    assert table["score"].to_list() == pytest.approx([product, product], rel=1e-4)
+    mask = make_stored_rows(table, tokenizer, "cpu").observations["response_mask"]
+    assert mask.sum(1).tolist() == [5, 3]
+    assert tokenizer.decode(table["response_ids"][0]).replace(" ", "") == "abccjde</s>"

@@ -46,11 +46,10 @@ def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
 
     Of prime-rl's folder those are the traces that were trained on. Files of evaluations are counted in `skipped`.
     """
-    if path.is_file() and path.suffix in _SUFFIXES:
-        return [path]
-    files = [file for file in path.glob("*") if file.suffix in _SUFFIXES] if path.is_dir() else []
+    folder = path.parent if path.is_file() else path
+    files = [file for file in ([path] if path.is_file() else path.glob("*")) if file.suffix in _SUFFIXES]
     files = files or list(path.glob("step_*/train/effective/traces.jsonl"))
-    steps = _list_evaluations(path)
+    steps = _list_evaluations(folder)
     kept = []
     for file in files:
         if file.name.startswith("val_") or _find_number(file) in steps:
@@ -62,7 +61,7 @@ def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
             f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
             f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
         )
-    return sorted(kept, key=lambda file: ([int(n) for n in re.findall(r"\d+", str(file.relative_to(path)))], file.name))
+    return sorted(kept, key=lambda file: ([int(n) for n in re.findall(r"\d+", str(file.relative_to(folder)))], file.name))
 
 
 def _list_evaluations(path: Path) -> set[int]:

@@ -61,7 +61,8 @@ def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
             f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
             f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
         )
-    return sorted(kept, key=lambda file: ([int(n) for n in re.findall(r"\d+", str(file.relative_to(folder)))], file.name))
+    names = {file: str(file.relative_to(folder)) for file in kept}
+    return sorted(kept, key=lambda file: ([int(number) for number in re.findall(r"\d+", names[file])], names[file]))
 
 
 def _list_evaluations(path: Path) -> set[int]:

@@ -155,6 +155,7 @@ def test_files_that_an_evaluation_overwrote(tmp_path: Path) -> None:
         ({"prompt_ids": "ab", "response_ids": [1], "reward": 1.0}, "line 2: prompt_ids is 'ab'; a list of whole"),
         ([1, 2], "line 2 is a int, and a row is an object"),
         ('{"prompt": ', "line 2: Expecting value"),
+        ({"nodes": [1], "rewards": {}}, "line 2 has another form than its keys say"),
         ({"prompt": "a", "response": "b", "good": 1.0, "short": 2}, "--column 'reward=good + 0.5 * short'"),
     ],
 )

@@ -98,7 +98,11 @@ def read_rows(file: Path, columns: Mapping[str, str], skipped: Counter[str]) -> 
     before: set[Any] = set()
     for place, line in _read_lines(file, skipped):
         where = f"{file}, {place}"
-        rows = [_name(each, columns, where) for each in _split_line(line, where, skipped)]
+        try:
+            rollouts = _split_line(line, where, skipped)
+        except (AttributeError, KeyError, IndexError, TypeError) as other:
+            raise WhenceError(f"{where} has another form than its keys say: {first_line(other)}.") from None
+        rows = [_name(each, columns, where) for each in rollouts]
         steps = {row.get("step") for row in rows}
         if "completion" in line and isinstance(line.get("step"), list) and steps <= before:
             skipped["rows that the line before has, too"] += len(rows)  # ms-swift logs a batch as often as it likes

@@ -173,10 +173,16 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("groups", "expected"),
-    [("0011", [0, 0, 1, 1]), ("0123", [0, 1, 0, 1]), ("0000", [0, 1, 0, 1]), (["0", "0", "1", None], [0, 1, 0, 1])],
+    [
+        ("0011", [0, 0, 1, 1]),
+        ("0101", [0, 1, 0, 1]),
+        ("0123", [0, 1, 0, 1]),
+        ("0000", [0, 1, 0, 1]),
+        (["0", "0", "1", None], [0, 1, 0, 1]),
+    ],
 )
 def test_ids_that_are_no_groups_are_not_taken(tmp_path: Path, groups: Any, expected: list[int]) -> None:
-    prompts = "aabb" if groups == "0011" else "abab"
+    prompts = {"0011": "aabb", "0101": "aaaa"}.get(str(groups), "abab")  # a prompt may have two groups
     rows = [{"prompt": p, "response": "x", "reward": 1, "uid": g} for p, g in zip(prompts, groups, strict=True)]
     file = write(tmp_path, "1.jsonl", *rows)
     assert next(read_steps(file))["group_id"].to_list() == expected

@@ -107,7 +107,8 @@ def _join_groups(table: pl.DataFrame, *, named: bool) -> pl.DataFrame:
     that the column holds groups.
     """
     prompts = pl.col("prompt").n_unique().over("step", "group")
-    is_shared = pl.struct("step", "group").n_unique() <= pl.struct("step", "prompt").n_unique()
+    groups, texts = (pl.struct("step", name).n_unique() for name in ("group", "prompt"))
+    is_shared = (groups < pl.len()) | (texts == pl.len())
     if table["group"].null_count() or not (named or table.select(is_shared & (prompts.max() == 1)).item()):
         if table["group"].count():
             log.warning("The files' ids are not of the responses to one prompt: rows are grouped by their prompts.")

@@ -72,12 +72,13 @@ def prove(
     From the policy before the first round, it trains all rounds again on the stored rollouts: with all records, without
     those in question, without as many random ones of the same rounds, and without those that the same finder names for
     what another record did, drawn at random (of records that you name: those with the nearest advantages). Then it
-    measures the probability of the behaviour; of an agent the test return, and of a language model by fresh answers the
-    reward and the share that holds a text.
+    measures the log-probability of the behaviour; of an agent the test return, and of a language model by fresh answers
+    the reward and the share that holds a text. Of each it says whether it falls or rises by more than without the
+    others; and nothing of any if training on all records does not give what the run itself has.
 
     The records are those that a finder names for a decision or an answer, or those that are flagged, or a condition's.
-    Without a decision or an answer, it measures the probability of what the left-out records did. Interrupted, the same
-    command continues.
+    Without a decision or an answer, it measures the log-probability of what the left-out records did. Interrupted, the
+    same command continues.
 
     Example: whence prove runs/lander --where "action = 1 and advantage < 0" --rounds 30
 
@@ -157,8 +158,8 @@ def _print_proof(proof: Proof, *, json: bool) -> None:
     """Print what came of the trainings: a table, and what it means in a sentence."""
     rows = proof.summarise()
     if json:
-        outcomes = [row | {"apart": proof.is_apart(row["outcome"])} for row in rows]
-        print_json({"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "outcomes": outcomes})
+        about = {"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "verdicts": proof.verdicts}
+        print_json(about | {"outcomes": rows, "notes": list(proof.notes)})
         return
     cells = [
         [outcome, "the run itself", format_outcome(outcome, value), "–"] for outcome, value in proof.stored.items()
@@ -167,7 +168,7 @@ def _print_proof(proof: Proof, *, json: bool) -> None:
         [row["outcome"], _TITLES[row["variant"]], *map(_format_interval, [row] * 2, ("value", "change"))]
         for row in rows
     ]
-    cells.sort(key=lambda cell: list(proof.table["outcome"].unique(maintain_order=True)).index(cell[0]))
+    cells.sort(key=lambda cell: list(proof.verdicts).index(cell[0]))
     title = f"{proof.size:,} {proof.records} left out, {proof.table['seed'].n_unique()} seeds, 95% intervals"
     console.print(make_table(title, ["outcome", "trained", "mean", "change"], cells))
     print_line(proof.text)
@@ -181,5 +182,6 @@ def _format_interval(row: dict[str, Any], column: str) -> str:
     if column == "change" and row["variant"] == "all":
         return "–"
     sign = "+" if column == "change" else ""
-    mean, *ends = (format_outcome(outcome, each, sign) for each in interval.values() if each is not None)
+    mean = format_outcome(outcome, interval["mean"], sign)
+    ends = [format_outcome(outcome, interval[end], sign) for end in ("low", "high") if interval[end] is not None]
     return mean + (f" [{', '.join(ends)}]" if ends else "")

@@ -150,9 +150,7 @@ class TestVerdicts:
         fallen = level(without=[-9.1, -9.0, -8.9])
         proof = make_proof({"log-probability": fallen, "reward": fallen | {variant: column}})
         assert proof.verdicts == {"log-probability": "falls", "reward": "not measured"}
-        assert (
-            f"Not measured: the reward, of which {3 if not column else 1} of 12 trainings have no number." in proof.text
-        )
+        assert f"Not measured: the reward; only {9 if not column else 11} of 12 trainings gave a number." in proof.text
         assert "No difference" not in proof.text
         row = next(row for row in proof.summarise() if (row["outcome"], row["variant"]) == ("reward", variant))
         assert row["value"] == row["change"] == {"mean": None, "low": None, "high": None}
@@ -194,10 +192,24 @@ class TestVerdicts:
         ):
             assert make_proof({"test return": returns}, {"test return": run}).verdicts["test return"] == verdict
 
-    def test_seeds_that_differ_by_rounding_are_the_run(self):
-        equal = {variant: [-12.0] * 3 for variant in VARIANTS}
-        assert make_proof({"reward": equal}, {"reward": -12.05}).verdicts == {"reward": "no difference"}
-        assert make_proof({"reward": equal}, {"reward": -13.0}).verdicts == {"reward": "unlike the run"}
+    def test_what_a_control_lacks_does_not_hide_that_the_replay_is_unlike_the_run(self):
+        proof = make_proof({"reward": level(random=[None] * 3)}, {"reward": 4.0})
+        assert proof.verdicts == {"reward": "unlike the run"}
+
+    @pytest.mark.parametrize(
+        ("outcome", "full", "run", "is_run"),
+        [
+            ("reward", -12.0, -12.1, True),
+            ("reward", -12.0, -12.2, False),
+            ("reward", 0.0, 0.004, False),
+            ("share", 0.0, 0.004, True),
+            ("share", 0.0, 0.02, False),
+            ("log-probability of a token", -0.0001, -0.0004, True),
+        ],
+    )
+    def test_seeds_that_differ_by_rounding_are_the_run(self, outcome, full, run, is_run):
+        proof = make_proof({outcome: {variant: [full] * 3 for variant in VARIANTS}}, {outcome: run})
+        assert proof.verdicts == {outcome: "no difference" if is_run else "unlike the run"}
 
     def test_one_seed_says_nothing(self):
         proof = make_proof({"share": {variant: [0.5] for variant in VARIANTS}}, {"share": 0.1}, behaviour="“1”")
@@ -292,7 +304,7 @@ class TestAgents:
         lost = proof.table.filter(pl.col("value").is_null()).select("seed", "variant", "outcome").rows()
         assert lost == [(0, "without", "log-probability"), (0, "without", "test return")]
         assert set(proof.verdicts.values()) == {"not measured"}
-        assert "Not measured: the log-probability of what these records did, of which 1 of 8 trainings" in proof.text
+        assert "Not measured: the log-probability of what these records did; only 7 of 8 trainings" in proof.text
 
     def test_the_command_leaves_out_what_a_condition_or_flags_name(self, agent):
         for record in agent.round("records", 2)["record_id"][:3]:

@@ -72,7 +72,12 @@ class Proof:
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """What may be said of each outcome; see `judge`."""
+        """What may be said of each outcome.
+
+        It "falls" or "rises" without the records, or "no difference" is seen. There is no verdict on what was "not
+        measured" in a training, or in "one seed" only, and on any outcome if one is "unlike the run" after training
+        again on all records: the others are "not comparable" then.
+        """
         return judge(self.outcomes, {name: keep_finite(value) for name, value in self.stored.items()})
 
     def summarise(self) -> list[dict[str, Any]]:
@@ -125,8 +130,8 @@ class Proof:
             return f"the {subject} is {shown['all']} with all and {stored} in the run itself"
         if verdict == "not measured":
             values = [value for each in outcomes[outcome].values() for value in each]
-            lost = f"{values.count(None)} of {len(values)} trainings"
-            return f"Not measured: the {subject}, of which {lost} have no number."
+            count = f"{len(values) - values.count(None)} of {len(values)}"
+            return f"Not measured: the {subject}; only {count} trainings gave a number."
         begins, reason = f"No difference is seen in the {subject}", "the intervals of the changes overlap"
         if verdict == "one seed":
             begins, reason = f"Nothing can be said of the {subject}", "one seed has no interval"

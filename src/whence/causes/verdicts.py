@@ -27,7 +27,7 @@ def judge(outcomes: Mapping[str, Values], run: Mapping[str, float | None]) -> di
         outcomes: the values of each outcome.
         run: the outcomes of the run's own policy; what is missing or None is not compared with the replay.
     """
-    verdicts = {outcome: _judge_outcome(values, run.get(outcome)) for outcome, values in outcomes.items()}
+    verdicts = {outcome: _judge_outcome(outcome, values, run.get(outcome)) for outcome, values in outcomes.items()}
     if "unlike the run" in verdicts.values():
         unknown = ("unlike the run", "not measured")
         verdicts = {name: verdict if verdict in unknown else "not comparable" for name, verdict in verdicts.items()}
@@ -41,30 +41,30 @@ def list_changes(values: Values, variant: str) -> list[float]:
     return changes if len(changes) == len(values["all"]) else []
 
 
-def _judge_outcome(values: Values, run: float | None) -> Verdict:
+def _judge_outcome(outcome: str, values: Values, run: float | None) -> Verdict:
+    full = [value for value in values["all"] if value is not None]
+    if run is not None and 1 < len(full) == len(values["all"]) and not _is_replayed(outcome, full, run):
+        return "unlike the run"
     changes = {variant: list_changes(values, variant) for variant in values}
     if not all(changes.values()):
         return "not measured"
-    if len(changes["all"]) < 2:
+    if len(full) < 2:
         return "one seed"
-    full = [value for value in values["all"] if value is not None]
-    if run is not None and not _is_replayed(full, run):
-        return "unlike the run"
     if not _is_apart(changes):
         return "no difference"
     return "falls" if np.mean(changes["without"]) < 0 else "rises"
 
 
-def _is_replayed(full: Sequence[float], run: float) -> bool:
+def _is_replayed(outcome: str, full: Sequence[float], run: float) -> bool:
     """Return whether the run's own value may be one more seed's of training on all records.
 
-    It is inside their 95% prediction interval, or within 1% of their mean, since where the order of minibatches does
-    not matter all seeds are equal but for rounding.
+    It is inside their 95% prediction interval. Or it is within 1% of their mean, of probabilities and shares within
+    0.01: where the order of minibatches does not matter, all seeds are equal but for rounding.
     """
-    error = float(np.std(full, ddof=1)) * math.sqrt(1 + 1 / len(full))
-    ends = interval_from_error(float(np.mean(full)), error, len(full) - 1)
-    mean, low, high = (float(ends[end] or 0) for end in ("mean", "low", "high"))
-    return low <= run <= high or math.isclose(run, mean, rel_tol=0.01)
+    mean, error = float(np.mean(full)), float(np.std(full, ddof=1)) * math.sqrt(1 + 1 / len(full))
+    reach = abs(float(interval_from_error(0.0, error, len(full) - 1)["high"] or 0))
+    smallest = 0.01 if outcome.startswith(("log-", "share")) else 0.0
+    return abs(run - mean) <= max(reach, 0.01 * abs(mean), smallest)
 
 
 def _is_apart(changes: Mapping[str, Sequence[float]]) -> bool:

@@ -329,6 +329,8 @@ class TestAgents:
             (["--where", "action"], "--where is 'action'"),
             (["--record", 5, "--top", 999], "score above 0, and top is 999"),
             (["--record", 5, "--by", "nobody"], "method is 'nobody'"),
+            (["--record", 5, "--by", "bm25"], "--by bm25 is for language models: leave it out"),
+            (["--prompt", "a"], "--prompt is for language models"),
             (["--record", 5, "--rounds", "1,3"], "Round 2 is missing between rounds 1 and 3"),
             (["--record", 5, "--rounds", 9], "Round 9 is not in"),
             (["--prompt", "a", "--response", "b"], "is a run of an agent, and --prompt is for language models"),

@@ -293,5 +293,7 @@ def name_top(causes: pl.DataFrame, trained: pl.DataFrame, top: int) -> pl.DataFr
     """
     ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi").filter(pl.col("score") > 0)
     if len(ranked) < top:
-        raise WhenceError(f"Of {len(trained)} records that trained, {len(ranked)} score above 0, and top is {top}.")
+        raise WhenceError(
+            f"Of {len(trained)} records that trained, {len(ranked)} score above 0, and top is {top}. Name fewer: --top."
+        )
     return ranked.sort("score", *KEYS, descending=[True, False, False]).head(top).select(KEYS)

@@ -1,7 +1,9 @@
 """What taught a behaviour, proved by trainings without it: rounds in a row, controls, sentences, the commands."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -9,11 +11,12 @@ import pytest
 import torch
 
 from helpers.language_runs import assert_refused, invoke
-from whence import Action, RunDirectory, WhenceError
+from whence import Action, NonFinite, RunDirectory, WhenceError
 from whence.causes import AgentTraining, prove
 from whence.causes.decisions import read_log_probs
 from whence.causes.proofs import Proof, check_left_out
 from whence.causes.retraining import VARIANTS, match_advantages, train_variants
+from whence.cli.commands.prove_command import _print_proof
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag
 from whence.sb3.rounds import replay_rounds
@@ -81,25 +84,145 @@ class TestControls:
         with pytest.raises(WhenceError, match=message):
             check_left_out(TRAINED, table)
 
+    def test_what_a_training_did_not_give_is_kept_as_no_number(self, tmp_path):
+        def measure(group, seed):
+            if seed == 1 and len(group) == 0:
+                raise NonFinite("Training diverged.")
+            return {"log-probability": -1.0, "reward": float("nan") if seed == 2 and len(group) else 0.5}
+
+        for _ in range(2):  # the second time, from the file
+            table, file = self.run(tmp_path, measure, seeds=3)
+            lost = table.filter(pl.col("value").is_null()).select("seed", "variant", "outcome").rows()
+            diverged = [(1, "all", "log-probability"), (1, "all", "reward")]
+            assert lost == [*diverged, *((2, name, "reward") for name in ("without", "random", "placebo"))]
+            assert len(table) == 3 * 4 * 2
+        assert "NaN" not in file.read_text()
+
+
+LEVEL = [-3.1, -3.0, -2.9]
+
+
+def make_proof(outcomes, run=None, behaviour="X"):
+    """A proof by hand: values over seeds of each outcome, by variant."""
+    rows = [
+        (seed, variant, outcome, value)
+        for outcome, values in outcomes.items()
+        for variant, column in values.items()
+        for seed, value in enumerate(column)
+    ]
+    table = pl.DataFrame(rows, schema=["seed", "variant", "outcome", "value"], orient="row", infer_schema_length=None)
+    return Proof(behaviour, "rollouts", 64, table, run or {}, [], Path("numbers.json"))
+
+
+def level(**changed):
+    return dict.fromkeys(VARIANTS, LEVEL) | changed
+
+
+class TestVerdicts:
+    def test_what_falls_in_one_outcome_only(self):
+        share = {
+            "all": [0.52, 0.515, 0.51],
+            "without": [0.0] * 3,
+            "random": [0.48, 0.49, 0.494],
+            "placebo": [0.44, 0.445, 0.45],
+        }
+        proof = make_proof({"log-probability": level(), "gamed": share, "reward": level(without=LEVEL[::-1])})
+        assert proof.verdicts == {"log-probability": "no difference", "gamed": "falls", "reward": "no difference"}
+        assert proof.text == (
+            "Without these 64 rollouts the gamed falls from 0.515 to 0; without 64 random ones it is 0.488, without a "
+            "placebo's 0.445. "
+            "No difference is seen in the log-probability of X: it is −3 with all, −3 without these 64 rollouts, "
+            "−3 without random ones, −3 without a placebo's; the intervals of the changes overlap. "
+            "No difference is seen in the reward: it is −3 with all, −3 without these 64 rollouts, "
+            "−3 without random ones, −3 without a placebo's; the intervals of the changes overlap."
+        )
+
+    def test_a_control_that_moves_as_far_is_no_difference(self):
+        fallen = [-9.1, -9.0, -8.8]
+        assert make_proof({"reward": level(without=fallen)}).verdicts == {"reward": "falls"}
+        for control in ("random", "placebo"):
+            assert make_proof({"reward": level(without=fallen, **{control: fallen})}).verdicts["reward"] != "falls"
+        assert make_proof({"reward": level(without=[2.0, 2.1, 2.3])}).verdicts == {"reward": "rises"}
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("column", [[-9.0, float("nan"), -9.1], [-9.0, None, -9.1], [-9.0, -9.1], []])
+    def test_what_is_not_measured_is_no_verdict_and_no_crash(self, variant, column):
+        fallen = level(without=[-9.1, -9.0, -8.9])
+        proof = make_proof({"log-probability": fallen, "reward": fallen | {variant: column}})
+        assert proof.verdicts == {"log-probability": "falls", "reward": "not measured"}
+        assert f"Not measured: the reward; only {9 if not column else 11} of 12 trainings gave a number." in proof.text
+        assert "No difference" not in proof.text
+        row = next(row for row in proof.summarise() if (row["outcome"], row["variant"]) == ("reward", variant))
+        assert row["value"] == row["change"] == {"mean": None, "low": None, "high": None}
+
+    @pytest.mark.parametrize("value", [None, float("nan")])
+    def test_an_outcome_of_the_run_alone_is_shown(self, value, capsys):
+        proof = make_proof({"reward": level()}, {"test return": value, "reward": value})
+        assert proof.verdicts == {"reward": "no difference", "test return": "not measured"}
+        _print_proof(proof, json=True)
+        printed = json.loads(capsys.readouterr().out)
+        assert (printed["text"], printed["verdicts"]) == (proof.text, proof.verdicts)
+        assert printed["run"] == {"test return": None, "reward": None}
+        _print_proof(proof, json=False)
+        assert re.search("test return . the run itself +. not measured", shown := capsys.readouterr().out)
+        assert proof.text in shown
+        assert make_proof({}).text == "Nothing was measured."
+
+    def test_a_replay_unlike_the_run_has_no_verdict(self):
+        returns = {
+            "all": [-230.0, -223, -216],
+            "without": [-400.0, -401, -402],
+            "random": [-230.0, -223, -216],
+            "placebo": [-230.0, -223, -216],
+        }
+        outcomes = {"log-probability": level(without=[-9.1, -9.0, -8.9]), "test return": returns}
+        proof = make_proof(outcomes, {"log-probability": -3.05, "test return": -45.0})
+        assert proof.verdicts == {"log-probability": "not comparable", "test return": "unlike the run"}
+        assert proof.text == (
+            "Nothing can be said, since training again on all rollouts does not give the run: the test return is −223 "
+            "with all and −45 in the run itself, further off than seeds differ."
+        )
+        assert not any(proof.is_apart(outcome) for outcome in outcomes)
+        # One more seed lies within -223 ± t(2) = 4.303 times 7 √(1 + 1/3) = 34.8.
+        for run, verdict in (
+            (-189.0, "falls"),
+            (-187.0, "unlike the run"),
+            (-257.0, "falls"),
+            (-259, "unlike the run"),
+        ):
+            assert make_proof({"test return": returns}, {"test return": run}).verdicts["test return"] == verdict
+
+    def test_what_a_control_lacks_does_not_hide_that_the_replay_is_unlike_the_run(self):
+        proof = make_proof({"reward": level(random=[None] * 3)}, {"reward": 4.0})
+        assert proof.verdicts == {"reward": "unlike the run"}
+
     @pytest.mark.parametrize(
-        ("without", "text"),
+        ("outcome", "full", "run", "is_run"),
         [
-            ([0.1, 0.12, 0.14], "Without these 64 rollouts the probability of X falls from 70.0% to 12.0%; "),
-            ([0.66, 0.71, 0.70], "No difference is seen: the probability of X is 70.0% with all, 69.0% without these"),
+            ("reward", -12.0, -12.1, True),
+            ("reward", -12.0, -12.2, False),
+            ("reward", 0.0, 0.004, False),
+            ("share", 0.0, 0.004, True),
+            ("share", 0.0, 0.02, False),
+            ("log-probability of a token", -0.0001, -0.0004, True),
         ],
     )
-    def test_a_sentence_claims_what_the_intervals_hold(self, tmp_path, without, text):
-        values = {"all": [0.69, 0.70, 0.71], "without": without, "random": [0.7] * 3, "placebo": [0.68, 0.7, 0.69]}
-        rows = [(seed, name, "probability", each[seed]) for name, each in values.items() for seed in range(3)]
-        table = pl.DataFrame(rows, schema=["seed", "variant", "outcome", "value"], orient="row")
-        proof = Proof("X", "rollouts", 64, table, {}, [], tmp_path)
-        assert proof.text.startswith(text)
-        assert proof.is_apart("probability") == text.startswith("Without")
+    def test_seeds_that_differ_by_rounding_are_the_run(self, outcome, full, run, is_run):
+        proof = make_proof({outcome: {variant: [full] * 3 for variant in VARIANTS}}, {outcome: run})
+        assert proof.verdicts == {outcome: "no difference" if is_run else "unlike the run"}
+
+    def test_one_seed_says_nothing(self):
+        proof = make_proof({"share": {variant: [0.5] for variant in VARIANTS}}, {"share": 0.1}, behaviour="“1”")
+        assert proof.text == (
+            "Nothing can be said of the share of “1”: it is 50.0% with all, 50.0% without these 64 rollouts, 50.0% "
+            "without random ones, 50.0% without a placebo's; one seed has no interval."
+        )
+
+    def test_changes_are_paired_by_seed(self):
+        proof = make_proof({"reward": level(random=[-3.1, -3.01, -2.89])})
         changes = {row["variant"]: row["change"] for row in proof.summarise()}
-        # The errors of paired differences -.01, 0, .01: t(2) = 4.303 times .01 / sqrt(3).
+        # The errors of paired differences 0, -.01, .01: t(2) = 4.303 times .01 / sqrt(3).
         assert changes["random"]["high"] == pytest.approx(0.0 + 4.303 * 0.01 / 3**0.5, abs=1e-4)
-        one = Proof("X", "rollouts", 64, table.filter(seed=0), {}, [], tmp_path)
-        assert one.text.endswith("one seed has no interval.")
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +281,30 @@ class TestAgents:
         record = agent.round("records", 2).row(5, named=True)
         asked = Action(np.array(record["observation"], np.float32), record["action"])
         proof = prove(agent, asked, rounds=[1, 2, 3], top=8, seeds=2, training=AgentTraining(test_episodes=2))
-        table = proof.table.filter(outcome="probability")
+        table = proof.table.filter(outcome="log-probability")
         values = dict(table.filter(seed=0).select("variant", "value").iter_rows())
-        assert values["all"] == proof.stored["probability"]
+        assert values["all"] == proof.stored["log-probability"]
         assert len(set(values.values())) == 4
         assert table.filter(seed=1, variant="all")["value"][0] != values["all"]
         content = json.loads(proof.file.read_text())
         assert len(content["left_out"]["record_id"]) == proof.size == 8
         assert proof.file.parent == agent.path / "proofs"
+
+    def test_a_training_that_diverged_is_not_measured(self, agent, monkeypatch):
+        trained = []
+
+        def diverge(model, rounds):
+            tensors = replay_rounds(model, rounds)
+            trained.append(len(trained))
+            return {name: tensor * (float("nan") if trained[-1] == 1 else 1) for name, tensor in tensors.items()}
+
+        monkeypatch.setattr("whence.causes.agent_retraining.replay_rounds", diverge)
+        left_out = agent.round("records", 2)[:4].select(pl.lit(2, dtype=pl.Int64).alias("round"), "record_id")
+        proof = prove(agent, None, left_out, rounds=[2], seeds=2, training=AgentTraining(test_episodes=2))
+        lost = proof.table.filter(pl.col("value").is_null()).select("seed", "variant", "outcome").rows()
+        assert lost == [(0, "without", "log-probability"), (0, "without", "test return")]
+        assert set(proof.verdicts.values()) == {"not measured"}
+        assert "Not measured: the log-probability of what these records did; only 7 of 8 trainings" in proof.text
 
     def test_the_command_leaves_out_what_a_condition_or_flags_name(self, agent):
         for record in agent.round("records", 2)["record_id"][:3]:
@@ -190,6 +329,8 @@ class TestAgents:
             (["--where", "action"], "--where is 'action'"),
             (["--record", 5, "--top", 999], "score above 0, and top is 999"),
             (["--record", 5, "--by", "nobody"], "method is 'nobody'"),
+            (["--record", 5, "--by", "bm25"], "--by bm25 is for language models: leave it out"),
+            (["--prompt", "a"], "--prompt is for language models"),
             (["--record", 5, "--rounds", "1,3"], "Round 2 is missing between rounds 1 and 3"),
             (["--record", 5, "--rounds", 9], "Round 9 is not in"),
             (["--prompt", "a", "--response", "b"], "is a run of an agent, and --prompt is for language models"),
@@ -232,13 +373,23 @@ class TestLanguageModels:
         options = ["--seeds", 1, "--answers", 4, "--match", "1"]
         shown = invoke("prove", directory.path, *asked, *options)
         assert shown.exit_code == 0, shown.output
-        assert "No difference is seen: the share of “1” is" in shown.output
+        assert "Nothing can be said of the share of “1”: it is" in shown.output
+        assert "Nothing can be said of the log-probability: it is −" in shown.output
         assert "Trained by AdamW, learning rate" in shown.output
         write_flag(directory.path, 2, directory.round("records", 2).filter("keep")["record_id"][0], "")
         printed = json.loads(invoke("prove", directory.path, "--flagged", *options, "--json").stdout)
         assert printed["left_out"] == 1
-        assert list(dict.fromkeys(row["outcome"] for row in printed["outcomes"])) == ["share", "probability", "reward"]
-        rows = [row for row in printed["outcomes"] if row["outcome"] == "probability"]
+        assert list(dict.fromkeys(row["outcome"] for row in printed["outcomes"])) == [
+            "share",
+            "log-probability",
+            "reward",
+        ]
+        rows = [row for row in printed["outcomes"] if row["outcome"] == "log-probability"]
+        graders = tmp_path / "graders.py"
+        graders.write_text("def grade(prompts, responses):\n    return [float('nan'), *map(len, responses[1:])]\n")
+        options += ["--reward", f"{graders}:grade", "--json"]
+        broken = json.loads(invoke("prove", directory.path, "--flagged", *options).stdout)
+        assert broken["verdicts"] == {"share": "one seed", "log-probability": "one seed", "reward": "not measured"}
         assert len({row["value"]["mean"] for row in rows if row["variant"] in ("all", "without", "random")}) == 3
 
     @pytest.mark.parametrize(

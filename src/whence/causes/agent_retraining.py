@@ -16,6 +16,7 @@ from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3.models import copy_tensors, load_tensors, named_tensors
 from whence.sb3.rounds import replay_rounds
+from whence.scores import raise_if_refused
 from whence.selection import read_weights
 from whence.stored.agents import (
     AnyEnv,
@@ -47,7 +48,7 @@ def open_agent(
     """
     model, recordings, recorded = load_trainable_rounds(run, list(tables), env=env)
     last, episodes = recordings[-1].number, training.test_episodes
-    name = "density" if isinstance(model.action_space, spaces.Box) else "probability"
+    name = "log-density" if isinstance(model.action_space, spaces.Box) else "log-probability"
     tests = measure_returns(run, model, last, episodes=episodes, seed=0, env=env)
     with tests if episodes else nullcontext() as test:
 
@@ -56,12 +57,14 @@ def open_agent(
             return target.as_records(recordings[0].records)
 
         def train(left_out: pl.DataFrame, seed: int) -> dict[str, Tensor]:
-            return replay_rounds(model, _list_rounds(recordings, tables, left_out, seed))
+            with raise_if_refused("Training", "Prove fewer rounds."):
+                return replay_rounds(model, _list_rounds(recordings, tables, left_out, seed))
 
         def measure(tensors: Mapping[str, Tensor], rows: RecordBatch, seed: int) -> dict[str, float]:
             load_tensors(named_tensors(model.policy), tensors)
-            outcomes = {name: float(read_log_probs(model, rows).double().exp().mean())}
-            return outcomes if test is None else outcomes | {"test return": test(tensors, seed)}
+            with raise_if_refused("Training", "Prove fewer rounds."):
+                outcomes = {name: float(read_log_probs(model, rows).double().mean())}
+                return outcomes if test is None else outcomes | {"test return": test(tensors, seed)}
 
         def load_end() -> dict[str, Tensor] | None:
             if not run.round_path("policies", last + 1).exists():
@@ -72,7 +75,7 @@ def open_agent(
         yield Retraining(
             records="records",
             subject="what these records did",
-            about={"target": repr(behaviour), "test_episodes": episodes},
+            about={"target": repr(behaviour), "test_episodes": episodes, "measured": name},
             notes=_list_notes(list(tables), recorded),
             make_rows=make_rows,
             read=partial(_read_pairs, recordings),

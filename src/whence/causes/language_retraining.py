@@ -1,5 +1,7 @@
 """A language model's rounds trained again on stored rollouts of any trainer, without the ones in question."""
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,11 +11,12 @@ import torch
 
 from whence.causes.response_causes import Examples, read_examples
 from whence.causes.retraining import LanguageTraining, Retraining
-from whence.core import RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
+from whence.core import NonFinite, RecordBatch, RunDirectoryError, WhenceError, preserve_rng_state
 from whence.llm.base import PPOConfig
 from whence.llm.ppo import Recipe, evaluate_log_probs, read_recipe, train_again
 from whence.llm.text import compute_rewards, find_columns, generate, read_chat
 from whence.runs import RunDirectory
+from whence.scores import check_parameters
 from whence.selection import read_weights
 from whence.stored.language import (
     LanguageConfig,
@@ -28,8 +31,10 @@ from whence.stored.language import (
     rebuild_rows,
 )
 
+log = logging.getLogger(__name__)
+
 SHORT = 32
-"""Tokens up to which a response's whole probability is measured; of a longer one it is the mean one of a token."""
+"""Tokens up to which a response's whole log-probability is measured; of a longer one it is the mean of its tokens."""
 
 
 @contextmanager
@@ -83,7 +88,8 @@ def open_language(
             return policy
 
         def measure(policy: Any, rows: RecordBatch, seed: int) -> dict[str, float]:
-            outcomes = _measure_probability(policy, rows, recipe) | measure_answers(policy, seed)
+            check_parameters(policy.named_parameters())
+            outcomes = _measure_log_prob(policy, rows, recipe) | measure_answers(policy, seed)
             return dict(sorted(outcomes.items(), key=lambda outcome: outcome[0] != "share"))
 
         def load_end() -> Any:
@@ -95,7 +101,13 @@ def open_language(
         yield Retraining(
             records="rollouts",
             subject=words if match is None else f"“{match}”",
-            about={"behaviour": words, "recipe": recipe.text, "answers": answers, "model": training.model},
+            about={
+                "behaviour": words,
+                "recipe": recipe.text,
+                "answers": answers,
+                "model": training.model,
+                "measured": "log-probability",
+            },
             notes=[*notes, f"Trained by {recipe.text}."],
             make_rows=make_rows,
             read=read,
@@ -135,13 +147,13 @@ def _load_end(run: RunDirectory, number: int) -> Any:
     return load_start_policy(run, number + 1)[0] if number + 1 in list_policies(run).rounds else None
 
 
-def _measure_probability(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:
-    """Return the mean probability of the rows' responses, or of one of their tokens if they are long."""
+def _measure_log_prob(policy: Any, rows: RecordBatch, recipe: Recipe) -> dict[str, float]:
+    """Return the mean log-probability of the rows' responses, or of a token of theirs if they are long."""
     log_probs = evaluate_log_probs(policy, rows, recipe).double().sum(dim=1)
     lengths = rows.observations["response_mask"].sum(dim=1)
     if float(lengths.double().mean()) <= SHORT:
-        return {"probability": float(log_probs.exp().mean())}
-    return {"probability of a token": float((log_probs / lengths.clamp(min=1)).exp().mean())}
+        return {"log-probability": float(log_probs.mean())}
+    return {"log-probability of a token": float((log_probs / lengths.clamp(min=1)).mean())}
 
 
 def _make_measure(
@@ -177,7 +189,11 @@ def _make_measure(
             fresh = generate(policy, tokenizer, table["prompt_ids"].to_list(), sampling)
         outcomes = {} if match is None else {"share": sum(match in text for text in fresh.texts) / len(fresh.texts)}
         if grade is not None:
-            outcomes["reward"] = float(compute_rewards(grade, fresh.prompts, fresh.texts, columns).mean())
+            try:
+                outcomes["reward"] = float(compute_rewards(grade, fresh.prompts, fresh.texts, columns).mean())
+            except NonFinite as error:  # of one answer; the other outcomes are measured
+                log.warning("Not measured, the reward of fresh answers: %s", error)
+                outcomes["reward"] = math.nan
         return outcomes
 
     return measure

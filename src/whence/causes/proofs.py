@@ -16,9 +16,12 @@ from whence.causes.retraining import (
     AgentTraining,
     LanguageTraining,
     Retraining,
+    keep_finite,
     match_advantages,
+    measure_finite,
     train_variants,
 )
+from whence.causes.verdicts import MOVES, Values, Verdict, judge, list_changes
 from whence.core import Action, WhenceError
 from whence.runs import RunDirectory, check_links
 from whence.selection import read_weights
@@ -38,11 +41,13 @@ class Proof:
     """What came of the trainings.
 
     Attributes:
-        behaviour: what was asked about, in words.
+        behaviour: what the first outcome is of, in words.
         records: what a record is called: "records" or "rollouts".
         size: the number of records that were left out.
-        table: a row for each seed, variant and outcome: `seed`, `variant`, `outcome`, `value`.
-        stored: the outcomes of the policy that the run itself came to; empty if it is not there.
+        table: a row for each seed, variant and outcome: `seed`, `variant`, `outcome`, `value`; what is missing, null or
+            not finite was not measured.
+        stored: the outcomes of the policy that the run itself had at the end, None if not measured; empty if the policy
+            is not there.
         notes: what a reader has to know of how it was done.
         file: where the numbers are.
     """
@@ -51,57 +56,96 @@ class Proof:
     records: str
     size: int
     table: pl.DataFrame
-    stored: Mapping[str, float]
+    stored: Mapping[str, float | None]
     notes: Sequence[str]
     file: Path
 
+    @property
+    def outcomes(self) -> dict[str, Values]:
+        """The values of each outcome by variant, in the order of seeds."""
+        cells = {(row["outcome"], row["variant"], row["seed"]): row["value"] for row in self.table.to_dicts()}
+        seeds, names = self.table["seed"].unique().sort(), [*self.table["outcome"].unique(maintain_order=True)]
+        return {
+            name: {variant: [keep_finite(cells.get((name, variant, seed))) for seed in seeds] for variant in VARIANTS}
+            for name in dict.fromkeys([*names, *self.stored])
+        }
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """What may be said of each outcome.
+
+        It "falls" or "rises" without the records, or "no difference" is seen. There is no verdict on what was "not
+        measured" in a training, or in "one seed" only, and on any outcome if one is "unlike the run" after training
+        again on all records: the others are "not comparable" then.
+        """
+        return judge(self.outcomes, {name: keep_finite(value) for name, value in self.stored.items()})
+
     def summarise(self) -> list[dict[str, Any]]:
-        """Return a row for each outcome and variant: `mean` and `change` from "all", as 95% t intervals over seeds."""
-        rows = []
-        for (outcome,), part in self.table.group_by("outcome", maintain_order=True):
-            values = part.pivot("variant", index="seed", values="value")
+        """Return a row for each outcome and variant: its `value`, its `change` from "all", and the outcome's `verdict`.
+
+        Values and changes are 95% t intervals over seeds; all None if a seed was not measured.
+        """
+        rows, verdicts = [], self.verdicts
+        for outcome, values in self.outcomes.items():
             for variant in VARIANTS:
-                change = t_interval((values[variant] - values["all"]).to_list())
-                about = {"outcome": outcome, "variant": variant}
-                rows.append(about | {"value": t_interval(values[variant].to_list()), "change": change})
+                measured = [value for value in values[variant] if value is not None]
+                value = t_interval(measured if len(measured) == len(values[variant]) else [])
+                change = t_interval(list_changes(values, variant))
+                about = {"outcome": outcome, "variant": variant, "verdict": verdicts[outcome]}
+                rows.append(about | {"value": value, "change": change})
         return rows
 
     def is_apart(self, outcome: str) -> bool:
-        """Return whether the change without the records lies apart from 0 and from those of both controls."""
-        changes = {row["variant"]: row["change"] for row in self.summarise() if row["outcome"] == outcome}
-        without = changes["without"]
-        if without["low"] is None:
-            return False
-        ends = [(0.0, 0.0), *((changes[name]["low"], changes[name]["high"]) for name in ("random", "placebo"))]
-        return all(without["high"] < low or without["low"] > high for low, high in ends)
+        """Return whether an outcome falls or rises without the records, and not without those of the controls."""
+        return self.verdicts[outcome] in MOVES
 
     @property
     def text(self) -> str:
-        """One sentence of the first outcome."""
-        outcome = self.table["outcome"][0]
+        """A sentence for each outcome, those that moved first; if the replay is not the run, what shows that."""
+        verdicts = self.verdicts
+        unlike = [self._describe(name, verdict) for name, verdict in verdicts.items() if verdict == "unlike the run"]
+        judged = [name for name, verdict in verdicts.items() if verdict not in ("unlike the run", "not comparable")]
+        judged.sort(key=lambda name: verdicts[name] not in MOVES)
+        sentences = [self._describe(name, verdicts[name]) for name in judged]
+        if unlike:
+            begins = f"Nothing can be said, since training again on all {self.records} does not give the run"
+            sentences.insert(0, f"{begins}: {'; '.join(unlike)}, further off than seeds differ.")
+        return " ".join(sentences) or "Nothing was measured."
+
+    def _describe(self, outcome: str, verdict: Verdict) -> str:
+        """Return a verdict in words, with the means that it is about."""
+        outcomes = self.outcomes
         means = {row["variant"]: row["value"]["mean"] for row in self.summarise() if row["outcome"] == outcome}
         shown = {variant: format_outcome(outcome, mean) for variant, mean in means.items()}
-        subject = f"{outcome} of {self.behaviour}"
-        count, seeds = f"{self.size:,}", self.table["seed"].n_unique()
-        if self.is_apart(outcome):
-            verb = "falls" if means["without"] < means["all"] else "rises"
+        subject = f"{outcome} of {self.behaviour}" if outcome == next(iter(outcomes)) else outcome
+        count = f"{self.size:,}"
+        if verdict in MOVES:
             return (
-                f"Without these {count} {self.records} the {subject} {verb} from {shown['all']} to "
+                f"Without these {count} {self.records} the {subject} {verdict} from {shown['all']} to "
                 f"{shown['without']}; without {count} random ones it is {shown['random']}, without a placebo's "
                 f"{shown['placebo']}."
             )
-        reason = "one seed has no interval" if seeds < 2 else "the intervals of the changes overlap"
+        if verdict == "unlike the run":
+            stored = format_outcome(outcome, self.stored[outcome])
+            return f"the {subject} is {shown['all']} with all and {stored} in the run itself"
+        if verdict == "not measured":
+            values = [value for each in outcomes[outcome].values() for value in each]
+            count = f"{len(values) - values.count(None)} of {len(values)}"
+            return f"Not measured: the {subject}; only {count} trainings gave a number."
+        begins, reason = f"No difference is seen in the {subject}", "the intervals of the changes overlap"
+        if verdict == "one seed":
+            begins, reason = f"Nothing can be said of the {subject}", "one seed has no interval"
         return (
-            f"No difference is seen: the {subject} is {shown['all']} with all, {shown['without']} without these "
-            f"{count} {self.records}, {shown['random']} without random ones, {shown['placebo']} without a placebo's; "
-            f"{reason}."
+            f"{begins}: it is {shown['all']} with all, {shown['without']} without these {count} {self.records}, "
+            f"{shown['random']} without random ones, {shown['placebo']} without a placebo's; {reason}."
         )
 
 
-def format_outcome(outcome: str, value: float, sign: str = "") -> str:
-    """Return an outcome as text: probabilities and shares in percent; of a change with the sign "+"."""
-    form = ".1%" if outcome.startswith(("probability", "share")) else ".4g"
-    return f"{value:{sign}{form}}"
+def format_outcome(outcome: str, value: float | None, sign: str = "") -> str:
+    """Return an outcome as text: shares in percent; of a change with the sign "+"."""
+    if keep_finite(value) is None:
+        return "not measured"
+    return f"{value:{sign}{'.1%' if outcome.startswith('share') else '.4g'}}".replace("-", "−")
 
 
 def prove(
@@ -143,7 +187,6 @@ def prove(
     Raises:
         RunDirectoryError: a round is not there, or the policy before the first one.
         ReplayError: the environment to test in cannot be made.
-        NonFinite: a training diverged.
         WhenceError: neither a behaviour nor records are given; or see `check_left_out` and `find_causes`.
     """
     if behaviour is None and left_out is None:
@@ -182,9 +225,11 @@ def prove(
         question = {"behaviour": subject, "rounds": numbers, "method": method if is_found else None, **retraining.about}
         folder = run.path / FOLDER
         table, file = train_variants(left_out, others, choose_placebo, measure, seeds, folder, question, on_stage)
-        ended = retraining.load_end()
-        stored = {} if ended is None else retraining.measure(ended, rows, 0)
-    return Proof(subject, retraining.records, len(left_out), table, stored, retraining.notes, file)
+        ended, notes = retraining.load_end(), list(retraining.notes)
+        stored = {} if ended is None else measure_finite(lambda: retraining.measure(ended, rows, 0), "the run itself")
+        if not stored:
+            notes.append("The run's own policy after these rounds could not be measured: the replay may be unlike it.")
+    return Proof(subject, retraining.records, len(left_out), table, stored, notes, file)
 
 
 def _open(
@@ -248,5 +293,7 @@ def name_top(causes: pl.DataFrame, trained: pl.DataFrame, top: int) -> pl.DataFr
     """
     ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi").filter(pl.col("score") > 0)
     if len(ranked) < top:
-        raise WhenceError(f"Of {len(trained)} records that trained, {len(ranked)} score above 0, and top is {top}.")
+        raise WhenceError(
+            f"Of {len(trained)} records that trained, {len(ranked)} score above 0, and top is {top}. Name fewer: --top."
+        )
     return ranked.sort("score", *KEYS, descending=[True, False, False]).head(top).select(KEYS)

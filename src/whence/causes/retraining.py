@@ -1,6 +1,7 @@
 """The trainings of a proof: their settings, what each leaves out, and what agents and language models do."""
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import polars as pl
 from whence.causes.ranking import KEYS
 from whence.core import NonFinite, RecordBatch, write_json
 from whence.validation import Count, Natural, Positive, settings
+
+log = logging.getLogger(__name__)
 
 VARIANTS = ("all", "without", "random", "placebo")
 """What each training leaves out: nothing, the records in question, as many others at random, and a placebo's."""
@@ -65,7 +68,7 @@ class Retraining:
         make_rows: returns the examples of the behaviour; without one, of what the left-out records did, by their keys.
         read: returns what was done in some records, by their keys, as a behaviour to ask about.
         train: trains a policy through all rounds without some records, by their keys and a seed, and returns it.
-        measure: returns a policy's outcomes by name: the probability of the rows, and tests by a seed.
+        measure: returns a policy's outcomes by name: the rows' mean log-probability, and tests by a seed.
         load_end: returns the policy that the run itself had after the last round; None: it is not there.
     """
 
@@ -94,10 +97,7 @@ def train_variants(
 
     Random records are of the same rounds. After each training its outcomes are written to a file in the folder, named
     by the question, `about` in JSON types, so that the same question continues there. Returns the table of a `Proof`,
-    and the file.
-
-    Raises:
-        NonFinite: an outcome is not finite.
+    and the file. What is not finite is null there, and so is every outcome of a training that diverged.
     """
     question = json.dumps([about, left_out.rows()], sort_keys=True)
     file = folder / f"{sha256(question.encode()).hexdigest()[:12]}.json"
@@ -112,18 +112,29 @@ def train_variants(
         if any((row["seed"], row["variant"]) == (seed, variant) for row in rows):
             continue
         on_stage(f"seed {seed + 1} of {seeds}: {variant}")
-        outcomes = dict(measure(choices[place](np.random.default_rng([seed, place])).select(KEYS), seed))
-        if lost := [name for name, value in outcomes.items() if not math.isfinite(value)]:
-            raise NonFinite(f"{lost[0]} is {outcomes[lost[0]]} in seed {seed}, trained on {variant}: it diverged.")
+        group = choices[place](np.random.default_rng([seed, place])).select(KEYS)
+        outcomes = measure_finite(partial(measure, group, seed), f"seed {seed}, {variant}")
         rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
         write_json(file, {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows})
-    cells = [
-        (row["seed"], row["variant"], outcome, value)
-        for row in rows
-        if row["seed"] < seeds
-        for outcome, value in row["outcomes"].items()
-    ]
-    return pl.DataFrame(cells, schema=["seed", "variant", "outcome", "value"], orient="row"), file
+    rows = [row for row in rows if row["seed"] < seeds]
+    names = dict.fromkeys(name for row in rows for name in row["outcomes"])
+    cells = [(row["seed"], row["variant"], name, row["outcomes"].get(name)) for row in rows for name in names]
+    types = {"seed": pl.Int64, "variant": pl.String, "outcome": pl.String, "value": pl.Float64}
+    return pl.DataFrame(cells, schema=types, orient="row"), file
+
+
+def measure_finite(measure: Callable[[], Mapping[str, float]], name: str) -> dict[str, float | None]:
+    """Return outcomes, None for one that is not finite, and none at all if the training diverged; `name` is its."""
+    try:
+        return {outcome: keep_finite(value) for outcome, value in measure().items()}
+    except NonFinite as error:
+        log.warning("Not measured, %s: %s", name, error)
+        return {}
+
+
+def keep_finite(value: float | None) -> float | None:
+    """Return a value that is a finite number, else None."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _draw_matched(others: pl.DataFrame, left_out: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:

@@ -43,7 +43,7 @@ _LANGUAGE = make_field_options(
 
 @with_options([*_TESTS, *_LANGUAGE])
 def prove(
-    run: Annotated[Path, typer.Argument(help="A run directory, or one of scored rollouts.")],
+    run: Annotated[Path, typer.Argument(help="The directory of a run, or of rollouts scored by whence llm score.")],
     flagged: Annotated[bool, typer.Option("--flagged", help="Leave out what was flagged on the run's page.")] = False,
     by: Annotated[str, typer.Option(help="The finder of what taught it; see whence why --help.")] = "nearest",
     top: Annotated[int, typer.Option(help="How many records it names.", min=1)] = 64,
@@ -69,22 +69,24 @@ def prove(
 ) -> None:
     """Prove what taught a policy a behaviour: train again without those records, and see whether it is gone.
 
-    From the policy before the first round, it trains all rounds again on the stored rollouts: with all records, without
-    those in question, without as many random ones of the same rounds, and without those that the same finder names for
-    what another record did, drawn at random (of records that you name: those with the nearest advantages). Then it
-    measures the probability of the behaviour; of an agent the test return, and of a language model by fresh answers the
-    reward and the share that holds a text.
+    From the policy before the first round, it trains all rounds again on the stored rollouts, four times a seed: on all
+    records, without those in question, without as many random ones of the same rounds, and without a placebo's. These
+    the same finder names for what another record did; of records that you name, they are those of the nearest
+    advantages.
 
-    The records are those that a finder names for a decision or an answer, or those that are flagged, or a condition's.
-    Without a decision or an answer, it measures the probability of what the left-out records did. Interrupted, the same
+    After each training it measures the log-probability of the behaviour; of an agent the test return, and of a language
+    model by fresh answers the mean reward and the share that holds a text (--match). It says which of these fall or
+    rise by more than without the others. It says nothing if training on all records does not give the run.
+
+    Name a behaviour, and a finder (--by) names the records: of an agent --record, --episode-seed and --step, or
+    --observation and --action; of a language model --prompt and --response. Or name the records: --flagged, of an agent
+    --where. Without a behaviour, it measures the log-probability of what these records did. Interrupted, the same
     command continues.
 
     Example: whence prove runs/lander --where "action = 1 and advantage < 0" --rounds 30
 
     Example: whence prove runs/chains --prompt '8-1?' --response '8-1=8;8' --by bm25
     """
-    if len(prompt or []) != len(response or []):
-        raise WhenceError("--prompt and --response go together, as often as one likes: they are the behaviour.")
     directory = RunDirectory.open(run, trust=trust)
     agents = {"--record": record, "--episode-seed": episode_seed, "--step": step}
     written = {"--observation": observation, "--action": action}
@@ -92,8 +94,15 @@ def prove(
     check_kind(
         directory,
         agents={**agents, **written, "--where": where, "--env": env, **_name_options(tests)},
-        language={"--prompt": prompt or None, **_name_options(language)},
+        language={
+            "--prompt": prompt or None,
+            "--response": response or None,
+            "--by bm25": by == "bm25",
+            **_name_options(language),
+        },
     )
+    if len(prompt or []) != len(response or []):
+        raise WhenceError("--prompt and --response go together, as often as one likes: they are the behaviour.")
     has_decision = any(option is not None for option in (*agents.values(), *written.values()))
     if flagged and where is not None:
         raise WhenceError("--flagged and --where both name the records to leave out; give one of them.")
@@ -157,8 +166,8 @@ def _print_proof(proof: Proof, *, json: bool) -> None:
     """Print what came of the trainings: a table, and what it means in a sentence."""
     rows = proof.summarise()
     if json:
-        outcomes = [row | {"apart": proof.is_apart(row["outcome"])} for row in rows]
-        print_json({"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "outcomes": outcomes})
+        about = {"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "verdicts": proof.verdicts}
+        print_json(about | {"outcomes": rows, "notes": list(proof.notes)})
         return
     cells = [
         [outcome, "the run itself", format_outcome(outcome, value), "–"] for outcome, value in proof.stored.items()
@@ -167,7 +176,7 @@ def _print_proof(proof: Proof, *, json: bool) -> None:
         [row["outcome"], _TITLES[row["variant"]], *map(_format_interval, [row] * 2, ("value", "change"))]
         for row in rows
     ]
-    cells.sort(key=lambda cell: list(proof.table["outcome"].unique(maintain_order=True)).index(cell[0]))
+    cells.sort(key=lambda cell: list(proof.verdicts).index(cell[0]))
     title = f"{proof.size:,} {proof.records} left out, {proof.table['seed'].n_unique()} seeds, 95% intervals"
     console.print(make_table(title, ["outcome", "trained", "mean", "change"], cells))
     print_line(proof.text)
@@ -181,5 +190,6 @@ def _format_interval(row: dict[str, Any], column: str) -> str:
     if column == "change" and row["variant"] == "all":
         return "–"
     sign = "+" if column == "change" else ""
-    mean, *ends = (format_outcome(outcome, each, sign) for each in interval.values() if each is not None)
+    mean = format_outcome(outcome, interval["mean"], sign)
+    ends = [format_outcome(outcome, interval[end], sign) for end in ("low", "high") if interval[end] is not None]
     return mean + (f" [{', '.join(ends)}]" if ends else "")

@@ -221,11 +221,7 @@ class RunDirectory:
         return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
 
     def prepare_writing(self) -> None:
-        """Delete what the run does not keep of what the directory holds, unless that was done; see `begin`.
-
-        Raises:
-            RunDirectoryError: see `locks.check_writer`.
-        """
+        """Delete what the directory holds and the run does not keep, unless that was done; see `begin`."""
         check_writer(self.path, self._lock)
         if (rounds := self._kept_rounds) is None:
             return
@@ -297,8 +293,9 @@ class RunDirectory:
         return self.config.get("kind") == "language"
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-        """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`."""
-        check_same(self.path, self.config, describe(config), but=but)
+        """Refuse a configuration, in JSON types, that differs from the run's in a setting, except those in `but`."""
+        stored = self if self._kept_rounds is not None else self.open(self.path)  # others may have replaced it
+        check_same(self.path, stored.config, describe(config), but=but)
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table, in the place of those of its round and later ones, and write the table."""
@@ -337,11 +334,8 @@ class RunDirectory:
     def scan(self, name: PerRound = "records") -> pl.LazyFrame:
         """Return the records, episodes or answers of all rounds as one table, which is read when it is collected.
 
-        `round` is its first column. A column that a round lacks is null there, and one that holds other types in
-        different rounds has a type that holds both.
-
-        Raises:
-            RunDirectoryError: nothing was written yet, or a file is damaged.
+        `round` is its first column. A column that a round lacks is null there, and one that has different types in
+        different rounds has a type that holds both. A `RunDirectoryError` says if there is none, or one is damaged.
         """
         paths = {number: self.round_path(name, number) for number in self.rounds(name)}
         self._check_exists(max(paths.values(), default=self.round_path(name, 1)))
@@ -370,13 +364,15 @@ class RunDirectory:
         """List the rounds of which there are records, or other files."""
         return sorted(number for _, number in list_numbered(self.path / name))
 
-    def require_rounds(self, numbers: Collection[int] = ()) -> list[int]:
-        """List the rounds whose records were written, at least one, and all of `numbers`.
+    def require_rounds(self, numbers: Collection[int] = (), *, name: PerRound | RoundTensors = "records") -> list[int]:
+        """List the rounds of which there are records, or other files: at least one, and all of `numbers`.
 
         Raises:
-            RunDirectoryError: no round was written yet, or one of `numbers` was not.
+            RunDirectoryError: no round was written yet, its file is not there, or one of `numbers` was not written.
         """
-        rounds = self.rounds()
+        rounds = self.rounds(name)
+        if not rounds and self.rounds():
+            raise RunDirectoryError(f"{self.path} holds no {name}, which this needs. Restore {name}/ from a copy.")
         if not rounds:
             raise RunDirectoryError(
                 f"{self.path} holds no rounds yet: its training is in round 1, or was interrupted there. Wait for the "

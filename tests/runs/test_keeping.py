@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
 from whence import IIF, RunDirectory, cli
 from whence.cli.terminal import find_round, print_line
-from whence.core import RunDirectoryError
+from whence.core import RunDirectoryError, WhenceError
 from whence.runs import RunRecorder, read_vocabulary
 from whence.sb3 import InfluenceCallback
 
@@ -261,6 +261,11 @@ def test_a_path_that_leaves_no_room_for_the_names_of_files_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"/\w+ cannot be written: File name too long"):
         model.learn(STEPS, callback=InfluenceCallback(run=path))
     assert model.num_timesteps == 0
+
+
+def test_a_path_that_no_system_has_is_refused():
+    with pytest.raises(WhenceError, match="pass the directory's path"):
+        RunRecorder("a\0b")
 
 
 def test_a_recorder_writes_where_it_was_made(tmp_path, monkeypatch):

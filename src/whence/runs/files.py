@@ -77,8 +77,8 @@ def check_writable(path: Path) -> None:
         RunDirectoryError: names the folder: it may not be written, is a file, or its path is too long.
     """
     for folder in (path, *(path / name for name in (*get_args(PerRound), *FOLDERS))):
-        is_missing = FileNotFoundError if not folder.is_symlink() else ()
-        with explain_write_errors(folder), suppress(is_missing):
+        missing = () if folder.is_symlink() else (FileNotFoundError,)
+        with explain_write_errors(folder), suppress(*missing):
             # The name is as long as those that `write_atomically` gives to a round's file.
             NamedTemporaryFile(dir=folder, prefix=".round_100000.safetensors.", suffix=".tmp").close()
 

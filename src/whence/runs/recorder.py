@@ -98,10 +98,11 @@ class RunRecorder:
     def __init__(
         self, run: str | Path | RunDirectory, *, save_every: int | None = 0, keep: int = 2, writes: bool = True
     ) -> None:
-        if not isinstance(run, str | Path | RunDirectory):
+        path = run.path if isinstance(run, RunDirectory) else run
+        if not isinstance(path, str | Path) or "\0" in str(path):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
         self._directory = run if isinstance(run, RunDirectory) else None
-        self.path, self.writes = Path(run.path if isinstance(run, RunDirectory) else run).absolute(), writes
+        self.path, self.writes = Path(path).absolute(), writes
         self._is_begun, self._keep, self._clock = self._directory is not None, keep, CheckpointClock(save_every)
         self._seconds, self._versions = dict.fromkeys(("cpu", "wall"), 0.0), dict[str, str]()
         self._differences: list[str] | None = None

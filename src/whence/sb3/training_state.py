@@ -212,8 +212,8 @@ def check_callers(callback: BaseCallback) -> None:
     """
     frame = inspect.currentframe()
     while frame is not None and (caller := frame.f_locals.get("self")) is not callback.model:
-        is_other = isinstance(caller, BaseCallback) and caller is not callback
-        if is_other and type(caller)._on_rollout_start is BaseCallback._on_rollout_start:
+        knows_rollouts = getattr(type(caller), "_on_rollout_start", None) is not BaseCallback._on_rollout_start
+        if caller is not callback and not knows_rollouts:
             raise WhenceError(
                 f"{type(callback).__name__} is inside of {type(caller).__name__}, which does not call it for each "
                 "rollout, so nothing would be scored. Pass both to learn(): callback=[InfluenceCallback(...), the "
@@ -228,8 +228,7 @@ def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder
     Raises:
         WhenceError: it is, and a run or the state of a rule is of the model that was scored.
     """
-    before = named_tensors(scored.policy)
-    if model is scored or has_tensors(model, before):
+    if model is scored or has_tensors(model, named_tensors(scored.policy)):
         return False
     if recorder is not None or hasattr(rule, "load_state_dict"):
         where = "its rule has a state" if recorder is None else f"{recorder.path} is that model's run"

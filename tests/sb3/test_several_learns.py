@@ -163,8 +163,14 @@ def test_what_fails_before_its_first_round_is_written_overwrites_nothing(tmp_pat
     with pytest.raises((KeyError, WhenceError), match=r"broken|Two InfluenceCallbacks"):
         toy.learn(STEPS, callback=[replacing, *([InfluenceCallback()] if second else [])])
     assert contents(tmp_path) == before
-    small(monitored(Walk)).learn(2 * STEPS, callback=make_callback(tmp_path, overwrite=True))
-    assert RunDirectory.open(tmp_path).table("metrics")["round"].to_list() == [1, 2]
+    callback = make_callback(tmp_path, overwrite=True)
+    with pytest.raises(KeyboardInterrupt):
+        toy.learn(2 * STEPS, callback=[callback, Interrupt(5)])
+    assert contents(tmp_path) == before
+    toy.learn(2 * STEPS, callback=callback)
+    run = RunDirectory.open(tmp_path)
+    assert run.table("metrics")["round"].to_list() == [1, 2]
+    assert run.notes == {"save_every": 1, "policies_every": 1}
 
 
 @pytest.mark.parametrize("resumed", [False, True])

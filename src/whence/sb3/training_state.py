@@ -186,7 +186,7 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
         return
     content = checkpoint.content["model"]
     done, total, steps = content["counters"]["num_timesteps"], model._total_timesteps, model.n_steps * model.n_envs
-    is_same, learns = holds_policy(model, checkpoint), checkpoint.content["callback"]["learns"]
+    is_same, learns = has_tensors(model, content["policy"]), checkpoint.content["callback"]["learns"]
     wrong = None
     if learns > 1 and not is_same:
         wrong = f"{learns} calls of learn(), and a script that starts over would go on in its first"
@@ -241,20 +241,15 @@ def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder
 
 def count_learns(model: Any, checkpoint: Checkpoint) -> int:
     """Return the number of calls of `learn()` in a run, with the one that continues after a checkpoint."""
-    state = checkpoint.content["callback"]
-    has_ended = state["last_timestep"] >= checkpoint.content["model"]["total_timesteps"]
+    state, trained = checkpoint.content["callback"], checkpoint.content["model"]
+    has_ended = state["last_timestep"] >= trained["total_timesteps"]
     # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or the
     # script of the one that had ended was changed to train longer.
-    return int(state["learns"] + (has_ended and holds_policy(model, checkpoint)))
-
-
-def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:
-    """Return whether a model has a checkpoint's policy: it is the model that was trained, or `resume` returned it."""
-    return has_tensors(model, checkpoint.content["model"]["policy"])
+    return int(state["learns"] + (has_ended and has_tensors(model, trained["policy"])))
 
 
 def has_tensors(model: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a model's policy has these tensors, by name, and no others."""
+    """Return whether a model's policy is this one: it is the model that was trained, or was loaded or resumed."""
     present = named_tensors(model.policy)
     return present.keys() == tensors.keys() and all(
         tensor.cpu().equal(tensors[name].cpu()) for name, tensor in present.items()

@@ -349,7 +349,7 @@ class TestRunsOfStrangers:
         model, callback = resume(moved, gym.make("CartPole-v1"))
         model.learn(96, callback=callback)
         assert (RunDirectory.open(moved).rounds(), is_trusted(moved)) == ([1, 2, 3], False)
-        begin_after(moved, stranger.config, 1).remove_later()
+        begin_after(moved, stranger.config, 1).prepare_writing()
         assert is_trusted(moved)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other user"))
         assert not is_trusted(moved)
@@ -461,7 +461,7 @@ class TestDirectories:
     def test_a_link_to_a_run_is_a_run(self, stage: Path, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(stage / "agent")
         run = RunDirectory.open(tmp_path / "link")
-        begin_after(run.path, run.config, 1).remove_later()
+        begin_after(run.path, run.config, 1).prepare_writing()
         assert run.rounds() == [1]
 
     @pytest.mark.parametrize("arm", ["../../../elsewhere", "/elsewhere", "iif/../../.."])

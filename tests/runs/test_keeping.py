@@ -12,12 +12,13 @@ from contextlib import nullcontext
 import polars as pl
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from helpers.resuming import MODELS, STEPS, assert_same_model, assert_same_run, contents, total, train
-from whence import IIF, RunDirectory
+from whence import IIF, RunDirectory, cli
 from whence.cli.terminal import find_round, print_line
-from whence.core import RunDirectoryError
-from whence.runs import RunRecorder
+from whence.core import RunDirectoryError, WhenceError
+from whence.runs import RunRecorder, read_vocabulary
 from whence.sb3 import InfluenceCallback
 
 
@@ -225,3 +226,94 @@ def test_a_terminal_without_a_character_gets_another(monkeypatch):
     app.main()
     stream.flush()
     assert stream.buffer.getvalue() == b"0.1 ? 0.2\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["a" * 300, "/".join(["a" * 200] * 25), "file", "file/run", "link/records"],
+)
+def test_what_the_file_system_refuses_is_named_before_training(tmp_path, path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    model = MODELS["walk"]()
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}/{path[:50]}"):
+        model.learn(STEPS, callback=InfluenceCallback(run=tmp_path / path))
+    assert model.num_timesteps == 0
+
+
+@pytest.mark.parametrize("folder", ["records", "policies", "checkpoints"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path, folder, kind):
+    learn(tmp_path / "run", STEPS)
+    shutil.rmtree(tmp_path / "run" / folder)
+    (tmp_path / "run" / folder).symlink_to(tmp_path / "gone") if kind == "link" else (tmp_path / "run" / folder).touch()
+    before = contents(tmp_path)
+    with pytest.raises(RunDirectoryError, match=f"run/{folder} cannot be written"):
+        learn(tmp_path / "run", 2 * STEPS, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_path_that_leaves_no_room_for_the_names_of_files_is_refused(tmp_path):
+    length = os.pathconf(tmp_path, "PC_PATH_MAX")
+    parts = "/".join(["a" * 200] * ((length - len(str(tmp_path))) // 201))
+    path = tmp_path / parts / ("a" * (length - len(str(tmp_path / parts)) - 40))
+    model = MODELS["walk"]()
+    with pytest.raises(RunDirectoryError, match=r"/\w+ cannot be written: File name too long"):
+        model.learn(STEPS, callback=InfluenceCallback(run=path))
+    assert model.num_timesteps == 0
+
+
+def test_a_path_that_no_system_has_is_refused():
+    with pytest.raises(WhenceError, match="pass the directory's path"):
+        RunRecorder("a\0b")
+
+
+def test_a_recorder_writes_where_it_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorder = RunRecorder("run")
+    monkeypatch.chdir("/")
+    recorder.begin({"seed": 1}, versions={})
+    recorder.write_round(1, pl.DataFrame({"record_id": [1]}))
+    assert RunDirectory.open(tmp_path / "run").rounds() == [1]
+
+
+def test_a_vocabulary_is_of_the_run_that_replaces_another(tmp_path):
+    for texts in (["a"], ["b", "c"]):
+        recorder = RunRecorder(tmp_path)
+        recorder.begin({"seed": 1}, versions={}, overwrite=True)
+        recorder.write_vocabulary(lambda texts=texts: texts)
+        recorder.write_round(1, pl.DataFrame({"record_id": [1]}))
+        assert read_vocabulary(tmp_path) == texts
+
+
+def test_rounds_of_other_columns_are_read_as_one_table(tmp_path):
+    run = RunDirectory.create(tmp_path / "a [run]*", {"seed": 1})
+    with pytest.raises(RunDirectoryError, match="holds no rounds"):
+        run.scan()
+    tables = [
+        {"record_id": [1, 2], "info.x": [True, False], "seen": [[1.0], [2.0]]},
+        {"info.x": [1, 2], "bootstrap": [None, 0.5], "record_id": [3, 4]},
+        {"record_id": [5], "info.x": [0.25], "score": [1.5]},
+    ]
+    for number, table in zip((1, 2, 10), tables, strict=True):
+        run.write_round("records", number, pl.DataFrame(table))
+    rows = run.scan().collect()
+    assert rows.columns == ["round", "record_id", "info.x", "seen", "bootstrap", "score"]
+    assert rows["round"].to_list() == [1, 1, 2, 2, 10]
+    assert rows["info.x"].to_list() == [1, 0, 1, 2, 0.25]
+    assert rows["score"].to_list() == [None] * 4 + [1.5]
+    with run.round_path("records", 2).open("r+b") as file:
+        file.seek(40)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(RunDirectoryError, match="is damaged"):
+        run.scan()
+
+
+def test_a_run_without_policies_is_named_by_what_needs_them(tmp_path):
+    learn(tmp_path, STEPS)
+    shutil.rmtree(tmp_path / "policies")
+    for arguments in (["--episode-seed", "3"], ["--record", "3"], []):
+        answer = CliRunner().invoke(cli.app, ["why", str(tmp_path), *arguments])
+        assert answer.exit_code
+        assert "policies" in str(answer.exception)
+        assert isinstance(answer.exception, RunDirectoryError)

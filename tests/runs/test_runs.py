@@ -422,9 +422,9 @@ def test_an_interrupted_overwrite_is_not_gone_on_with(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             shutil.rmtree(folder, **options)
 
-        patch.setattr("whence.runs.directory.shutil", SimpleNamespace(rmtree=remove))
+        patch.setattr("whence.runs.files.shutil", SimpleNamespace(rmtree=remove))
         with pytest.raises(KeyboardInterrupt):
-            RunDirectory.begin(tmp_path, {"seed": 1}, overwrite=True)
+            RunDirectory.create(tmp_path, {"seed": 1}, overwrite=True)
     run = RunDirectory.begin(tmp_path, {"seed": 1})
     assert run.checkpoint is None
     assert run.rounds() == list_checkpoints(tmp_path) == []

@@ -357,7 +357,7 @@ class ChoosesTooFew(InfluenceCallback):
         ),
         (
             lambda: EveryNTimesteps(4, InfluenceCallback(KeepAll())),
-            *(r"such as EveryNTimesteps.*Pass it to learn\(\) itself", 4),
+            *(r"inside of EveryNTimesteps.*Pass both to learn\(\)", 0),
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_snapshot_is_environment_by_environment_and_ids_are_time_steps() -> No
 
 def test_episodes_are_numbered_and_carried_into_the_next_rollout() -> None:
     starts = np.array([[1, 0], [0, 0], [1, 0], [0, 1]], dtype=bool)
-    ids, steps, ongoing = number_episodes(starts, None)
+    ids, steps, ongoing = number_episodes(starts, Ongoing.unknown(starts.shape[1]))
     assert ids[:, 0].tolist() == [0, 0, 1, 1]
     assert ids[:, 1].tolist() == [2, 2, 2, 3]
     assert steps[:, 0].tolist() == [0, 1, 0, 1]

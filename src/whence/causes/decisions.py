@@ -98,7 +98,7 @@ def compare_log_probs(run: RunDirectory, target: Action, *, env: AnyEnv = None) 
 
     The third entry is whether actions are discrete; the log-probabilities of continuous ones are of densities.
     """
-    rounds, policies = run.require_rounds(), run.rounds("policies")
+    rounds, policies = run.require_rounds(), run.require_rounds(name="policies")
     model = load_agent(run, policies[0], env=env)
     first_id = run.round("records", rounds[0])["record_id"][0]
     states = target.as_records(read_records(run, rounds[0], model, env=env, ids=[first_id]))
@@ -130,8 +130,7 @@ def play_episode(
         ReplayError: the environment or a wrapper cannot be made again, or fails.
         RunDirectoryError: the policy cannot be built again.
     """
-    run.require_rounds()
-    policies = run.rounds("policies")
+    policies = run.require_rounds(name="policies")
     model = load_agent(run, policies[-1], env=env)
     is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
     memory = zero_states(model.policy, 1) if is_recurrent(model.policy) else None

@@ -1,7 +1,7 @@
 """A run on disk: typed, versioned files, each written atomically, no pickles."""
 
 import logging
-import shutil
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import polars as pl
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, describe, write_json
+from whence.core import RunDirectoryError, WhenceError, describe, explain_write_errors, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
     FORMAT,
@@ -23,19 +23,18 @@ from whence.runs.config_file import (
     sign_config,
 )
 from whence.runs.files import (
-    FLAGS,
-    FOLDERS,
-    VOCABULARY,
     PerRound,
     RoundTensors,
     RowTable,
     Table,
+    check_writable,
     list_numbered,
     read_flags,
     read_table,
     read_tensor_file,
-    remove_after,
-    remove_leftovers,
+    remove_later,
+    remove_rounds,
+    scan_tables,
     write_table,
     write_tensor_file,
 )
@@ -48,9 +47,6 @@ POLICIES_EVERY = "policies_every"
 
 _REPLACING = "replacing"
 """The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
-
-_TABLES = *get_args(Table), FLAGS
-"""The names of the tables that have rows of rounds."""
 
 Start: TypeAlias = Literal["latest", "anew"] | Checkpoint
 """Where a training begins: after the latest checkpoint if there is one, with a first round, or after a checkpoint."""
@@ -114,11 +110,12 @@ class RunDirectory:
     ) -> Self:
         """Start a run or continue the one that the directory holds, as `find_start` decides, and hold its lock.
 
-        Continuing deletes what later rounds wrote as soon as something is written, so that a start that fails deletes
-        nothing. `checkpoint` holds the checkpoint to continue from; None: training begins with its first round.
+        What the run does not keep, a replaced run or later rounds, is deleted as soon as something is written, so that
+        a start that fails deletes nothing. `checkpoint` holds the checkpoint to continue from; None: training begins
+        with its first round.
 
         Args:
-            path: the directory; made if it is missing.
+            path: the directory; made if it is missing. It stays the same if the working directory changes.
             config: the run's configuration; see `describe`.
             versions: versions of the libraries in use; stored, not compared.
             save_every: rounds from one checkpoint to the next, which is noted; 0: there will be none. None: no note.
@@ -129,19 +126,22 @@ class RunDirectory:
             RunDirectoryError: see `find_start`; or the directory holds files that are no run, cannot be written, or
                 another process does so.
         """
-        run = cls(Path(path), describe(config), dict(versions or {}))
-        check_place(run.path, shared=shared)
+        run = cls(Path(path).absolute(), describe(config), dict(versions or {}))
+        with explain_write_errors(run.path):
+            check_place(run.path, shared=shared)
         run.hold()
         try:
+            check_writable(run.path)
             # Under the lock: the directory may be that of a process that held it until now.
-            if (stored := cls.find_start(path, config, **choice)) is not None:
+            if (stored := cls.find_start(run.path, config, **choice)) is not None:
                 stored.config, stored._lock, stored.is_trusted, run = run.config, run._lock, True, stored
-                run._kept_rounds = 0 if run.checkpoint is None else run.checkpoint.round
-                if (rows := run.table("metrics").height) < run._kept_rounds:
-                    message = "%s holds %d of %d rows: a file of metrics was lost."
-                    log.warning(message, run.path, rows, run._kept_rounds)
+                run._kept_rounds = kept = 0 if run.checkpoint is None else run.checkpoint.round
+                if (rows := run.table("metrics").height) < kept:
+                    log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, kept)
             else:
-                run._replace()
+                run._kept_rounds = -1  # not even what is written of round 0
+                if not run.rounds():
+                    run.prepare_writing()
             if save_every is not None:
                 run.note(save_every=save_every)
         except WhenceError:
@@ -151,8 +151,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any], **options: Any) -> Self:
-        """Start a run anew; the options are those of `begin`, and of `find_start` but `start`."""
-        return cls.begin(path, config, start="anew", save_every=None, **options)
+        """Start a run anew, and delete what it replaces; the options are those of `begin`, and of `find_start`."""
+        run = cls.begin(path, config, start="anew", save_every=None, **options)
+        run.prepare_writing()
+        return run
 
     @classmethod
     def find_start(
@@ -187,7 +189,7 @@ class RunDirectory:
                 to continue from holds.
         """
         path, checkpoint, rounds = Path(path), None, None
-        is_anew = not (path / "config.json").exists() or (overwrite and isinstance(start, str))
+        is_anew = not os.path.exists(path / "config.json") or (overwrite and isinstance(start, str))
         stored = None if is_anew else cls.open(path)
         if stored is not None and (rounds := stored.count_rounds()) is not None:
             latest, done, kept = None, None, -1
@@ -210,19 +212,6 @@ class RunDirectory:
             check(checkpoint)
         return None if rounds is None else stored
 
-    def _replace(self) -> None:
-        """Put this run in the place of what the directory holds."""
-        if (self.path / "config.json").exists():
-            self.note(**{_REPLACING: True})
-            remove_leftovers(self.path)
-            (self.path / VOCABULARY).unlink(missing_ok=True)
-            for table in _TABLES:
-                self._row_table(table).remove()
-            for name in (*get_args(PerRound), *FOLDERS):
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            self.notes = {}
-        self._write_config(sign=True)
-
     def count_rounds(self) -> int | None:
         """Return the number of rounds that were finished, by any file of theirs; None if the run wrote none."""
         if self.notes.get(_REPLACING):
@@ -231,18 +220,22 @@ class RunDirectory:
         begun = [*self.rounds("records"), *self.rounds("policies"), *self.rounds("recordings")]
         return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
 
-    def remove_later(self) -> None:
-        """Delete what rounds wrote after those that the run continues from."""
+    def prepare_writing(self) -> None:
+        """Delete what the directory holds and the run does not keep, unless that was done; see `begin`."""
+        check_writer(self.path, self._lock)
         if (rounds := self._kept_rounds) is None:
             return
         self._kept_rounds = None
-        self._write_config(sign=self.is_trusted)
-        for table in _TABLES:
-            self._row_table(table).keep(range(rounds + 1))
-        remove_leftovers(self.path)
-        for folder in (*get_args(PerRound), *FOLDERS):
-            # The policy that collects the next round stays.
-            remove_after(self.path / folder, rounds + (folder == "policies"))
+        if rounds >= 0:
+            self._write_config(sign=self.is_trusted)
+            remove_later(self.path, rounds)
+            return
+        if (self.path / "config.json").exists():
+            notes, self.notes = self.notes, {_REPLACING: True}
+            self._write_config()
+            remove_rounds(self.path)
+            self.notes = notes
+        self._write_config(sign=True)
 
     def hold(self) -> None:
         """Take the directory's lock, unless it is held already; see `lock_run`."""
@@ -258,7 +251,7 @@ class RunDirectory:
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""
         self.notes = {**self.notes, **entries}
-        if self._kept_rounds is None:  # else `remove_later` writes them
+        if self._kept_rounds is None:  # else `prepare_writing` writes them
             self._write_config()
 
     def sign(self) -> None:
@@ -272,7 +265,7 @@ class RunDirectory:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
 
     def _write_config(self, *, sign: bool = False) -> None:
-        self._prepare_writing()
+        self.prepare_writing()
         content = {"config": self.config, "versions": self.versions, "notes": self.notes}
         write_json(self.path / "config.json", {"format": FORMAT, "version": VERSION, **content})
         if sign:
@@ -300,24 +293,29 @@ class RunDirectory:
         return self.config.get("kind") == "language"
 
     def check_same(self, config: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-        """Refuse a configuration, in JSON types, that differs from this run's in a setting, except those in `but`."""
-        check_same(self.path, self.config, describe(config), but=but)
+        """Refuse a configuration, in JSON types, that differs from the run's in a setting, except those in `but`."""
+        stored = self if self._kept_rounds is not None else self.open(self.path)  # others may have replaced it
+        check_same(self.path, stored.config, describe(config), but=but)
 
     def append(self, table: Table, row: Mapping[str, Any]) -> None:
         """Add a row to a table, in the place of those of its round and later ones, and write the table."""
+        self.prepare_writing()
         self._row_table(table).append(row)
 
     def keep_rows(self, table: Table, rounds: Collection[int]) -> None:
         """Delete a table's rows of all rounds but these."""
-        self._row_table(table).keep(rounds)
+        if self.table(table).height:  # there is none in a run that replaces another one
+            self.prepare_writing()
+            self._row_table(table).keep(rounds)
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
-        self._write(table, self.round_path(name, number))
+        self.prepare_writing()
+        write_table(table, self.round_path(name, number))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor], *, name: RoundTensors = "policies") -> None:
         """Write the tensors of the policy that collects round `number` (from 1), or others; no two may share memory."""
-        self._prepare_writing()
+        self.prepare_writing()
         write_tensor_file(self.round_path(name, number), tensors, {})
 
     def table(self, name: Table) -> pl.DataFrame:
@@ -326,12 +324,22 @@ class RunDirectory:
         return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
 
     def _row_table(self, name: str) -> RowTable:
-        return self._tables.setdefault(name, RowTable(self.path / f"{name}.parquet", self._write))
+        return self._tables.setdefault(name, RowTable(self.path / f"{name}.parquet"))
 
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
         """Read one round's records, episodes or answers; a `RunDirectoryError` says if they are not there."""
         self._check_exists(path := self.round_path(name, number))
         return read_table(path)
+
+    def scan(self, name: PerRound = "records") -> pl.LazyFrame:
+        """Return the records, episodes or answers of all rounds as one table, which is read when it is collected.
+
+        `round` is its first column. A column that a round lacks is null there, and one that has different types in
+        different rounds has a type that holds both. A `RunDirectoryError` says if there is none, or one is damaged.
+        """
+        paths = {number: self.round_path(name, number) for number in self.rounds(name)}
+        self._check_exists(max(paths.values(), default=self.round_path(name, 1)))
+        return scan_tables(paths)
 
     def round_path(self, name: PerRound | RoundTensors, number: int) -> Path:
         """Return the path of a file of one round, whether it is there or not."""
@@ -356,13 +364,15 @@ class RunDirectory:
         """List the rounds of which there are records, or other files."""
         return sorted(number for _, number in list_numbered(self.path / name))
 
-    def require_rounds(self, numbers: Collection[int] = ()) -> list[int]:
-        """List the rounds whose records were written, at least one, and all of `numbers`.
+    def require_rounds(self, numbers: Collection[int] = (), *, name: PerRound | RoundTensors = "records") -> list[int]:
+        """List the rounds of which there are records, or other files: at least one, and all of `numbers`.
 
         Raises:
-            RunDirectoryError: no round was written yet, or one of `numbers` was not.
+            RunDirectoryError: no round was written yet, its file is not there, or one of `numbers` was not written.
         """
-        rounds = self.rounds()
+        rounds = self.rounds(name)
+        if not rounds and self.rounds():
+            raise RunDirectoryError(f"{self.path} holds no {name}, which this needs. Restore {name}/ from a copy.")
         if not rounds:
             raise RunDirectoryError(
                 f"{self.path} holds no rounds yet: its training is in round 1, or was interrupted there. Wait for the "
@@ -373,18 +383,6 @@ class RunDirectory:
                 f"Round {missing[0]} is not in {self.path}, which holds rounds {rounds[0]} to {rounds[-1]}: name these."
             )
         return rounds
-
-    def _write(self, table: pl.DataFrame, path: Path) -> None:
-        self._prepare_writing()
-        write_table(table, path)
-
-    def _prepare_writing(self) -> None:
-        self.check_writer()
-        self.remove_later()
-
-    def check_writer(self) -> None:
-        """See `locks.check_writer`."""
-        check_writer(self.path, self._lock)
 
     def _check_exists(self, path: Path) -> None:
         if not path.exists():

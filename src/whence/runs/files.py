@@ -8,10 +8,13 @@ import io
 import mmap
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from tempfile import NamedTemporaryFile
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import polars as pl
 from safetensors import SafetensorError, safe_open
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, write_atomically
 from whence.runs.locks import LOCK, check_fork
+
+T = TypeVar("T")
 
 FOLDERS = ["policies", "recordings", "statistics", "states", "checkpoints", "model", "trl", "proofs"]
 """What a run may hold besides tables of rounds."""
@@ -65,11 +70,17 @@ def is_empty(folder: Path) -> bool:
     return all(file.match(".*.tmp") or file.name == LOCK for file in folder.iterdir())
 
 
-def remove_leftovers(path: Path) -> None:
-    """Delete what processes left that were killed while they wrote."""
-    with explain_write_errors(path):
-        for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
-            file.unlink()
+def check_writable(path: Path) -> None:
+    """Refuse a run directory, or one of its folders, into which the system will not let a round's files be written.
+
+    Raises:
+        RunDirectoryError: names the folder: it may not be written, is a file, or its path is too long.
+    """
+    for folder in (path, *(path / name for name in (*get_args(PerRound), *FOLDERS))):
+        missing = () if folder.is_symlink() else (FileNotFoundError,)
+        with explain_write_errors(folder), suppress(*missing):
+            # The name is as long as those that `write_atomically` gives to a round's file.
+            NamedTemporaryFile(dir=folder, prefix=".round_100000.safetensors.", suffix=".tmp").close()
 
 
 _ROUND = re.compile(r"round_([0-9]{5}|[1-9][0-9]{5,17})\.[^.]+")
@@ -81,12 +92,33 @@ def list_numbered(folder: Path) -> list[tuple[str, int]]:
     return [(name, int(match[1])) for name in names if (match := _ROUND.fullmatch(name))]
 
 
-def remove_after(folder: Path, last: int) -> None:
-    """Delete the files of the rounds after `last`."""
-    for name, number in list_numbered(folder):
-        if number > last:
-            with explain_write_errors(folder / name):
-                (folder / name).unlink()
+def remove_later(path: Path, last: int) -> None:
+    """Delete what the rounds of a run directory wrote after round `last`, but the policy that collects the next one."""
+    for table in (*get_args(Table), FLAGS):
+        RowTable(path / f"{table}.parquet").keep(range(last + 1))
+    _remove_leftovers(path)
+    for folder in (*get_args(PerRound), *FOLDERS):
+        for name, number in list_numbered(path / folder):
+            if number > last + (folder == "policies"):
+                with explain_write_errors(path / folder / name):
+                    (path / folder / name).unlink()
+
+
+def remove_rounds(path: Path) -> None:
+    """Delete all that rounds wrote into a run directory."""
+    _remove_leftovers(path)
+    for file in (VOCABULARY, *(f"{table}.parquet" for table in (*get_args(Table), FLAGS))):
+        with explain_write_errors(path / file):
+            (path / file).unlink(missing_ok=True)
+    for folder in (*get_args(PerRound), *FOLDERS):
+        shutil.rmtree(path / folder, ignore_errors=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete what processes left that were killed while they wrote."""
+    with explain_write_errors(path):
+        for file in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
+            file.unlink()
 
 
 CHANGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -155,10 +187,21 @@ def read_tensor_file(path: str | Path, error: type[WhenceError]) -> tuple[dict[s
 
 def read_table(path: Path) -> pl.DataFrame:
     """Read a Parquet file; a `RunDirectoryError` says if it is damaged."""
+    return _open_table(path, pl.read_parquet)
+
+
+def scan_tables(paths: Mapping[int, Path]) -> pl.LazyFrame:
+    """Return the Parquet files of rounds as one table; see `RunDirectory.scan`."""
+    number, columns = pl.col("round"), pl.exclude("round")
+    tables = [_open_table(path, pl.scan_parquet).with_columns(round=pl.lit(each)) for each, path in paths.items()]
+    return pl.concat([table.select(number, columns) for table in tables], how="diagonal_relaxed")
+
+
+def _open_table(path: Path, read: Callable[..., T]) -> T:
     check_fork()
     try:
         if not _has_changed(path):
-            return pl.read_parquet(path, glob=False)
+            return read(path, glob=False)
     except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
         raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
     raise RunDirectoryError(_DAMAGED.format(path))
@@ -187,11 +230,10 @@ class RowTable:
 
     Args:
         path: its file.
-        write: writes a table to a path.
     """
 
-    def __init__(self, path: Path, write: Callable[[pl.DataFrame, Path], None] = write_table) -> None:
-        self._path, self._write = path, write
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._rows: pl.DataFrame | None = None
 
     def read(self) -> pl.DataFrame:
@@ -211,15 +253,9 @@ class RowTable:
         if not rows.is_empty() and not rows["round"].is_in(list(rounds)).all():
             self.replace(rows.filter(pl.col("round").is_in(list(rounds))))
 
-    def remove(self) -> None:
-        """Delete the file."""
-        with explain_write_errors(self._path):
-            self._path.unlink(missing_ok=True)
-        self._rows = None
-
     def replace(self, rows: pl.DataFrame) -> None:
         """Write other rows in the place of all."""
-        self._write(rows, self._path)
+        write_table(rows, self._path)
         self._rows = rows
 
 

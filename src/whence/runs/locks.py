@@ -101,7 +101,7 @@ def lock_run(directory: Path) -> Lock:
         RunDirectoryError: see `lock_directory`.
     """
     check_fork()
-    key = directory.resolve()
+    key = Path(os.path.realpath(directory))  # unlike resolve(), it leaves loops of links to what is refused below
     if key in _WRITERS:
         _WRITERS[key][0].release()
     lock = _acquire(directory)
@@ -127,7 +127,7 @@ def check_writer(directory: Path, lock: Lock | None) -> None:
         raise RunDirectoryError(
             f"{directory} is written by a later run of this process, which has taken it over. Start this one again."
         )
-    latest, identity = _WRITERS.get(directory.resolve(), (None, None))
+    latest, identity = _WRITERS.get(Path(os.path.realpath(directory)), (None, None))
     if latest is not None and latest.is_locked and _identify(directory) != identity:
         raise RunDirectoryError(
             f"{directory} was deleted, moved or replaced while this process wrote to it, so it writes no more. Start "

@@ -89,7 +89,7 @@ class RunRecorder:
     """Writes one training's run directory.
 
     Args:
-        run: the directory's path; or a directory that was begun.
+        run: the directory's path, which stays the same if the working directory changes; or a directory that was begun.
         save_every: rounds from one checkpoint to the next; see `CheckpointClock`.
         keep: the number of checkpoints that stay.
         writes: whether this process writes; of several processes of one training, the first does.
@@ -98,10 +98,11 @@ class RunRecorder:
     def __init__(
         self, run: str | Path | RunDirectory, *, save_every: int | None = 0, keep: int = 2, writes: bool = True
     ) -> None:
-        if not isinstance(run, str | Path | RunDirectory):
+        path = run.path if isinstance(run, RunDirectory) else run
+        if not isinstance(path, str | Path) or "\0" in str(path):
             raise WhenceError(f"run is {run!r}; pass the directory's path, a RunDirectory, or None to write nothing.")
         self._directory = run if isinstance(run, RunDirectory) else None
-        self.path, self.writes = Path(run.path if isinstance(run, RunDirectory) else run), writes
+        self.path, self.writes = Path(path).absolute(), writes
         self._is_begun, self._keep, self._clock = self._directory is not None, keep, CheckpointClock(save_every)
         self._seconds, self._versions = dict.fromkeys(("cpu", "wall"), 0.0), dict[str, str]()
         self._differences: list[str] | None = None
@@ -184,7 +185,10 @@ class RunRecorder:
 
     def write_vocabulary(self, list_texts: Callable[[], Collection[str]]) -> None:
         """Write the texts of a language model's tokens, unless the run has them."""
-        if self.writes and not (self.path / VOCABULARY).exists():
+        if not self.writes:
+            return
+        self.directory.prepare_writing()  # else there are the texts of a run that this one replaces
+        if not (self.path / VOCABULARY).exists():
             write_vocabulary(self.path, [*list_texts()])
 
     def write_round(
@@ -208,7 +212,7 @@ class RunRecorder:
 
     def write_file(self, name: RoundTensors, number: int, save: Callable[[Path], None]) -> None:
         """Write a round's file by a function that saves to a path."""
-        self.directory.check_writer()
+        self.directory.prepare_writing()
         save(self.directory.round_path(name, number))
 
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
@@ -229,7 +233,7 @@ class RunRecorder:
         with self._clock.time_checkpoint(number):
             content = read()
             if self.writes:
-                self.directory.check_writer()
+                self.directory.prepare_writing()
                 save_checkpoint(self.path, number, content, keep=self._keep)
         self._seconds = clock.seconds()
 

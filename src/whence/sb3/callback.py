@@ -54,7 +54,9 @@ from whence.sb3.rounds import (
     wrap_next,
 )
 from whence.sb3.training_state import (
+    check_callers,
     count_learns,
+    is_other,
     open_run,
     read_training,
     record_next_rollout,
@@ -119,7 +121,8 @@ class InfluenceCallback(BaseCallback):
         verbose: 1 prints a line a round.
 
     Raises:
-        WhenceError: an argument is not what it should be.
+        WhenceError: an argument is not what it should be; or, raised by `learn()` before anything is trained, the
+            callback is inside of one that acts at events, such as EvalCallback, or its run is another model's.
         NonFinite: raised by `learn()` before a step is taken on a number that is NaN or infinite; the message names
             the round, the record or the minibatch, and the parameter.
         Unsupported: raised by `learn()` for a model that whence cannot score, before anything is trained.
@@ -154,22 +157,24 @@ class InfluenceCallback(BaseCallback):
         self.rule, self.last, self.strict = rule, last, strict
         self.target = choose_target(rule, target, Return())
         self.objective = None if objective is None else as_objective(objective)
-        self.env = check_factory(env)
-        self.names = check_names(names or {})
-        self.engine, self.memory = engine, memory
-        self.folds = check_folds(folds)
+        self.env, self.names = check_factory(env), check_names(names or {})
+        self.engine, self.memory, self.folds = engine, memory, check_folds(folds)
+        self.recordings = check_recordings(recordings)
+        self.optimisation_clock = Stopwatch()
+        self._recorder, self._overwrite = None if run is None else RunRecorder(run, save_every=save_every), overwrite
+        self._checkpoint: Checkpoint | None = None
+        self._start_model()
+
+    def _start_model(self) -> None:
+        """Begin with a model of which nothing has been scored."""
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
-        self.recordings = check_recordings(recordings)
         self.recording: RoundRecording | None = None
-        self.optimisation_clock = Stopwatch()
         self._logged: set[str] = set()
-        self._recorder = None if run is None else RunRecorder(run, save_every=save_every)
-        self._overwrite = overwrite
         self._tracker: ResetTracker | None = None
+        self._scored_model: Any = None
         self.skipped_rounds, self._rounds_done, self._learns, self._last_timestep = 0, 0, 0, 0
-        self._ongoing: Ongoing | None = None
-        self._checkpoint: Checkpoint | None = None
+        self._ongoing = Ongoing.unknown(0)
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -249,13 +254,16 @@ class InfluenceCallback(BaseCallback):
 
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
+        check_callers(self)
         self.check_model()
+        if self._rounds_done and is_other(self.model, self._scored_model, self.rule, self._recorder):
+            self._start_model()
         claim_learn(self.model)
         if self._recorder is not None:
             self.names = read_names(self.model, self.names)
-            self._checkpoint, self._tracker = open_run(
-                self._recorder, self.model, self.settings(), self._tracker, overwrite=self._overwrite
-            )
+            opened = open_run(self._recorder, self.model, self.settings(), self._tracker, overwrite=self._overwrite)
+            self._checkpoint, self._tracker = opened
+        self._scored_model = self.model
 
     def _on_training_start(self) -> None:
         if self._checkpoint is not None:
@@ -266,10 +274,10 @@ class InfluenceCallback(BaseCallback):
 
     def _continue_episodes(self) -> None:
         self._learns += 1
-        # learn() resets the environments, or continues where it stopped. Then the ongoing episodes continue, too,
-        # unless steps were taken that no rollout of this callback holds, or the environments are others.
+        # learn() resets the environments, or continues where it stopped, and with it the ongoing episodes, unless steps
+        # were taken that no rollout of this callback holds, or the environments are others.
         starts = self.locals["self"]._last_episode_starts
-        continues = self._ongoing is not None and len(self._ongoing.ids) == len(starts) and not starts.all()
+        continues = len(self._ongoing.ids) == len(starts) and not starts.all()
         is_new = self._tracker is not None and not self._tracker.has_started
         if is_new or not continues or self.model.num_timesteps != self._last_timestep:
             self._begin_episodes(len(starts))
@@ -277,7 +285,9 @@ class InfluenceCallback(BaseCallback):
                 self._tracker.start(starts)
 
     def _begin_episodes(self, n_envs: int) -> None:
-        self._ongoing = Ongoing.unknown(n_envs, 0 if self._ongoing is None else self._ongoing.next_id)
+        # Where learn() has reset SB3's count of steps, ids of records continue.
+        first_record = self._ongoing.first_record + max(0, self._last_timestep - self.model.num_timesteps)
+        self._ongoing = Ongoing.unknown(n_envs, self._ongoing.next_id, first_record)
 
     def _load_state(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
@@ -309,21 +319,16 @@ class InfluenceCallback(BaseCallback):
     def _on_rollout_start(self) -> None:
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
-            check_observation(self.model, self.model._last_obs)
+            check_observation(self.model, self.model._last_obs, self._ongoing.first_record)
         self._steps = EnvironmentSteps(self.model)
 
     def _on_step(self) -> bool:
-        if not hasattr(self, "_collection_clock"):
-            raise WhenceError(
-                "InfluenceCallback is inside of another callback, such as EveryNTimesteps, which knows no rollouts. "
-                "Pass it to learn() itself: callback=[InfluenceCallback(...), the other]."
-            )
         dones, step = self.locals["dones"], self.locals
         ended, infos = dones.nonzero()[0], list(step["infos"]) or [{}] * len(dones)  # a VecEnv may have none
         if self._tracker is not None:
             actions = step.get("clipped_actions", step["actions"])  # a MaskablePPO clips none
             self._tracker.step(actions, ended, infos)
-        check_step(self.model, step, self.next_round)
+        check_step(self.model, step, self.next_round, self._ongoing.first_record)
         self._steps.add(step["rewards"], dones, ended, infos)
         return True
 
@@ -350,7 +355,7 @@ class InfluenceCallback(BaseCallback):
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self.skipped_rounds += not can_train(choice.selection)
-        metrics = measure_choice(self.model, self.round.number, choice, self._steps)
+        metrics = measure_choice(self.model, self._rounds_done, choice, self._steps)
         self.logger.record("influence/seconds", seconds["scoring"]["wall"])
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:

@@ -1,5 +1,6 @@
 """The state of an agent's training between two rounds: opened, read for a checkpoint, and put back from one."""
 
+import inspect
 import logging
 import math
 from collections import deque
@@ -12,9 +13,10 @@ import numpy as np
 import polars as pl
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
+from stable_baselines3.common.callbacks import BaseCallback
 from torch import Tensor
 
-from whence.core import RunDirectoryError, load_rng_state, read_rng_state
+from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
 from whence.runs import Checkpoint, RunRecorder
 from whence.sb3.episodes import (
     ResetTracker,
@@ -27,6 +29,7 @@ from whence.sb3.episodes import (
 )
 from whence.sb3.models import describe_model, load_tensors, named_tensors, read_versions
 from whence.sb3.rounds import EnvironmentSteps, begin_episodes, wrap_next
+from whence.selection import SelectionRule
 
 log = logging.getLogger("whence")
 
@@ -183,7 +186,7 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
         return
     content = checkpoint.content["model"]
     done, total, steps = content["counters"]["num_timesteps"], model._total_timesteps, model.n_steps * model.n_envs
-    is_same, learns = holds_policy(model, checkpoint), checkpoint.content["callback"]["learns"]
+    is_same, learns = has_tensors(model, content["policy"]), checkpoint.content["callback"]["learns"]
     wrong = None
     if learns > 1 and not is_same:
         wrong = f"{learns} calls of learn(), and a script that starts over would go on in its first"
@@ -202,19 +205,55 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
         log.warning("%s: going on after round %d (%s of %s steps).", path, checkpoint.round, f"{done:,}", f"{total:,}")
 
 
+def check_callers(callback: BaseCallback) -> None:
+    """Refuse a callback, as it is initialised, inside of one that tells it of events and not of rollouts.
+
+    In nested lists SB3 sets `parent` only afterwards, so that the callers are looked at.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and (caller := frame.f_locals.get("self")) is not callback.model:
+        knows_rollouts = getattr(type(caller), "_on_rollout_start", None) is not BaseCallback._on_rollout_start
+        if caller is not callback and not knows_rollouts:
+            raise WhenceError(
+                f"{type(callback).__name__} is inside of {type(caller).__name__}, which does not call it for each "
+                "rollout, so nothing would be scored. Pass both to learn(): callback=[InfluenceCallback(...), the "
+                "other]."
+            )
+        frame = frame.f_back
+
+
+def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder | None) -> bool:
+    """Return whether a model is another one than a callback has scored, and no copy of it, as `load` returns.
+
+    Raises:
+        WhenceError: it is, and a run or the state of a rule is of the model that was scored.
+    """
+    if model is scored or has_tensors(model, named_tensors(scored.policy)):
+        return False
+    if recorder is not None or hasattr(rule, "load_state_dict"):
+        where = "its rule has a state" if recorder is None else f"{recorder.path} is that model's run"
+        raise WhenceError(
+            f"This callback has scored another model, and {where}. Make a callback for each model, with a directory of "
+            "its own: InfluenceCallback(..., run=...)."
+        )
+    return True
+
+
 def count_learns(model: Any, checkpoint: Checkpoint) -> int:
     """Return the number of calls of `learn()` in a run, with the one that continues after a checkpoint."""
-    state = checkpoint.content["callback"]
-    has_ended = state["last_timestep"] >= checkpoint.content["model"]["total_timesteps"]
+    state, trained = checkpoint.content["callback"], checkpoint.content["model"]
+    has_ended = state["last_timestep"] >= trained["total_timesteps"]
     # A model continues after a learn() that had ended: another begins. Otherwise the interrupted one continues, or the
     # script of the one that had ended was changed to train longer.
-    return int(state["learns"] + (has_ended and holds_policy(model, checkpoint)))
+    return int(state["learns"] + (has_ended and has_tensors(model, trained["policy"])))
 
 
-def holds_policy(model: Any, checkpoint: Checkpoint) -> bool:
-    """Return whether a model has a checkpoint's policy: it is the model that was trained, or `resume` returned it."""
-    policy = checkpoint.content["model"]["policy"]
-    return all(tensor.cpu().equal(policy[name]) for name, tensor in named_tensors(model.policy).items())
+def has_tensors(model: Any, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether a model's policy is this one: it is the model that was trained, or was loaded or resumed."""
+    present = named_tensors(model.policy)
+    return present.keys() == tensors.keys() and all(
+        tensor.cpu().equal(tensors[name].cpu()) for name, tensor in present.items()
+    )
 
 
 def restore_training(model: Any, tracker: ResetTracker, checkpoint: Checkpoint) -> str | None:

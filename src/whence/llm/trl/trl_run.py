@@ -162,7 +162,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         rounds, versions = -(-state.max_steps // self._steps), library_versions(_LIBRARIES)
         shared = Path(args.output_dir).resolve().is_relative_to(recorder.path.resolve())
         checkpoint = recorder.begin(self._describe(rounds), versions=versions, shared=shared, **self._choice)
-        recorder.directory.remove_later()
+        recorder.directory.prepare_writing()
         if checkpoint is not None:
             log.warning("%s: going on after round %d of %d.", recorder.path, checkpoint.round, rounds)
             recorder.continue_after(checkpoint)

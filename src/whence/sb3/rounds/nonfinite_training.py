@@ -24,14 +24,16 @@ _OTHER_ADVANTAGES = (
 )
 
 
-def check_observation(model: Any, observation: Any) -> None:
+def check_observation(model: Any, observation: Any, first_record: int) -> None:
     """Refuse an observation before the policy reads it; see `check_step`."""
     if not _is_finite(observation):
-        raise _explain_number(model, "observation", [observation], model.num_timesteps)
+        raise _explain_number(model, "observation", [observation], first_record + model.num_timesteps)
 
 
-def check_step(model: Any, variables: Mapping[str, Any], number: int) -> None:
+def check_step(model: Any, variables: Mapping[str, Any], number: int, first_record: int) -> None:
     """Refuse an environment step's rewards and observations, local variables of `collect_rollouts`, in a round.
+
+    `first_record` is the id of the record at SB3's step 0.
 
     Raises:
         NonFinite: a number is not finite; the message names the record and its environment.
@@ -39,14 +41,14 @@ def check_step(model: Any, variables: Mapping[str, Any], number: int) -> None:
     rewards, observations = variables["rewards"], variables["new_obs"]
     if _is_finite(rewards) and _is_finite(observations):
         return
-    normalised = model.get_vec_normalize_env()
+    normalised, next_record = model.get_vec_normalize_env(), first_record + model.num_timesteps
     with name_round(number):
         # VecNormalize spreads such a number over all environments, so their own numbers are looked at first.
         if not _is_finite(rewards):
             sources = [rewards] if normalised is None else [normalised.get_original_reward(), rewards]
-            raise _explain_number(model, "reward", sources, model.num_timesteps - len(rewards))
+            raise _explain_number(model, "reward", sources, next_record - len(rewards))
         sources = [observations] if normalised is None else [normalised.get_original_obs(), observations]
-        raise _explain_number(model, "observation", sources, model.num_timesteps)
+        raise _explain_number(model, "observation", sources, next_record)
 
 
 def _explain_number(model: Any, what: str, sources: Sequence[Any], first_id: int) -> NonFinite:

@@ -27,16 +27,18 @@ class Ongoing:
         ids: (envs,) the number of each environment's episode, -1 where unknown.
         lengths: (envs,) the number of records it has so far, -1 where unknown.
         next_id: the number of the next episode to begin.
+        first_record: the id of the record at SB3's step 0, which is not 0 after a `learn()` that reset the count.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     next_id: int = 0
+    first_record: int = 0
 
     @classmethod
-    def unknown(cls, envs: int, next_id: int = 0) -> "Ongoing":
+    def unknown(cls, envs: int, next_id: int = 0, first_record: int = 0) -> "Ongoing":
         """Return ongoing episodes of which nothing is known."""
-        return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN), next_id)
+        return cls(np.full(envs, UNKNOWN), np.full(envs, UNKNOWN), next_id, first_record)
 
 
 def snapshot(model: Any) -> RecordBatch:
@@ -105,7 +107,8 @@ def read_buffer(model: Any, buffer: RolloutBuffer, ongoing: Ongoing | None = Non
             "Call snapshot(model) before train(), in a callback's on_rollout_end, or use whence.sb3.collect(model)."
         )
     steps, envs = buffer.buffer_size, buffer.n_envs
-    first = model.num_timesteps - steps * envs
+    ongoing = ongoing or Ongoing.unknown(envs)
+    first = ongoing.first_record + model.num_timesteps - steps * envs
     actions = _flatten(buffer.actions)
     observations: Tree = map_tree(_flatten, buffer.observations)
     if isinstance(model.action_space, spaces.Discrete):
@@ -142,21 +145,18 @@ def _flatten(array: Any) -> Tensor:
     return torch.from_numpy(array.swapaxes(0, 1).reshape(-1, *array.shape[2:]))
 
 
-def number_episodes(
-    starts: NDArray[np.bool_], before: Ongoing | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], Ongoing]:
+def number_episodes(starts: NDArray[np.bool_], before: Ongoing) -> tuple[NDArray[np.int64], NDArray[np.int64], Ongoing]:
     """Number the episodes of a rollout, environment by environment, and each record's step in its episode.
 
     Args:
         starts: (steps, envs) True where a record is the first of its episode.
-        before: the episodes that were ongoing when the rollout began; None: unknown.
+        before: the episodes that were ongoing when the rollout began.
 
     Returns:
         Episode ids (steps, envs); each record's step in its episode (steps, envs), -1 if its beginning was not seen;
         and the episodes that are ongoing at the end.
     """
     length, envs = starts.shape
-    before = before or Ongoing.unknown(envs)
     ids, steps = np.empty(starts.shape, np.int64), np.empty(starts.shape, np.int64)
     rows, next_id = np.arange(length), before.next_id
     for env in range(envs):
@@ -170,7 +170,7 @@ def number_episodes(
         continued = rows + before.lengths[env] if before.lengths[env] != UNKNOWN else UNKNOWN
         steps[:, env] = np.where(first_row >= 0, rows - first_row, continued)
     lengths = np.where(steps[-1] == UNKNOWN, UNKNOWN, steps[-1] + 1)
-    return ids, steps, Ongoing(ids[-1], lengths, next_id)
+    return ids, steps, Ongoing(ids[-1], lengths, next_id, before.first_record)
 
 
 def begin_episodes(model: Any) -> None:

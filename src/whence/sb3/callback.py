@@ -291,7 +291,8 @@ class InfluenceCallback(BaseCallback):
         self._learns = count_learns(self.model, checkpoint)
         load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
-        self._recorder.continue_after(checkpoint, [] if reason is None else [reason])
+        changes = self._tracker.list_changes(checkpoint.content["environments"])
+        self._recorder.continue_after(checkpoint, [*changes, *([] if reason is None else [reason])])
         if reason is not None:
             self._begin_episodes(self.training_env.num_envs)
 

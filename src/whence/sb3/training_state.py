@@ -53,7 +53,7 @@ def open_run(
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
     checkpoint = recorder.begin(
         {**describe_model(model), **settings},
-        versions=read_versions(model.env),
+        versions=read_versions(),
         overwrite=overwrite,
         may_change=may_change,
         check=partial(check_continues, model, recorder.path),

@@ -86,8 +86,10 @@ def describe(value: Any) -> Any:
     """
     if isinstance(value, Enum):
         return describe(value.value)
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int | str):  # or of a subclass, which JSON has none of
+        return int(value) if isinstance(value, int) else str(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):

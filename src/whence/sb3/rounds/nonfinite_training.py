@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
 from whence.sb3.models.building import preserve_model
+from whence.sb3.rounds.environment_steps import list_normalisers
 from whence.sb3.rounds.sampling import replace_samples
 from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 
@@ -26,8 +27,10 @@ _OTHER_ADVANTAGES = (
 
 def check_observation(model: Any, observation: Any) -> None:
     """Refuse an observation before the policy reads it; see `check_step`."""
-    if not _is_finite(observation):
-        raise _explain_number(model, "observation", [observation], model.num_timesteps)
+    with np.errstate(all="ignore"):
+        if _is_finite(observation):
+            return
+    raise _explain_number(model, "observation", [observation], model.num_timesteps)
 
 
 def check_step(model: Any, variables: Mapping[str, Any], number: int) -> None:
@@ -37,15 +40,16 @@ def check_step(model: Any, variables: Mapping[str, Any], number: int) -> None:
         NonFinite: a number is not finite; the message names the record and its environment.
     """
     rewards, observations = variables["rewards"], variables["new_obs"]
-    if _is_finite(rewards) and _is_finite(observations):
-        return
-    normalised = model.get_vec_normalize_env()
+    with np.errstate(all="ignore"):
+        if _is_finite(rewards) and _is_finite(observations):
+            return
     with name_round(number):
-        # VecNormalize spreads such a number over all environments, so their own numbers are looked at first.
+        # VecNormalize spreads such a number over all environments, so what each reads is looked at first.
+        normalisers = list_normalisers(model.env)[::-1]
         if not _is_finite(rewards):
-            sources = [rewards] if normalised is None else [normalised.get_original_reward(), rewards]
+            sources = [*(each.old_reward for each in normalisers), rewards]
             raise _explain_number(model, "reward", sources, model.num_timesteps - len(rewards))
-        sources = [observations] if normalised is None else [normalised.get_original_obs(), observations]
+        sources = [*(each.old_obs for each in normalisers), observations]
         raise _explain_number(model, "observation", sources, model.num_timesteps)
 
 

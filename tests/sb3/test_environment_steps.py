@@ -249,7 +249,11 @@ INFOS: dict[str, tuple[dict[Any, Any], dict[str, Any], str]] = {
     "arrays of one": ({"a": np.array(3.0), "b": torch.tensor([2]), "c": np.array([[True]])}, {"a": 3.0, "b": 2}, ""),
     "large": ({"id": 10**400, "x": 2**70}, {"x": 2.0**70}, "'id'"),
     "names": ({"\ud800": 1, 3: 4.0, "é": 1}, {"é": 1}, "'\\ud800', 3"),
-    "several": ({"v": np.zeros(2), "d": {"x": 1.0}, "l": [1, 2], "z": 1j, "t": "no", "n": None}, {}, "'d', 'l', 'v', 'z'"),
+    "several": (
+        {"v": np.zeros(2), "d": {"x": 1.0}, "l": [1, 2], "z": 1j, "t": "no", "n": None},
+        {},
+        "'d', 'l', 'v', 'z'",
+    ),
     "many": ({f"k{i:02}": i for i in range(34)}, {"k00": 0, "k31": 31}, "'k32', 'k33'"),
 }
 

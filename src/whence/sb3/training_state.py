@@ -76,8 +76,8 @@ def open_run(
 
 
 _LEFT_OUT = (
-    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are texts, "
-    "with one number each."
+    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are "
+    "texts, with one number each."
 )
 
 
@@ -120,7 +120,7 @@ def write_round(
 
 
 def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:
-    """Let environments note their rewards and, with a tracker, how episodes begin: in the next rollout and no longer."""
+    """Let environments note their rewards and, with a tracker, how episodes begin, during the next rollout alone."""
 
     def record(collect: Callable[[], bool]) -> bool:
         with note_rewards(model.env), nullcontext() if tracker is None else tracker.wrapped():

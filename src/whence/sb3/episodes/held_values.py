@@ -6,9 +6,11 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dis import get_instructions
+from enum import Enum
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
+from os import PathLike
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -26,7 +28,7 @@ _MOST_VALUES, _MOST_ENTRIES, _DEEPEST, _LONGEST = 2000, 64, 8, 200
 _STEPPED = frozenset(("reset", "step", "step_async", "step_wait", "__call__"))
 """The methods by which an environment runs: what these set, or what they call, is its state and no setting."""
 
-_PLAIN = type(None), bool, int, float, str, np.generic
+_PLAIN = type(None), bool, int, float, str, np.generic, Enum, PathLike
 _LEFT_ALONE = (*LEFT_ALONE, "class_attributes", "reset_infos", "_seeds", "_options", "_np_random_seed")
 _NO_SETTINGS = "logging.", "threading.", "multiprocessing.", "random.", "weakref.", "pygame.", "numpy."
 """Packages whose objects hold no settings of an environment."""
@@ -145,17 +147,20 @@ class _Reader:
         """Read a value that is held under a name."""
         if isinstance(value, Tensor):
             value = value.detach().cpu().numpy()
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            value = value.tolist()
         is_list = isinstance(value, list | tuple) and len(value) <= _MOST_ENTRIES
         if isinstance(value, (*_PLAIN, np.ndarray)) or (is_list and all(isinstance(each, _PLAIN) for each in value)):
             self.values[name] = _describe(value)
         elif len(self.values) < _MOST_VALUES and depth < _DEEPEST and id(value) not in self._seen:
             self._seen[id(value)] = value
-            self._read_inside(name, value, depth + 1)
+            with suppress(Exception):  # a user's object may raise anything when it is looked into
+                self._read_inside(name, value, depth + 1)
 
     def _read_inside(self, name: str, value: Any, depth: int) -> None:
         match value:
             case list() | tuple():
-                self._read_all(name, dict(enumerate(value)), depth)
+                self._read_all(name, dict(enumerate(value[:_MOST_ENTRIES])), depth)
             case Mapping():
                 self._read_all(name, value, depth)
             case partial():
@@ -168,7 +173,7 @@ class _Reader:
                 self._read_function(name, value, f"{value.__module__}.{value.__qualname__}", depth)
             case type():
                 self._read_class(value, depth)
-            case set() | frozenset():
+            case set() | frozenset() if len(value) <= _MOST_ENTRIES:
                 self.values[name] = _describe(value)
             case _ if not isinstance(value, ModuleType | gym.Space) and not _name(type(value)).startswith(_NO_SETTINGS):
                 self.values[name] = _name(type(value))

@@ -15,16 +15,14 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from torch import Tensor
 
 from whence.core import add_observations, named_leaves
-from whence.sb3.episodes import iterate_vec_wrappers
+from whence.sb3.episodes import DIGEST, STATE, iterate_vec_wrappers
 
 MOST_INFOS = 32
 """How many numbers of the user's `infos` a round's table holds."""
 
 _NUMBERS = bool, int, float, np.bool_, np.integer, np.floating
-_OTHERS = frozenset(
-    ("TimeLimit.truncated", "episode", "terminal_observation", "final_observation", "final_obs", "final_info")
-    + ("whence_observation_digest", "whence_generator_state")
-)
+_SB3S = "TimeLimit.truncated", "episode", "terminal_observation"
+_OTHERS = frozenset((*_SB3S, "final_observation", "final_obs", "final_info", DIGEST, STATE))
 """The keys of infos that are SB3's, Gymnasium's or whence's."""
 
 
@@ -38,6 +36,7 @@ class GivenRewards:
         self._step_wait, self._sum = env.unwrapped.step_wait, None
 
     def __call__(self) -> Any:
+        """Step the environments, and note their rewards."""
         returned = self._step_wait()
         rewards = np.array(returned[1])
         self._sum = rewards if self._sum is None else self._sum + rewards
@@ -188,16 +187,16 @@ class EnvironmentSteps:
             table = add_observations(table, {name: _flatten([step[name] for step in steps]) for name in steps[0]})
         return table
 
-
     def _compute_bootstraps(self) -> NDArray[np.float32]:
         """Return what SB3 added to each record's reward: the discounted value of a last state that a limit cut off."""
         bootstraps = np.zeros((len(self._dones[0]), len(self._dones)), np.float32)
         limits = {place: limit for place, limit in self._limits.items() if limit[0] is not None}
         if limits:
             (last, states), policy = zip(*limits.values(), strict=True), self._model.policy
-            is_dict = isinstance(last[0], dict)
-            stacked: Any = {name: np.stack([each[name] for each in last]) for name in last[0]} if is_dict else np.stack(last)
-            tensors, _ = policy.obs_to_tensor(stacked)
+            # None names an observation that has no parts.
+            parts = [each if isinstance(each, dict) else {None: each} for each in last]
+            stacked: Any = {name: np.stack([each[name] for each in parts]) for name in parts[0]}
+            tensors, _ = policy.obs_to_tensor(stacked.get(None, stacked))
             memory: list[Any] = []
             if states[0] is not None:
                 zeros = torch.zeros(len(states), device=policy.device)

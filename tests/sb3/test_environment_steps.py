@@ -303,3 +303,19 @@ def test_large_numbers_end_no_training_where_numpy_raises_and_arrays_are_used_ag
     replay = replay_episode(run, 0, env=Large)
     assert replay.mismatch is None
     assert np.array_equal(np.array(replay.observations), stored)
+
+
+class Curious(Halved):
+    """Its rewards are of its own making: the environments give none."""
+
+    def step_wait(self) -> Any:
+        observations, rewards, dones, infos = super().step_wait()
+        return observations, rewards + observations[:, 0], dones, infos
+
+
+@pytest.mark.parametrize("around", [Curious, Halved])
+def test_rewards_are_flat_only_if_those_that_train_are(around: Any, tmp_path: Path) -> None:
+    env = VecNormalize(around(DummyVecEnv([lambda: gym.wrappers.TransformReward(Corridor(), lambda _: 0.0)] * 2)))
+    run, _, _ = learn(env, tmp_path / "run")
+    assert run.table("metrics")["flat"].to_list() == [around is Halved] * 2
+    assert {*run.round("records", 1)["reward"]} == {0.0}

@@ -133,7 +133,7 @@ class _Reader:
         """Read an object's attributes, and its class, if that is the user's."""
         state = self._state | _find_state([type(thing)], self._called)[0]
         with suppress(TypeError):  # it has none that can be read
-            held = object.__getstate__(thing)  # a dict, or a pair with one of slots
+            held: Any = object.__getstate__(thing)  # a dict, or a pair with one of slots
             for part in held if isinstance(held, tuple) else [held]:
                 entries = {key: value for key, value in (part or {}).items() if key not in (*_LEFT_ALONE, *state)}
                 self._read_all(name, entries, depth)
@@ -285,7 +285,7 @@ def _name(kind: type) -> str:
 def _describe(value: Any) -> Any:
     """Return a plain value or an array in JSON types; a digest stands for a long one."""
     if isinstance(value, np.ndarray) and value.size > _LONGEST:
-        return f"{value.dtype} {value.shape} {blake2b(np.ascontiguousarray(value), digest_size=6).hexdigest()}"
+        return f"{value.dtype} {value.shape} {blake2b(value.tobytes(), digest_size=6).hexdigest()}"
     described = describe(value)
     is_long = isinstance(described, str) and len(described) > _LONGEST
     return f"{described[:40]}... {_digest(described)}" if is_long else described

@@ -33,7 +33,8 @@ class GivenRewards:
     """
 
     def __init__(self, env: VecEnv) -> None:
-        self._step_wait, self._sum = env.unwrapped.step_wait, None
+        self._step_wait = env.unwrapped.step_wait
+        self._sum: NDArray[Any] | None = None
 
     def __call__(self) -> Any:
         """Step the environments, and note their rewards."""
@@ -83,13 +84,14 @@ class EnvironmentSteps:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._normalised: VecNormalize | None = model.get_vec_normalize_env()
-        # The innermost reads what the environments return.
-        self._reader = next((each for each in reversed(list_normalisers(model.env)) if each.norm_obs), None)
+        # The innermost of several reads what the environments return.
+        normalisers = list_normalisers(model.env)[::-1]
+        self._scaling, self._reader = next(iter(normalisers), None), next((n for n in normalisers if n.norm_obs), None)
         self._given = vars(model.env.unwrapped).get("step_wait")
         self._rewards: list[NDArray[Any]] = []
+        self._unscaled: list[NDArray[Any]] = []
         self._dones: list[NDArray[np.bool_]] = []
         self._limits: dict[tuple[int, int], Any] = {}
-        self._states: list[Any] = []
         self._infos: list[list[dict[str, Any]]] = []
         self._observations: list[dict[str, NDArray[Any]]] = []
         self.left_out: set[Any] = set()
@@ -116,7 +118,8 @@ class EnvironmentSteps:
                 self._limits[len(self._dones), int(env)] = last, states
         given = self._given.take() if isinstance(self._given, GivenRewards) else None
         # SB3 adds the bootstrap to these rewards in place, after its callbacks.
-        self._rewards.append(rewards.copy() if given is None else given)
+        self._unscaled.append((rewards if self._scaling is None else self._scaling.old_reward).copy())
+        self._rewards.append(self._unscaled[-1] if given is None else given)
         self._dones.append(dones.copy())
         self._infos.append([self._select_numbers(info) for info in infos])
         self._note_observation()
@@ -131,9 +134,10 @@ class EnvironmentSteps:
         """Whether the rewards say nothing about the actions, so that advantages rest on the values alone.
 
         They say something if two of them differ, or if an episode terminated and rewards are not 0, so that a longer
-        one earns another sum.
+        one earns another sum. These are the rewards that train, as a wrapper's curiosity may add to, before they are
+        normalised.
         """
-        rewards = _flatten(self._rewards)
+        rewards = _flatten(self._unscaled)
         is_same = bool((rewards == rewards[0]).all())
         return is_same and (rewards[0] == 0 or not (_flatten(self._dones) & ~self._find_truncated()).any())
 

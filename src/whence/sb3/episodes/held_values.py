@@ -135,8 +135,9 @@ class _Reader:
         with suppress(TypeError):  # it has none that can be read
             held: Any = object.__getstate__(thing)  # a dict, or a pair with one of slots
             for part in held if isinstance(held, tuple) else [held]:
-                entries = {key: value for key, value in (part or {}).items() if key not in (*_LEFT_ALONE, *state)}
-                self._read_all(name, entries, depth)
+                for key, value in (part or {}).items():
+                    if key not in state and key not in _LEFT_ALONE:
+                        self.read(f"{name}.{key}", value, depth)
         self._read_class(type(thing), depth)
 
     def _read_all(self, name: str, entries: Mapping[Any, Any], depth: int) -> None:

@@ -27,9 +27,8 @@ _OTHER_ADVANTAGES = (
 
 def check_observation(model: Any, observation: Any) -> None:
     """Refuse an observation before the policy reads it; see `check_step`."""
-    with np.errstate(all="ignore"):
-        if _is_finite(observation):
-            return
+    if _is_finite(observation):
+        return
     raise _explain_number(model, "observation", [observation], model.num_timesteps)
 
 
@@ -40,9 +39,8 @@ def check_step(model: Any, variables: Mapping[str, Any], number: int) -> None:
         NonFinite: a number is not finite; the message names the record and its environment.
     """
     rewards, observations = variables["rewards"], variables["new_obs"]
-    with np.errstate(all="ignore"):
-        if _is_finite(rewards) and _is_finite(observations):
-            return
+    if _is_finite(rewards) and _is_finite(observations):
+        return
     with name_round(number):
         # VecNormalize spreads such a number over all environments, so what each reads is looked at first.
         normalisers = list_normalisers(model.env)[::-1]
@@ -76,7 +74,11 @@ def _is_finite(numbers: Any) -> bool:
         return True
     # Cheaper than looking at each number; large numbers overflow, and then each is looked at.
     flat = numbers.reshape(-1)
-    return math.isfinite(flat.dot(flat)) or bool(np.isfinite(numbers).all())
+    try:
+        is_finite = math.isfinite(flat.dot(flat))
+    except (FloatingPointError, RuntimeWarning):  # as NumPy, or the user's filter of warnings, may be set to raise
+        is_finite = False
+    return is_finite or bool(np.isfinite(numbers).all())
 
 
 @contextmanager

@@ -41,7 +41,6 @@ from .plain_json import encode as encode
 from .plain_json import parse_document as parse_document
 from .plain_json import read_numbers as read_numbers
 from .plain_json import show as show
-from .plain_json import strip_addresses as strip_addresses
 from .policies import COLUMNS as COLUMNS
 from .policies import LazyOutputs as LazyOutputs
 from .policies import ModuleView as ModuleView

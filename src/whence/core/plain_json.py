@@ -43,7 +43,7 @@ def encode(value: Any, special: Special | None = None) -> Any:
             return {"tuple": [*map(inner, value)]}
         case Mapping() if all(type(key) is str for key in value):
             return {"dict": {key: inner(entry) for key, entry in value.items()}}
-        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
+        case np.ndarray() | np.generic() if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
             return {"array": inner(value.tolist()), "dtype": str(value.dtype)}
     raise TypeError(f"JSON holds plain values, arrays, and dicts with text as keys, and no {type(value)}: {value!r}.")
 
@@ -86,8 +86,10 @@ def describe(value: Any) -> Any:
     """
     if isinstance(value, Enum):
         return describe(value.value)
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int | str):  # or of a subclass, which JSON has none of
+        return int(value) if isinstance(value, int) else str(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
@@ -102,7 +104,9 @@ def describe(value: Any) -> Any:
         return {"call": describe(value.func), "args": describe(value.args), "kwargs": describe(value.keywords)}
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if hasattr(value, "tolist"):  # arrays, tensors, and their numbers
+    if hasattr(value, "tolist") and not isinstance(
+        value, np.longdouble | np.clongdouble
+    ):  # arrays, tensors, and their numbers
         return describe(value.tolist())
     if is_dataclass(value):
         return {one.name: describe(getattr(value, one.name)) for one in fields(value)}

@@ -105,7 +105,7 @@ class RunRecorder:
         self.path, self.writes = Path(path).absolute(), writes
         self._is_begun, self._keep, self._clock = self._directory is not None, keep, CheckpointClock(save_every)
         self._seconds, self._versions = dict.fromkeys(("cpu", "wall"), 0.0), dict[str, str]()
-        self._differences: list[str] | None = None
+        self._reason = ""
 
     @property
     def directory(self) -> RunDirectory:
@@ -163,20 +163,22 @@ class RunRecorder:
         """Take note that the training is where it was after a checkpoint's round.
 
         `differences` are the reasons why it does not continue as if nothing had happened; changed versions of libraries
-        are found here.
+        are found here. They are logged now, before anything is trained.
         """
         self._clock.last_round = checkpoint.round
         if self._directory is not None:
             self._directory.checkpoint = None
-            self._differences = [*differences, *list_changes(self._directory.versions, self._versions)]
+            self._reason = "; ".join([*differences, *list_changes(self._directory.versions, self._versions)])
+            if self._reason:
+                message = "What is trained after round %d is not as if nothing had happened: %s."
+                log.warning(message, checkpoint.round, self._reason)
 
     def note_resumption(self) -> None:
-        """Log, and add to the run's note "resumed", why the training continues otherwise, if it does; once."""
-        reason, self._differences = "; ".join(self._differences or ()), None
+        """Add to the run's note "resumed" why the training continues otherwise, if it does; once."""
+        reason, self._reason = self._reason, ""
         if reason:
-            number, notes = self._clock.last_round, self.directory.notes.get("resumed", [])
-            log.warning("The training goes on after round %d, but not as if nothing had happened: %s.", number, reason)
-            self.directory.note(resumed=[*notes, {"after_round": number, "reason": reason}])
+            notes = self.directory.notes.get("resumed", [])
+            self.directory.note(resumed=[*notes, {"after_round": self._clock.last_round, "reason": reason}])
 
     def plan_policies(self, size: int, rounds: int) -> None:
         """Note how many rounds' policies, of `size` bytes each, are kept of so many rounds, unless the run notes it."""

@@ -301,7 +301,8 @@ class InfluenceCallback(BaseCallback):
         self._learns = count_learns(self.model, checkpoint)
         load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
-        self._recorder.continue_after(checkpoint, [] if reason is None else [reason])
+        changes = self._tracker.list_changes(checkpoint.content["environments"])
+        self._recorder.continue_after(checkpoint, [*changes, *([] if reason is None else [reason])])
         if reason is not None:
             self._begin_episodes(self.training_env.num_envs)
 
@@ -329,7 +330,7 @@ class InfluenceCallback(BaseCallback):
             actions = step.get("clipped_actions", step["actions"])  # a MaskablePPO clips none
             self._tracker.step(actions, ended, infos)
         check_step(self.model, step, self.next_round, self._ongoing.first_record)
-        self._steps.add(step["rewards"], dones, ended, infos)
+        self._steps.add(step["rewards"], dones, ended, infos, step.get("lstm_states"))
         return True
 
     def _on_rollout_end(self) -> None:
@@ -364,7 +365,8 @@ class InfluenceCallback(BaseCallback):
         if self._recorder is not None:
             table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
             states = getattr(records.history, "states", {})
-            write_round(self._recorder, self._tracker, self.model, self.round.number, table, self._steps, states)
+            number, logged = self.round.number, self._logged
+            write_round(self._recorder, self._tracker, self.model, number, table, self._steps, states, logged)
         return metrics
 
     def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:

@@ -5,6 +5,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from whence.sb3.episodes import (
     restore_vec_wrappers,
 )
 from whence.sb3.models import describe_model, load_tensors, named_tensors, read_versions
-from whence.sb3.rounds import EnvironmentSteps, begin_episodes, wrap_next
+from whence.sb3.rounds import MOST_INFOS, EnvironmentSteps, begin_episodes, note_rewards, wrap_next
 from whence.selection import SelectionRule
 
 log = logging.getLogger("whence")
@@ -56,7 +57,7 @@ def open_run(
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
     checkpoint = recorder.begin(
         {**describe_model(model), **settings},
-        versions=read_versions(model.env),
+        versions=read_versions(),
         overwrite=overwrite,
         may_change=may_change,
         check=partial(check_continues, model, recorder.path),
@@ -77,6 +78,12 @@ def open_run(
     return checkpoint, tracker
 
 
+_LEFT_OUT = (
+    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are "
+    "texts, with one number each."
+)
+
+
 def write_round(
     recorder: RunRecorder,
     tracker: ResetTracker | None,
@@ -85,6 +92,7 @@ def write_round(
     table: pl.DataFrame,
     steps: EnvironmentSteps,
     lstm_states: Mapping[str, Tensor],
+    logged: set[str],
 ) -> None:
     """Write a round before its training.
 
@@ -96,9 +104,14 @@ def write_round(
         table: the buffer's records, to which are added what the environments returned and digests of observations.
         steps: what the environments returned.
         lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
+        logged: what was logged before, to which is added what is logged of this round.
     """
     assert tracker is not None
     records = steps.add_columns(table)
+    if left_out := {f"info {key!r}" for key in steps.left_out} - logged:
+        logged |= left_out
+        names = ", ".join(name.removeprefix("info ") for name in sorted(left_out))
+        log.warning(_LEFT_OUT, names, MOST_INFOS)
     digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
     if digests.count():
         records = records.with_columns(digests)
@@ -110,14 +123,13 @@ def write_round(
 
 
 def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:
-    """Let a tracker's environments note how their episodes begin, during the next rollout and no longer."""
+    """Let environments note their rewards and, with a tracker, how episodes begin, during the next rollout alone."""
 
-    def record(tracker: ResetTracker, collect: Callable[[], bool]) -> bool:
-        with tracker.wrapped():
+    def record(collect: Callable[[], bool]) -> bool:
+        with note_rewards(model.env), nullcontext() if tracker is None else tracker.wrapped():
             return collect()
 
-    if tracker is not None:
-        wrap_next(model, "collect_rollouts", partial(record, tracker))
+    wrap_next(model, "collect_rollouts", record)
 
 
 _COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"

@@ -101,7 +101,7 @@ def run(
         directory = RunDirectory.begin(
             path,
             {**describe_model(model), **settings, "experiment": config.to_json()},
-            versions=read_versions(env),
+            versions=read_versions(),
             overwrite=overwrite,
             may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )

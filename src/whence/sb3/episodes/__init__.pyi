@@ -18,6 +18,9 @@ from .evaluations import Pool as Pool
 from .evaluations import cast_actions as cast_actions
 from .evaluations import evaluate_pool as evaluate_pool
 from .evaluations import use_fresh_noise as use_fresh_noise
+from .held_values import digest_function as digest_function
+from .resets import DIGEST as DIGEST
+from .resets import STATE as STATE
 from .resets import RecordResets as RecordResets
 from .resets import ResetTracker as ResetTracker
 from .resets import reseed as reseed
@@ -30,3 +33,4 @@ from .wrappers import is_plain as is_plain
 from .wrappers import iterate_vec_wrappers as iterate_vec_wrappers
 from .wrappers import make_parts as make_parts
 from .wrappers import select_options as select_options
+from .wrappers import select_settings as select_settings

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from whence.sb3.episodes.held_values import is_constant, number_names
 from whence.sb3.episodes.resets import RecordResets, ResetTracker, digest_observation, reuses_world
 from whence.sb3.episodes.wrappers import iterate_vec_wrappers, iterate_wrappers, load_attributes, read_attributes
 
@@ -65,6 +66,7 @@ def read_environments(env: VecEnv, tracker: ResetTracker) -> dict[str, Any]:
             [[type(wrapper).__name__, read_attributes(wrapper)] for wrapper in _iterate_user_wrappers(single)]
             for single in _single_envs(env)
         ],
+        "constants": tracker.read_constants(),
     }
 
 
@@ -75,14 +77,14 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
     before each step. Returns None; or why an episode did not come out the same, and the environments are to be reset.
     """
     accept_resets(env)
-    for index, noted in enumerate(content["episodes"]):
-        if failure := _play_ongoing_episode(env.unwrapped, index, noted, masked=masked):
+    for index in range(len(content["episodes"])):
+        if failure := _play_ongoing_episode(env.unwrapped, index, content, masked=masked):
             return f"environment {index}: {failure}"
-    for single, chain in zip(_single_envs(env), content["wrappers"], strict=True):
+    for index, (single, chain) in enumerate(zip(_single_envs(env), content["wrappers"], strict=True)):
         wrappers, before = list(_iterate_user_wrappers(single)), [name for name, _ in chain]
         if (names := [type(wrapper).__name__ for wrapper in wrappers]) != before:
             return f"its environments are wrapped in {', '.join(names)}, and were in {', '.join(before)}"
-        for wrapper, (_, attributes) in zip(wrappers, chain, strict=True):
+        for wrapper, (_, attributes) in zip(wrappers, _select_varied(chain, content, index), strict=True):
             if misfits := load_attributes(wrapper, attributes):
                 return (
                     f"{type(wrapper).__name__}.{misfits[0]} is of another kind in a new wrapper than in one that has "
@@ -95,8 +97,26 @@ def restore_environments(env: VecEnv, tracker: ResetTracker, content: Mapping[st
 
 def restore_vec_wrappers(env: VecEnv, content: Mapping[str, Any]) -> None:
     """Set what the wrappers around vectorised environments had gathered, such as statistics of normalisation."""
-    for vec_wrapper, attributes in zip(iterate_vec_wrappers(env), content["vec_wrappers"], strict=True):
-        load_attributes(vec_wrapper, attributes)
+    wrappers = [*iterate_vec_wrappers(env)]
+    names = [type(wrapper).__name__ for wrapper in wrappers]
+    chain = _select_varied(zip(names, content["vec_wrappers"], strict=True), content)
+    for wrapper, (_, attributes) in zip(wrappers, chain, strict=True):
+        load_attributes(wrapper, attributes)
+
+
+def _select_varied(
+    chain: Iterable[Sequence[Any]], content: Mapping[str, Any], index: int = 0
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return wrappers' names and attributes without settings: these stay as the wrapper was made, and are compared."""
+    pairs, constants = [*chain], content.get("constants", {})
+
+    def varied(name: str, key: str, entry: Mapping[str, Any]) -> bool:
+        return "plain" not in entry.get("dict", entry) or not is_constant(constants, f"{name}.{key}", index)
+
+    return [
+        (name, {key: entry for key, entry in attributes.items() if varied(numbered, key, entry)})
+        for numbered, (name, attributes) in zip(number_names(name for name, _ in pairs), pairs, strict=True)
+    ]
 
 
 def accept_resets(env: VecEnv) -> None:
@@ -106,11 +126,14 @@ def accept_resets(env: VecEnv) -> None:
             env.env_method("set_wrapper_attr", "needs_reset", value=True)
 
 
-def _play_ongoing_episode(base: VecEnv, index: int, noted: Mapping[str, Any], *, masked: bool) -> str | None:
+def _play_ongoing_episode(base: VecEnv, index: int, content: Mapping[str, Any], *, masked: bool) -> str | None:
     """Play an environment's ongoing episode up to the present step; return what went otherwise, or None."""
+    noted = content["episodes"][index]
     if noted["generator"] is None or noted["digest"] is None:
         return "it is not known how its ongoing episode began"
     state = json.loads(noted["generator"])
+    if "wrappers" in state:
+        state["wrappers"] = _select_varied(state["wrappers"], content, index)
     try:
         base.env_method("restore", state, indices=index)
         ((observation, _),) = base.env_method("reset", indices=index, seed=state.get("seed"))

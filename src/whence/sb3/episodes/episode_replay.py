@@ -1,5 +1,6 @@
 """An episode played again from its generator's state and its actions, and checked against what was stored."""
 
+import copy
 import json
 import os
 import warnings
@@ -144,7 +145,7 @@ def play_again(
         for step, row in enumerate(records.iter_rows(named=True)):
             if mismatch is None:
                 mismatch = _find_mismatch(step, row, info)
-            observations.append(observation)
+            observations.append(copy.deepcopy(observation))  # the environment may use its array again
             if step in wanted and mismatch is None and note is None:
                 pictures[step] = render(env)
             if inspect is not None and mismatch is None:
@@ -236,5 +237,7 @@ def _compare_rewards(step: int, row: Mapping[str, Any], reward: float) -> str | 
 def _explain(step: int, what: str) -> str:
     return (
         f"At step {step} {what}, so nothing is shown from there on. The environment was built in another way, or it "
-        "has randomness that its own generator does not hold, such as a wrapper with a generator of its own."
+        "has randomness that its own generator does not hold, such as a wrapper with a generator of its own, or it "
+        "reads an array that it has returned, and that others may change, or a wrapper around the vector steps it "
+        "several times for one action."
     )

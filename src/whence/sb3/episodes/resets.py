@@ -16,6 +16,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import ReplayError, decode, encode
+from whence.sb3.episodes.held_values import keep_constant, list_held_changes, read_chain, read_vector_values
 from whence.sb3.episodes.wrappers import (
     Part,
     describe_parts,
@@ -81,6 +82,10 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
     def describe_parts(self) -> list[Part]:
         """See `describe_parts`."""
         return describe_parts(self.env)
+
+    def read_held_values(self) -> dict[str, Any]:
+        """See `read_chain`."""
+        return read_chain(self.env)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; the info holds the observation's digest."""
@@ -166,6 +171,7 @@ class ResetTracker:
     def __init__(self, vec_env: VecEnv) -> None:
         self.vec_env, self._base = vec_env, vec_env.unwrapped
         self.has_started = False
+        self._held = read_vector_values(vec_env)
         # Its buffers hold what the environments returned, so that nothing has to be added to infos.
         self._has_buffers = getattr(type(self._base), "step_wait", None) is DummyVecEnv.step_wait
         self._past: list[list[int | None]] = []
@@ -244,6 +250,14 @@ class ResetTracker:
         self._states = [list(each["pending"]) for each in noted]
         self._current = [each["digest"] for each in noted]
         self._open = [(each["generator"], list(each["actions"])) for each in noted]
+
+    def read_constants(self) -> dict[str, Any]:
+        """Return what the environments hold since they were followed, for a checkpoint; see `keep_constant`."""
+        return keep_constant(self._held, read_vector_values(self.vec_env))
+
+    def list_changes(self, content: Mapping[str, Any]) -> list[str]:
+        """List in what the environments differ from those that `read_environments` described."""
+        return list_held_changes(content.get("constants", {}), self._held)
 
     def _digest_buffers(self) -> list[int | None]:
         """Return the digests of the present observations, which a `DummyVecEnv` holds."""

@@ -87,12 +87,11 @@ def describe_parts(env: gym.Env[Any, Any]) -> list[Part]:
     spec = env.unwrapped.spec
     if spec is None:
         return [_describe_part(env.unwrapped), *outer]
-    return [{"id": spec.id, **_describe_call(spec.entry_point, spec.kwargs)}, *outer]
+    return [_describe_base(spec), *outer]
 
 
 def _describe_spec(spec: EnvSpec) -> list[Part]:
     """Return the parts that a specification names, as far as it knows their arguments."""
-    base = {"id": spec.id, **_describe_call(spec.entry_point, spec.kwargs)}
     limit = {"class": "gymnasium.wrappers:TimeLimit", "kwargs": {"max_episode_steps": spec.max_episode_steps}}
     wrappers = [
         {"class": each.entry_point, "kwargs": {}, "lost": ["..."]}
@@ -101,7 +100,16 @@ def _describe_spec(spec: EnvSpec) -> list[Part]:
         for each in spec.additional_wrappers
         if each.name not in {kind.__name__ for kind in _WATCHERS}
     ]
-    return [base, *([limit] if spec.max_episode_steps else []), *wrappers]
+    return [_describe_base(spec), *([limit] if spec.max_episode_steps else []), *wrappers]
+
+
+def _describe_base(spec: EnvSpec) -> Part:
+    return {"id": spec.id, **_describe_call(spec.entry_point, select_settings(spec.kwargs))}
+
+
+def select_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an environment's arguments but how it is shown."""
+    return {name: value for name, value in kwargs.items() if name != "render_mode"}
 
 
 def _describe_part(part: Any) -> Part:
@@ -225,10 +233,11 @@ def _make_base(
 
 _PLAIN = bool, int, float, str, type(None)
 _PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."
-_LEFT_ALONE = (
+LEFT_ALONE = (
     *("env", "venv", "envs", "spec", "metadata", "render_mode", "results_writer", "t_start"),
     *("_saved_kwargs", "_cached_spec", "_metadata", "_action_space", "_observation_space"),
 )
+"""Attributes that are no settings of a wrapper: what is wrapped, how it was made, and how it is shown."""
 
 
 def read_attributes(thing: Any) -> dict[str, Any]:
@@ -237,7 +246,7 @@ def read_attributes(thing: Any) -> dict[str, Any]:
     Lists, tuples, dicts, counters and deques of these are read, too, and so are the attributes of small objects of SB3
     and Gymnasium, such as running statistics. What is wrapped, spaces and other objects are left out.
     """
-    attributes = {name: _read(value) for name, value in vars(thing).items() if name not in _LEFT_ALONE}
+    attributes = {name: _read(value) for name, value in vars(thing).items() if name not in LEFT_ALONE}
     return {name: entry for name, entry in attributes.items() if entry is not None}
 
 

@@ -3,14 +3,10 @@
 With them go the spaces, from which a policy is built again, and the names of actions and observations.
 """
 
-import hashlib
 import inspect
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +17,8 @@ from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, Line
 from stable_baselines3.common.vec_env import VecEnv, VecExtractDictObs, VecFrameStack, unwrap_vec_normalize
 from torch.nn.parameter import is_lazy
 
-from whence.core import WhenceError, describe, library_versions, strip_addresses
-from whence.sb3.episodes import describe_environments, find_object, iterate_vec_wrappers
+from whence.core import WhenceError, describe, library_versions
+from whence.sb3.episodes import describe_environments, digest_function, iterate_vec_wrappers, select_settings
 
 # The arguments of PPO's constructor that are no hyper-parameters: what is trained, where, and what is logged.
 _OTHERS = (
@@ -52,7 +48,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     return {
         "algorithm": type(model).__name__,
         "env": None if spec is None else spec.id,
-        "env_kwargs": {} if spec is None else describe(spec.kwargs),
+        "env_kwargs": {} if spec is None else describe(select_settings(spec.kwargs)),
         "max_episode_steps": None if spec is None else spec.max_episode_steps,
         "env_wrappers": first,
         "other_env_wrappers": {str(index): each for index, each in enumerate(others, 1) if each != first},
@@ -111,7 +107,7 @@ def _describe_setting(value: Any) -> Any:
     """Return a hyper-parameter in JSON types; SB3 makes schedules even of numbers.
 
     A schedule of the user's is not called: it may count its calls, or refuse a time at which SB3 never asks it. Its
-    code and the numbers that it holds say what it is.
+    code and the values that it holds say what it is.
     """
     inner = _unwrap_schedule(value)
     if not callable(inner):
@@ -119,40 +115,18 @@ def _describe_setting(value: Any) -> Any:
     if isinstance(inner, ConstantSchedule | LinearSchedule):
         start, end = float(value(1.0)), float(value(0.0))
         return describe(start) if start == end else {"schedule": "linear", **describe(vars(inner))}
-    call: Any = inner if inspect.isfunction(inner) else type(inner).__call__
-    code: Any = strip_addresses(repr(inner))  # of a partial, for example
-    if inspect.isfunction(call):
-        values = *(cell.cell_contents for cell in call.__closure__ or ()), *(call.__defaults__ or ())
-        plain = [value for value in (*values, *call.__code__.co_consts) if isinstance(value, int | float | str | tuple)]
-        code = call.__code__.co_code, call.__code__.co_names, [strip_addresses(repr(value)) for value in plain]
-    return {"schedule": "function", "code": hashlib.sha256(repr(code).encode()).hexdigest()[:8]}
+    return {"schedule": "function", "code": digest_function(inner)}
 
 
-LIBRARIES = (
+_LIBRARIES = (
     *("whence", "torch", "stable-baselines3", "gymnasium", "numpy"),
     *("sb3-contrib", "envpool", "minigrid", "highway-env", "Box2D"),
 )
-"""The libraries that an agent's results depend on, as far as they are installed."""
 
 
-def read_versions(env: VecEnv) -> dict[str, str]:
-    """Return the versions of `LIBRARIES`, and of the user's own environments a digest of the file of their class."""
-    versions = library_versions(LIBRARIES)
-    for name in sorted({parts[0]["class"] for parts in describe_environments(env) if parts}):
-        if name.partition(":")[0] in sys.modules:  # else another process made it, and nothing is imported for this
-            with suppress(AttributeError, TypeError, OSError):  # a local class has no name, a console no file
-                if (digest := _digest_file(find_object(name))) is not None:
-                    versions[f"source of {name}"] = digest
-    return versions
-
-
-@cache  # the file may be edited while a script that has imported it trains
-def _digest_file(environment: Any) -> str | None:
-    """Return a digest of the file that defines a class; None if an installed library does."""
-    file = Path(inspect.getfile(environment))
-    if "site-packages" in file.parts:
-        return None
-    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+def read_versions() -> dict[str, str]:
+    """Return the versions of the libraries that an agent's results depend on, as far as they are installed."""
+    return library_versions(_LIBRARIES)
 
 
 def describe_space(space: spaces.Space[Any]) -> dict[str, Any] | None:

@@ -1,5 +1,8 @@
+from .environment_steps import MOST_INFOS as MOST_INFOS
 from .environment_steps import EnvironmentSteps as EnvironmentSteps
+from .environment_steps import list_normalisers as list_normalisers
 from .environment_steps import load_statistics as load_statistics
+from .environment_steps import note_rewards as note_rewards
 from .nonfinite_training import check_observation as check_observation
 from .nonfinite_training import check_step as check_step
 from .nonfinite_training import watch_training as watch_training

@@ -1,45 +1,103 @@
 """A rollout as its environments returned it: rewards in their own units, time limits' bootstraps, numbers in infos."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from numbers import Number
 from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from torch import Tensor
 
 from whence.core import add_observations, named_leaves
+from whence.sb3.episodes import DIGEST, STATE, iterate_vec_wrappers
 
 MOST_INFOS = 32
 """How many numbers of the user's `infos` a round's table holds."""
 
 _NUMBERS = bool, int, float, np.bool_, np.integer, np.floating
-_OTHERS = "TimeLimit.", "episode", "terminal_observation", "final_", "whence_", "_"
-"""How the keys of infos begin that are SB3's, Gymnasium's or whence's."""
+_SB3S = "TimeLimit.truncated", "episode", "terminal_observation"
+_OTHERS = frozenset((*_SB3S, "final_observation", "final_obs", "final_info", DIGEST, STATE))
+"""The keys of infos that are SB3's, Gymnasium's or whence's."""
+
+
+class GivenRewards:
+    """Rewards as the environments give them, inside of all wrappers, summed over the steps of each action.
+
+    It is an attribute of the environments while `noted` is open, and is copied with them.
+    """
+
+    def __init__(self, env: VecEnv) -> None:
+        self._step_wait = env.unwrapped.step_wait
+        self._sum: NDArray[Any] | None = None
+
+    def __call__(self) -> Any:
+        """Step the environments, and note their rewards."""
+        returned = self._step_wait()
+        rewards = np.array(returned[1])
+        self._sum = rewards if self._sum is None else self._sum + rewards
+        return returned
+
+    def take(self) -> NDArray[Any] | None:
+        """Return the sums since they were last taken, (envs,); None: no step was seen."""
+        rewards, self._sum = self._sum, None
+        return rewards
+
+
+@contextmanager
+def note_rewards(env: VecEnv) -> Iterator[None]:
+    """Let `EnvironmentSteps` read the rewards that environments give, as long as this is open."""
+    attributes = vars(env.unwrapped)
+    before = attributes.get("step_wait")
+    attributes["step_wait"] = GivenRewards(env)
+    try:
+        yield
+    finally:
+        del attributes["step_wait"]
+        if before is not None:
+            attributes["step_wait"] = before
+
+
+def list_normalisers(env: VecEnv) -> list[VecNormalize]:
+    """Return the VecNormalize wrappers around environments, the outermost first."""
+    return [each for each in iterate_vec_wrappers(env) if isinstance(each, VecNormalize)]
 
 
 class EnvironmentSteps:
     """The steps of a rollout, followed while it is collected.
 
-    SB3's buffer holds something else: rewards that VecNormalize has scaled, and to which SB3 has added the value of the
+    SB3's buffer holds something else: rewards that wrappers have scaled, and to which SB3 has added the value of the
     last state where a time limit cut an episode; and normalised observations.
 
     Args:
-        model: the model whose rollout begins.
+        model: the model whose rollout begins, inside of `note_rewards`.
+
+    Attributes:
+        left_out: the keys of infos that are no columns, though they hold numbers.
     """
 
     def __init__(self, model: Any) -> None:
+        self._model = model
         self._normalised: VecNormalize | None = model.get_vec_normalize_env()
-        self._scaled: list[NDArray[Any]] = []
-        self._rewards = self._scaled if self._normalised is None else []
+        # The innermost of several reads what the environments return.
+        normalisers = list_normalisers(model.env)[::-1]
+        self._scaling, self._reader = next(iter(normalisers), None), next((n for n in normalisers if n.norm_obs), None)
+        self._given = vars(model.env.unwrapped).get("step_wait")
+        self._rewards: list[NDArray[Any]] = []
+        self._unscaled: list[NDArray[Any]] = []
         self._dones: list[NDArray[np.bool_]] = []
-        self._limits: list[tuple[int, int]] = []
+        self._limits: dict[tuple[int, int], Any] = {}
         self._infos: list[list[dict[str, Any]]] = []
         self._observations: list[dict[str, NDArray[Any]]] = []
+        self.left_out: set[Any] = set()
         self._note_observation()
+        if isinstance(self._given, GivenRewards):
+            self._given.take()
 
     def add(
         self,
@@ -47,20 +105,28 @@ class EnvironmentSteps:
         dones: NDArray[np.bool_],
         ended: NDArray[np.int64],
         infos: Sequence[Mapping[str, Any]],
+        lstm_states: Any = None,
     ) -> None:
-        """Read what the environments returned for a step; `ended` are the indices of those that are done."""
-        self._limits += [(len(self._dones), env) for env in ended if infos[env].get("TimeLimit.truncated")]
+        """Read what the environments returned for a step; `ended` are the indices of those that are done.
+
+        `lstm_states` are a recurrent policy's after the step.
+        """
+        for env in ended:
+            if infos[env].get("TimeLimit.truncated"):
+                last = copy.deepcopy(infos[env].get("terminal_observation"))
+                states = None if lstm_states is None else [each[:, [env]] for each in lstm_states.vf]
+                self._limits[len(self._dones), int(env)] = last, states
+        given = self._given.take() if isinstance(self._given, GivenRewards) else None
         # SB3 adds the bootstrap to these rewards in place, after its callbacks.
-        self._scaled.append(rewards.copy())
-        if self._normalised is not None:
-            self._rewards.append(self._normalised.old_reward.copy())
+        self._unscaled.append((rewards if self._scaling is None else self._scaling.old_reward).copy())
+        self._rewards.append(self._unscaled[-1] if given is None else given)
         self._dones.append(dones.copy())
-        self._infos.append([_select_numbers(info) for info in infos])
+        self._infos.append([self._select_numbers(info) for info in infos])
         self._note_observation()
 
     def _note_observation(self) -> None:
-        if self._normalised is not None and self._normalised.norm_obs:
-            leaves = named_leaves(self._normalised.old_obs, "raw_observation")
+        if self._reader is not None:
+            leaves = named_leaves(self._reader.old_obs, "raw_observation")
             self._observations.append({name: np.array(leaf) for name, leaf in leaves})
 
     @property
@@ -68,9 +134,10 @@ class EnvironmentSteps:
         """Whether the rewards say nothing about the actions, so that advantages rest on the values alone.
 
         They say something if two of them differ, or if an episode terminated and rewards are not 0, so that a longer
-        one earns another sum.
+        one earns another sum. These are the rewards that train, as a wrapper's curiosity may add to, before they are
+        normalised.
         """
-        rewards = _flatten(self._rewards)
+        rewards = _flatten(self._unscaled)
         is_same = bool((rewards == rewards[0]).all())
         return is_same and (rewards[0] == 0 or not (_flatten(self._dones) & ~self._find_truncated()).any())
 
@@ -82,9 +149,9 @@ class EnvironmentSteps:
 
     @property
     def reward_scale(self) -> float | None:
-        """What VecNormalize divides rewards by at present; None if it does not."""
-        env = self._normalised
-        return float(np.sqrt(env.ret_rms.var + env.epsilon)) if env is not None and env.norm_reward else None
+        """What VecNormalize, or several, divide rewards by at present; None if none does."""
+        dividing = [each for each in list_normalisers(self._model.env) if each.norm_reward]
+        return float(np.prod([np.sqrt(each.ret_rms.var + each.epsilon) for each in dividing])) if dividing else None
 
     @property
     def statistics(self) -> dict[str, Tensor]:
@@ -95,6 +162,7 @@ class EnvironmentSteps:
             for field in ("mean", "var", "count")
         }
 
+    @np.errstate(all="ignore")  # of numbers too large for single precision
     def add_columns(self, table: pl.DataFrame) -> pl.DataFrame:
         """Return a round's table, of the buffer's records in their order, with what the environments returned.
 
@@ -103,7 +171,7 @@ class EnvironmentSteps:
         "terminated" or "truncated" at an episode's last record. `raw_observation`, or `raw_observation.KEY`, are those
         that VecNormalize read. `info.KEY` are the numbers in infos.
         """
-        rewards, scaled = (_flatten(each).astype(np.float32) for each in (self._rewards, self._scaled))
+        rewards = _flatten(self._rewards).astype(np.float32)
         truncated = self._find_truncated()
         ends = pl.Series("end", [None, "terminated", "truncated"], dtype=pl.String)
         columns = [pl.Series("reward", rewards), ends.gather(_flatten(self._dones).astype(np.int8) + truncated)]
@@ -111,10 +179,11 @@ class EnvironmentSteps:
         if (trained != rewards).any():
             columns.append(pl.Series("trained_reward", trained))
         if truncated.any():
-            columns.append(pl.Series("bootstrap", trained - scaled).set(pl.Series(~truncated), None))
+            columns.append(pl.Series("bootstrap", self._compute_bootstraps()).set(pl.Series(~truncated), None))
         rows = [step[env] for env in range(len(self._infos[0])) for step in self._infos]
-        keys = list(dict.fromkeys(key for row in rows for key in row))[:MOST_INFOS]
-        columns += [_make_numbers(f"info.{key}", [row.get(key) for row in rows]) for key in keys]
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        self.left_out.update(keys[MOST_INFOS:])
+        columns += [_make_numbers(f"info.{key}", [row.get(key) for row in rows]) for key in keys[:MOST_INFOS]]
         table = table.with_columns(columns)
         if self._observations:
             # One more was noted than there are steps: the next rollout's first.
@@ -122,14 +191,61 @@ class EnvironmentSteps:
             table = add_observations(table, {name: _flatten([step[name] for step in steps]) for name in steps[0]})
         return table
 
+    def _compute_bootstraps(self) -> NDArray[np.float32]:
+        """Return what SB3 added to each record's reward: the discounted value of a last state that a limit cut off."""
+        bootstraps = np.zeros((len(self._dones[0]), len(self._dones)), np.float32)
+        limits = {place: limit for place, limit in self._limits.items() if limit[0] is not None}
+        if limits:
+            (last, states), policy = zip(*limits.values(), strict=True), self._model.policy
+            # None names an observation that has no parts.
+            parts = [each if isinstance(each, dict) else {None: each} for each in last]
+            stacked: Any = {name: np.stack([each[name] for each in parts]) for name in parts[0]}
+            tensors, _ = policy.obs_to_tensor(stacked.get(None, stacked))
+            memory: list[Any] = []
+            if states[0] is not None:
+                zeros = torch.zeros(len(states), device=policy.device)
+                memory = [tuple(torch.cat(each, 1) for each in zip(*states, strict=True)), zeros]
+            with torch.no_grad():
+                values = policy.predict_values(tensors, *memory).flatten().cpu().numpy()
+            for (step, env), value in zip(limits, values, strict=True):
+                bootstraps[env, step] = self._model.gamma * value
+        return bootstraps.reshape(-1)
 
-def _select_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in info.items() if _is_users(key) and isinstance(value, _NUMBERS)}
+    def _select_numbers(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        numbers = {}
+        for key, value in info.items():
+            if key in _OTHERS:
+                continue
+            number = _read_number(value)
+            if number is not None and _is_name(key):
+                numbers[key] = number
+            elif key not in self.left_out and (number is not None or _holds_numbers(value)):
+                self.left_out.add(key)
+        return numbers
+
+
+def _read_number(value: Any) -> Any:
+    """Return a number, or the only one of an array; None if it is none that a column of floats could hold."""
+    if not isinstance(value, _NUMBERS):
+        item = getattr(value, "item", None)
+        with suppress(Exception):  # several numbers, or a method of another kind
+            value = None if item is None else item()
+    is_number = isinstance(value, _NUMBERS) and not (isinstance(value, int) and value.bit_length() > 1023)
+    return value if is_number else None
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Return whether something that is no single number holds numbers, by the first that it holds."""
+    if isinstance(value, Mapping | list | tuple):
+        first = next(iter(value.values() if isinstance(value, Mapping) else value), None)
+        return _holds_numbers(first)
+    return isinstance(value, Number | Tensor) or getattr(getattr(value, "dtype", None), "kind", "") in (*"biufc",)
 
 
 @lru_cache(maxsize=1024)
-def _is_users(key: object) -> bool:
-    return isinstance(key, str) and not key.startswith(_OTHERS)
+def _is_name(key: object) -> bool:
+    """Return whether a key can name a column, which surrogates cannot."""
+    return isinstance(key, str) and key.encode(errors="ignore").decode() == key
 
 
 def _make_numbers(name: str, values: list[Any]) -> pl.Series:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whence.core import NonFinite, RecordBatch, named_leaves, preserve_rng_state
 from whence.sb3.models.building import preserve_model
+from whence.sb3.rounds.environment_steps import list_normalisers
 from whence.sb3.rounds.sampling import replace_samples
 from whence.scores import check_gradients, check_parameters, measure_gradients, name_round, raise_if_refused
 
@@ -41,13 +42,14 @@ def check_step(model: Any, variables: Mapping[str, Any], number: int, first_reco
     rewards, observations = variables["rewards"], variables["new_obs"]
     if _is_finite(rewards) and _is_finite(observations):
         return
-    normalised, next_record = model.get_vec_normalize_env(), first_record + model.num_timesteps
+    next_record = first_record + model.num_timesteps
     with name_round(number):
-        # VecNormalize spreads such a number over all environments, so their own numbers are looked at first.
+        # VecNormalize spreads such a number over all environments, so what each reads is looked at first.
+        normalisers = list_normalisers(model.env)[::-1]
         if not _is_finite(rewards):
-            sources = [rewards] if normalised is None else [normalised.get_original_reward(), rewards]
+            sources = [*(each.old_reward for each in normalisers), rewards]
             raise _explain_number(model, "reward", sources, next_record - len(rewards))
-        sources = [observations] if normalised is None else [normalised.get_original_obs(), observations]
+        sources = [*(each.old_obs for each in normalisers), observations]
         raise _explain_number(model, "observation", sources, next_record)
 
 
@@ -74,7 +76,11 @@ def _is_finite(numbers: Any) -> bool:
         return True
     # Cheaper than looking at each number; large numbers overflow, and then each is looked at.
     flat = numbers.reshape(-1)
-    return math.isfinite(flat.dot(flat)) or bool(np.isfinite(numbers).all())
+    try:
+        is_finite = math.isfinite(flat.dot(flat))
+    except (FloatingPointError, RuntimeWarning):  # as NumPy, or the user's filter of warnings, may be set to raise
+        is_finite = False
+    return is_finite or bool(np.isfinite(numbers).all())
 
 
 @contextmanager

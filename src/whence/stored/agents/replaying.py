@@ -173,7 +173,12 @@ def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int) -> VecEnv:
     Raises:
         ReplayError: a wrapper cannot be made again; the message names it.
     """
-    for wrapper in reversed(run.config.get("vec_wrappers", ())):
+    wrappers = run.config.get("vec_wrappers", ())
+    if sum(each.get("class") == "VecNormalize" for each in wrappers) > 1:
+        raise ReplayError(
+            f"{run.path} was trained behind several VecNormalize wrappers, and holds the statistics of one. Use one."
+        )
+    for wrapper in reversed(wrappers):
         match wrapper:
             case {"class": "VecFrameStack", "n_stack": frames}:
                 env = VecFrameStack(env, frames)

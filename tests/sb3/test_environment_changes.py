@@ -1,0 +1,232 @@
+"""A training that continues in another environment says what differs; in the same one it says nothing."""
+
+import functools
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import wrappers
+from stable_baselines3 import PPO
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    SubprocVecEnv,
+    VecEnvWrapper,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+)
+
+from whence import RunDirectory
+from whence.sb3 import InfluenceCallback, RecordResets
+
+GAIN = 0.5
+
+
+def cart(**options):
+    return gym.make("CartPole-v1", **options)
+
+
+def train(run, env, rounds, *, seed=None, **options):
+    model = PPO("MlpPolicy", env, n_steps=16, batch_size=16, n_epochs=1, seed=seed, device="cpu", **options)
+    model.learn(16 * rounds * model.n_envs, callback=InfluenceCallback(run=run))
+    model.env.close()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.WARNING, logger="whence")
+
+
+def scale(k, reward):
+    return k * reward
+
+
+def scale_by_default(k):
+    def scaled(reward, *, gain=k):
+        return gain * reward
+
+    return scaled
+
+
+def scale_by_closure(k):
+    return lambda reward: k * reward
+
+
+@dataclass(slots=True)
+class Scale:
+    k: float
+
+    def __call__(self, reward):
+        return self.k * reward
+
+    def method(self, reward):
+        return self.k * reward
+
+
+class Scaled(gym.Wrapper):
+    """It holds what it is given under other names, and counts."""
+
+    def __init__(self, env, config):
+        super().__init__(env)
+        self.gains = {"reward": config["gain"], "seen": []}
+        self.steps, self.recent, self.sums = 0, deque(maxlen=4), [0.0]
+
+    def reset(self, **options):
+        returned = super().reset(**options)
+        self.unwrapped.force_mag = 10 + self.np_random.uniform()  # the dynamics differ in each episode
+        self.goal = self.np_random.normal(size=2)
+        return returned
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        self.steps += 1
+        self.recent.append(observation)
+        self.sums[0] += reward
+        return observation, self.gains["reward"] * reward, *rest
+
+
+class Global(gym.Wrapper):
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, GAIN * reward, *rest
+
+
+class OfClass(gym.Wrapper):
+    gain = 0.5
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, self.gain * reward, *rest
+
+
+class ScaledVec(VecEnvWrapper):
+    def __init__(self, venv, k):
+        super().__init__(venv)
+        self.weights = np.full(300, k)
+
+    def reset(self):
+        return self.venv.reset()
+
+    def step_wait(self):
+        observations, rewards, dones, infos = self.venv.step_wait()
+        return observations, self.weights[0] * rewards, dones, infos
+
+
+def set_global(k):
+    globals()["GAIN"] = k
+    return Global(cart())
+
+
+def set_attribute(k):
+    env = cart()
+    env.unwrapped.gravity = k
+    return env
+
+
+def transform(function):
+    return wrappers.TransformReward(cart(), function)
+
+
+FORMS = {
+    "partial": (lambda k: transform(functools.partial(scale, k)), "TransformReward.func.0 was 0.5, now 0.9"),
+    "closure": (lambda k: transform(scale_by_closure(k)), "TransformReward.func.k was 0.5, now 0.9"),
+    "default": (lambda k: transform(scale_by_default(k)), "TransformReward.func.gain was 0.5, now 0.9"),
+    "object": (lambda k: transform(Scale(k)), "TransformReward.func.k was 0.5, now 0.9"),
+    "method": (lambda k: transform(Scale(k).method), "TransformReward.func.k was 0.5, now 0.9"),
+    "dict": (lambda k: Scaled(cart(), {"gain": k}), "Scaled.gains.reward was 0.5, now 0.9"),
+    "two of a class": (
+        lambda k: Scaled(Scaled(cart(), {"gain": 1}), {"gain": k}),
+        "Scaled.gains.reward was 0.5, now 0.9",
+    ),
+    "inner of a class": (
+        lambda k: Scaled(Scaled(cart(), {"gain": k}), {"gain": 1}),
+        "Scaled 2.gains.reward was 0.5, now 0.9",
+    ),
+    "attribute": (set_attribute, "CartPoleEnv.gravity was 0.5, now 0.9"),
+    "global": (set_global, "test_environment_changes.GAIN was 0.5, now 0.9"),
+    "class": (lambda k: OfClass(cart()) if setattr(OfClass, "gain", k) is None else None, "OfClass.gain was 0.5, now"),
+    "around the vector": (lambda k: ScaledVec(DummyVecEnv([cart]), k), "ScaledVec.weights was 'float64 (300,) "),
+    "one of two": (
+        lambda k: DummyVecEnv([lambda: Scaled(cart(), {"gain": 1}), lambda: Scaled(cart(), {"gain": k})]),
+        "environment 1: Scaled.gains.reward was 0.5, now 0.9",
+    ),
+    "code": (lambda k: transform((lambda r: 0.5 * r) if k == 0.5 else (lambda r: 0.9 * r)), "the code of "),
+    "normalised twice": (
+        lambda k: VecNormalize(VecNormalize(DummyVecEnv([cart]), clip_obs=k)),
+        "VecNormalize 2.clip_obs was 0.5, now 0.9",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_differs_is_named_before_anything_is_trained(form, tmp_path, caplog):
+    make, change = FORMS[form]
+    train(tmp_path, make(0.5), 2)
+    train(tmp_path, make(0.5), 3)
+    assert "not as if" not in caplog.text
+    train(tmp_path, make(0.9), 4)
+    assert f"What is trained after round 3 is not as if nothing had happened: {change}" in caplog.text
+    (note,) = RunDirectory.open(tmp_path).notes["resumed"]
+    assert note["reason"].startswith(change)
+    assert note["after_round"] == 3
+    caplog.clear()
+    train(tmp_path, make(0.9), 5)
+    assert "not as if" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["config", "partial"])
+def test_the_training_continues_with_the_new_value(kind, tmp_path):
+    def make(k):
+        return Scaled(cart(), {"gain": k}) if kind == "config" else transform(functools.partial(scale, k))
+
+    train(tmp_path, make(0.5), 2)
+    train(tmp_path, make(0.9), 4)
+    run = RunDirectory.open(tmp_path)
+    assert [{*run.round("records", number)["reward"]} for number in (2, 3, 4)] == [
+        {np.float32(0.5)},
+        {np.float32(0.9)},
+        {np.float32(0.9)},
+    ]
+
+
+def test_in_other_processes_it_is_noticed_through_record_resets(tmp_path, caplog):
+    for gain, rounds in ((0.5, 2), (0.5, 3), (0.9, 4)):
+        env = [lambda gain=gain: RecordResets(Scaled(cart(), {"gain": gain}))] * 2
+        assert "not as if" not in caplog.text
+        train(tmp_path, SubprocVecEnv(env, start_method="fork"), rounds)
+    assert "Scaled.gains.reward was 0.5, now 0.9" in caplog.text
+
+
+SAME = {
+    "cart": cart,
+    "lander": lambda: gym.make("LunarLander-v3", enable_wind=True),
+    "walker": lambda: RecordResets(gym.make("BipedalWalker-v3")),
+    "counting": lambda: Scaled(cart(), {"gain": 0.5}),
+    "limited": lambda: Monitor(wrappers.TimeLimit(wrappers.RecordEpisodeStatistics(cart()), 7)),
+    "stacked": lambda: wrappers.FrameStackObservation(cart(), 3),
+    "statistics": lambda: wrappers.NormalizeReward(wrappers.NormalizeObservation(cart())),
+    "normalised": lambda: VecNormalize(VecMonitor(DummyVecEnv([cart] * 2))),
+    "normalised, stacked": lambda: VecFrameStack(VecNormalize(DummyVecEnv([cart] * 2)), 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # Box2D's import ends the process if its warning is an error
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("seed", [None, 1])
+def test_of_the_same_environment_nothing_is_said(name, seed, tmp_path, caplog):
+    for rounds in (1, 2, 3):
+        train(tmp_path, SAME[name](), rounds, seed=seed)
+    assert ", now " not in caplog.text
+    assert "the code of" not in caplog.text
+
+
+def test_how_it_is_shown_and_what_is_written_next_to_it_are_no_change(tmp_path, caplog):
+    train(tmp_path, wrappers.TransformReward(cart(), lambda r: 0.1 * r), 2)
+    train(tmp_path, wrappers.TransformReward(cart(render_mode="rgb_array"), lambda r: 0.1 * r), 3)
+    assert "not as if" not in caplog.text
+    assert RunDirectory.open(tmp_path).rounds() == [1, 2, 3]

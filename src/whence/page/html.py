@@ -12,10 +12,10 @@ import plotly.graph_objects as go
 import polars as pl
 import polars.selectors as cs
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from whence.core import show, write_atomically
 from whence.page.content import (
+    AFTER,
     EMBEDDED,
     TARGETS,
     ExploredRun,
@@ -24,12 +24,13 @@ from whence.page.content import (
     build_round,
     choose_steps,
     compress_json,
+    compress_text,
     describe_runs,
     describe_text,
     describe_view,
     gather_moment,
     identify_run,
-    list_curves,
+    list_curves_near,
     list_groups,
     list_moments,
     make_thumb,
@@ -37,6 +38,7 @@ from whence.page.content import (
     order_strip,
     read_answers,
     replay_moments,
+    shorten_strip,
     spread,
     write_json,
 )
@@ -45,8 +47,10 @@ from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment
 from whence.stored.agents import AnyEnv
 
+PACKED = {"plotly": "vendor/plotly/plotly-basic.min.js", "tabulator": "vendor/tabulator/tabulator.min.js"}
+"""Libraries that a page holds compressed, in page/assets."""
+
 SCRIPTS = (
-    "vendor/tabulator/tabulator.min.js",
     *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "responses.js"),
     *("moment.js", "lists.js", "map.js", "grid.js", "explorer.js"),
 )
@@ -55,10 +59,13 @@ SCRIPTS = (
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 """Style sheets of the page's explorer, in page/assets, after the page's own."""
 
-EMBEDDED_ROUNDS = 200
-"""Rounds of a run that its file holds at most, unless others are named: each takes a fifth of a second or more."""
+EMBEDDED_ROUNDS = 60
+"""Rounds of a run that its file holds at most, unless others are named: each takes a tenth of a second."""
 
-FRAMED = 3
+LISTED = 8
+"""Moments at either end of a round that a file holds; a server lists more, and opens every record."""
+
+FRAMED = 1
 """Moments at either end of a round that have frames."""
 
 TOKENS = 8
@@ -73,7 +80,7 @@ COMPARED_ROUNDS = 12
 DIGITS = 4
 """Significant digits of a number in the file."""
 
-NOT_EMBEDDED = "This file has frames of the three worst and the three best moments of a round."
+NOT_EMBEDDED = "This file has frames of the surest harmful and the surest helpful moment of a round."
 
 OnRound = Callable[[int, int], None]
 """Called with the number of rounds that are done, and of all."""
@@ -214,9 +221,10 @@ def render(
     return load_template().render(
         content,
         style=Markup("\n".join(_read_file(name) for name in ("page.css", *STYLES))),
-        plotly=Markup(get_plotlyjs()),
+        unpack_js=Markup(_read_file("unpack.js")),
+        packed={name: compress_text(_read_file(file)) for name, file in PACKED.items()},
+        licences={name: _read_file(f"vendor/{name}/LICENSE") for name in PACKED},
         figures_js=Markup(_read_file("figures.js")),
-        licence=_read_file("vendor/tabulator/LICENSE"),
         scripts=[Markup(_read_file(name)) for name in SCRIPTS],
     )
 
@@ -239,14 +247,17 @@ def embed_rounds(
 def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a round with the details of its moments."""
     linked = [record for finding in findings if finding["round"] == number for record in finding["records"]]
-    shown = build_round(run, number, rows=True, records=linked)
+    most = {} if run.is_language else {"most": LISTED}
+    shown = build_round(run, number, rows=True, records=linked, **most)
     records = run.round(number)
-    worst, best = list_moments(records, [])
+    worst, best = list_moments(records, [], **most)
     present = {*records.table["record_id"]}
-    most = LINKED_RESPONSES if run.is_language else FRAMED
-    named = [find_moment(records.table, record) for record in linked[:most] if record in present]
+    opened = LINKED_RESPONSES if run.is_language else FRAMED
+    named = [find_moment(records.table, record) for record in linked[:opened] if record in present]
     framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
-    replays = replay_moments(run, [(moment, choose_steps(moment.step)) for moment in framed])
+    # Every second step: what moves is seen in half of the bytes.
+    steps = {moment.record_id: choose_steps(moment.step)[-1 - AFTER :: -2][::-1] for moment in framed}
+    replays = replay_moments(run, [(moment, steps[moment.record_id]) for moment in framed])
     details, thumbs = {}, {}
     for moment in (*worst, *best, *named):
         record = moment.record_id
@@ -260,9 +271,9 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
             thumbs[record] = make_thumb(view.frames[moment.step])
     for about in (*shown["worst"], *shown["best"]):
         about |= {"framed": about["record"] in thumbs, "thumb": thumbs.get(about["record"])}
-    columns = list_curves(order_strip(records.table, [*worst, *best]), run.labels)
-    # The strip has these.
-    del columns["record_ids"], columns["scores"], columns["dropped"]
+    faces = [moment.record_id for moment in (*worst, *best, *named)]
+    columns = list_curves_near(order_strip(records.table, [*worst, *best]), faces, run.labels)
+    shown["strip"] = shorten_strip(shown["strip"])
     shown["groupings"] = shown["groupings"][:EMBEDDED]
     keys = [entry["key"] for entry in shown["groupings"]]
     pivots = {"\n".join(by): build_pivot(run, number, by) for size in (1, 2) for by in combinations(keys, size)}

@@ -238,6 +238,7 @@
     at("map").hidden = !shown.map;
     at("map-body").replaceChildren(...(shown.map ? Whence.map.show(shown.map) : []));
     await showGroups(mine);
+    await Packed.load("tabulator-source");
     if (mine !== turn) return;
     at("grid-part").hidden = !shown.records;
     if (shown.records) grid.show(run(), chosen.run, shown, listNamed(shown));

@@ -10,6 +10,7 @@ from .explored_run import ExploredRun as ExploredRun
 from .explored_run import attempt as attempt
 from .explored_run import identify_run as identify_run
 from .explored_run import stamp_file as stamp_file
+from .frames import AFTER as AFTER
 from .frames import choose_steps as choose_steps
 from .frames import make_thumb as make_thumb
 from .frames import replay_moments as replay_moments
@@ -36,10 +37,13 @@ from .responses import read_answers as read_answers
 from .rounds import build_detail as build_detail
 from .rounds import build_round as build_round
 from .rounds import choose_round as choose_round
+from .rounds import list_curves_near as list_curves_near
 from .rounds import describe_runs as describe_runs
 from .rounds import list_moments as list_moments
 from .rounds import order_strip as order_strip
+from .rounds import shorten_strip as shorten_strip
 from .short_json import compress_json as compress_json
+from .short_json import compress_text as compress_text
 from .short_json import cut_text as cut_text
 from .short_json import spread as spread
 from .short_json import write_json as write_json

@@ -18,7 +18,7 @@ from whence.causes import has_map, map_extremes
 from whence.core import RunDirectoryError, WhenceError, first_line, show
 from whence.findings import Finding, find
 from whence.runs import RunDirectory, read_vocabulary
-from whence.scores import SIGNIFICANT, find_common_groups, name_groups, read_axes
+from whence.scores import SIGNIFICANT, find_common_groups, list_groupings, name_groups, read_axes
 from whence.stored.agents import (
     AnyEnv,
     action_labels,
@@ -180,6 +180,12 @@ class ExploredRun:
         if (groups := name_groups(table, by, self.labels, self.name_axes(number))) is None:
             raise WhenceError(f"Round {number} cannot be grouped by {by[:80]!r}.")
         return groups
+
+    @remember
+    def groupings(self, number: int) -> list[str]:
+        """Return the columns by which a round's records can be grouped; none of responses, or without scores."""
+        table = self.round(number).table
+        return [] if self.is_language or "score" not in table.columns else list_groupings(table)
 
     def name_axes(self, number: int) -> list[str] | None:
         """Return the names of the observation's entries if there is one for each."""

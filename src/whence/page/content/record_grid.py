@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from whence.core import WhenceError
-from whence.page.content.explored_run import ExploredRun, Round
+from whence.page.content.explored_run import ExploredRun
 from whence.page.content.short_json import LONGEST, round_numbers
-from whence.scores import group_scores, is_significant, list_groupings
+from whence.scores import group_scores, is_significant
 
 LONGEST_TEXT = 2000
 """Characters of a prompt or a response in the grid; a record that is opened shows more."""
@@ -254,11 +254,9 @@ NAMES = {
 """What columns are called where the page groups by them, unless by their own names."""
 
 
-def list_pivots(run: ExploredRun, records: Round) -> list[dict[str, str]]:
+def list_pivots(run: ExploredRun, number: int) -> list[dict[str, str]]:
     """Return the columns by which a round's records can be grouped: `key` and `name` of each."""
-    if run.is_language or "score" not in records.table.columns:
-        return []
-    return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in list_groupings(records.table)]
+    return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in run.groupings(number)]
 
 
 def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, Any]:
@@ -271,8 +269,7 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
     Raises:
         WhenceError: no column or more than two are named, or the records cannot be grouped by one.
     """
-    records = run.round(number)
-    keys = [entry["key"] for entry in list_pivots(run, records)]
+    records, keys = run.round(number), run.groupings(number)
     if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*keys}:
         raise WhenceError(f"Records are grouped by {', '.join(by)[:80]}; one or two of {', '.join(keys)} are needed.")
     table = group_scores(records.table, by, labels=run.labels, names=run.name_axes(number))

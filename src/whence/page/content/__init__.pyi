@@ -6,11 +6,11 @@ from .cause_view import describe_causes as describe_causes
 from .cause_view import describe_target as describe_target
 from .cause_view import gather_causes as gather_causes
 from .cause_view import read_decision as read_decision
+from .episodes import read_metrics as read_metrics
 from .explored_run import ExploredRun as ExploredRun
 from .explored_run import attempt as attempt
 from .explored_run import identify_run as identify_run
 from .explored_run import stamp_file as stamp_file
-from .frames import AFTER as AFTER
 from .frames import choose_steps as choose_steps
 from .frames import make_thumb as make_thumb
 from .frames import replay_moments as replay_moments
@@ -37,8 +37,8 @@ from .responses import read_answers as read_answers
 from .rounds import build_detail as build_detail
 from .rounds import build_round as build_round
 from .rounds import choose_round as choose_round
-from .rounds import list_curves_near as list_curves_near
 from .rounds import describe_runs as describe_runs
+from .rounds import list_curves_near as list_curves_near
 from .rounds import list_moments as list_moments
 from .rounds import order_strip as order_strip
 from .rounds import shorten_strip as shorten_strip

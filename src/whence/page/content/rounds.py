@@ -9,9 +9,17 @@ import numpy as np
 import polars as pl
 import polars.selectors as cs
 
+from whence.page.content.episodes import read_metrics
 from whence.page.content.explored_run import ExploredRun, Round, attempt
-from whence.page.content.frames import choose_steps
-from whence.page.content.moment_view import AROUND, choose_columns, describe_moment, describe_view, gather_moment, list_curves
+from whence.page.content.frames import choose_steps, make_thumb, read_picture
+from whence.page.content.moment_view import (
+    AROUND,
+    choose_columns,
+    describe_moment,
+    describe_view,
+    gather_moment,
+    list_curves,
+)
 from whence.page.content.record_grid import EMBEDDED, RESPONSES, STEPS, Column, list_columns, list_pivots, make_cells
 from whence.page.content.responses import describe_text, list_group, list_prompts
 from whence.page.content.short_json import cut_text, round_numbers
@@ -25,7 +33,16 @@ def name_commands(run: ExploredRun) -> dict[str, str | None]:
     return {"view": run.name_command("view"), "why": why}
 
 
-SERIES = ("episode_return", "reward", "dropped_share", "negative_share", "significant_share", "test_return")
+SERIES = (
+    "round_return",
+    "round_length",
+    "episode_return",
+    "reward",
+    "dropped_share",
+    "negative_share",
+    "significant_share",
+    "test_return",
+)
 """Curves over rounds that a page shows below the slider, where they exist."""
 
 CURVES = {
@@ -67,6 +84,7 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
         "opens": choose_round(run, rounds, findings or ()),
         "planned": run.planned,
         "finished": run.is_finished(),
+        "live": is_served and run.is_live(),
         "rounds": [*rounds],
         "series": {name: round_numbers(numbers[name]) for name in SERIES if name in numbers.columns},
         "curves": _list_curves(numbers) if run.is_language else [],
@@ -79,7 +97,7 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
 def _read_numbers(run: ExploredRun, rounds: Sequence[int]) -> pl.DataFrame:
     """Return the numbers of rounds' metrics and evaluations, a row for each round; no columns of nulls."""
     numbers = pl.DataFrame({"round": rounds}, schema={"round": pl.Int64})
-    for table in (run.directory.table("metrics"), run.directory.table("evaluations")):
+    for table in (read_metrics(run.directory), run.directory.table("evaluations")):
         if not table.is_empty():
             columns = table.select("round", cs.numeric() - cs.by_name(numbers.columns, require_all=False))
             numbers = numbers.join(columns, on="round", how="left", maintain_order="left")
@@ -212,8 +230,8 @@ def build_round(
         "scored": "score" in table.columns,
         "trust": trust,
         "strip": build_strip(shown),
-        "worst": _describe_moments(run, table, worst),
-        "best": _describe_moments(run, table, best),
+        "worst": _describe_moments(run, number, table, worst),
+        "best": _describe_moments(run, number, table, best),
         "prompts": list_prompts(scored) if run.is_language else [],
         "groupings": attempt(lambda: list_pivots(run, number), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
@@ -222,9 +240,7 @@ def build_round(
     }
 
 
-def list_moments(
-    records: Round, notes: list[str], most: int = MOMENTS
-) -> tuple[list[Moment], list[Moment]]:
+def list_moments(records: Round, notes: list[str], most: int = MOMENTS) -> tuple[list[Moment], list[Moment]]:
     """Return a round's most harmful and most helpful moments; none if a column is not what it should be."""
     failure = "Moments cannot be listed"
     worst, best = (
@@ -234,12 +250,21 @@ def list_moments(
     return worst, best
 
 
-def _describe_moments(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment]) -> list[dict[str, Any]]:
-    """Return moments in JSON types; those of a language model with the beginnings of their responses."""
+def _describe_moments(
+    run: ExploredRun, number: int, table: pl.DataFrame, moments: Sequence[Moment]
+) -> list[dict[str, Any]]:
+    """Return moments in JSON types, with what their lists show.
+
+    That is the beginning of a response, or a thumbnail of an observation that is a picture, as it was stored.
+    """
     shown = [describe_moment(moment, run.labels) for moment in moments]
     if "response" in table.columns:
         texts = dict(table.select("record_id", "response").iter_rows())
         shown = [about | {"text": cut_text(texts[about["record"]] or "", EXCERPT)} for about in shown]
+    if shown and read_picture(table.row(0, named=True), run.directory.config.get("observation_space")) is not None:
+        for about in shown:
+            picture = read_picture(run.record(number, about["record"]), run.directory.config.get("observation_space"))
+            about["thumb"] = None if picture is None else make_thumb(picture)
     return shown
 
 

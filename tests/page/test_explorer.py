@@ -305,7 +305,7 @@ class TestFrames:
     def test_the_thumbnail_of_a_picture_is_its_stored_observation(self, tmp_path):
         """A picture of 6 by 8 pixels, channels first, whose last frame is bright where the record's number says."""
         images = np.zeros((60, 4, 6, 8), np.uint8)
-        images[np.arange(60), 3, np.arange(60) % 6, np.arange(60) % 8] = 255
+        images[np.arange(60), 3, np.arange(60) % 6, np.arange(60) % 8] = 100
         space = {"type": "Box", "shape": [4, 6, 8], "low": 0, "high": 255, "dtype": "uint8"}
         table = table_of(observation=images.reshape(60, -1))
         run = run_of(tmp_path / "images", table, {"env": None, "observation_space": space})

@@ -286,7 +286,7 @@ class TestRunPage:
         page = page_of(directory)
         assert (tmp_path / "page.html").stat().st_size < 2_000_000
         rounds = page.rounds()
-        assert len(rounds) == 30
+        assert len(rounds) in (24, 25)  # with one of a finding
         content = rounds["round-0-60"]
         strip, records = content["round"]["strip"], directory.round("records", 60)
         ids, scores = np.cumsum(strip["record_ids"]), np.array(strip["scores"]) * strip["unit"]

@@ -252,6 +252,7 @@ def find_constant(evidence: Evidence) -> Claims:
     tried = len(moves) * len(names)
     for name, is_moving in moves.items():
         advice = f"Check that {name} is filled in at each step. If it is constant on purpose, leave it out."
+        claims: list[tuple[Mask, Any, float | None]] = []
         if is_moving.any():
             # The chance that no episode there shows a change, by the share of the others' episodes that do.
             still = np.setdiff1d(np.arange(len(names)), place[1:][is_moving])
@@ -259,8 +260,8 @@ def find_constant(evidence: Evidence) -> Claims:
             chances = (1 - moving) ** lived[still] * tried
             surest = np.argsort(chances, kind="stable")[:_MOST]
             claims = [(copies == names[still[at]], names[still[at]], float(chances[at])) for at in np.sort(surest)]
-        else:
-            claims = [(np.ones(len(evidence), dtype=bool), None, None)] if is_most else []
+        elif is_most:
+            claims = [(np.ones(len(evidence), dtype=bool), None, None)]
         for inside, copy, p in claims:
             value = evidence.blocks[name][inside][0]
             where = "" if copy is None else f" of environment {copy:.0f}"

@@ -91,9 +91,17 @@ class Evidence:
         def choose(parts: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
             return {name: values[rows] for name, values in parts.items()}
 
-        arrays = {name: getattr(self, name)[rows] for name in ("votes", "actions", "ends")}
-        parts = {name: choose(getattr(self, name)) for name in ("columns", "features", "blocks", "normalised")}
-        return replace(self, **arrays, **parts, digests=None if self.digests is None else self.digests[rows])
+        return replace(
+            self,
+            columns=choose(self.columns),
+            votes=self.votes[rows],
+            actions=self.actions[rows],
+            features=choose(self.features),
+            blocks=choose(self.blocks),
+            ends=self.ends[rows],
+            normalised=choose(self.normalised),
+            digests=None if self.digests is None else self.digests[rows],
+        )
 
     @cached_property
     def has_next(self) -> Mask:

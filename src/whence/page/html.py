@@ -20,6 +20,7 @@ from whence.page.content import (
     attempt,
     build_pivot,
     build_round,
+    choose_pairs,
     choose_steps,
     compress_json,
     compress_text,
@@ -58,7 +59,7 @@ SCRIPTS = (
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 """Style sheets of the page's explorer, in page/assets, after the page's own."""
 
-EMBEDDED_ROUNDS = 30
+EMBEDDED_ROUNDS = 24
 """Rounds of a run that its file holds, besides those of findings, unless others are named: each takes a tenth of a
 second, and 20 kB."""
 
@@ -103,7 +104,7 @@ def write_report(
         shown: a run, which need not be finished, nor have any round.
         path: the file.
         env: the environment, for frames; None: the run's own.
-        rounds: those to embed; None: 30, evenly spread, and those of findings. The page says how many there are.
+        rounds: those to embed; None: 24, evenly spread, and those of findings. The page says how many there are.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
     run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
@@ -258,8 +259,7 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
     named = [find_moment(records.table, record) for record in linked[:opened] if record in present]
     framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
     # Every second step: what moves is seen in half of the bytes.
-    faces = [(moment, moment.step or 0) for moment in framed]
-    steps = [[step for step in choose_steps(moment.step) if (step - face) % 2 == 0] for moment, face in faces]
+    steps = [[step for step in choose_steps(each.step) if (step - (each.step or 0)) % 2 == 0] for each in framed]
     replays = replay_moments(run, zip(framed, steps, strict=True))
     details, thumbs = {}, {}
     for moment in (*worst, *best, *named):
@@ -279,7 +279,7 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
     shown["strip"] = shorten_strip(shown["strip"])
     shown["groupings"] = shown["groupings"][:EMBEDDED]
     keys = [entry["key"] for entry in shown["groupings"]]
-    shown["pairs"] = _choose_pairs(keys, findings)
+    shown["pairs"] = choose_pairs(keys, findings)
     pivots = {"\n".join(by): build_pivot(run, number, by) for by in ([key] for key in keys)}
     pivots |= {"\n".join(by): build_pivot(run, number, by) for by in shown["pairs"]}
     content: dict[str, Any] = {"round": shown, "details": details, "columns": columns, "pivots": pivots}
@@ -287,16 +287,6 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
         # Once for all of a prompt's responses, since each of them shows the others.
         content["groups"] = list_groups(records, [int(record) for record in details])
     return content
-
-
-def _choose_pairs(keys: Sequence[str], findings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the pairs of columns by which a file has groups: the one that the page opens with, and those of findings.
-
-    The page's script opens with regions by actions, or, where there are none, with the first columns.
-    """
-    opened = [key for key in ("region", "action", *keys) if key in keys]
-    pairs = [list(dict.fromkeys(opened))[:2], *([key for key, _ in each.get("groups", ())] for each in findings)]
-    return [pair for pair in pairs if len(pair) == 2 and {*pair} <= {*keys}]
 
 
 def load_template() -> jinja2.Template:

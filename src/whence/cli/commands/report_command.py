@@ -28,7 +28,7 @@ def report(
     rounds: Annotated[
         str | None,
         options.optional(
-            help="Rounds to embed, such as 1,5,10-50:10. (default: 30 and those of findings, of a comparison 12 a run)"
+            help="Rounds to embed, such as 1,5,10-50:10. (default: 24 and those of findings, of a comparison 12 a run)"
         ),
     ] = None,
     json: options.AsJson = False,

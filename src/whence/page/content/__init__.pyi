@@ -30,6 +30,7 @@ from .moment_view import name_target as name_target
 from .moment_view import read_window as read_window
 from .record_grid import EMBEDDED as EMBEDDED
 from .record_grid import build_pivot as build_pivot
+from .record_grid import choose_pairs as choose_pairs
 from .record_grid import query_records as query_records
 from .responses import describe_text as describe_text
 from .responses import list_groups as list_groups

@@ -18,6 +18,9 @@ WIDTH, QUALITY = 240, 35
 THUMB = 96
 """Pixels of a thumbnail's width at most."""
 
+_DTYPES = {"uint8": np.uint8, "bool": np.bool_}
+"""What a stored picture's numbers are taken for, by its space's dtype; others are scaled to their range."""
+
 _SMALLEST = 5
 """Pixels of a picture's height and width at least: an array of fewer is a table of numbers."""
 
@@ -76,7 +79,7 @@ def read_picture(row: Mapping[str, Any], space: Any) -> NDArray[np.uint8] | None
             part = (part.get("spaces") or {}).get(key) if isinstance(part, Mapping) else None
         shape = tuple(part.get("shape") or ()) if isinstance(part, Mapping) else ()
         if row[column] is not None and len(shape) == 3 and min(shape[:2]) > 1:
-            values = np.asarray(row[column]).reshape(shape)
+            values = np.asarray(row[column], dtype=_DTYPES.get(part.get("dtype"))).reshape(shape)
             channels = 0 if shape[0] < shape[2] else 2
             if min(np.delete(shape, channels)) >= _SMALLEST:
                 return _colour(np.moveaxis(values, channels, 2))
@@ -86,9 +89,9 @@ def read_picture(row: Mapping[str, Any], space: Any) -> NDArray[np.uint8] | None
 def _colour(values: NDArray[Any]) -> NDArray[np.uint8]:
     """Return an image (height, width, channels) in three colours from 0 to 255; numbers of another range are scaled."""
     depth = values.shape[2]
-    image = values[..., -3:] if depth % 3 == 0 else values[..., -1:]
+    image: NDArray[Any] = values[..., -3:] if depth % 3 == 0 else values[..., -1:]
     if image.dtype != np.uint8:
-        image = values.any(axis=2, keepdims=True) if values.dtype == np.bool_ else image
+        image = np.asarray(values.any(axis=2, keepdims=True)) if values.dtype == np.bool_ else image
         low, high = float(image.min()), float(image.max())
         image = (255 * (image - low) / max(high - low, 1e-12) if high > low else 0 * image).astype(np.uint8)
     return np.ascontiguousarray(np.broadcast_to(image, (*image.shape[:2], 3)))

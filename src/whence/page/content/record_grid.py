@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -287,3 +287,13 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
         for row in table.iter_rows(named=True)
     ]
     return {"rows": rows, "columns": columns, "cells": cells}
+
+
+def choose_pairs(keys: Sequence[str], findings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the pairs of columns by which a file has groups: the one that the page opens with, and those of findings.
+
+    The page's script opens with regions by actions, or, where there are none, with the first columns.
+    """
+    opened = [key for key in ("region", "action", *keys) if key in keys]
+    pairs = [list(dict.fromkeys(opened))[:2], *([key for key, _ in each.get("groups", ())] for each in findings)]
+    return [pair for pair in pairs if len(pair) == 2 and {*pair} <= {*keys}]

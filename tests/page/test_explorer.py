@@ -302,17 +302,19 @@ class TestFrames:
         data = base64.b64decode(encoded["images"][0].removeprefix("data:image/webp;base64,"))
         assert Image.open(io.BytesIO(data)).size == (WIDTH, 160)
 
-    def test_the_thumbnail_of_a_picture_is_its_stored_observation(self, tmp_path):
-        """A picture of 6 by 8 pixels, channels first, whose last frame is bright where the record's number says."""
-        images = np.zeros((60, 4, 6, 8), np.uint8)
-        images[np.arange(60), 3, np.arange(60) % 6, np.arange(60) % 8] = 100
-        space = {"type": "Box", "shape": [4, 6, 8], "low": 0, "high": 255, "dtype": "uint8"}
+    @pytest.mark.parametrize(("frames", "last"), [(4, False), (1, False), (4, True), (1, True)])
+    def test_the_thumbnail_of_a_picture_is_its_stored_observation(self, tmp_path, frames, last):
+        """Pictures of 6 by 8 pixels, frames first or last; the latest is bright where the record's number says."""
+        latest = np.zeros((60, 6, 8), np.uint8)
+        latest[np.arange(60), np.arange(60) % 6, np.arange(60) % 8] = 100
+        images = np.stack([0 * latest] * (frames - 1) + [latest], axis=3 if last else 1)
+        space = {"type": "Box", "shape": [*images.shape[1:]], "low": "0", "high": "255", "dtype": "uint8"}
         table = table_of(observation=images.reshape(60, -1))
         run = run_of(tmp_path / "images", table, {"env": None, "observation_space": space})
         worst = build_round(run, 1)["worst"][0]
         data = base64.b64decode(worst["thumb"].removeprefix("data:image/webp;base64,"))
         picture = np.asarray(Image.open(io.BytesIO(data)).convert("L"))
-        assert (picture == images[worst["record"], 3]).all()
+        assert (picture == latest[worst["record"]]).all()
         shown = build_detail(run, 1, worst["record"])["frames"]
         assert (shown["steps"], shown["width"]) == ([worst["step"]], 8)
         assert build_round(run_of(tmp_path / "numbers"), 1)["worst"][0]["thumb"] is None

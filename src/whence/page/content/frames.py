@@ -78,7 +78,7 @@ def read_picture(row: Mapping[str, Any], space: Any) -> NDArray[np.uint8] | None
         for key in filter(None, column.partition(".")[2].split(".")):
             part = (part.get("spaces") or {}).get(key) if isinstance(part, Mapping) else None
         shape = tuple(part.get("shape") or ()) if isinstance(part, Mapping) else ()
-        if row[column] is not None and len(shape) == 3 and min(shape[:2]) > 1:
+        if row[column] is not None and len(shape) == 3:
             values = np.asarray(row[column], dtype=_DTYPES.get(part.get("dtype"))).reshape(shape)
             channels = 0 if shape[0] < shape[2] else 2
             if min(np.delete(shape, channels)) >= _SMALLEST:

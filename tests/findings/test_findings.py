@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from scipy import stats
 
 from whence.cli.commands.findings_command import findings
 from whence.findings import agreement, environments
 from whence.findings.evidence import Evidence, summarise
 from whence.findings.finding import CHANCE
 from whence.findings.finding_search import CAUSES, EFFECTS, find_settings
-from whence.findings.subgroups import Condition, cut, refine, search
+from whence.findings.subgroups import Condition, cut, list_conditions, refine, search
 from whence.runs import RunDirectory
 
 COPIES, EPISODES, LENGTH = 4, 25, 30
@@ -344,3 +345,55 @@ def test_a_number_that_varies_by_rounding_alone_is_no_state() -> None:
     evidence = healthy()
     rounded = np.where(np.arange(N) % 2, 0.1, np.nextafter(0.1, 1))
     assert with_features(evidence, rounded=rounded).state.shape == evidence.state.shape
+
+
+MANY, SHORT = 2_000, 5
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Evidence:
+    """2,000 environments of 50 steps in ten episodes; only environment 1,234 pays five times as much."""
+    n = MANY * 10 * SHORT
+    rng, episodes = np.random.default_rng(0), np.arange(n) // SHORT
+    columns: dict[str, Any] = {"record_id": np.arange(n), "round": 1.0 + episodes % 10, "episode_id": episodes}
+    columns |= {"env_index": episodes // 10.0, "step": np.arange(n) % SHORT * 1.0}
+    columns["reward"] = rng.uniform(1, 2, n) * np.where(columns["env_index"] == 1234, 5, 1)
+    columns |= {name: rng.normal(size=n) for name in ("value", "return")}
+    ends = np.where(columns["step"] == SHORT - 1, "truncated", "")
+    actions = rng.integers(0, 2, n)
+    other = Evidence({}, pl.DataFrame(), columns, np.full((n, 1), np.nan), actions, ["a", "b"], {}, {}, ends)
+    return with_features(other, place=rng.normal(size=n), sensor=rng.normal(size=n), speed=rng.normal(size=n))
+
+
+class TestManyEnvironments:
+    """What costs a pass for each environment, where it need not."""
+
+    def test_the_odd_one_is_found_with_the_chance_that_a_test_of_it_alone_gives(self, crowd: Evidence) -> None:
+        (claim,) = environments.find_odd_copies(crowd)
+        assert "environment 1234 is 5" in claim.title
+        sizes = np.bincount(crowd.episodes, np.abs(crowd.columns["reward"])) / SHORT
+        is_odd = np.arange(len(sizes)) // 10 == 1234
+        numbers = 3 + len(crowd.features)
+        assert claim.p == stats.mannwhitneyu(sizes[is_odd], sizes[~is_odd]).pvalue * MANY * numbers
+
+    def test_environments_too_small_to_be_a_subgroup_have_no_mask(self, crowd: Evidence) -> None:
+        rows = np.ones(len(crowd), dtype=bool)
+        assert [one.text for one in list_conditions(crowd, rows) if one.column == "env_index"] == []
+        few = crowd.columns["env_index"] < 100
+        assert len([one for one in list_conditions(crowd, few) if one.column == "env_index"]) == 100
+
+    def test_of_many_with_a_sensor_that_stands_still_five_are_named(self, crowd: Evidence) -> None:
+        still = np.where(crowd.columns["env_index"] % 2 == 0, 1.0, crowd.features["sensor"])
+        claims = list(environments.find_constant(with_features(crowd, sensor=still)))
+        assert [claim.title.rpartition(" ")[2] for claim in claims] == ["0", "2", "4", "6", "8"]
+        assert all(claim.mask.sum() == 10 * SHORT for claim in claims)
+
+    def test_searches_see_whole_episodes_of_some_records(self, crowd: Evidence) -> None:
+        sample = crowd.thin(40_000)
+        assert len(sample) == 40_000
+        assert (np.bincount(sample.episodes) == SHORT).all()
+        assert (sample.has_next == (sample.columns["step"] < SHORT - 1)).all()
+        assert len(np.unique(sample.columns["env_index"])) > 0.9 * MANY
+        rows = sample.columns["record_id"].astype(int)
+        assert (sample.features["place"] == crowd.features["place"][rows]).all()
+        assert len(healthy().thin(N)) == N

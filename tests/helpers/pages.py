@@ -12,6 +12,7 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image, ImageDraw
 
+from whence.page.content import shorten_strip
 from whence.page.html import SCRIPTS, STYLES, load_template
 
 ASSETS = files("whence.page") / "assets"
@@ -56,13 +57,16 @@ def embed(value: Any) -> Markup:
 
 
 def compress(value: Any) -> str:
+    """A round as a file holds it."""
+    round_ = value["round"]
+    value = value | {"round": round_ | {"strip": shorten_strip(round_["strip"])}}
     return base64.b64encode(gzip.compress(json.dumps(value, allow_nan=False).encode())).decode("ascii")
 
 
 def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str = "steps", **changes: Any) -> dict:
     numbers = list(range(1, rounds + 1))
     series = {
-        "episode_return": [-200 + 40 * number for number in numbers],
+        "round_return": [-200 + 40 * number for number in numbers],
         "dropped_share": [0.125] * rounds,
         "negative_share": [0.4] * rounds,
     }

@@ -99,3 +99,10 @@ def test_an_arm_that_is_switched_off_stays_so_in_other_colours(browser, pages):
         page.emulate_media(color_scheme="dark")
         playwright.expect(ticks).not_to_have_css("fill", before)
         playwright.expect(lines).to_have_count(drawn - 3)
+
+
+def test_a_browser_that_cannot_unpack_the_page_says_which_ones_can(browser, pages):
+    with open_page(browser, pages["run"], script="delete window.DecompressionStream") as page:
+        playwright.expect(page.locator("#explorer-status")).to_contain_text("Open it in Chrome or Edge 80")
+        page.locator("#figure-0").scroll_into_view_if_needed()
+        playwright.expect(page.locator("#figure-0")).to_contain_text("Open it in Chrome or Edge 80")

@@ -15,8 +15,9 @@ from whence.page import ExploredRun, build_detail, build_round, describe_runs, g
 from whence.page.content import build_pivot
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
-from whence.page.html import NOT_EMBEDDED, embed_rounds
+from whence.page.html import NOT_EMBEDDED, embed_rounds, list_latest
 from whence.runs import RunDirectory
+from whence.sb3.episodes import read_episode
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant
 from whence.scores.moments import find_moment, find_moments
@@ -48,6 +49,34 @@ class TestPageObject:
         assert not run.is_finished()
         os.utime(tmp_path / "lake" / "records" / "round_00001.parquet", (0, 0))
         assert run.is_finished()
+
+    def test_a_run_is_live_as_long_as_a_writer_holds_it(self, tmp_path):
+        run = run_of(tmp_path / "lake")
+        writer = RunDirectory.begin(tmp_path / "other", {"env": "Some-v0"}, save_every=None)
+        other = ExploredRun(tmp_path / "other")
+        writer.write_round("records", 1, table_of())
+        assert describe_runs([other])["runs"][0]["live"]
+        writer.release()
+        (shown,) = describe_runs([other])["runs"]
+        assert (shown["live"], shown["finished"]) == (False, False)  # its last round is a moment old
+        writer.hold()  # a look does not stand in the way
+        assert other.is_live()
+        writer.release()
+        assert not describe_runs([run], [[1]])["runs"][0]["live"]  # a file
+
+    def test_returns_and_lengths_are_of_the_episodes_that_ended_in_the_round(self, tmp_path):
+        """Three episodes of 4, 6 and 5 steps, the middle one in two rounds; the last has not ended."""
+        episodes, steps = np.repeat([0, 1, 2], [4, 6, 5]), np.concatenate([np.arange(n) for n in (4, 6, 5)])
+        ends = ["terminated" if at in (3, 9) else None for at in range(15)]
+        whole = table_of(15, episode_id=episodes, step=steps, end=ends, reward=1.0 + episodes)
+        run = run_of(tmp_path / "lake", whole[:7])
+        run.directory.write_round("records", 2, whole[7:])
+        run.directory.append("metrics", {"round": 2, "episode_return": 8.0, "dropped_share": 0.25})
+        (shown,) = describe_runs([run])["runs"]
+        assert shown["series"]["round_return"] == [4.0, 12.0]
+        assert shown["series"]["round_length"] == [4.0, 6.0]
+        assert dict(list_latest(run.directory))["return of an episode"] == "12"
+        assert dict(list_latest(run.directory))["return, last 100 episodes"] == "8"
 
     def test_language_models_have_responses(self, tmp_path):
         table = pl.DataFrame(
@@ -273,6 +302,46 @@ class TestFrames:
         data = base64.b64decode(encoded["images"][0].removeprefix("data:image/webp;base64,"))
         assert Image.open(io.BytesIO(data)).size == (WIDTH, 160)
 
+    @pytest.mark.parametrize(("frames", "last"), [(4, False), (1, False), (4, True), (1, True)])
+    def test_the_thumbnail_of_a_picture_is_its_stored_observation(self, tmp_path, frames, last):
+        """Pictures of 6 by 8 pixels, frames first or last; the latest is bright where the record's number says."""
+        latest = np.zeros((60, 6, 8), np.uint8)
+        latest[np.arange(60), np.arange(60) % 6, np.arange(60) % 8] = 100
+        images = np.stack([0 * latest] * (frames - 1) + [latest], axis=3 if last else 1)
+        space = {"type": "Box", "shape": [*images.shape[1:]], "low": "0", "high": "255", "dtype": "uint8"}
+        table = table_of(observation=images.reshape(60, -1))
+        run = run_of(tmp_path / "images", table, {"env": None, "observation_space": space})
+        worst = build_round(run, 1)["worst"][0]
+        data = base64.b64decode(worst["thumb"].removeprefix("data:image/webp;base64,"))
+        picture = np.asarray(Image.open(io.BytesIO(data)).convert("L"))
+        assert (picture == latest[worst["record"]]).all()
+        shown = build_detail(run, 1, worst["record"])["frames"]
+        assert (shown["steps"], shown["width"]) == ([worst["step"]], 8)
+        assert build_round(run_of(tmp_path / "numbers"), 1)["worst"][0]["thumb"] is None
+
+    def test_an_episode_is_read_from_its_own_rounds(self, tmp_path, monkeypatch):
+        """Of forty rounds with an episode each, and one that holds the end of the one before."""
+        run = run_of(tmp_path / "lake", rounds=()).directory
+        for number in range(1, 41):
+            begun = [] if number == 31 else [number]
+            ids, at = np.full(10, 30 if number == 31 else number), 10 if number == 31 else 0
+            end = [None] * 9 + [None if number == 30 else "terminated"]
+            run.write_round("records", number, table_of(10, episode_id=ids, step=np.arange(10) + at, end=end))
+            states = pl.Series([json.dumps({"seed": number})] * len(begun), dtype=pl.String)
+            episodes = pl.DataFrame({"episode_id": begun, "env_index": [0] * len(begun)}).with_columns(
+                pl.col("episode_id", "env_index").cast(pl.Int64), generator_state=states
+            )
+            run.write_round("episodes", number, episodes)
+        read, read_round = [], RunDirectory.round
+        monkeypatch.setattr(RunDirectory, "round", lambda *place: (read.append(place[1:]), read_round(*place))[1])
+        for episode, rounds in ((39, [39]), (30, [30, 31]), (1, [1]), (40, [40])):
+            read.clear()
+            stored = read_episode(run, episode)
+            assert stored.generator_state == {"seed": episode}
+            assert stored.records["step"].to_list() == list(range(10 * len(rounds)))
+            assert [number for name, number in read if name == "records"] == rounds
+            assert len(read) <= 10
+
     def test_each_episode_is_replayed_once_for_all_its_moments(self, tmp_path, monkeypatch):
         scores = np.zeros(60, dtype=np.float32)
         scores[[11, 14, 17]] = -1
@@ -290,7 +359,7 @@ class TestFrames:
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded)))
         framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
-        assert len(framed) == 6
+        assert [moment["record"] for moment in framed] == [11, 31]
         for moment in framed:
             frames = content["details"][str(moment["record"])]["frames"]
             assert frames["steps"][frames["face"]] == moment["step"]

@@ -480,7 +480,7 @@ class Server:
         return route.fulfill(content_type="application/json", body=json.dumps(self.answer_api(url.path, url.query)))
 
     def page(self):
-        return make_page(mode="served", rounds=self.rounds, finished=False, planned=9)
+        return make_page(mode="served", rounds=self.rounds, finished=False, live=True, planned=9)
 
     def answer_api(self, path, query):
         if path == "/api/page":

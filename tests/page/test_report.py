@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from helpers.compared_runs import HOSTILE, by_hand, run_of
+from helpers.explored_runs import table_of
 from helpers.pages import ASSETS
 from whence.cli.terminal import describe_training
 from whence.core import preserve_rng_state
@@ -28,7 +29,7 @@ from whence.page.figures import (
     over_rounds,
     seconds_by_stage,
 )
-from whence.page.html import embed
+from whence.page.html import LISTED, embed
 from whence.runs import RunDirectory
 
 EXPLORER = ("Moments", "Where it harms and helps", "Which kinds of records harm", "All records")
@@ -229,8 +230,9 @@ class TestRunPage:
         assert page.of("bdi") == ["FrozenLake-v1: iif"]
         assert "Seed 1, 2 of 2 rounds. iif: drop 12.5% of the records below 0." in page.of("p")
         assert page.of("h2") == [
-            *("What stands out", *EXPLORER, "Learning curves", "Records kept and dropped", "Policy entropy"),
-            *("Approximate KL", "Time by stage", "Influence, iif", "What was run"),
+            *("What stands out", *EXPLORER, "Learning curves", "Return of episodes", "Length of episodes"),
+            *("Records kept and dropped", "Policy entropy", "Approximate KL", "Time by stage", "Influence, iif"),
+            "What was run",
         ]
         assert page.of("dt")[0] == "steps"
         assert page.of("dd")[0] == "128"
@@ -261,6 +263,9 @@ class TestRunPage:
         assert Page(html).data("page-data")["runs"][0]["rounds"] == [1, 3]
         assert "This file holds 2 of the 3 rounds. <code>whence view" in html
         assert f"whence report {directory.path} --rounds 1-2" in html
+        found = [{"kind": "reward", "title": "", "evidence": "", "advice": "", "round": 2, "records": [], "total": 0}]
+        monkeypatch.setattr("whence.page.content.explored_run.ExploredRun.list_findings", lambda run: found)
+        assert page_of(directory).data("page-data")["runs"][0]["rounds"] == [1, 2, 3]  # with that of a finding
         monkeypatch.setattr("whence.page.html.EMBEDDED_ROUNDS", 200)
         write_report(directory, tmp_path / "page.html", rounds=[3])
         assert f"whence report {directory.path} --rounds 1-3" in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -268,6 +273,29 @@ class TestRunPage:
         html = (tmp_path / "page.html").read_text(encoding="utf-8")
         assert "This file holds" not in html
         assert (ASSETS / "vendor/tabulator/LICENSE").read_text() in unescape(html)
+
+    def test_a_file_of_sixty_rounds_has_two_megabytes_at_most(self, tmp_path):
+        """Of rounds of 2,048 records, as PPO's defaults make them, whose numbers are noise; 1.4 MB are its own."""
+        n, rng = 2_048, np.random.default_rng(0)
+        noise = {name: rng.normal(size=n) for name in ("score", "advantage", "value", "return", "log_prob")}
+        noise |= {"error": rng.uniform(0.5, 1, n), "observation": rng.normal(size=(n, 4))}
+        directory = RunDirectory.create(tmp_path / "cart", {"env": "Some-v0"})
+        for number in range(1, 61):
+            directory.write_round("records", number, table_of(n, **noise))
+            directory.append("metrics", {"round": number, "episode_return": 1.0 * number})
+        page = page_of(directory)
+        assert (tmp_path / "page.html").stat().st_size < 2_000_000
+        rounds = page.rounds()
+        assert len(rounds) in (24, 25)  # with one of a finding
+        content = rounds["round-0-60"]
+        strip, records = content["round"]["strip"], directory.round("records", 60)
+        ids, scores = np.cumsum(strip["record_ids"]), np.array(strip["scores"]) * strip["unit"]
+        stored = records.select(pl.col("score").gather(pl.Series(records["record_id"].search_sorted(ids)))).to_series()
+        assert np.abs(scores - stored.to_numpy()).max() < 0.01
+        near = np.flatnonzero([value is not None for value in content["columns"]["advantages"]])
+        faces = [int(record) for record in content["details"]]
+        assert 2 * LISTED <= len(faces) <= 2 * LISTED + 1  # the records repeat, of which a finding may name one
+        assert {*near} == {at for face in faces for at in range(n) if abs(at - [*ids].index(face)) <= 24}
 
     @pytest.mark.parametrize(
         ("target", "words"),
@@ -311,7 +339,7 @@ class TestRunPage:
         (figure,) = page.data("figures-data")
         assert (figure["data"][0]["x"], figure["data"][0]["y"]) == ([2, 3], [1.0, 3.0])
         assert figure["layout"]["yaxis"]["title"]["text"] == "mean return of training episodes"
-        assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["training return"] == "3"
+        assert dict(zip(page.of("dt"), page.of("dd"), strict=True))["return, last 100 episodes"] == "3"
 
     def test_a_run_that_diverged(self, tmp_path):
         directory = run_of(tmp_path / "lake", {"env": "Some-v0"})

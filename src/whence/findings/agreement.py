@@ -75,11 +75,12 @@ def find_reward_faults(evidence: Evidence) -> Claims:
     attempts: list[tuple[Predict, float, set[str]]] = [(predict, -_HALF, set())]
     attempts += [(predict, _HALF, {"action", "env_index", "round"})]
     attempts += [(predict_from_others, -_HALF, set())] if 1 < len(by_action) <= _FEW_ACTIONS else []
+    conditions = _list_all_conditions(evidence, 5)
     for model, slope, needed in attempts:
         due = model(None)
         missed = np.minimum((paid - due) ** 2, paid**2).sum()
         votes = _count_votes(paid, due, slope)
-        groups = search(votes, episodes, _list_all_conditions(evidence, 5), sign=-1, needed=needed)
+        groups = search(votes, episodes, conditions, sign=-1, needed=needed)
         if not groups or missed > (1 - _EXPLAINED) * (paid**2).sum() or (p := groups[0].p * len(attempts)) > CHANCE:
             continue
         group = replace(refine(groups[0], votes, episodes, _list_all_conditions(evidence, 16)), p=p)
@@ -187,8 +188,10 @@ def find_action_faults(evidence: Evidence) -> Claims:
     # What an action does to a state does not depend on the steps before, so that long episodes are many units.
     stretches = np.column_stack([episodes, evidence.columns["step"][rows] // _STRETCH])[places]
     units = np.unique(stretches, axis=0, return_inverse=True)[1].reshape(-1)
-    for rough in search(votes[:, None], units, list_pairs(5), sign=1, needed={"pair"}):
-        group = refine(rough, votes[:, None], units, list_pairs(16))
+    groups = search(votes[:, None], units, list_pairs(5), sign=1, needed={"pair"})
+    finer = list_pairs(16) if groups else []
+    for rough in groups:
+        group = refine(rough, votes[:, None], units, finer)
         # Of several actions that fit better than the one that was taken, the best; and what that one itself does there.
         inside = places[group.mask]
         fits = {

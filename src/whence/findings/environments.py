@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from whence.findings.evidence import FEW, Evidence, Mask
+from whence.findings.evidence import FEW, Evidence, Mask, Numbers
 from whence.findings.finding import CHANCE, Claim, Claims, say_chance
 from whence.findings.models import expand, predict_each
 
@@ -22,6 +22,9 @@ _LAST, _READ = 5, 256
 
 _UNKNOWN = 0.5
 """The share of the variance that these leave open at least if they show no end."""
+
+_MOST = 5
+"""Environments that are named at most for one number that never changes there; of thousands, the surest."""
 
 _LEAST_RECORDS = 200
 _MANY = 50
@@ -48,13 +51,15 @@ def find_odd_copies(evidence: Evidence) -> Claims:
     for name, values in evidence.features.items() if len(evidence.features) <= FEW else ():
         sizes[f"The size of {name}"] = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
     results = []
+    place = np.searchsorted(copies, copy_of)
     for name, values in sizes.items():
-        for copy in copies:
-            here, others = (values[mask & np.isfinite(values)] for mask in (copy_of == copy, copy_of != copy))
-            # What differs by less than twice or half hardly changes what is learned.
-            if min(len(here), len(others)) >= _EPISODES and not others.mean() / 2 <= here.mean() <= 2 * others.mean():
-                ratio = here.mean() / max(others.mean(), 1e-12)
-                results.append((stats.mannwhitneyu(here, others).pvalue * len(copies) * len(sizes), name, copy, ratio))
+        odd = _find_oddest(values, place, len(copies))
+        if odd is not None:
+            known, is_here = np.isfinite(values), place == odd
+            here, others = values[known & is_here], values[known & ~is_here]
+            ratio = here.mean() / max(others.mean(), 1e-12)
+            p = stats.mannwhitneyu(here, others).pvalue * len(copies) * len(sizes)
+            results.append((p, name, copies[odd], ratio))
     for p, name, copy, ratio in sorted(results)[:1]:
         yield Claim(
             "reward" if "reward" in name else "episode" if "episode" in name else "observation",
@@ -65,6 +70,31 @@ def find_odd_copies(evidence: Evidence) -> Claims:
             f"Compare how environment {copy:.0f} is made with the others: its arguments and its wrappers.",
             float(p),
         )
+
+
+def _find_oddest(values: Numbers, place: NDArray[np.int64], count: int) -> int | None:
+    """Return the environment whose values differ surest from the others', by ranks, of those that differ enough.
+
+    All environments are measured at once: one after the other, thousands would take as many passes over the episodes.
+
+    Args:
+        values: a number of each episode; those that are not finite are left out.
+        place: the environment of each episode, from 0.
+        count: the number of environments.
+    """
+    known = np.isfinite(values)
+    values, place = values[known], place[known]
+    sizes, totals = np.bincount(place, minlength=count), np.bincount(place, values, count)
+    others = len(values) - sizes
+    means, rest = totals / np.maximum(sizes, 1), (totals.sum() - totals) / np.maximum(others, 1)
+    # What differs by less than twice or half hardly changes what is learned.
+    is_odd = (np.minimum(sizes, others) >= _EPISODES) & ((means < rest / 2) | (means > 2 * rest))
+    if not is_odd.any():
+        return None
+    ranks = np.bincount(place, stats.rankdata(values), count)
+    spread = np.sqrt(np.maximum(sizes * others, 1) * (len(values) + 1) / 12)
+    z = np.abs(ranks - sizes * (len(values) + 1) / 2) / spread  # of U, as Mann and Whitney's test has it, without ties
+    return int(np.argmax(np.where(is_odd, z, -1)))
 
 
 def find_limit_as_end(evidence: Evidence) -> Claims:
@@ -217,18 +247,24 @@ def find_constant(evidence: Evidence) -> Claims:
     if not 2 <= len(moves) <= FEW or len(evidence) < _LEAST_RECORDS:
         return
     is_most = 2 * sum(is_moving.any() for is_moving in moves.values()) >= len(moves)
+    names, place = np.unique(copies, return_inverse=True)
+    lived = np.bincount(place[np.unique(episodes, return_index=True)[1]], minlength=len(names))
+    tried = len(moves) * len(names)
     for name, is_moving in moves.items():
-        p, advice = None, f"Check that {name} is filled in at each step. If it is constant on purpose, leave it out."
-        for copy in np.unique(copies) if is_moving.any() else [None]:
-            inside, where = (copies == copy, f" of environment {copy:.0f}") if copy is not None else (copies >= 0, "")
-            if is_moving[inside[1:]].any() or (copy is None and not is_most):
-                continue
+        advice = f"Check that {name} is filled in at each step. If it is constant on purpose, leave it out."
+        claims: list[tuple[Mask, Any, float | None]] = []
+        if is_moving.any():
+            # The chance that no episode there shows a change, by the share of the others' episodes that do.
+            still = np.setdiff1d(np.arange(len(names)), place[1:][is_moving])
+            moving = len(np.unique(episodes[1:][is_moving])) / np.maximum(lived.sum() - lived[still], 1)
+            chances = (1 - moving) ** lived[still] * tried
+            surest = np.argsort(chances, kind="stable")[:_MOST]
+            claims = [(copies == names[still[at]], names[still[at]], float(chances[at])) for at in np.sort(surest)]
+        elif is_most:
+            claims = [(np.ones(len(evidence), dtype=bool), None, None)]
+        for inside, copy, p in claims:
             value = evidence.blocks[name][inside][0]
-            if copy is not None:
-                # The chance that no episode there shows a change, by the share of the others' episodes that do.
-                moving = len(np.unique(episodes[1:][is_moving])) / len(np.unique(episodes[~inside]))
-                tried = len(moves) * len(np.unique(copies))
-                p = float((1 - moving) ** len(np.unique(episodes[inside])) * tried)
+            where = "" if copy is None else f" of environment {copy:.0f}"
             shown = f": it is {value[0]:.3g}" if len(value) == 1 else ", not in one pixel,"
             title = f"{name} never changes{shown} in all {inside.sum():,} records{where}"
             chance = "" if p is None else f" {name} changes in other environments. {say_chance(p)}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,10 @@ from whence.scores import name_entries
 from whence.stored.agents import action_labels, box_action_labels, state_names
 
 RECORDS = 40_000
-"""Records that are read at most; of a longer run, those of stretches spread over it."""
+"""Records that models are fitted on at most. Of a longer run, rounds of stretches spread over it are read; of these, if
+they have more records, whole episodes."""
+
+_LEAST_EPISODES = 32
 
 _BYTES = 2**27
 _STRETCHES = 8
@@ -75,6 +78,30 @@ class Evidence:
         wide = np.zeros(len(self), dtype=bool)
         wide[np.flatnonzero(rows)[mask]] = True
         return wide
+
+    def thin(self, most: int) -> "Evidence":
+        """Return whole episodes, drawn at random, of at most so many records; all if there are few episodes."""
+        counts = np.bincount(self.episodes)
+        order = np.random.default_rng(0).permutation(len(counts))
+        fits = max(_LEAST_EPISODES, int((np.cumsum(counts[order]) <= most).sum()))
+        if fits >= len(counts):
+            return self
+        rows = np.isin(self.episodes, order[:fits])
+
+        def choose(parts: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+            return {name: values[rows] for name, values in parts.items()}
+
+        return replace(
+            self,
+            columns=choose(self.columns),
+            votes=self.votes[rows],
+            actions=self.actions[rows],
+            features=choose(self.features),
+            blocks=choose(self.blocks),
+            ends=self.ends[rows],
+            normalised=choose(self.normalised),
+            digests=None if self.digests is None else self.digests[rows],
+        )
 
     @cached_property
     def has_next(self) -> Mask:

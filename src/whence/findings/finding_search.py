@@ -16,7 +16,7 @@ from whence.findings.environments import (
     find_repeated,
     find_unpaid_ends,
 )
-from whence.findings.evidence import Evidence, read_evidence
+from whence.findings.evidence import RECORDS, Evidence, read_evidence
 from whence.findings.finding import CHANCE, Claims, Finding, link_records
 from whence.findings.rewards import find_gamed_rewards
 from whence.findings.settings import give_advice
@@ -40,6 +40,9 @@ CAUSES: Sequence[Callable[[Evidence], Claims]] = (
 )
 EFFECTS: Sequence[Callable[[Evidence], Claims]] = (find_loops, find_critic_faults, find_harm)
 """What is looked for in the records: what may be wrong with the environment, and what follows also from settings."""
+
+SEARCHES = (find_reward_faults, find_action_faults, find_critic_faults, find_harm)
+"""What fits models or searches subgroups, of which more records cost more than they show."""
 
 
 def find(run: RunDirectory | str | Path) -> list[Finding]:
@@ -67,8 +70,13 @@ def find(run: RunDirectory | str | Path) -> list[Finding]:
 
 
 def _look(evidence: Evidence, detectors: Sequence[Callable[[Evidence], Claims]]) -> list[Finding]:
-    claims = [claim for detector in detectors for claim in detector(evidence)]
-    return [link_records(claim, evidence) for claim in claims if claim.p is None or claim.p <= CHANCE]
+    """Return what detectors find. Those that search the records see `RECORDS` of them at most, the others all."""
+    sample, findings = evidence.thin(RECORDS), list[Finding]()
+    for detector in detectors:
+        seen = sample if detector in SEARCHES else evidence
+        claims = [claim for claim in detector(seen) if claim.p is None or claim.p <= CHANCE]
+        findings += [link_records(claim, seen) for claim in claims]
+    return findings
 
 
 def find_settings(evidence: Evidence) -> list[Finding]:

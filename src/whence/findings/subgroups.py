@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 
 from whence.findings.evidence import FEW, Evidence, Mask, Numbers
 
@@ -73,7 +74,10 @@ def list_conditions(evidence: Evidence, rows: Mask, *, bins: int = 5) -> list[Co
             is_low = evidence.actions[rows, number] < 0
             conditions += [Condition(name, f"{name} < 0", is_low), Condition(name, f"{name} ≥ 0", ~is_low)]
     copies = evidence.columns["env_index"][rows]
-    conditions += [Condition("env_index", f"environment {copy:.0f}", copies == copy) for copy in np.unique(copies)]
+    names, counts = np.unique(copies, return_counts=True)
+    # A mask each, so those of thousands of environments, too small to be a subgroup, are not made.
+    names = names[counts >= LEAST * len(copies)]
+    conditions += [Condition("env_index", f"environment {copy:.0f}", copies == copy) for copy in names]
     conditions += [one for one in cut("step", evidence.columns["step"][rows], bins) if "<" not in one.text]
     for name, values in evidence.features.items() if len(evidence.features) <= FEW else ():
         conditions += cut(name, values[rows], bins, is_place=True)
@@ -106,18 +110,22 @@ def search(
     conditions = [one for one in conditions if LEAST <= one.mask.mean() <= 1 - LEAST]
     if not conditions:
         return []
-    masks = np.stack([one.mask for one in conditions], axis=1).astype(np.float32)
+    masks = np.stack([one.mask for one in conditions], axis=1)
     order = np.argsort(units % _MOST_UNITS, kind="stable")
     starts = np.flatnonzero(np.diff((units % _MOST_UNITS)[order], prepend=-1))
-    parts = [(masks[rows], values[rows].astype(np.float32)) for rows in np.split(order, starts[1:])]
-    sums = np.stack([(mask * column[:, None]).T @ mask for mask, part in parts for column in part.T])
+    by_unit, sizes = list[NDArray[np.float32]](), np.zeros((len(conditions), len(conditions)))
+    for rows in np.split(order, starts[1:]):  # masks of all records as numbers would take four times the memory
+        mask, part = masks[rows].astype(np.float32), values[rows].astype(np.float32)
+        by_unit += [(mask * column[:, None]).T @ mask for column in part.T]
+        sizes += mask.T @ mask
+    sums = np.stack(by_unit)
     squares, filled = (sums**2).sum(axis=0), (sums != 0).sum(axis=0)
     columns = np.array([one.column for one in conditions])
     is_pair = np.triu(columns[:, None] != columns) | np.eye(len(columns), dtype=bool)
     if needed:
         is_needed = np.isin(columns, list(needed))
         is_pair &= is_needed[:, None] | is_needed
-    is_tested = is_pair & (filled >= _UNITS) & (masks.T @ masks >= LEAST * len(masks)) & (squares > 0)
+    is_tested = is_pair & (filled >= _UNITS) & (sizes >= LEAST * len(masks)) & (squares > 0)
     tried = int(is_tested.sum())
     if not tried:
         return []

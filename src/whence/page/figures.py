@@ -56,6 +56,10 @@ def draw_figures(tables: Tables, colours: Colours, seeds: int = 1) -> list[Drawn
         about = "Mean of this reward function over the round's responses."
         draw(f"Reward: {_escape(name[7:])}", about, metrics, name, "mean")
     draw("Length", "Tokens of a response, mean of the round.", metrics, "length", "tokens")
+    about = f"Mean return of the episodes that ended in each round, as the environment paid it.{bands}"
+    draw("Return of episodes", about, metrics, "round_return", "mean return of an episode")
+    about = "Mean number of steps of the episodes that ended in each round."
+    draw("Length of episodes", about, metrics, "round_length", "mean steps of an episode")
     if not drawings:
         about = f"Mean return of the last hundred training episodes.{bands}"
         draw("Learning curves", about, metrics, "episode_return", "mean return of training episodes")

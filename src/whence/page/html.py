@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -12,7 +11,6 @@ import plotly.graph_objects as go
 import polars as pl
 import polars.selectors as cs
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from whence.core import show, write_atomically
 from whence.page.content import (
@@ -22,21 +20,25 @@ from whence.page.content import (
     attempt,
     build_pivot,
     build_round,
+    choose_pairs,
     choose_steps,
     compress_json,
+    compress_text,
     describe_runs,
     describe_text,
     describe_view,
     gather_moment,
     identify_run,
-    list_curves,
+    list_curves_near,
     list_groups,
     list_moments,
     make_thumb,
     name_target,
     order_strip,
     read_answers,
+    read_metrics,
     replay_moments,
+    shorten_strip,
     spread,
     write_json,
 )
@@ -45,8 +47,10 @@ from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment
 from whence.stored.agents import AnyEnv
 
+PACKED = {"plotly": "vendor/plotly/plotly-basic.min.js", "tabulator": "vendor/tabulator/tabulator.min.js"}
+"""Libraries that a page holds compressed, in page/assets."""
+
 SCRIPTS = (
-    "vendor/tabulator/tabulator.min.js",
     *("base.js", "source.js", "strip.js", "curves.js", "causes.js", "responses.js"),
     *("moment.js", "lists.js", "map.js", "grid.js", "explorer.js"),
 )
@@ -55,10 +59,14 @@ SCRIPTS = (
 STYLES = ("vendor/tabulator/tabulator_simple.min.css", "explorer.css")
 """Style sheets of the page's explorer, in page/assets, after the page's own."""
 
-EMBEDDED_ROUNDS = 200
-"""Rounds of a run that its file holds at most, unless others are named: each takes a fifth of a second or more."""
+EMBEDDED_ROUNDS = 24
+"""Rounds of a run that its file holds, besides those of findings, unless others are named: each takes a tenth of a
+second, and 20 kB."""
 
-FRAMED = 3
+LISTED = 6
+"""Moments at either end of a round that a file holds; a server lists more, and opens every record."""
+
+FRAMED = 1
 """Moments at either end of a round that have frames."""
 
 TOKENS = 8
@@ -73,7 +81,7 @@ COMPARED_ROUNDS = 12
 DIGITS = 4
 """Significant digits of a number in the file."""
 
-NOT_EMBEDDED = "This file has frames of the three worst and the three best moments of a round."
+NOT_EMBEDDED = "This file has frames of the surest harmful and the surest helpful moment of a round."
 
 OnRound = Callable[[int, int], None]
 """Called with the number of rounds that are done, and of all."""
@@ -96,7 +104,7 @@ def write_report(
         shown: a run, which need not be finished, nor have any round.
         path: the file.
         env: the environment, for frames; None: the run's own.
-        rounds: those to embed; None: at most 200, evenly spread. The page says how many there are.
+        rounds: those to embed; None: 24, evenly spread, and those of findings. The page says how many there are.
         on_round: called after each embedded round with the number of those that are done, and of all.
     """
     run = shown if isinstance(shown, ExploredRun) else ExploredRun(shown, env=env)
@@ -152,10 +160,14 @@ def list_figures(runs: Sequence[ExploredRun]) -> list[dict[str, Any]]:
 
 
 def choose_rounds(run: ExploredRun, wanted: Sequence[int] | None, most: int) -> list[int]:
-    """Return the rounds of a run to embed: those wanted, which have to be there, or at most `most`, evenly spread."""
+    """Return the rounds of a run to embed: those wanted, which have to be there, or `most`, and those of findings."""
     if wanted:
         run.directory.require_rounds(wanted)
-    return spread(run.directory.rounds(), most) if wanted is None else sorted(set(wanted))
+    rounds = run.directory.rounds()
+    if wanted is None and len(rounds) > most:
+        named = {finding["round"] for finding in run.list_findings()} - {None}
+        wanted = [*spread(rounds, most), *named.intersection(rounds)]
+    return rounds if wanted is None else sorted(set(wanted))
 
 
 def _name_runs(runs: Sequence[ExploredRun]) -> Runs:
@@ -214,9 +226,7 @@ def render(
     return load_template().render(
         content,
         style=Markup("\n".join(_read_file(name) for name in ("page.css", *STYLES))),
-        plotly=Markup(get_plotlyjs()),
         figures_js=Markup(_read_file("figures.js")),
-        licence=_read_file("vendor/tabulator/LICENSE"),
         scripts=[Markup(_read_file(name)) for name in SCRIPTS],
     )
 
@@ -230,23 +240,27 @@ def embed_rounds(
     """Yield the id of each round of some runs, and its text: JSON, compressed by gzip, as base64."""
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
     for done, (index, number) in enumerate(places, start=1):
-        content = _build_content(runs[index], number, findings[index] if findings else ())
+        about = [each for each in (findings[index] if findings else ()) if each["round"] == number]
+        content = _build_content(runs[index], number, about)
         yield f"round-{index}-{number}", compress_json(content, DIGITS)
         if on_round is not None:
             on_round(done, len(places))
 
 
 def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a round with the details of its moments."""
-    linked = [record for finding in findings if finding["round"] == number for record in finding["records"]]
-    shown = build_round(run, number, rows=True, records=linked)
+    """Return a round with the details of its moments; `findings` are those about it."""
+    linked = [record for finding in findings for record in finding["records"]]
+    most = {} if run.is_language else {"most": LISTED}
+    shown = build_round(run, number, rows=True, records=linked, **most)
     records = run.round(number)
-    worst, best = list_moments(records, [])
+    worst, best = list_moments(records, [], **most)
     present = {*records.table["record_id"]}
-    most = LINKED_RESPONSES if run.is_language else FRAMED
-    named = [find_moment(records.table, record) for record in linked[:most] if record in present]
+    opened = LINKED_RESPONSES if run.is_language else FRAMED
+    named = [find_moment(records.table, record) for record in linked[:opened] if record in present]
     framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
-    replays = replay_moments(run, [(moment, choose_steps(moment.step)) for moment in framed])
+    # Every second step: what moves is seen in half of the bytes.
+    steps = [[step for step in choose_steps(each.step) if (step - (each.step or 0)) % 2 == 0] for each in framed]
+    replays = replay_moments(run, zip(framed, steps, strict=True))
     details, thumbs = {}, {}
     for moment in (*worst, *best, *named):
         record = moment.record_id
@@ -259,13 +273,15 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
         if view.frames and moment.step is not None:
             thumbs[record] = make_thumb(view.frames[moment.step])
     for about in (*shown["worst"], *shown["best"]):
-        about |= {"framed": about["record"] in thumbs, "thumb": thumbs.get(about["record"])}
-    columns = list_curves(order_strip(records.table, [*worst, *best]), run.labels)
-    # The strip has these.
-    del columns["record_ids"], columns["scores"], columns["dropped"]
+        about |= {"framed": about["record"] in thumbs, "thumb": about["thumb"] or thumbs.get(about["record"])}
+    faces = [moment.record_id for moment in (*worst, *best, *named)]
+    columns = list_curves_near(order_strip(records.table, [*worst, *best]), faces, run.labels)
+    shown["strip"] = shorten_strip(shown["strip"])
     shown["groupings"] = shown["groupings"][:EMBEDDED]
     keys = [entry["key"] for entry in shown["groupings"]]
-    pivots = {"\n".join(by): build_pivot(run, number, by) for size in (1, 2) for by in combinations(keys, size)}
+    shown["pairs"] = choose_pairs(keys, findings)
+    pivots = {"\n".join(by): build_pivot(run, number, by) for by in ([key] for key in keys)}
+    pivots |= {"\n".join(by): build_pivot(run, number, by) for by in shown["pairs"]}
     content: dict[str, Any] = {"round": shown, "details": details, "columns": columns, "pivots": pivots}
     if run.is_language:
         # Once for all of a prompt's responses, since each of them shows the others.
@@ -274,8 +290,13 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
 
 
 def load_template() -> jinja2.Template:
-    """Return the page's template."""
+    """Return the page's template, with the libraries that it holds compressed."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {
+        "unpack_js": Markup(_read_file("unpack.js")),
+        "packed": {name: compress_text(_read_file(file)) for name, file in PACKED.items()},
+        "licences": {name: _read_file(f"vendor/{name}/LICENSE") for name in PACKED},
+    }
     return environment.from_string(_read_file("template.html"))
 
 
@@ -295,7 +316,9 @@ def read_tables(runs: Runs) -> Tables:
     plain = cs.numeric() | cs.boolean() | cs.string() | cs.by_dtype(pl.Null)
     tables: dict[Table, pl.DataFrame] = {}
     for name in get_args(Table):
-        parts = [(arm, run.table(name)) for (arm, _), run in runs.items()]
+        # Rounds' own returns are read from their records: for a run alone, since a comparison's runs have evaluations.
+        reads_episodes = name == "metrics" and len(runs) == 1
+        parts = [(arm, read_metrics(run) if reads_episodes else run.table(name)) for (arm, _), run in runs.items()]
         # Adding an arm to a table without columns would make a row.
         named = [table.select(plain, arm=pl.lit(arm)) for arm, table in parts if len(table)]
         tables[name] = pl.concat(named, how="diagonal_relaxed") if named else pl.DataFrame()
@@ -314,7 +337,7 @@ def _list_resumptions(runs: Runs) -> list[str]:
 
 def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
     """Return the main figures of a run after its last round; none if it has no round."""
-    metrics, evaluations = run.table("metrics"), run.table("evaluations")
+    metrics, evaluations = read_metrics(run), run.table("evaluations")
     if metrics.is_empty():
         return []
     last = metrics.tail(1).to_dicts()[0]
@@ -326,7 +349,9 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
         ("steps", "{:,}", last.get("timestep")),
         (test, "{:.4g}", returns[-1] if returns else None),
         (f"best {test}", "{:.4g}", max(returns, default=None)),
-        ("training return", "{:.4g}", last.get("episode_return")),
+        ("return of an episode", "{:.4g}", last.get("round_return")),
+        ("steps of an episode", "{:.4g}", last.get("round_length")),
+        ("return, last 100 episodes", "{:.4g}", last.get("episode_return")),
         ("reward", "{:.4g}", last.get("reward")),
         *((name[7:], "{:.4g}", value) for name, value in rewards.items()),
         ("tokens a response", "{:.4g}", last.get("length")),
@@ -335,7 +360,7 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
     ]
     latest = [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]
     is_unknown = "episode_return" in metrics.columns and not has(metrics, "episode_return")
-    return [*latest, *([("training return", "none: no Monitor?")] if is_unknown else [])]
+    return [*latest, *([("return, last 100 episodes", "none: no Monitor?")] if is_unknown else [])]
 
 
 def list_facts(config: Mapping[str, Any], runs: Iterable[RunDirectory]) -> list[tuple[str, list[tuple[str, str]]]]:

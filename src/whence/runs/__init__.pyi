@@ -24,6 +24,7 @@ from .files import write_flag as write_flag
 from .files import write_tensor_file as write_tensor_file
 from .files import write_vocabulary as write_vocabulary
 from .locks import LOCK as LOCK
+from .locks import is_written as is_written
 from .locks import lock_directory as lock_directory
 from .recorder import RunRecorder as RunRecorder
 from .recorder import Seconds as Seconds

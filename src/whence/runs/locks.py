@@ -17,6 +17,9 @@ log = logging.getLogger("whence")
 LOCK = ".lock"
 """The name of the file that the writer of a directory locks."""
 
+_LOOK = 0.2
+"""Seconds that a writer waits for a lock."""
+
 _WITHOUT_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF
 """What file systems say that have no locks, such as those of clusters."""
 
@@ -74,7 +77,7 @@ def _acquire(directory: Path) -> Lock:
         # The lock is not the thread's: a training may continue in another one.
         lock = FileLock(file, thread_local=False, fallback_to_soft=False)
         try:
-            lock.acquire(blocking=False)
+            lock.acquire(timeout=_LOOK)  # a reader that looks whether a writer is there holds it for a moment
         except Timeout:
             raise RunDirectoryError(
                 f"Another process is writing to {directory}. Wait until it has ended, or choose another directory."
@@ -107,6 +110,22 @@ def lock_run(directory: Path) -> Lock:
     lock = _acquire(directory)
     _WRITERS[key] = lock, _identify(directory)
     return lock
+
+
+def is_written(directory: Path) -> bool | None:
+    """Return whether a writer holds a directory's lock, of this process or another; None if that cannot be known."""
+    file = directory / LOCK
+    if file.is_symlink() or not file.is_file():
+        return False
+    lock = FileLock(file, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    except OSError:  # another user's directory, or a file system without locks
+        return None
+    lock.release()
+    return False
 
 
 def _identify(directory: Path) -> tuple[int, int] | None:

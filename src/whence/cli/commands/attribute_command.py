@@ -80,6 +80,7 @@ def attribute(
     if influence.errors is not None:
         share = float(influence.is_significant().double().mean())
         print_line(f"Two errors (±) are a 95% interval. ?: no measurable difference from 0 ({share:.0%} have one).")
+        print_line(f"`whence show {run} --round {number} --bottom {top}` and the page list moments, the surest first.")
     if out is not None:
         print_line(f"All scores: {out}")
 

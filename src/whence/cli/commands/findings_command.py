@@ -26,7 +26,7 @@ def findings(
     looks at the reward functions, of which one may rise while another falls or stays low, and at whether the model
     collapses.
 
-    It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
+    It takes seconds: it searches up to 40,000 records, reads the metrics of all rounds, and plays nothing.
 
     Example: whence findings runs/lander
     """

@@ -16,7 +16,7 @@ from whence.cli.terminal import (
     require_laboratory,
 )
 from whence.core import WhenceError
-from whence.page import CONTINUATIONS, ExploredRun, server, write_report
+from whence.page import CONTINUATIONS, ExploredRun, write_report
 from whence.runs import RunDirectory, find_content
 
 
@@ -28,7 +28,7 @@ def report(
     rounds: Annotated[
         str | None,
         options.optional(
-            help="Rounds to embed, such as 1,5,10-50:10. (default: at most 200, of a comparison 12 of each run)"
+            help="Rounds to embed, such as 1,5,10-50:10. (default: 24 and those of findings, of a comparison 12 a run)"
         ),
     ] = None,
     json: options.AsJson = False,
@@ -77,6 +77,8 @@ def view(
 
     Example: whence view runs/lander
     """
+    from whence.page import server  # a report needs no server's libraries
+
     paths = [each for path in (run, *(others or ())) for each in _list_runs(path)]
     runs = [_open_run(path, env, trust=trust) for path in paths]
     if len({each.label for each in runs}) < len(runs):  # lists and figures tell runs apart by their names

@@ -51,8 +51,9 @@ def show(
 ) -> None:
     """Show one moment of a run: what the agent saw and did, what it scored, and what the round changed.
 
-    Without options, it is the most harmful moment of the last round. A moment is a stretch of an episode whose records
-    score alike; its face is the record of the largest score.
+    Without options, it is the most harmful moment of the last round: the one that is surest to harm, by its score over
+    its error, as on the run's page. A moment is a stretch of an episode whose records score alike; its face is the
+    record of the surest score.
 
     Example: whence show runs/lander --round 5 --out moment.png
     """

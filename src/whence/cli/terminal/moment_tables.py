@@ -92,7 +92,8 @@ def print_moments(moments: Sequence[Moment], labels: Sequence[str] | None) -> No
         ]
         for moment in moments
     ]
-    title = f"The {len(moments)} most {'harmful' if moments[0].score < 0 else 'helpful'} moments"
+    order = "the largest first" if moments[0].error is None else "the surest first"
+    title = f"The {len(moments)} most {'harmful' if moments[0].score < 0 else 'helpful'} moments, {order}"
     console.print(make_table(title, ["record", "episode", "steps", "action", "score", "dropped"], rows))
 
 

@@ -132,7 +132,8 @@
   function summarise(place) {
     const { series } = run();
     const words = {
-      episode_return: (value) => `return ${signed(value)}`, test_return: (value) => `test return ${signed(value)}`,
+      round_return: (value) => `return ${signed(value)}`, round_length: (value) => `${number(value)} steps an episode`,
+      episode_return: (value) => `return ${signed(value)} over the last 100 episodes`, test_return: (value) => `test return ${signed(value)}`,
       dropped_share: (value) => value && `${percent(value)} dropped`, negative_share: (value) => `${percent(value)} of the scores below 0`,
       significant_share: (value) => `${percent(value)} of the scores beyond two errors`,
     };
@@ -141,9 +142,9 @@
 
   // The return over rounds, under the slider's thumb.
   function drawSpark() {
-    const name = ["episode_return", "test_return"].find((one) => run().series?.[one]?.some(isNumber));
+    const name = ["round_return", "episode_return", "test_return"].find((one) => run().series?.[one]?.some(isNumber));
     const values = name ? run().series[name] : [];
-    at("spark-name").textContent = name === "test_return" ? "Test return over rounds" : name ? "Return over rounds" : "";
+    at("spark-name").textContent = { round_return: "Return of each round’s episodes", episode_return: "Return of the last 100 episodes", test_return: "Test return over rounds" }[name] ?? "";
     spark.replaceChildren();
     spark.toggleAttribute("hidden", !name);
     const known = values.filter(isNumber);
@@ -161,7 +162,7 @@
   }
 
   function showControls() {
-    const { rounds, planned, finished } = run();
+    const { rounds, planned, live: isLive } = run();
     const place = Math.max(0, rounds.indexOf(chosen.round));
     slider.max = Math.max(0, rounds.length - 1);
     slider.value = place;
@@ -178,7 +179,7 @@
     runSelect.value = chosen.run;
     otherSelect.value = chosen.other ?? "";
     for (const option of otherSelect.options) option.disabled = option.value === String(chosen.run);
-    live.hidden = !source.served || finished;
+    live.hidden = !source.served || !isLive;
     drawSpark();
   }
 
@@ -230,6 +231,8 @@
   }
 
   async function showRest(mine) {
+    await Packed.load("tabulator-source");
+    if (mine !== turn) return;
     if (language) {
       at("round-curves").replaceChildren(...Whence.responses.curves(run(), chosen.round, turnTo));
       at("prompts").hidden = !shown.prompts?.length;
@@ -251,10 +254,12 @@
     if (!groupings.length) return at("groups-body").replaceChildren();
     const keys = groupings.map(({ key }) => key);
     const [first] = [by[0], ...keys].filter((key) => keys.includes(key));
-    const second = by[1] === "" ? "" : [by[1], ...keys].find((key) => keys.includes(key) && key !== first) ?? "";
-    const options = (but) => groupings.filter(({ key }) => key !== but).map(({ key, name }) => element("option", { value: key }, name));
-    at("groups-by").replaceChildren(...options(null));
-    at("groups-across").replaceChildren(element("option", { value: "" }, "nothing else"), ...options(first));
+    // A file has groups by a few pairs only.
+    const joins = (key) => key !== first && (!shown.pairs || shown.pairs.some((pair) => pair.includes(first) && pair.includes(key)));
+    const second = by[1] === "" ? "" : [by[1], ...keys].find((key) => keys.includes(key) && joins(key)) ?? "";
+    const options = (fits) => groupings.filter(({ key }) => fits(key)).map(({ key, name }) => element("option", { value: key }, name));
+    at("groups-by").replaceChildren(...options(() => true));
+    at("groups-across").replaceChildren(element("option", { value: "" }, "nothing else"), ...options(joins));
     [at("groups-by").value, at("groups-across").value] = [first, second];
     const chosenBy = [first, second].filter(Boolean);
     const names = chosenBy.map((key) => groupings.find((one) => one.key === key).name);

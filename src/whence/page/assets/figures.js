@@ -49,8 +49,14 @@
   let drawing = false;
   async function draw() {
     if (drawing) return;
+    if (![...near].some((number) => late.has(number))) return;
     drawing = true;
-    loadPlotly();
+    try {
+      await Packed.load("plotly-source");
+    } catch (error) {
+      for (const holder of holders) holder.textContent = error.message;
+      return;
+    }
     for (let number; (number = [...near].find((one) => late.has(one))) !== undefined; ) {
       late.delete(number);
       const { data, layout } = figures[number];
@@ -58,15 +64,6 @@
       await Plotly.react(holders[number], data, themed(layout), config);
     }
     drawing = false;
-  }
-
-  // Plotly is large: its text becomes a script when the first figure comes near.
-  function loadPlotly() {
-    const source = document.getElementById("plotly-source");
-    if (!source || ![...near].some((number) => late.has(number))) return;
-    const script = document.createElement("script");
-    script.textContent = source.textContent;
-    source.replaceWith(script);
   }
 
   function drawAll() {

@@ -11,6 +11,7 @@ Whence.moment = (() => {
   const button = (text, label, action) => element("button", { type: "button", "aria-label": label, onclick: action }, text);
   const previous = button("‹ Previous", `Previous ${Whence.language ? "response" : "moment"}`, () => step(-1));
   const next = button("Next ›", `Next ${Whence.language ? "response" : "moment"}`, () => step(1));
+  const SMALL = 97; // pixels across, below which a picture is shown enlarged
   let view = null, timer = 0, call = 0;
 
   dialog.append(
@@ -221,7 +222,7 @@ Whence.moment = (() => {
     const start = steps ? face : frames ? frames.face : face;
     let at = start;
 
-    const image = frames ? element("img", { alt: "", width: frames.width, height: frames.height }) : null;
+    const image = frames ? element("img", { alt: "", class: frames.width < SMALL && "small", width: frames.width, height: frames.height }) : null;
     const stage = element("p", { class: "stage" });
     const slider = element("input", { type: "range", min: 0, max: places.length - 1, step: 1, "aria-label": "Step of the episode" });
     const play = element("button", { type: "button", class: "play" }, "▶ Play");

@@ -23,10 +23,12 @@ Whence.source = (() => {
   async function decode(run, round) {
     const script = document.getElementById(`round-${run}-${round}`);
     if (!script) throw new Error(`Round ${round} is not in this file.`);
-    const text = script.textContent.trim().replace(/^"|"$/g, "");
-    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    return new Response(stream).json();
+    const content = await Packed.unpack(script.textContent).json();
+    const { strip } = content.round;
+    let record = 0;
+    strip.record_ids = strip.record_ids.map((change) => (record += change));
+    strip.scores = strip.scores.map((score) => (score === null ? null : score * strip.unit));
+    return content;
   }
 
   // The promise of {round, details, columns}; the last few are remembered.

@@ -6,6 +6,7 @@ from .cause_view import describe_causes as describe_causes
 from .cause_view import describe_target as describe_target
 from .cause_view import gather_causes as gather_causes
 from .cause_view import read_decision as read_decision
+from .episodes import read_metrics as read_metrics
 from .explored_run import ExploredRun as ExploredRun
 from .explored_run import attempt as attempt
 from .explored_run import identify_run as identify_run
@@ -29,6 +30,7 @@ from .moment_view import name_target as name_target
 from .moment_view import read_window as read_window
 from .record_grid import EMBEDDED as EMBEDDED
 from .record_grid import build_pivot as build_pivot
+from .record_grid import choose_pairs as choose_pairs
 from .record_grid import query_records as query_records
 from .responses import describe_text as describe_text
 from .responses import list_groups as list_groups
@@ -37,9 +39,12 @@ from .rounds import build_detail as build_detail
 from .rounds import build_round as build_round
 from .rounds import choose_round as choose_round
 from .rounds import describe_runs as describe_runs
+from .rounds import list_curves_near as list_curves_near
 from .rounds import list_moments as list_moments
 from .rounds import order_strip as order_strip
+from .rounds import shorten_strip as shorten_strip
 from .short_json import compress_json as compress_json
+from .short_json import compress_text as compress_text
 from .short_json import cut_text as cut_text
 from .short_json import spread as spread
 from .short_json import write_json as write_json

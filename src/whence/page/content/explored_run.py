@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from whence.causes import has_map, map_extremes
 from whence.core import RunDirectoryError, WhenceError, first_line, show
 from whence.findings import Finding, find
-from whence.runs import RunDirectory, read_vocabulary
-from whence.scores import SIGNIFICANT, find_common_groups, name_groups, read_axes
+from whence.runs import RunDirectory, is_written, read_vocabulary
+from whence.scores import SIGNIFICANT, find_common_groups, list_groupings, name_groups, read_axes
 from whence.stored.agents import (
     AnyEnv,
     action_labels,
@@ -111,6 +111,7 @@ class ExploredRun:
         arm, seed = identify_run(self.directory)
         self.label = label or (arm if seed is None else f"{arm}, seed {seed}")
         self.env, self.about = env, about
+        self._findings: tuple[Any, list[dict[str, Any]]] | None = None
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -181,6 +182,12 @@ class ExploredRun:
             raise WhenceError(f"Round {number} cannot be grouped by {by[:80]!r}.")
         return groups
 
+    @remember
+    def groupings(self, number: int) -> list[str]:
+        """Return the columns by which a round's records can be grouped; none of responses, or without scores."""
+        table = self.round(number).table
+        return [] if self.is_language or "score" not in table.columns else list_groupings(table)
+
     def name_axes(self, number: int) -> list[str] | None:
         """Return the names of the observation's entries if there is one for each."""
         names = self.state_names
@@ -193,6 +200,13 @@ class ExploredRun:
             `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their number, `of`,
             that of all records of the round, and `groups`, which hold them: column and name.
         """
+        directory = self.directory
+        state = [stamp_file(directory.round_path("records", number)) for number in directory.rounds()[-1:]]
+        if self._findings is None or self._findings[0] != state:
+            self._findings = state, self._look_for_findings()
+        return self._findings[1]
+
+    def _look_for_findings(self) -> list[dict[str, Any]]:
         # Records may be damaged, or of a shape that no detector has met.
         notes: list[str] = []
         findings = attempt(lambda: find(self.directory), notes, "What stands out could not be looked for")
@@ -221,6 +235,11 @@ class ExploredRun:
             return bool(numbers) and max(numbers) >= self.planned
         last = stamp_file(self.directory.round_path("records", max(numbers, default=0)))
         return time.time() - (last[0] if last else 0) / 1e9 > QUIET_SECONDS
+
+    def is_live(self) -> bool:
+        """Return whether the run is being trained: its lock says so, or, where there are no locks, new rounds do."""
+        is_held = is_written(self.directory.path)
+        return not self.is_finished() if is_held is None else is_held
 
     @remember
     def round(self, number: int) -> Round:
@@ -272,11 +291,11 @@ class ExploredRun:
         Raises:
             RunDirectoryError: the round or the record is not there.
         """
-        rows = self.round(number).table.filter(pl.col("record_id") == record)
-        if rows.is_empty():
+        table = self.round(number).table
+        if (place := table["record_id"].index_of(record)) is None:
             missing = f"Round {number} of {self.directory.path} has no record {record}."
             raise RunDirectoryError(" ".join([missing, *self.round(number).notes]))
-        return rows.row(0, named=True)
+        return table.row(place, named=True)
 
     @remember
     def changes(self, number: int) -> tuple[pl.DataFrame | None, str | None]:

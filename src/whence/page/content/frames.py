@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,13 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whence.page.content.explored_run import ExploredRun, Frames
-from whence.scores import Moment
+from whence.scores import Moment, list_observations
 
 WIDTH, QUALITY = 240, 35
 """Pixels of a frame's width at most, and the quality of lossy WebP: edges of drawn environments stay legible."""
 
 THUMB = 96
-"""Pixels of a thumbnail's width."""
+"""Pixels of a thumbnail's width at most."""
+
+_DTYPES = {"uint8": np.uint8, "bool": np.bool_}
+"""What a stored picture's numbers are taken for, by its space's dtype; others are scaled to their range."""
+
+_SMALLEST = 5
+"""Pixels of a picture's height and width at least: an array of fewer is a table of numbers."""
 
 BEFORE, AFTER = 8, 3
 """Frames before and after a moment's face."""
@@ -58,9 +64,42 @@ def encode_frames(frames: Frames, face: int) -> dict[str, Any] | None:
     return shown | {"images": [_encode_smallest(image.tobytes(), image.size) for image in images]}
 
 
+def read_picture(row: Mapping[str, Any], space: Any) -> NDArray[np.uint8] | None:
+    """Return the stored observation of a record as a picture (height, width, 3); None of what is no picture.
+
+    Of a Dict it is the first picture, and of a stack of frames the last frame.
+
+    Args:
+        row: the record's row.
+        space: the run's space of observations, as its configuration has it.
+    """
+    for column in list_observations(list(row)):
+        part: Any = space
+        for key in filter(None, column.partition(".")[2].split(".")):
+            part = (part.get("spaces") or {}).get(key) if isinstance(part, Mapping) else None
+        shape = tuple(part.get("shape") or ()) if isinstance(part, Mapping) else ()
+        if row[column] is not None and len(shape) == 3:
+            values = np.asarray(row[column], dtype=_DTYPES.get(part.get("dtype"))).reshape(shape)
+            channels = 0 if shape[0] < shape[2] else 2
+            if min(np.delete(shape, channels)) >= _SMALLEST:
+                return _colour(np.moveaxis(values, channels, 2))
+    return None
+
+
+def _colour(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return an image (height, width, channels) in three colours from 0 to 255; numbers of another range are scaled."""
+    depth = values.shape[2]
+    image: NDArray[Any] = values[..., -3:] if depth % 3 == 0 else values[..., -1:]
+    if image.dtype != np.uint8:
+        image = np.asarray(values.any(axis=2, keepdims=True)) if values.dtype == np.bool_ else image
+        low, high = float(image.min()), float(image.max())
+        image = (255 * (image - low) / max(high - low, 1e-12) if high > low else 0 * image).astype(np.uint8)
+    return np.ascontiguousarray(np.broadcast_to(image, (*image.shape[:2], 3)))
+
+
 def make_thumb(frame: NDArray[np.uint8]) -> str:
-    """Return a thumbnail of a frame as a data URI."""
-    return _encode(_shrink(frame, THUMB), lossless=False)
+    """Return a thumbnail of a frame as a data URI; a small one keeps its pixels."""
+    return _encode_smallest((image := _shrink(frame, THUMB)).tobytes(), image.size)
 
 
 def _shrink(frame: NDArray[np.uint8], width: int) -> Any:

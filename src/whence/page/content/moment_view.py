@@ -10,7 +10,7 @@ import polars as pl
 
 from whence.core import show
 from whence.page.content.explored_run import Estimate, ExploredRun, Frames
-from whence.page.content.frames import encode_frames, replay_moments
+from whence.page.content.frames import encode_frames, read_picture, replay_moments
 from whence.page.content.responses import describe_response
 from whence.page.content.short_json import cut_text, round_numbers
 from whence.scores import Moment, is_significant, list_observations, name_action, name_entries, sort_by_time
@@ -154,12 +154,16 @@ def gather_moment(
     if run.is_language:
         return MomentView(*place)
     changes, policy_note = run.changes(number)
-    rows = [] if changes is None else changes.filter(pl.col("record_id") == moment.record_id).to_dicts()
+    place_of = None if changes is None else changes["record_id"].index_of(moment.record_id)
+    change = None if changes is None or place_of is None else changes.row(place_of, named=True)
     frames, frames_note = replay or replay_moments(run, [(moment, steps)])[moment.record_id]
+    if not frames and moment.step is not None:
+        picture = read_picture(row, run.directory.config.get("observation_space"))
+        frames = {} if picture is None else {moment.step: picture}
     return MomentView(
         *place,
         state=list_state(row, run.state_names),
-        policy=read_change(run, rows[0]) if rows else None,
+        policy=None if change is None else read_change(run, change),
         policy_note=policy_note,
         estimate=run.measure(number, moment.record_id, rollouts) if rollouts else None,
         frames=frames,

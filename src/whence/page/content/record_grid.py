@@ -2,15 +2,15 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import polars as pl
 
 from whence.core import WhenceError
-from whence.page.content.explored_run import ExploredRun, Round
+from whence.page.content.explored_run import ExploredRun
 from whence.page.content.short_json import LONGEST, round_numbers
-from whence.scores import group_scores, is_significant, list_groupings
+from whence.scores import group_scores, is_significant
 
 LONGEST_TEXT = 2000
 """Characters of a prompt or a response in the grid; a record that is opened shows more."""
@@ -254,11 +254,9 @@ NAMES = {
 """What columns are called where the page groups by them, unless by their own names."""
 
 
-def list_pivots(run: ExploredRun, records: Round) -> list[dict[str, str]]:
+def list_pivots(run: ExploredRun, number: int) -> list[dict[str, str]]:
     """Return the columns by which a round's records can be grouped: `key` and `name` of each."""
-    if run.is_language or "score" not in records.table.columns:
-        return []
-    return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in list_groupings(records.table)]
+    return [{"key": by, "name": NAMES.get(by, by.removeprefix("info."))} for by in run.groupings(number)]
 
 
 def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, Any]:
@@ -271,8 +269,7 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
     Raises:
         WhenceError: no column or more than two are named, or the records cannot be grouped by one.
     """
-    records = run.round(number)
-    keys = [entry["key"] for entry in list_pivots(run, records)]
+    records, keys = run.round(number), run.groupings(number)
     if not 1 <= len(set(by)) == len(by) <= 2 or not {*by} <= {*keys}:
         raise WhenceError(f"Records are grouped by {', '.join(by)[:80]}; one or two of {', '.join(keys)} are needed.")
     table = group_scores(records.table, by, labels=run.labels, names=run.name_axes(number))
@@ -290,3 +287,13 @@ def build_pivot(run: ExploredRun, number: int, by: Sequence[str]) -> dict[str, A
         for row in table.iter_rows(named=True)
     ]
     return {"rows": rows, "columns": columns, "cells": cells}
+
+
+def choose_pairs(keys: Sequence[str], findings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the pairs of columns by which a file has groups: the one that the page opens with, and those of findings.
+
+    The page's script opens with regions by actions, or, where there are none, with the first columns.
+    """
+    opened = [key for key in ("region", "action", *keys) if key in keys]
+    pairs = [list(dict.fromkeys(opened))[:2], *([key for key, _ in each.get("groups", ())] for each in findings)]
+    return [pair for pair in pairs if len(pair) == 2 and {*pair} <= {*keys}]

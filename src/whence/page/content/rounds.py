@@ -5,12 +5,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import polars as pl
 import polars.selectors as cs
 
+from whence.page.content.episodes import read_metrics
 from whence.page.content.explored_run import ExploredRun, Round, attempt
-from whence.page.content.frames import choose_steps
-from whence.page.content.moment_view import choose_columns, describe_moment, describe_view, gather_moment, list_curves
+from whence.page.content.frames import choose_steps, make_thumb, read_picture
+from whence.page.content.moment_view import (
+    AROUND,
+    choose_columns,
+    describe_moment,
+    describe_view,
+    gather_moment,
+    list_curves,
+)
 from whence.page.content.record_grid import EMBEDDED, RESPONSES, STEPS, Column, list_columns, list_pivots, make_cells
 from whence.page.content.responses import describe_text, list_group, list_prompts
 from whence.page.content.short_json import cut_text, round_numbers
@@ -24,7 +33,16 @@ def name_commands(run: ExploredRun) -> dict[str, str | None]:
     return {"view": run.name_command("view"), "why": why}
 
 
-SERIES = ("episode_return", "reward", "dropped_share", "negative_share", "significant_share", "test_return")
+SERIES = (
+    "round_return",
+    "round_length",
+    "episode_return",
+    "reward",
+    "dropped_share",
+    "negative_share",
+    "significant_share",
+    "test_return",
+)
 """Curves over rounds that a page shows below the slider, where they exist."""
 
 CURVES = {
@@ -66,6 +84,7 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
         "opens": choose_round(run, rounds, findings or ()),
         "planned": run.planned,
         "finished": run.is_finished(),
+        "live": is_served and run.is_live(),
         "rounds": [*rounds],
         "series": {name: round_numbers(numbers[name]) for name in SERIES if name in numbers.columns},
         "curves": _list_curves(numbers) if run.is_language else [],
@@ -78,7 +97,7 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
 def _read_numbers(run: ExploredRun, rounds: Sequence[int]) -> pl.DataFrame:
     """Return the numbers of rounds' metrics and evaluations, a row for each round; no columns of nulls."""
     numbers = pl.DataFrame({"round": rounds}, schema={"round": pl.Int64})
-    for table in (run.directory.table("metrics"), run.directory.table("evaluations")):
+    for table in (read_metrics(run.directory), run.directory.table("evaluations")):
         if not table.is_empty():
             columns = table.select("round", cs.numeric() - cs.by_name(numbers.columns, require_all=False))
             numbers = numbers.join(columns, on="round", how="left", maintain_order="left")
@@ -171,10 +190,10 @@ def _describe_errors(records: pl.DataFrame) -> tuple[str, str]:
 
 
 MOMENTS = 100
-"""Moments at either end of a round that a page lists at most."""
+"""Moments at either end of a round that a served page lists at most."""
 
-ROWS = 250
-"""Rows of a round's grid in the offline file at most."""
+ROWS = 60
+"""Rows of a round's grid in the offline file at most; a quarter of the responses of a language model's usual round."""
 
 EXCERPT = 160
 """Characters of a response in a list."""
@@ -183,7 +202,9 @@ STRIP = 50_000
 """Records up to which the strip shows the whole round; of larger rounds it shows the moments' episodes."""
 
 
-def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: Sequence[int] = ()) -> dict[str, Any]:
+def build_round(
+    run: ExploredRun, number: int, *, rows: bool = False, records: Sequence[int] = (), most: int = MOMENTS
+) -> dict[str, Any]:
     """Return a round in JSON types, as the page's contract has it.
 
     Args:
@@ -191,13 +212,14 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
         number: the round.
         rows: whether the grid's rows of the moments' records are included; the server is asked for them instead.
         records: further ones that the grid shows.
+        most: moments at either end.
 
     Raises:
         RunDirectoryError: the round is not there. A damaged round is a round without records, and a note.
     """
     scored = run.round(number)
     table, notes = scored.table, [*scored.notes]
-    worst, best = list_moments(scored, notes)
+    worst, best = list_moments(scored, notes, most)
     shown = order_strip(table, [*worst, *best])
     if len(shown) < len(table):
         notes.append(f"The strip shows {len(shown):,} of {len(table):,} records: the episodes of the listed moments.")
@@ -208,32 +230,41 @@ def build_round(run: ExploredRun, number: int, *, rows: bool = False, records: S
         "scored": "score" in table.columns,
         "trust": trust,
         "strip": build_strip(shown),
-        "worst": _describe_moments(run, table, worst),
-        "best": _describe_moments(run, table, best),
+        "worst": _describe_moments(run, number, table, worst),
+        "best": _describe_moments(run, number, table, best),
         "prompts": list_prompts(scored) if run.is_language else [],
-        "groupings": attempt(lambda: list_pivots(run, scored), notes, "Groups cannot be made", []),
+        "groupings": attempt(lambda: list_pivots(run, number), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
         "rows": _make_rows(run, number, [*worst, *best], records) if rows else None,
         "notes": notes,
     }
 
 
-def list_moments(records: Round, notes: list[str]) -> tuple[list[Moment], list[Moment]]:
+def list_moments(records: Round, notes: list[str], most: int = MOMENTS) -> tuple[list[Moment], list[Moment]]:
     """Return a round's most harmful and most helpful moments; none if a column is not what it should be."""
     failure = "Moments cannot be listed"
     worst, best = (
-        attempt(partial(find_moments, records.table, lowest=lowest, most=MOMENTS), notes, failure, [])
+        attempt(partial(find_moments, records.table, lowest=lowest, most=most), notes, failure, [])
         for lowest in (True, False)
     )
     return worst, best
 
 
-def _describe_moments(run: ExploredRun, table: pl.DataFrame, moments: Sequence[Moment]) -> list[dict[str, Any]]:
-    """Return moments in JSON types; those of a language model with the beginnings of their responses."""
+def _describe_moments(
+    run: ExploredRun, number: int, table: pl.DataFrame, moments: Sequence[Moment]
+) -> list[dict[str, Any]]:
+    """Return moments in JSON types, with what their lists show.
+
+    That is the beginning of a response, or a thumbnail of an observation that is a picture, as it was stored.
+    """
     shown = [describe_moment(moment, run.labels) for moment in moments]
     if "response" in table.columns:
         texts = dict(table.select("record_id", "response").iter_rows())
         shown = [about | {"text": cut_text(texts[about["record"]] or "", EXCERPT)} for about in shown]
+    if shown and read_picture(table.row(0, named=True), run.directory.config.get("observation_space")) is not None:
+        for about in shown:
+            picture = read_picture(run.record(number, about["record"]), run.directory.config.get("observation_space"))
+            about["thumb"] = None if picture is None else make_thumb(picture)
     return shown
 
 
@@ -289,6 +320,38 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
     }
 
 
+def shorten_strip(strip: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a strip as a file holds it: each record's id less the one before, and scores in a `unit`, whole numbers.
+
+    The unit is a hundredth to a thousandth of a large score, as fine as the page's colours and words.
+    """
+    ids, scores = np.array(strip["record_ids"], dtype=np.int64), strip["scores"]
+    sizes = [abs(score) for score in scores if score]
+    unit = 10.0 ** (math.floor(math.log10(np.quantile(sizes, LARGE))) - 2) if sizes else 1.0
+    counts = [None if score is None else round(score / unit) for score in scores]
+    return {**strip, "record_ids": np.diff(ids, prepend=0).tolist(), "unit": unit, "scores": counts}
+
+
+LARGE = 0.985
+"""The quantile of the sizes of scores at which the page's colours are full."""
+
+
+def list_curves_near(table: pl.DataFrame, faces: Sequence[int], labels: Sequence[str] | None) -> dict[str, Any]:
+    """Return the curves of a round in the order of its strip, but for those that it has: around some records only.
+
+    Elsewhere they hold nulls, so that a file holds no more than what opens.
+    """
+    is_face = table["record_id"].is_in(list(faces)).cast(pl.Float64)
+    near = is_face.rolling_max(2 * AROUND + 1, min_samples=1, center=True).to_numpy() > 0
+    curves = list_curves(table.filter(near), labels)
+    places, columns = np.flatnonzero(near).tolist(), dict[str, Any]()
+    for name in (name for name in curves if name not in ("record_ids", "scores", "dropped")):
+        columns[name] = [None] * len(table)
+        for place, value in zip(places, curves[name], strict=True):
+            columns[name][place] = value
+    return columns
+
+
 def _make_rows(
     run: ExploredRun, number: int, moments: Sequence[Moment], records: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -296,7 +359,7 @@ def _make_rows(
 
     Each has `differs`, whether its score differs from 0, and `groups`, the names of its groups.
     """
-    keys = [entry["key"] for entry in list_pivots(run, run.round(number))[:EMBEDDED]]
+    keys = run.groupings(number)[:EMBEDDED]
     names = {f"groups {by}": run.group(number, by).cast(pl.String) for by in keys}
     table = run.flagged(number).with_columns(**names).unique("record_id", keep="first", maintain_order=True)
     faces = [moment.record_id for moment in moments]

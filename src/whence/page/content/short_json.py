@@ -14,6 +14,9 @@ LONGEST = 240
 """Characters of an observation, an action or a reason that a page holds at most."""
 
 
+_PLAIN = {int, str, bool, type(None)}
+
+
 def spread(numbers: Sequence[int], most: int) -> list[int]:
     """Return at most `most` of some numbers: the first, the last, and others evenly between."""
     places = range(len(numbers)) if len(numbers) <= most else np.linspace(0, len(numbers) - 1, most).round().astype(int)
@@ -36,7 +39,8 @@ def round_numbers(value: Any, digits: int = 6) -> Any:
     if isinstance(value, Mapping):
         return {key: round_numbers(entry, digits) for key, entry in value.items()}
     if isinstance(value, list | tuple | pl.Series):
-        return [round_numbers(entry, digits) for entry in value]
+        # Most of a round's entries stay as they are, and a call of each would take half of the time.
+        return [entry if type(entry) in _PLAIN else round_numbers(entry, digits) for entry in value]
     return value
 
 
@@ -47,5 +51,9 @@ def write_json(value: Any) -> str:
 
 def compress_json(value: Any, digits: int) -> str:
     """Return a value as JSON with short numbers, compressed by gzip, as base64; equal values give equal text."""
-    data = write_json(round_numbers(value, digits)).encode("ascii")
-    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")
+    return compress_text(write_json(round_numbers(value, digits)))
+
+
+def compress_text(text: str) -> str:
+    """Return a text, compressed by gzip, as base64."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8"), 9, mtime=0)).decode("ascii")

@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -75,13 +75,15 @@ class EpisodeReplay:
 def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) -> StoredEpisode:
     """Read an episode of a run from all rounds that hold a part of it.
 
-    Its beginning is looked for from `near` on backwards, a round that holds a part of it, or in all.
+    Its beginning is looked for from `near` on backwards, a round that holds a part of it. If that is not known, it is
+    looked for by halves, since ids grow from round to round; then in all rounds.
 
     Raises:
         ReplayError: no round holds its beginning.
     """
     numbers = run.rounds()
-    for number in numbers if near is None else [each for each in reversed(numbers) if each <= near]:
+    likely = _halve_rounds(run, episode, numbers) if near is None else []
+    for number in [*likely, *numbers] if near is None else [each for each in reversed(numbers) if each <= near]:
         began = run.round("episodes", number).filter(pl.col("episode_id") == episode)
         if not began.is_empty():
             break
@@ -96,9 +98,24 @@ def read_episode(run: RunDirectory, episode: int, *, near: int | None = None) ->
         if rows.is_empty():
             break
         parts.append(rows)
+        if "end" in rows.columns and (rows["end"].fill_null("") != "").any():
+            break
     records = pl.concat(parts, how="diagonal_relaxed").sort("step")
     state = began["generator_state"][0]
     return StoredEpisode(episode, records, None if state is None else json.loads(state), int(began["env_index"][0]))
+
+
+def _halve_rounds(run: RunDirectory, episode: int, numbers: Sequence[int]) -> list[int]:
+    """Return the round, if any, in which an episode began if the ids of episodes grow from round to round."""
+    low, high = 0, len(numbers)
+    while low < high:
+        at = middle = (low + high) // 2
+        while (ids := run.round("episodes", numbers[at])["episode_id"]).is_empty() and at > low:
+            at -= 1
+        if episode in ids:
+            return [numbers[at]]
+        low, high = (low, at) if not ids.is_empty() and ids[0] > episode else (middle + 1, high)
+    return []
 
 
 def play_again(

@@ -1,0 +1,58 @@
+"""What episodes earned, and how long they were, by the round in which they ended."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import polars as pl
+
+from whence.page.content.explored_run import stamp_file
+from whence.runs import RunDirectory
+
+_COLUMNS = ["episode_id", "step", "reward", "end"]
+
+
+def read_metrics(run: RunDirectory) -> pl.DataFrame:
+    """Return a run's metrics; of an agent with the means over the episodes that ended in each round.
+
+    These are `round_return`, of the rewards as the environment paid them, and `round_length`, in steps: null in a round
+    in which no episode ended. Episodes that began before the run's first record are left out.
+    """
+    metrics = run.table("metrics")
+    if run.is_language or metrics.is_empty():
+        return metrics
+    paths = [(number, run.round_path("records", number)) for number in run.rounds()]
+    parts = [_sum_episodes(path, stamp_file(path)).with_columns(round=pl.lit(number)) for number, path in paths]
+    if not parts:
+        return metrics
+    episodes = (
+        pl.concat(parts)
+        .group_by("episode_id")
+        .agg(pl.col("total", "length").sum(), pl.col("first").min(), pl.col("round").filter("ended").last())
+    )
+    whole = episodes.filter(pl.col("first") == 0).drop_nulls("round").group_by("round")
+    means = whole.agg(round_return=pl.col("total").mean(), round_length=pl.col("length").mean())
+    return metrics.join(means, on="round", how="left", maintain_order="left") if len(means) else metrics
+
+
+@lru_cache(maxsize=20_000)
+def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
+    """Return a round's part of each episode: its rewards' sum, its steps, the first of them, and whether it ended.
+
+    No rows of a file that is damaged, or lacks these columns. A page that is asked for news reads a round once.
+    """
+    schema = {"episode_id": pl.Int64, "total": pl.Float64, "length": pl.Int64, "first": pl.Int64, "ended": pl.Boolean}
+    try:
+        table = pl.read_parquet(path, columns=_COLUMNS, glob=False)
+    except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
+        return pl.DataFrame(schema=schema)
+    episodes = (
+        table.drop_nulls(["episode_id", "step"])
+        .group_by("episode_id")
+        .agg(
+            total=pl.col("reward").cast(pl.Float64).sum(),
+            length=pl.len(),
+            first=pl.col("step").min(),
+            ended=(pl.col("end").fill_null("") != "").any(),
+        )
+    )
+    return episodes.cast(schema)  # type: ignore[arg-type]

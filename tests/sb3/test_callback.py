@@ -689,4 +689,4 @@ def test_a_summed_target_has_no_errors_and_trains(tmp_path: Path, caplog: pytest
     assert "influence_error" not in RunDirectory.open(tmp_path).round("records", 2).columns
     (warning,) = [record.message for record in caplog.records if "without errors" in record.message]
     assert warning.startswith("Scores are written without errors. The target")
-    assert "is no mean over the scored records" in warning
+    assert "do not add up to it" in warning

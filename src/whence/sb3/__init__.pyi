@@ -1,6 +1,7 @@
 from .callback import InfluenceCallback as InfluenceCallback
 from .episodes import EpisodeReplay as EpisodeReplay
 from .episodes import RecordResets as RecordResets
+from .models import register_policy_class as register_policy_class
 from .resuming import resume as resume
 from .round_result import Choice as Choice
 from .round_result import RoundResult as RoundResult

@@ -208,7 +208,8 @@ def warn_of_log_probs(policy: Any, records: RecordBatch) -> None:
         log.warning(
             "The policy's log-probs are not those that the rollout holds, in %d of %d records: %.4g is stored and %.4g "
             "computed for record %d. SB3 trains on such ratios, and scores are of the same loss. Causes: actions of a "
-            "Box of integers, which SB3 rounds when it stores them; a policy that acts otherwise than it is evaluated.",
+            "Box of integers, which SB3 rounds when it stores them; a policy that acts otherwise than it is evaluated; "
+            "a layer that keeps a state.",
             int(apart.sum()),
             len(records),
             float(records.log_probs[first]),

@@ -160,8 +160,9 @@ def check_mean(
     scale = float(by_fold.abs().max()) or 1.0
     if not torch.allclose(means, scores, rtol=1e-2, atol=1e-3 * scale):
         raise NoMean(
-            f"The target {name} is no mean over the scored records, so parts of it do not tell its error. Divide it by "
-            "the number of records, or leave out folds."
+            f"The parts of the target {name} do not add up to it, so they do not tell its error. Causes: a target that "
+            "is no mean over the records (divide it by their number); a layer of the policy, such as a features "
+            "extractor, that keeps a state and computes other numbers at each call. Or leave out folds."
         )
 
 

@@ -27,6 +27,7 @@ def attribute(
     action: options.Action = None,
     engine: options.Engine = "auto",
     env: options.ReplayEnv = None,
+    policy: options.PolicyClass = None,
     trust: options.Trust = False,
     top: Annotated[int, typer.Option(help="Records to show from either end.", min=1)] = 10,
     out: Annotated[Path | None, options.optional(help="Write all scores to this file: .parquet.")] = None,

@@ -63,6 +63,7 @@ def prove(
     observation: options.InState = None,
     action: options.TakenAction = None,
     env: options.ReplayEnv = None,
+    policy: options.PolicyClass = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
     **fields: Any,

@@ -24,6 +24,7 @@ def report(
     path: Annotated[Path, typer.Argument(help="A run directory, or the directory of a comparison.")],
     out: Annotated[Path | None, options.optional(help="The file to write. (default: report.html in PATH)")] = None,
     env: options.ReplayEnv = None,
+    policy: options.PolicyClass = None,
     trust: options.Trust = False,
     rounds: Annotated[
         str | None,
@@ -62,6 +63,7 @@ def view(
         list[Path] | None, typer.Argument(help="Further runs, to be compared on one page.", show_default=False)
     ] = None,
     env: options.ReplayEnv = None,
+    policy: options.PolicyClass = None,
     trust: options.Trust = False,
     port: Annotated[
         int | None, options.optional(help="0 picks a free one. (default: the run's own)", min=0, max=65535)

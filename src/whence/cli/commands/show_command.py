@@ -48,6 +48,7 @@ def show(
         int, options.agents_option(help="Fresh rollouts that measure the advantage; 0: none. (default: 16)", min=0)
     ] = 16,
     env: options.ReplayEnv = None,
+    policy: options.PolicyClass = None,
 ) -> None:
     """Show one moment of a run: what the agent saw and did, what it scored, and what the round changed.
 

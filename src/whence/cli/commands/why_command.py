@@ -64,6 +64,7 @@ def why(
     action: options.TakenAction = None,
     out: Annotated[Path | None, options.agents_option(help="Draw a picture: .png.")] = None,
     env: options.ReplayEnv = None,
+    policy: options.PolicyClass = None,
     prompt: options.Prompt = None,
     response: options.Response = None,
     flagged: Annotated[

@@ -56,6 +56,29 @@ ReplayEnv: TypeAlias = Annotated[
     str | None,
     agents_option("--env", help="The environment: an id, module:Id, or module:function. (default: the run's)"),
 ]
+
+
+def register_policy(name: str | None) -> str | None:
+    """Let a run's policy be built of a class that the user names, "module:Class"."""
+    if name is not None:
+        from whence.sb3.episodes import find_object
+        from whence.sb3.models import register_policy_class
+
+        try:
+            register_policy_class(find_object(name))
+        except (ImportError, AttributeError) as failure:
+            raise WhenceError(f"--policy is {name!r}; module:Class is needed: {failure}.") from None
+    return name
+
+
+PolicyClass: TypeAlias = Annotated[
+    str | None,
+    agents_option(
+        "--policy",
+        help="Your own class of the policy, or of its features extractor: module:Class.",
+        callback=register_policy,
+    ),
+]
 EpisodeSeed: TypeAlias = Annotated[
     int | None, agents_option(help="The decision: of an episode played with this seed, (default: 0)", min=0)
 ]

@@ -27,6 +27,7 @@ from whence.sb3.models.descriptions import HYPERPARAMETERS, is_schedule, make_sp
 SPACES = ("observation_space", "action_space")
 """The spaces in a run's configuration; None if they are none of SB3's."""
 
+_NAME_CLASS = "Name the class: --policy module:Class (in Python: whence.sb3.register_policy_class). "
 REMEDY = "Build the model and the callback as the script did; learn() goes on by itself."
 
 _ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": MaskablePPO, "RecurrentPPO": RecurrentPPO}
@@ -34,6 +35,19 @@ _ALGORITHMS: Mapping[str, Any] = {"PPO": PPO, "A2C": A2C, "MaskablePPO": Maskabl
 _POLICIES: Mapping[str, Any] = {
     policy.__name__: policy for algorithm in _ALGORITHMS.values() for policy in algorithm.policy_aliases.values()
 }
+
+_REGISTERED: dict[str, type] = {}
+
+
+def register_policy_class(policy_class: type) -> None:
+    """Let runs whose policy is, or has, a class of this name be built again, such as a features extractor's.
+
+    Raises:
+        WhenceError: it is no module's class.
+    """
+    if not (isinstance(policy_class, type) and issubclass(policy_class, nn.Module)):
+        raise WhenceError(f"A policy, or a part of one, is a class of torch.nn.Module's, and {policy_class!r} is none.")
+    _REGISTERED[policy_class.__name__] = policy_class
 
 
 def build_model(
@@ -57,13 +71,14 @@ def build_model(
             schedule that `changes` does not.
     """
     config = run.config
-    for what, classes in (("algorithm", _ALGORITHMS), ("policy", _POLICIES)):
+    policies = {**_POLICIES, **_REGISTERED}
+    for what, classes in (("algorithm", _ALGORITHMS), ("policy", policies)):
         if (name := config.get(what)) not in classes:
             raise RunDirectoryError(
                 f"{run.path} was trained with the {what} {name!r}, which cannot be built by its name; "
-                f"{', '.join(classes)} can. {REMEDY}"
+                f"{', '.join(classes)} can. {_NAME_CLASS if what == 'policy' else ''}{REMEDY}"
             )
-    algorithm, policy = _ALGORITHMS[config["algorithm"]], _POLICIES[config["policy"]]
+    algorithm, policy = _ALGORITHMS[config["algorithm"]], policies[config["policy"]]
     parameters = inspect.signature(algorithm).parameters
     stored = read_numbers(config.get("hyperparameters", {}))
     functions = [name for name, value in stored.items() if is_schedule(value) and value["schedule"] != "linear"]
@@ -131,7 +146,8 @@ class MiniGridCNN(torch_layers.BaseFeaturesExtractor):
 def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's arguments, with classes in place of the names that configurations hold.
 
-    A name is that of a class of PyTorch's, of Stable-Baselines3's or of this module's, alone or with its module's.
+    A name is that of a class of PyTorch's, of Stable-Baselines3's or of this module's, alone or with its module's; or
+    of one that was registered.
 
     Raises:
         WhenceError: no class of that name is known.
@@ -146,6 +162,8 @@ def resolve_classes(policy_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_class(argument: str, path: str) -> type:
     name = path.rpartition(".")[2]
+    if name in _REGISTERED:
+        return _REGISTERED[name]
     known = {**vars(nn), **vars(torch_layers), **vars(optim), **vars(rmsprop_tf_like), "MiniGridCNN": MiniGridCNN}
     candidate = known.get(name)
     if isinstance(candidate, type) and path in (name, f"{candidate.__module__}.{candidate.__qualname__}"):
@@ -154,7 +172,7 @@ def _find_class(argument: str, path: str) -> type:
     names = (name for name, each in known.items() if isinstance(each, type) and issubclass(each, of))
     raise WhenceError(
         f"{argument} is {path!r}, which is no class of PyTorch's or Stable-Baselines3's."
-        f"{suggest(name, names, otherwise='')}"
+        f"{suggest(name, names, otherwise='')} {_NAME_CLASS.rstrip()}"
     )
 
 

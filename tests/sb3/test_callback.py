@@ -688,5 +688,5 @@ def test_a_summed_target_has_no_errors_and_trains(tmp_path: Path, caplog: pytest
     toy.learn(128, callback=callback)
     assert "influence_error" not in RunDirectory.open(tmp_path).round("records", 2).columns
     (warning,) = [record.message for record in caplog.records if "without errors" in record.message]
-    assert warning.startswith("Scores are written without errors. The target")
+    assert warning.startswith("Scores are written without errors. The parts of the target")
     assert "do not add up to it" in warning

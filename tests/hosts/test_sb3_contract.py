@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -31,6 +31,11 @@ def saves_an_observation() -> bool:
     return env.buf_obs[None][1].tolist() == [1] * 5 and env._obs_from_buf()[1].tolist() == [1] * 5
 
 
+def lists_alone_forward_rollouts() -> bool:
+    plain, kinds = BaseCallback._on_rollout_start, (CallbackList, EvalCallback, EveryNTimesteps)
+    return [kind._on_rollout_start is plain for kind in kinds] == [False, True, True]
+
+
 PRIVATE = {
     "_last_obs": lambda: TOY._last_obs.shape == (2, 5),
     "_last_original_obs": lambda: TOY._last_original_obs.shape == (2, 5),
@@ -43,6 +48,7 @@ PRIVATE = {
     "_current_progress_remaining": lambda: TOY._current_progress_remaining == 0,
     "_logger": lambda: TOY._logger is TOY.logger,
     "_init_callback": lambda: isinstance(TOY._init_callback(None), BaseCallback),
+    "_on_rollout_start": lists_alone_forward_rollouts,
     "_setup_model": makes_its_networks_later,
     "_init_setup_model": makes_its_networks_later,
     "_get_samples": lambda: takes(RolloutBuffer._get_samples, "batch_inds env"),

@@ -28,9 +28,9 @@ BEFORE, AFTER = 8, 3
 """Frames before and after a moment's face."""
 
 
-def choose_steps(step: int | None) -> list[int]:
-    """Return the steps whose frames show the moment around a step, from 0 on; none around an unknown one."""
-    return [] if step is None else list(range(max(0, step - BEFORE), step + AFTER + 1))
+def choose_steps(step: int | None, every: int = 1) -> list[int]:
+    """Return the steps, each or every second, whose frames show the moment around one; none around an unknown one."""
+    return [] if step is None else [at for at in range(step - BEFORE, step + AFTER + 1, every) if at >= 0]
 
 
 def replay_moments(

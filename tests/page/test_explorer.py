@@ -153,7 +153,7 @@ class TestRound:
         shown = plain(build_round(lake, 1, rows=True))
         assert shown["worst"][0]["score"] == -30
         assert shown["best"][0]["score"] == 29
-        assert shown["worst"][0] | {"record": 0, "significant": True, "framed": False} == shown["worst"][0]
+        assert shown["worst"][0] | {"record": 0, "significant": True} == shown["worst"][0]
         assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
         assert sorted(row["record_id"] for row in shown["rows"]) == list(range(60))  # as many as the file has room for
         assert len(shown["rows"]) <= ROWS
@@ -358,7 +358,7 @@ class TestFrames:
         ((_, embedded),) = embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded)))
-        framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
+        framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["thumb"]]
         assert [moment["record"] for moment in framed] == [11, 31]
         for moment in framed:
             frames = content["details"][str(moment["record"])]["frames"]

@@ -12,8 +12,8 @@ from PIL import Image
 from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
-from whence.page.content import build_pivot
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
+from whence.page.content.record_grid import build_pivot
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.html import NOT_EMBEDDED, embed_rounds, list_latest
 from whence.runs import RunDirectory

@@ -30,7 +30,9 @@ BEFORE, AFTER = 8, 3
 
 def choose_steps(step: int | None, every: int = 1) -> list[int]:
     """Return the steps, each or every second, whose frames show the moment around one; none around an unknown one."""
-    return [] if step is None else [at for at in range(step - BEFORE // every * every, step + AFTER + 1, every) if at >= 0]
+    return (
+        [] if step is None else [at for at in range(step - BEFORE // every * every, step + AFTER + 1, every) if at >= 0]
+    )
 
 
 def replay_moments(

@@ -30,9 +30,8 @@ BEFORE, AFTER = 8, 3
 
 def choose_steps(step: int | None, every: int = 1) -> list[int]:
     """Return the steps, each or every second, whose frames show the moment around one; none around an unknown one."""
-    return (
-        [] if step is None else [at for at in range(step - BEFORE // every * every, step + AFTER + 1, every) if at >= 0]
-    )
+    before = BEFORE // every * every
+    return [] if step is None else [at for at in range(step - before, step + AFTER + 1, every) if at >= 0]
 
 
 def replay_moments(
@@ -95,7 +94,7 @@ def _colour(values: NDArray[Any]) -> NDArray[np.uint8]:
     if image.dtype != np.uint8:
         image = np.asarray(values.any(axis=2, keepdims=True)) if values.dtype == np.bool_ else image
         low, high = float(image.min()), float(image.max())
-        image = (255 * (image - low) / max(high - low, 1e-12) if high > low else 0 * image).astype(np.uint8)
+        image = (255 * (image - low) / ((high - low) or 1)).astype(np.uint8)
     return np.ascontiguousarray(np.broadcast_to(image, (*image.shape[:2], 3)))
 
 

@@ -16,7 +16,7 @@ from whence.page.content.frames import WIDTH, encode_frames, replay_moments
 from whence.page.content.record_grid import build_pivot
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.html import NOT_EMBEDDED, embed_rounds, list_latest
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, write_flag
 from whence.sb3.episodes import read_episode
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant
@@ -124,6 +124,19 @@ class TestResponses:
         monkeypatch.setattr("whence.page.content.responses.GROUP", 2)
         opened = plain(build_detail(run, 1, 1))
         assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
+
+    def test_a_file_holds_of_an_opened_record_what_a_server_tells(self, tmp_path):
+        run = run_of(tmp_path / "lake")
+        write_flag(run.directory.path, 1, 0, "odd")
+        ((_, text),) = embed_rounds([run], [[1]])
+        details = json.loads(gzip.decompress(base64.b64decode(text)))["details"]
+        assert details["0"]["flag"] == "odd"
+        for record, detail in details.items():
+            served = plain(build_detail(run, 1, int(record)))
+            assert detail.keys() == served.keys()
+            assert detail["flag"] == served["flag"]
+            assert detail["window"]["record_ids"] == served["window"]["record_ids"]
+            assert detail["window"]["advantages"] == pytest.approx(served["window"]["advantages"], rel=1e-3)
 
     def test_a_file_holds_each_response_once(self, tmp_path):
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})

@@ -241,7 +241,7 @@ def _build_content(run: ExploredRun, number: int) -> dict[str, Any]:
         is_first = moment in (*worst[:TOKENS], *best[:TOKENS], *named)
         detail = describe_record(run, number, moment, replay=(frames, note), with_tokens=is_first)
         details[str(moment.record_id)] = detail
-        if moment.step in frames:
+        if moment.step is not None and moment.step in frames:
             thumbs[moment.record_id] = make_thumb(frames[moment.step])
     for about in (*shown["worst"], *shown["best"]):
         about["thumb"] = about["thumb"] or thumbs.get(about["record"])

@@ -367,14 +367,12 @@
       const before = JSON.stringify(page.runs.map(({ rounds }) => rounds));
       const followed = run().rounds.at(-1) === chosen.round || chosen.round === null;
       page.runs.splice(0, page.runs.length, ...news.runs);
-      if (JSON.stringify(page.runs.map(({ rounds }) => rounds)) !== before) {
-        if (followed && !Whence.moment.isOpen() && run().rounds.length) {
-          chosen.round = run().rounds.at(-1);
-          chosen.otherRound = null;
-          show();
-        } else showControls();
-        window.updateFigures?.(await source.fetchJson("/api/figures"));
+      const isNew = JSON.stringify(page.runs.map(({ rounds }) => rounds)) !== before;
+      if (isNew && followed && !Whence.moment.isOpen() && run().rounds.length) {
+        chosen = { ...chosen, round: run().rounds.at(-1), otherRound: null };
+        show();
       } else showControls();
+      if (isNew) window.updateFigures?.(await source.fetchJson("/api/figures"));
     } catch (error) {
       status.textContent = error.gone ? "The server does not answer. Trying again …" : error.message;
       status.dataset.gone = "yes";

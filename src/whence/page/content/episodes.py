@@ -8,7 +8,7 @@ import polars as pl
 from whence.page.content.explored_run import stamp_file
 from whence.runs import RunDirectory
 
-_COLUMNS = {"episode_id": pl.Int64, "step": pl.Int64, "reward": pl.Float64, "end": pl.String}
+_COLUMNS = pl.Schema({"episode_id": pl.Int64, "step": pl.Int64, "reward": pl.Float64, "end": pl.String})
 
 
 def read_metrics(run: RunDirectory) -> pl.DataFrame:

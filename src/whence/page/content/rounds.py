@@ -26,14 +26,8 @@ def name_commands(run: ExploredRun) -> dict[str, str | None]:
 
 
 SERIES = (
-    "round_return",
-    "round_length",
-    "episode_return",
-    "reward",
-    "dropped_share",
-    "negative_share",
-    "significant_share",
-    "test_return",
+    *("round_return", "round_length", "episode_return", "test_return"),
+    *("dropped_share", "negative_share", "significant_share"),
 )
 """Curves over rounds that a page shows below the slider, where they exist."""
 

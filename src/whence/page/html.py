@@ -214,15 +214,16 @@ def embed_rounds(
 ) -> Iterator[tuple[str, str]]:
     """Yield the id of each round of some runs, and its text: JSON, compressed by gzip, as base64."""
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
+    findings = [run.list_findings() for run in runs]  # once: a run that is being trained has others later
     for done, (index, number) in enumerate(places, start=1):
-        yield f"round-{index}-{number}", compress_json(_build_content(runs[index], number), DIGITS)
+        about = [finding for finding in findings[index] if finding["round"] == number]
+        yield f"round-{index}-{number}", compress_json(_build_content(runs[index], number, about), DIGITS)
         if on_round is not None:
             on_round(done, len(places))
 
 
-def _build_content(run: ExploredRun, number: int) -> dict[str, Any]:
-    """Return a round with the details of its moments."""
-    findings = [finding for finding in run.list_findings() if finding["round"] == number]
+def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a round with the details of its moments; `findings` are those about it."""
     linked = [record for finding in findings for record in finding["records"]]
     most = MOMENTS if run.is_language else LISTED
     shown = build_round(run, number, rows=True, records=linked, most=most)

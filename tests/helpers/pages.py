@@ -6,13 +6,14 @@ import io
 import json
 import math
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 from PIL import Image, ImageDraw
 
-from whence.page.content import shorten_strip
+from whence.page.content.moment_view import AROUND
 from whence.page.html import SCRIPTS, STYLES, load_template
 
 ASSETS = files("whence.page") / "assets"
@@ -58,8 +59,9 @@ def embed(value: Any) -> Markup:
 
 def compress(value: Any) -> str:
     """A round as a file holds it."""
-    round_ = value["round"]
-    value = value | {"round": round_ | {"strip": shorten_strip(round_["strip"])}}
+    strip = value["round"]["strip"]
+    ids = [after - before for before, after in pairwise([0, *strip["record_ids"]])]
+    value = value | {"round": value["round"] | {"strip": strip | {"record_ids": ids}}}
     return base64.b64encode(gzip.compress(json.dumps(value, allow_nan=False).encode())).decode("ascii")
 
 
@@ -108,7 +110,7 @@ def make_map(text: str = "") -> dict:
 
 
 def make_round(number: int, *, text: str = "", first: int = 0, kind: str = "steps") -> dict:
-    """What the file embeds of a round: {"round", "details", "columns"}; `text` stands in every text of the run's."""
+    """What the file embeds of a round: {"round", "details", "pivots"}; `text` stands in every text of the run's."""
     n = EPISODES * LENGTH
     ids = [first + place for place in range(n)]
     scores = [round(0.1 * math.sin(place / 9 + number) * (1 + place % 5 / 5), 4) for place in range(n)]
@@ -134,10 +136,21 @@ def make_round(number: int, *, text: str = "", first: int = 0, kind: str = "step
             **{"first_step": steps[place] - 1, "last_step": steps[place] + 1, "dropped": 2 * dropped[place]},
             **{"score": scores[place], "error": error, "total": 2 * scores[place], "action": actions[place]},
             **{"advantage": advantages[place], "value": -74.0, "return": 1.0, "reward": -0.3},
-            **{"significant": abs(scores[place]) > 2 * error, "framed": place in frames},
+            **{"significant": abs(scores[place]) > 2 * error},
             "text": f"It. {text}" if kind == "responses" else None,
             "thumb": frames[place][4] if place in frames else None,
         }
+
+    columns = {
+        **{"record_ids": ids, "scores": scores, "dropped": dropped, "errors": [0.05] * n, "actions": actions},
+        **{"steps": steps, "rewards": [-0.3] * n, "values": [-74.0 + place / 5 for place in range(n)]},
+        "advantages": advantages,
+    }
+
+    def cut_window(place: int) -> dict:
+        episode = place - place % LENGTH
+        first, end = max(episode, place - AROUND), min(episode + LENGTH, place + AROUND + 1)
+        return {name: values[first:end] for name, values in columns.items()}
 
     def detail(place: int) -> dict:
         found = place in frames
@@ -145,7 +158,7 @@ def make_round(number: int, *, text: str = "", first: int = 0, kind: str = "step
         return (language if kind == "responses" else {}) | {
             **{"record": ids[place], "round": number, "episode": 10 + place // LENGTH, "step": steps[place]},
             **{"env": place // LENGTH % 2},
-            **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": None},
+            **{"action": actions[place], "dropped": bool(dropped[place]), "weight": None, "window": cut_window(place)},
             "reason": f"too low {text}" if dropped[place] else None,
             "state": [{"name": f"height{text}", "value": 0.25}, {"name": "legs", "value": f"none{text}"}],
             "policy": {
@@ -197,15 +210,10 @@ def make_round(number: int, *, text: str = "", first: int = 0, kind: str = "step
         "rows": rows,
         "map": make_map(text) if kind == "steps" else None,
     }
-    columns = {
-        **{"steps": steps, "rewards": [-0.3] * n, "values": [-74.0 + place / 5 for place in range(n)]},
-        **{"advantages": advantages, "errors": [0.05] * n, "actions": actions},
-    }
     places = [*listed["worst"], *listed["best"]]
     return {
         "round": shown,
         "details": {str(ids[place]): detail(place) for place in places},
-        "columns": columns,
         "pivots": pivots,
     }
 

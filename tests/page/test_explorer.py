@@ -12,11 +12,11 @@ from PIL import Image
 from helpers.explored_runs import HOSTILE, run_of, table_of
 from whence.core import WhenceError
 from whence.page import ExploredRun, build_detail, build_round, describe_runs, gather_moment, query_records
-from whence.page.content import build_pivot
 from whence.page.content.frames import WIDTH, encode_frames, replay_moments
+from whence.page.content.record_grid import build_pivot
 from whence.page.content.rounds import ROWS, describe_trust, order_strip
 from whence.page.html import NOT_EMBEDDED, embed_rounds, list_latest
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, write_flag
 from whence.sb3.episodes import read_episode
 from whence.sb3.episodes.episode_replay import EpisodeReplay
 from whence.scores.influence import is_significant
@@ -125,6 +125,19 @@ class TestResponses:
         opened = plain(build_detail(run, 1, 1))
         assert (len(opened["group"]["responses"]), opened["group"]["total"]) == (2, 3)
 
+    def test_a_file_holds_of_an_opened_record_what_a_server_tells(self, tmp_path):
+        run = run_of(tmp_path / "lake")
+        write_flag(run.directory.path, 1, 0, "odd")
+        ((_, text),) = embed_rounds([run], [[1]])
+        details = json.loads(gzip.decompress(base64.b64decode(text)))["details"]
+        assert details["0"]["flag"] == "odd"
+        for record, detail in details.items():
+            served = plain(build_detail(run, 1, int(record)))
+            assert detail.keys() == served.keys()
+            assert detail["flag"] == served["flag"]
+            assert detail["window"]["record_ids"] == served["window"]["record_ids"]
+            assert detail["window"]["advantages"] == pytest.approx(served["window"]["advantages"], rel=1e-3)
+
     def test_a_file_holds_each_response_once(self, tmp_path):
         run = run_of(tmp_path / "sums", responses_of(), {"kind": "language", "rounds": 1, "seed": 0})
         ((_, text),) = embed_rounds([run], [[1]])
@@ -153,7 +166,7 @@ class TestRound:
         shown = plain(build_round(lake, 1, rows=True))
         assert shown["worst"][0]["score"] == -30
         assert shown["best"][0]["score"] == 29
-        assert shown["worst"][0] | {"record": 0, "significant": True, "framed": False} == shown["worst"][0]
+        assert shown["worst"][0] | {"record": 0, "significant": True} == shown["worst"][0]
         assert all(a["score"] <= b["score"] for a, b in zip(shown["worst"], shown["worst"][1:], strict=False))
         assert sorted(row["record_id"] for row in shown["rows"]) == list(range(60))  # as many as the file has room for
         assert len(shown["rows"]) <= ROWS
@@ -358,7 +371,7 @@ class TestFrames:
         ((_, embedded),) = embed_rounds([lake], [[1]])
         assert [episode for episode, _ in asked] == [1, 3]
         content = json.loads(gzip.decompress(base64.b64decode(embedded)))
-        framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["framed"]]
+        framed = [moment for end in ("worst", "best") for moment in content["round"][end] if moment["thumb"]]
         assert [moment["record"] for moment in framed] == [11, 31]
         for moment in framed:
             frames = content["details"][str(moment["record"])]["frames"]

@@ -498,11 +498,7 @@ class Server:
         if parts[-1] == "causes":
             return make_causes(int(parts[5]), int(parts[7]), parse_qs(query)["by"][0])
         if len(parts) == 8:
-            n = LENGTH
-            window = {name: values[WORST - 17 :][:n] for name, values in content["columns"].items()}
-            strip = content["round"]["strip"]
-            window |= {name: strip[name][WORST - 17 :][:n] for name in ("record_ids", "scores", "dropped")}
-            return content["details"][str(WORST)] | {"window": window, "record": int(parts[7])}
+            return content["details"][str(WORST)] | {"record": int(parts[7])}
         asked = parse_qs(query)
         rows = content["round"]["rows"] if asked.get("dir") != ["desc"] else content["round"]["rows"][::-1]
         rows = [row for row in rows if asked.get("search", [""])[0] in row["action"]]

@@ -208,7 +208,10 @@ class TestPage:
             assert shown["round"][end][0]["score"] == pytest.approx(score, rel=1e-3)
         listed = {str(moment["record"]) for end in ("worst", "best") for moment in shown["round"][end]}
         assert shown["details"].keys() == listed
-        assert len(shown["columns"]["values"]) == len(shown["round"]["strip"]["record_ids"]) == 64
+        assert len(shown["round"]["strip"]["record_ids"]) == 64
+        for record, detail in shown["details"].items():
+            assert int(record) in detail["window"]["record_ids"]
+            assert len(detail["window"]["values"]) == len(detail["window"]["record_ids"])
 
     def test_hostile_names_of_arms_stay_text_in_table_and_figures(self, tmp_path, monkeypatch):
         comparison = by_hand(tmp_path, arms=("ppo", "</script><b>"), scored=("</script><b>",))
@@ -279,6 +282,7 @@ class TestRunPage:
         n, rng = 2_048, np.random.default_rng(0)
         noise = {name: rng.normal(size=n) for name in ("score", "advantage", "value", "return", "log_prob")}
         noise |= {"error": rng.uniform(0.5, 1, n), "observation": rng.normal(size=(n, 4))}
+        noise |= {"episode_id": np.arange(n) // 500, "step": np.arange(n) % 500}
         directory = RunDirectory.create(tmp_path / "cart", {"env": "Some-v0"})
         for number in range(1, 61):
             directory.write_round("records", number, table_of(n, **noise))
@@ -289,13 +293,18 @@ class TestRunPage:
         assert len(rounds) in (24, 25)  # with one of a finding
         content = rounds["round-0-60"]
         strip, records = content["round"]["strip"], directory.round("records", 60)
-        ids, scores = np.cumsum(strip["record_ids"]), np.array(strip["scores"]) * strip["unit"]
+        ids, scores = np.cumsum(strip["record_ids"]), np.array(strip["scores"])
         stored = records.select(pl.col("score").gather(pl.Series(records["record_id"].search_sorted(ids)))).to_series()
         assert np.abs(scores - stored.to_numpy()).max() < 0.01
-        near = np.flatnonzero([value is not None for value in content["columns"]["advantages"]])
         faces = [int(record) for record in content["details"]]
         assert 2 * LISTED <= len(faces) <= 2 * LISTED + 1  # the records repeat, of which a finding may name one
-        assert {*near} == {at for face in faces for at in range(n) if abs(at - [*ids].index(face)) <= 24}
+        for face in faces:
+            shown = content["details"][str(face)]["window"]
+            step = records.row(by_predicate=pl.col("record_id") == face, named=True)["step"]
+            last = min(499, n - 1 - (face - step))
+            assert shown["steps"] == [at for at in range(last + 1) if abs(at - step) <= 24]  # of its episode
+            near = records.filter(pl.col("record_id").is_in(shown["record_ids"])).sort("step")["advantage"].to_list()
+            assert shown["advantages"] == pytest.approx(near, rel=1e-3)
 
     @pytest.mark.parametrize(
         ("target", "words"),

@@ -72,8 +72,7 @@ def find_reward_faults(evidence: Evidence) -> Claims:
         )
 
     # Where nothing is paid, nothing may be due; so that needs an action, an environment, or a round in its words.
-    attempts: list[tuple[Predict, float, set[str]]] = [(predict, -_HALF, set())]
-    attempts += [(predict, _HALF, {"action", "env_index", "round"})]
+    attempts = [(predict, -_HALF, set[str]()), (predict, _HALF, {"action", "env_index", "round"})]
     attempts += [(predict_from_others, -_HALF, set())] if 1 < len(by_action) <= _FEW_ACTIONS else []
     conditions = _list_all_conditions(evidence, 5)
     for model, slope, needed in attempts:

@@ -51,15 +51,12 @@ def find_odd_copies(evidence: Evidence) -> Claims:
     for name, values in evidence.features.items() if len(evidence.features) <= FEW else ():
         sizes[f"The size of {name}"] = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
     results = []
-    place = np.searchsorted(copies, copy_of)
     for name, values in sizes.items():
-        odd = _find_oddest(values, place, len(copies))
-        if odd is not None:
-            known, is_here = np.isfinite(values), place == odd
-            here, others = values[known & is_here], values[known & ~is_here]
-            ratio = here.mean() / max(others.mean(), 1e-12)
+        known = np.isfinite(values)
+        if (copy := _find_oddest(values[known], copy_of[known])) is not None:
+            here, others = values[known & (copy_of == copy)], values[known & (copy_of != copy)]
             p = stats.mannwhitneyu(here, others).pvalue * len(copies) * len(sizes)
-            results.append((p, name, copies[odd], ratio))
+            results.append((p, name, copy, here.mean() / max(others.mean(), 1e-12)))
     for p, name, copy, ratio in sorted(results)[:1]:
         yield Claim(
             "reward" if "reward" in name else "episode" if "episode" in name else "observation",
@@ -72,29 +69,24 @@ def find_odd_copies(evidence: Evidence) -> Claims:
         )
 
 
-def _find_oddest(values: Numbers, place: NDArray[np.int64], count: int) -> int | None:
+def _find_oddest(values: Numbers, copy_of: Numbers) -> float | None:
     """Return the environment whose values differ surest from the others', by ranks, of those that differ enough.
 
     All environments are measured at once: one after the other, thousands would take as many passes over the episodes.
 
     Args:
-        values: a number of each episode; those that are not finite are left out.
-        place: the environment of each episode, from 0.
-        count: the number of environments.
+        values: a number of each episode.
+        copy_of: the environment of each episode.
     """
-    known = np.isfinite(values)
-    values, place = values[known], place[known]
-    sizes, totals = np.bincount(place, minlength=count), np.bincount(place, values, count)
-    others = len(values) - sizes
-    means, rest = totals / np.maximum(sizes, 1), (totals.sum() - totals) / np.maximum(others, 1)
+    copies, place, sizes = np.unique(copy_of, return_inverse=True, return_counts=True)
+    others, totals = len(values) - sizes, np.bincount(place, values)
+    means, rest = totals / sizes, (totals.sum() - totals) / np.maximum(others, 1)
     # What differs by less than twice or half hardly changes what is learned.
     is_odd = (np.minimum(sizes, others) >= _EPISODES) & ((means < rest / 2) | (means > 2 * rest))
-    if not is_odd.any():
-        return None
-    ranks = np.bincount(place, stats.rankdata(values), count)
-    spread = np.sqrt(np.maximum(sizes * others, 1) * (len(values) + 1) / 12)
-    z = np.abs(ranks - sizes * (len(values) + 1) / 2) / spread  # of U, as Mann and Whitney's test has it, without ties
-    return int(np.argmax(np.where(is_odd, z, -1)))
+    # Mann and Whitney's U, less its mean, in its standard deviations, without ties.
+    middle, spread = (len(values) + 1) / 2, np.sqrt(np.maximum(sizes * others, 1) * (len(values) + 1) / 12)
+    z = np.abs(np.bincount(place, stats.rankdata(values)) - sizes * middle) / spread
+    return float(copies[np.argmax(np.where(is_odd, z, -1))]) if is_odd.any() else None
 
 
 def find_limit_as_end(evidence: Evidence) -> Claims:
@@ -248,21 +240,19 @@ def find_constant(evidence: Evidence) -> Claims:
         return
     is_most = 2 * sum(is_moving.any() for is_moving in moves.values()) >= len(moves)
     names, place = np.unique(copies, return_inverse=True)
-    lived = np.bincount(place[np.unique(episodes, return_index=True)[1]], minlength=len(names))
-    tried = len(moves) * len(names)
+    lived = np.bincount(place[np.unique(episodes, return_index=True)[1]])
     for name, is_moving in moves.items():
         advice = f"Check that {name} is filled in at each step. If it is constant on purpose, leave it out."
-        claims: list[tuple[Mask, Any, float | None]] = []
+        claims: list[tuple[float | None, float | None]] = [(None, None)] if is_most else []
         if is_moving.any():
             # The chance that no episode there shows a change, by the share of the others' episodes that do.
             still = np.setdiff1d(np.arange(len(names)), place[1:][is_moving])
-            moving = len(np.unique(episodes[1:][is_moving])) / np.maximum(lived.sum() - lived[still], 1)
-            chances = (1 - moving) ** lived[still] * tried
-            surest = np.argsort(chances, kind="stable")[:_MOST]
-            claims = [(copies == names[still[at]], names[still[at]], float(chances[at])) for at in np.sort(surest)]
-        elif is_most:
-            claims = [(np.ones(len(evidence), dtype=bool), None, None)]
-        for inside, copy, p in claims:
+            moving = len(np.unique(episodes[1:][is_moving])) / (lived.sum() - lived[still])
+            chances = (1 - moving) ** lived[still] * len(moves) * len(names)
+            surest = np.sort(np.argsort(chances, kind="stable")[:_MOST])
+            claims = [(float(names[still[at]]), float(chances[at])) for at in surest]
+        for copy, p in claims:
+            inside = np.ones(len(evidence), dtype=bool) if copy is None else copies == copy
             value = evidence.blocks[name][inside][0]
             where = "" if copy is None else f" of environment {copy:.0f}"
             shown = f": it is {value[0]:.3g}" if len(value) == 1 else ", not in one pixel,"

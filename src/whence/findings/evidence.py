@@ -88,20 +88,14 @@ class Evidence:
             return self
         rows = np.isin(self.episodes, order[:fits])
 
-        def choose(parts: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-            return {name: values[rows] for name, values in parts.items()}
+        def choose(part: Any) -> Any:
+            """Return these records of an array, of each of a mapping's, or of nothing."""
+            if isinstance(part, Mapping):
+                return {name: choose(values) for name, values in part.items()}
+            return None if part is None else part[rows]
 
-        return replace(
-            self,
-            columns=choose(self.columns),
-            votes=self.votes[rows],
-            actions=self.actions[rows],
-            features=choose(self.features),
-            blocks=choose(self.blocks),
-            ends=self.ends[rows],
-            normalised=choose(self.normalised),
-            digests=None if self.digests is None else self.digests[rows],
-        )
+        names = ("columns", "votes", "actions", "features", "blocks", "ends", "normalised", "digests")
+        return replace(self, **{name: choose(getattr(self, name)) for name in names})
 
     @cached_property
     def has_next(self) -> Mask:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -13,35 +14,14 @@ import polars.selectors as cs
 from markupsafe import Markup
 
 from whence.core import show, write_atomically
-from whence.page.content import (
-    EMBEDDED,
-    TARGETS,
-    ExploredRun,
-    attempt,
-    build_pivot,
-    build_round,
-    choose_pairs,
-    choose_steps,
-    compress_json,
-    compress_text,
-    describe_runs,
-    describe_text,
-    describe_view,
-    gather_moment,
-    identify_run,
-    list_curves_near,
-    list_groups,
-    list_moments,
-    make_thumb,
-    name_target,
-    order_strip,
-    read_answers,
-    read_metrics,
-    replay_moments,
-    shorten_strip,
-    spread,
-    write_json,
-)
+from whence.page.content.episodes import read_metrics
+from whence.page.content.explored_run import ExploredRun, attempt, identify_run
+from whence.page.content.frames import choose_steps, make_thumb, replay_moments
+from whence.page.content.moment_view import TARGETS, name_target
+from whence.page.content.record_grid import EMBEDDED, build_pivot, choose_pairs
+from whence.page.content.responses import list_groups, read_answers
+from whence.page.content.rounds import MOMENTS, build_round, describe_record, describe_runs, list_moments
+from whence.page.content.short_json import compress_json, compress_text, round_numbers, spread, write_json
 from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment
@@ -202,9 +182,7 @@ def render(
     notes += _list_resumptions(runs)
     strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
     page = describe_runs(explored, rounds)
-    embedded = (
-        () if rounds is None else embed_rounds(explored, rounds, on_round, [run["findings"] for run in page["runs"]])
-    )
+    embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)
     seeds = len({seed for _, seed in runs})
     figures = attempt(lambda: draw_figures(read_tables(runs), colours, seeds), notes, "Figures cannot be drawn", [])
     targets = {name_target(run.directory.config.get("target")) for run in explored}
@@ -232,17 +210,14 @@ def render(
 
 
 def embed_rounds(
-    runs: Sequence[ExploredRun],
-    rounds: Sequence[Sequence[int]],
-    on_round: OnRound | None = None,
-    findings: Sequence[Sequence[Mapping[str, Any]]] = (),
+    runs: Sequence[ExploredRun], rounds: Sequence[Sequence[int]], on_round: OnRound | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield the id of each round of some runs, and its text: JSON, compressed by gzip, as base64."""
     places = [(index, number) for index, numbers in enumerate(rounds) for number in numbers]
+    findings = [run.list_findings() for run in runs]  # once: a run that is being trained has others later
     for done, (index, number) in enumerate(places, start=1):
-        about = [each for each in (findings[index] if findings else ()) if each["round"] == number]
-        content = _build_content(runs[index], number, about)
-        yield f"round-{index}-{number}", compress_json(content, DIGITS)
+        about = [finding for finding in findings[index] if finding["round"] == number]
+        yield f"round-{index}-{number}", compress_json(_build_content(runs[index], number, about), DIGITS)
         if on_round is not None:
             on_round(done, len(places))
 
@@ -250,39 +225,37 @@ def embed_rounds(
 def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a round with the details of its moments; `findings` are those about it."""
     linked = [record for finding in findings for record in finding["records"]]
-    most = {} if run.is_language else {"most": LISTED}
-    shown = build_round(run, number, rows=True, records=linked, **most)
+    most = MOMENTS if run.is_language else LISTED
+    shown = build_round(run, number, rows=True, records=linked, most=most)
     records = run.round(number)
-    worst, best = list_moments(records, [], **most)
+    worst, best = list_moments(records, [], most)
     present = {*records.table["record_id"]}
     opened = LINKED_RESPONSES if run.is_language else FRAMED
     named = [find_moment(records.table, record) for record in linked[:opened] if record in present]
     framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
     # Every second step: what moves is seen in half of the bytes.
-    steps = [[step for step in choose_steps(each.step) if (step - (each.step or 0)) % 2 == 0] for each in framed]
-    replays = replay_moments(run, zip(framed, steps, strict=True))
+    replays = replay_moments(run, [(moment, choose_steps(moment.step, every=2)) for moment in framed])
     details, thumbs = {}, {}
     for moment in (*worst, *best, *named):
-        record = moment.record_id
-        replay = replays.get(record, ({}, NOT_EMBEDDED))
-        view = gather_moment(run, number, moment, replay=replay)
-        details[str(record)] = describe_view(view)
-        if run.is_language:  # numbers of each token would make the file heavy
-            is_first = moment in (*worst[:TOKENS], *best[:TOKENS], *named)
-            details[str(record)] |= describe_text(view.row, run.vocabulary, with_tokens=is_first)
-        if view.frames and moment.step is not None:
-            thumbs[record] = make_thumb(view.frames[moment.step])
+        frames, note = replays.get(moment.record_id, ({}, NOT_EMBEDDED))
+        # Numbers of each token would make the file heavy.
+        is_first = moment in (*worst[:TOKENS], *best[:TOKENS], *named)
+        detail = describe_record(run, number, moment, replay=(frames, note), with_tokens=is_first)
+        details[str(moment.record_id)] = detail
+        if moment.step is not None and moment.step in frames:
+            thumbs[moment.record_id] = make_thumb(frames[moment.step])
     for about in (*shown["worst"], *shown["best"]):
-        about |= {"framed": about["record"] in thumbs, "thumb": about["thumb"] or thumbs.get(about["record"])}
-    faces = [moment.record_id for moment in (*worst, *best, *named)]
-    columns = list_curves_near(order_strip(records.table, [*worst, *best]), faces, run.labels)
-    shown["strip"] = shorten_strip(shown["strip"])
+        about["thumb"] = about["thumb"] or thumbs.get(about["record"])
+    # Differences of ids are short, and the strip's colours and words have three digits.
+    strip = shown["strip"]
+    strip["record_ids"] = [after - before for before, after in pairwise([0, *strip["record_ids"]])]
+    strip["scores"] = round_numbers(strip["scores"], 3)
     shown["groupings"] = shown["groupings"][:EMBEDDED]
     keys = [entry["key"] for entry in shown["groupings"]]
     shown["pairs"] = choose_pairs(keys, findings)
-    pivots = {"\n".join(by): build_pivot(run, number, by) for by in ([key] for key in keys)}
-    pivots |= {"\n".join(by): build_pivot(run, number, by) for by in shown["pairs"]}
-    content: dict[str, Any] = {"round": shown, "details": details, "columns": columns, "pivots": pivots}
+    groupings = [*([key] for key in keys), *shown["pairs"]]
+    pivots = {"\n".join(by): build_pivot(run, number, by) for by in groupings}
+    content: dict[str, Any] = {"round": shown, "details": details, "pivots": pivots}
     if run.is_language:
         # Once for all of a prompt's responses, since each of them shows the others.
         content["groups"] = list_groups(records, [int(record) for record in details])

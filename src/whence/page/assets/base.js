@@ -23,6 +23,20 @@ const Whence = (() => {
     return node;
   }
 
+  // A curve over rounds in a drawing 1000 wide, with a cursor at one of them; and its range, in words.
+  function drawSpark(values, place, height) {
+    const known = values.filter(isNumber);
+    if (!known.length) return { nodes: [], range: "" };
+    const [low, high] = [Math.min(...known), Math.max(...known)];
+    const x = (at) => (values.length > 1 ? (at / (values.length - 1)) * 1000 : 500);
+    const y = (value) => height - 4 - ((value - low) / (high - low || 1)) * (height - 10);
+    const points = values.flatMap((value, at) => (isNumber(value) ? [[x(at), y(value)]] : []));
+    const ground = [[points.at(-1)[0], height], [points[0][0], height]];
+    const nodes = [drawing("polygon", { points: [...points, ...ground].join(" "), class: "area" }), drawing("polyline", { points: points.join(" "), class: "line" })];
+    if (place >= 0) nodes.push(drawing("line", { x1: x(place), x2: x(place), y1: 0, y2: height, class: "cursor" }));
+    return { nodes, range: low === high ? `always ${number(low)}` : `${number(low)} to ${number(high)}` };
+  }
+
   // Whether the records are a language model's responses, and what the page calls one.
   const language = document.documentElement.dataset.kind === "responses";
   const one = language ? "response" : "record";
@@ -138,7 +152,7 @@ const Whence = (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
   return {
-    element, drawing, language, one, One, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
+    element, drawing, drawSpark, language, one, One, isNumber, number, signed, withError, percent, id, place, nameAction, explainScore, explainAdvantage,
     judgeAdvantage, withCode, colour, palette, colourScale, level, calm, dark, several: false,
   };
 })();

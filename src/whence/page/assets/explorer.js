@@ -2,7 +2,7 @@
 (() => {
   "use strict";
 
-  const { element, drawing, isNumber, number, signed, withError, percent, id, source } = Whence;
+  const { element, isNumber, number, signed, withError, percent, id, source } = Whence;
   const POLL = 3000; // milliseconds
   const at = (name) => document.getElementById(name);
   const [runSelect, otherSelect, slider, spark, roundName, status, live] = ["run", "other", "round", "spark", "round-name", "status", "live"].map((name) => at(`explorer-${name}`));
@@ -141,24 +141,13 @@
   }
 
   // The return over rounds, under the slider's thumb.
+  const RETURNS = { round_return: "Return of a round’s episodes", episode_return: "Return of the last 100 episodes", test_return: "Test return" };
   function drawSpark() {
-    const name = ["round_return", "episode_return", "test_return"].find((one) => run().series?.[one]?.some(isNumber));
-    const values = name ? run().series[name] : [];
-    at("spark-name").textContent = { round_return: "Return of each round’s episodes", episode_return: "Return of the last 100 episodes", test_return: "Test return over rounds" }[name] ?? "";
-    spark.replaceChildren();
+    const name = Object.keys(RETURNS).find((one) => run().series?.[one]?.some(isNumber));
+    const { nodes, range } = Whence.drawSpark(name ? run().series[name] : [], run().rounds.indexOf(chosen.round), 50);
+    spark.replaceChildren(...nodes);
     spark.toggleAttribute("hidden", !name);
-    const known = values.filter(isNumber);
-    if (known.length === 0) return;
-    const [low, high] = [Math.min(...known), Math.max(...known)];
-    at("spark-name").textContent += `, from ${number(low)} to ${number(high)}`;
-    const n = values.length;
-    const x = (place) => (n > 1 ? (place / (n - 1)) * 1000 : 500);
-    const y = (value) => 46 - ((value - low) / (high - low || 1)) * 40;
-    const points = values.flatMap((value, place) => (isNumber(value) ? [`${x(place)},${y(value)}`] : []));
-    spark.append(drawing("polygon", { points: `${points[0].split(",")[0]},50 ${points.join(" ")} ${points.at(-1).split(",")[0]},50`, class: "area" }));
-    spark.append(drawing("polyline", { points: points.join(" "), class: "line" }));
-    const place = run().rounds.indexOf(chosen.round);
-    if (place >= 0) spark.append(drawing("line", { x1: x(place), x2: x(place), y1: 0, y2: 50, class: "cursor" }));
+    at("spark-name").textContent = name ? `${RETURNS[name]}, ${range}` : "";
   }
 
   function showControls() {
@@ -378,14 +367,12 @@
       const before = JSON.stringify(page.runs.map(({ rounds }) => rounds));
       const followed = run().rounds.at(-1) === chosen.round || chosen.round === null;
       page.runs.splice(0, page.runs.length, ...news.runs);
-      if (JSON.stringify(page.runs.map(({ rounds }) => rounds)) !== before) {
-        if (followed && !Whence.moment.isOpen() && run().rounds.length) {
-          chosen.round = run().rounds.at(-1);
-          chosen.otherRound = null;
-          show();
-        } else showControls();
-        window.updateFigures?.(await source.fetchJson("/api/figures"));
+      const isNew = JSON.stringify(page.runs.map(({ rounds }) => rounds)) !== before;
+      if (isNew && followed && !Whence.moment.isOpen() && run().rounds.length) {
+        chosen = { ...chosen, round: run().rounds.at(-1), otherRound: null };
+        show();
       } else showControls();
+      if (isNew) window.updateFigures?.(await source.fetchJson("/api/figures"));
     } catch (error) {
       status.textContent = error.gone ? "The server does not answer. Trying again …" : error.message;
       status.dataset.gone = "yes";

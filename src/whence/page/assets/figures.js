@@ -48,8 +48,7 @@
   const near = new Set(), late = new Set(figures.keys());
   let drawing = false;
   async function draw() {
-    if (drawing) return;
-    if (![...near].some((number) => late.has(number))) return;
+    if (drawing || ![...near].some((number) => late.has(number))) return;
     drawing = true;
     try {
       await Packed.load("plotly-source");

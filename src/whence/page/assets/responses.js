@@ -12,20 +12,14 @@ Whence.responses = (() => {
   // One small curve for each number that rounds have; a click goes to a round.
   function curves(run, round, onPick) {
     const place = run.rounds.indexOf(round), n = run.rounds.length;
-    const x = (at) => (n > 1 ? (at / (n - 1)) * 1000 : 500);
     return (run.curves ?? []).map(({ name, about, values }) => {
-      const known = values.filter(isNumber);
-      const [low, high] = [Math.min(...known), Math.max(...known)];
-      const y = (value) => 56 - ((value - low) / (high - low || 1)) * 52;
-      const points = values.flatMap((value, at) => (isNumber(value) ? [`${x(at)},${y(value)}`] : []));
-      const svg = drawing("svg", { viewBox: "0 0 1000 60", preserveAspectRatio: "none", class: "spark", "aria-hidden": "true" },
-        drawing("polyline", { points: points.join(" "), class: "line" }), drawing("line", { x1: x(place), x2: x(place), y1: 0, y2: 60, class: "cursor" }));
+      const { nodes, range } = Whence.drawSpark(values, place, 60);
+      const svg = drawing("svg", { viewBox: "0 0 1000 60", preserveAspectRatio: "none", class: "spark", "aria-hidden": "true" }, ...nodes);
       svg.addEventListener("click", ({ clientX }) => {
         const box = svg.getBoundingClientRect();
         onPick(Math.round(((clientX - box.left) / box.width) * (n - 1)));
       });
-      return element("figure", { title: about }, element("figcaption", {}, element("b", {}, name), element("span", {}, number(values[place]))), svg,
-        element("p", {}, low === high ? `always ${number(low)}` : `${number(low)} to ${number(high)}`));
+      return element("figure", { title: about }, element("figcaption", {}, element("b", {}, name), element("span", {}, number(values[place]))), svg, element("p", {}, range));
     });
   }
 

@@ -5,7 +5,6 @@ Whence.source = (() => {
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const served = page.mode === "served";
   const REMEMBERED = 8; // rounds
-  const BESIDE = 24; // records of a window on either side
   const cache = new Map();
 
   async function fetchJson(address, options = {}) {
@@ -24,14 +23,12 @@ Whence.source = (() => {
     const script = document.getElementById(`round-${run}-${round}`);
     if (!script) throw new Error(`Round ${round} is not in this file.`);
     const content = await Packed.unpack(script.textContent).json();
-    const { strip } = content.round;
     let record = 0;
-    strip.record_ids = strip.record_ids.map((change) => (record += change));
-    strip.scores = strip.scores.map((score) => (score === null ? null : score * strip.unit));
+    content.round.strip.record_ids = content.round.strip.record_ids.map((change) => (record += change));
     return content;
   }
 
-  // The promise of {round, details, columns}; the last few are remembered.
+  // The promise of {round, details, pivots}; the last few are remembered.
   function load(run, round) {
     const key = `${run}/${round}`;
     let promise = cache.get(key);
@@ -50,7 +47,7 @@ Whence.source = (() => {
     const content = await load(run, round);
     const detail = content.details[record];
     if (!detail) throw new Error(`${Whence.One} ${record} cannot be opened in this file. The command ${page.runs[run].commands.view} opens any record.`);
-    return { ...detail, window: detail.window ?? cutWindow(content, Number(record)), group: findGroup(content, Number(record)) };
+    return { ...detail, group: findGroup(content, Number(record)) };
   }
 
   // The file holds the responses to a prompt once, and those that open in their details.
@@ -84,20 +81,6 @@ Whence.source = (() => {
 
   // Served pages only: all rounds are scored.
   const loadCauses = (run, round, record, by) => fetchJson(`/api/runs/${run}/rounds/${round}/records/${record}/causes?by=${by}`);
-
-  // The file holds the columns of a window once for the whole round.
-  function cutWindow({ round: { strip }, columns }, record) {
-    const offset = strip.record_ids.indexOf(record);
-    const episode = strip.episodes.find(({ start, length }) => start <= offset && offset < start + length);
-    if (offset < 0 || !episode || !columns) return null;
-    const [first, end] = [Math.max(episode.start, offset - BESIDE), Math.min(episode.start + episode.length, offset + BESIDE + 1)];
-    const cut = (values) => values?.slice(first, end) ?? null;
-    return {
-      record_ids: cut(strip.record_ids), scores: cut(strip.scores), dropped: cut(strip.dropped), actions: cut(columns.actions),
-      steps: cut(columns.steps), rewards: cut(columns.rewards), values: cut(columns.values),
-      advantages: cut(columns.advantages), errors: cut(columns.errors),
-    };
-  }
 
   const canOpen = async (run, round, record) => served || Boolean((await load(run, round)).details[record]);
 

@@ -8,7 +8,7 @@ import polars as pl
 from whence.page.content.explored_run import stamp_file
 from whence.runs import RunDirectory
 
-_COLUMNS = ["episode_id", "step", "reward", "end"]
+_COLUMNS = pl.Schema({"episode_id": pl.Int64, "step": pl.Int64, "reward": pl.Float64, "end": pl.String})
 
 
 def read_metrics(run: RunDirectory) -> pl.DataFrame:
@@ -20,8 +20,10 @@ def read_metrics(run: RunDirectory) -> pl.DataFrame:
     metrics = run.table("metrics")
     if run.is_language or metrics.is_empty():
         return metrics
-    paths = [(number, run.round_path("records", number)) for number in run.rounds()]
-    parts = [_sum_episodes(path, stamp_file(path)).with_columns(round=pl.lit(number)) for number, path in paths]
+    parts = []
+    for number in run.rounds():
+        path = run.round_path("records", number)
+        parts.append(_sum_episodes(path, stamp_file(path)).with_columns(round=pl.lit(number)))
     if not parts:
         return metrics
     episodes = (
@@ -40,19 +42,17 @@ def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
 
     No rows of a file that is damaged, or lacks these columns. A page that is asked for news reads a round once.
     """
-    schema = {"episode_id": pl.Int64, "total": pl.Float64, "length": pl.Int64, "first": pl.Int64, "ended": pl.Boolean}
     try:
-        table = pl.read_parquet(path, columns=_COLUMNS, glob=False)
+        table = pl.read_parquet(path, columns=[*_COLUMNS], glob=False).cast(_COLUMNS)
     except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
-        return pl.DataFrame(schema=schema)
-    episodes = (
+        table = pl.DataFrame(schema=_COLUMNS)
+    return (
         table.drop_nulls(["episode_id", "step"])
         .group_by("episode_id")
         .agg(
-            total=pl.col("reward").cast(pl.Float64).sum(),
+            total=pl.col("reward").sum(),
             length=pl.len(),
             first=pl.col("step").min(),
             ended=(pl.col("end").fill_null("") != "").any(),
         )
     )
-    return episodes.cast(schema)  # type: ignore[arg-type]

@@ -111,7 +111,6 @@ class ExploredRun:
         arm, seed = identify_run(self.directory)
         self.label = label or (arm if seed is None else f"{arm}, seed {seed}")
         self.env, self.about = env, about
-        self._findings: tuple[Any, list[dict[str, Any]]] | None = None
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -200,14 +199,11 @@ class ExploredRun:
             `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their number, `of`,
             that of all records of the round, and `groups`, which hold them: column and name.
         """
-        directory = self.directory
-        state = [stamp_file(directory.round_path("records", number)) for number in directory.rounds()[-1:]]
-        if self._findings is None or self._findings[0] != state:
-            self._findings = state, self._look_for_findings()
-        return self._findings[1]
+        return self._find_until(max(self.directory.rounds(), default=0))
 
-    def _look_for_findings(self) -> list[dict[str, Any]]:
-        # Records may be damaged, or of a shape that no detector has met.
+    @remember
+    def _find_until(self, number: int) -> list[dict[str, Any]]:
+        """Look at all rounds; `number` is the last one's. They may be damaged, or of a shape unknown to detectors."""
         notes: list[str] = []
         findings = attempt(lambda: find(self.directory), notes, "What stands out could not be looked for")
         for reason in notes:

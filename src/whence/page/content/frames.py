@@ -28,9 +28,10 @@ BEFORE, AFTER = 8, 3
 """Frames before and after a moment's face."""
 
 
-def choose_steps(step: int | None) -> list[int]:
-    """Return the steps whose frames show the moment around a step, from 0 on; none around an unknown one."""
-    return [] if step is None else list(range(max(0, step - BEFORE), step + AFTER + 1))
+def choose_steps(step: int | None, every: int = 1) -> list[int]:
+    """Return the steps, each or every second, whose frames show the moment around one; none around an unknown one."""
+    before = BEFORE // every * every
+    return [] if step is None else [at for at in range(step - before, step + AFTER + 1, every) if at >= 0]
 
 
 def replay_moments(
@@ -93,7 +94,7 @@ def _colour(values: NDArray[Any]) -> NDArray[np.uint8]:
     if image.dtype != np.uint8:
         image = np.asarray(values.any(axis=2, keepdims=True)) if values.dtype == np.bool_ else image
         low, high = float(image.min()), float(image.max())
-        image = (255 * (image - low) / max(high - low, 1e-12) if high > low else 0 * image).astype(np.uint8)
+        image = (255 * (image - low) / ((high - low) or 1)).astype(np.uint8)
     return np.ascontiguousarray(np.broadcast_to(image, (*image.shape[:2], 3)))
 
 

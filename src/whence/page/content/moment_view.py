@@ -231,7 +231,7 @@ def describe_moment(moment: Moment, labels: Sequence[str] | None) -> dict[str, A
         "action": cut_text(name_action(moment.action, labels)),
         "significant": is_significant(moment.score, moment.error),
     }
-    return {**round_numbers(about), "framed": False, "thumb": None, "text": None}
+    return {**round_numbers(about), "thumb": None, "text": None}
 
 
 def describe_view(view: MomentView) -> dict[str, Any]:

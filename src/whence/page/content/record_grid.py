@@ -242,7 +242,7 @@ def _contains(cell: pl.Expr, text: str) -> pl.Expr:
 
 
 EMBEDDED = 6
-"""Columns by whose pairs a file holds groups."""
+"""Columns by which a file holds groups at most."""
 
 NAMES = {
     "region": "region of states",

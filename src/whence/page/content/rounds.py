@@ -5,21 +5,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import polars as pl
 import polars.selectors as cs
 
 from whence.page.content.episodes import read_metrics
-from whence.page.content.explored_run import ExploredRun, Round, attempt
+from whence.page.content.explored_run import ExploredRun, Frames, Round, attempt
 from whence.page.content.frames import choose_steps, make_thumb, read_picture
-from whence.page.content.moment_view import (
-    AROUND,
-    choose_columns,
-    describe_moment,
-    describe_view,
-    gather_moment,
-    list_curves,
-)
+from whence.page.content.moment_view import choose_columns, describe_moment, describe_view, gather_moment, list_curves
 from whence.page.content.record_grid import EMBEDDED, RESPONSES, STEPS, Column, list_columns, list_pivots, make_cells
 from whence.page.content.responses import describe_text, list_group, list_prompts
 from whence.page.content.short_json import cut_text, round_numbers
@@ -34,14 +26,8 @@ def name_commands(run: ExploredRun) -> dict[str, str | None]:
 
 
 SERIES = (
-    "round_return",
-    "round_length",
-    "episode_return",
-    "reward",
-    "dropped_share",
-    "negative_share",
-    "significant_share",
-    "test_return",
+    *("round_return", "round_length", "episode_return", "test_return"),
+    *("dropped_share", "negative_share", "significant_share"),
 )
 """Curves over rounds that a page shows below the slider, where they exist."""
 
@@ -230,8 +216,8 @@ def build_round(
         "scored": "score" in table.columns,
         "trust": trust,
         "strip": build_strip(shown),
-        "worst": _describe_moments(run, number, table, worst),
-        "best": _describe_moments(run, number, table, best),
+        "worst": _describe_moments(run, number, worst),
+        "best": _describe_moments(run, number, best),
         "prompts": list_prompts(scored) if run.is_language else [],
         "groupings": attempt(lambda: list_pivots(run, number), notes, "Groups cannot be made", []),
         "map": attempt(lambda: run.map(number), notes, "The map of this round is not known", None),
@@ -250,21 +236,19 @@ def list_moments(records: Round, notes: list[str], most: int = MOMENTS) -> tuple
     return worst, best
 
 
-def _describe_moments(
-    run: ExploredRun, number: int, table: pl.DataFrame, moments: Sequence[Moment]
-) -> list[dict[str, Any]]:
+def _describe_moments(run: ExploredRun, number: int, moments: Sequence[Moment]) -> list[dict[str, Any]]:
     """Return moments in JSON types, with what their lists show.
 
     That is the beginning of a response, or a thumbnail of an observation that is a picture, as it was stored.
     """
-    shown = [describe_moment(moment, run.labels) for moment in moments]
-    if "response" in table.columns:
-        texts = dict(table.select("record_id", "response").iter_rows())
-        shown = [about | {"text": cut_text(texts[about["record"]] or "", EXCERPT)} for about in shown]
-    if shown and read_picture(table.row(0, named=True), run.directory.config.get("observation_space")) is not None:
-        for about in shown:
-            picture = read_picture(run.record(number, about["record"]), run.directory.config.get("observation_space"))
-            about["thumb"] = None if picture is None else make_thumb(picture)
+    shown = []
+    for moment in moments:
+        row, about = run.record(number, moment.record_id), describe_moment(moment, run.labels)
+        if "response" in row:
+            about["text"] = cut_text(row["response"] or "", EXCERPT)
+        elif (picture := read_picture(row, run.directory.config.get("observation_space"))) is not None:
+            about["thumb"] = make_thumb(picture)
+        shown.append(about)
     return shown
 
 
@@ -280,14 +264,31 @@ def build_detail(run: ExploredRun, number: int, record: int) -> dict[str, Any]:
         RunDirectoryError: the round or the record is not there.
     """
     row, records = run.record(number, record), run.round(number)
-    moment = find_moment(records.table, record)
-    view = gather_moment(run, number, moment, steps=choose_steps(moment.step))
-    flags = run.directory.flags().filter(pl.col("round") == number, pl.col("record_id") == record)
-    detail = describe_view(view) | {"window": list_curves(view.window, run.labels)}
-    detail["flag"] = None if flags.is_empty() else flags["note"][0]
-    if not run.is_language:
-        return detail
-    return detail | {"group": list_group(records, row.get("prompt")), **describe_text(row, run.vocabulary)}
+    detail = describe_record(run, number, find_moment(records.table, record))
+    return detail | {"group": list_group(records, row.get("prompt"))} if run.is_language else detail
+
+
+def describe_record(
+    run: ExploredRun,
+    number: int,
+    moment: Moment,
+    *,
+    replay: tuple[Frames, str | None] | None = None,
+    with_tokens: bool = True,
+) -> dict[str, Any]:
+    """Return a record and what surrounds it in JSON types, but for the other responses to its prompt.
+
+    Args:
+        run: the run.
+        number: the round.
+        moment: the moment whose face it is.
+        replay: its frames and their note, if they were drawn already.
+        with_tokens: whether a response has the numbers of its tokens.
+    """
+    view = gather_moment(run, number, moment, steps=choose_steps(moment.step), replay=replay)
+    notes = run.directory.flags().filter(pl.col("round") == number, pl.col("record_id") == moment.record_id)["note"]
+    detail = describe_view(view) | {"window": list_curves(view.window, run.labels), "flag": next(iter(notes), None)}
+    return detail | describe_text(view.row, run.vocabulary, with_tokens=with_tokens) if run.is_language else detail
 
 
 def order_strip(table: pl.DataFrame, moments: Sequence[Moment] = ()) -> pl.DataFrame:
@@ -318,38 +319,6 @@ def build_strip(table: pl.DataFrame) -> dict[str, Any]:
         "scores": round_numbers(columns["score"]),
         "dropped": [int(keep is False) for keep in columns["keep"]],
     }
-
-
-def shorten_strip(strip: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a strip as a file holds it: each record's id less the one before, and scores in a `unit`, whole numbers.
-
-    The unit is a hundredth to a thousandth of a large score, as fine as the page's colours and words.
-    """
-    ids, scores = np.array(strip["record_ids"], dtype=np.int64), strip["scores"]
-    sizes = [abs(score) for score in scores if score]
-    unit = 10.0 ** (math.floor(math.log10(np.quantile(sizes, LARGE))) - 2) if sizes else 1.0
-    counts = [None if score is None else round(score / unit) for score in scores]
-    return {**strip, "record_ids": np.diff(ids, prepend=0).tolist(), "unit": unit, "scores": counts}
-
-
-LARGE = 0.985
-"""The quantile of the sizes of scores at which the page's colours are full."""
-
-
-def list_curves_near(table: pl.DataFrame, faces: Sequence[int], labels: Sequence[str] | None) -> dict[str, Any]:
-    """Return the curves of a round in the order of its strip, but for those that it has: around some records only.
-
-    Elsewhere they hold nulls, so that a file holds no more than what opens.
-    """
-    is_face = table["record_id"].is_in(list(faces)).cast(pl.Float64)
-    near = is_face.rolling_max(2 * AROUND + 1, min_samples=1, center=True).to_numpy() > 0
-    curves = list_curves(table.filter(near), labels)
-    places, columns = np.flatnonzero(near).tolist(), dict[str, Any]()
-    for name in (name for name in curves if name not in ("record_ids", "scores", "dropped")):
-        columns[name] = [None] * len(table)
-        for place, value in zip(places, curves[name], strict=True):
-            columns[name][place] = value
-    return columns
 
 
 def _make_rows(

@@ -14,14 +14,32 @@ import polars.selectors as cs
 from markupsafe import Markup
 
 from whence.core import show, write_atomically
-from whence.page.content.episodes import read_metrics
-from whence.page.content.explored_run import ExploredRun, attempt, identify_run
-from whence.page.content.frames import choose_steps, make_thumb, replay_moments
-from whence.page.content.moment_view import TARGETS, name_target
-from whence.page.content.record_grid import EMBEDDED, build_pivot, choose_pairs
-from whence.page.content.responses import list_groups, read_answers
-from whence.page.content.rounds import MOMENTS, build_round, describe_record, describe_runs, list_moments
-from whence.page.content.short_json import compress_json, compress_text, round_numbers, spread, write_json
+from whence.page.content import (
+    EMBEDDED,
+    MOMENTS,
+    TARGETS,
+    ExploredRun,
+    attempt,
+    build_pivot,
+    build_round,
+    choose_pairs,
+    choose_steps,
+    compress_json,
+    compress_text,
+    describe_record,
+    describe_runs,
+    identify_run,
+    list_groups,
+    list_moments,
+    make_thumb,
+    name_target,
+    read_answers,
+    read_metrics,
+    replay_moments,
+    round_numbers,
+    spread,
+    write_json,
+)
 from whence.page.figures import Colours, Tables, arm_colours, draw_figures, has
 from whence.runs import RunDirectory, Table, explain_distrust
 from whence.scores import find_moment

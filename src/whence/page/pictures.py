@@ -10,8 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.core import Unsupported, WhenceError, write_atomically
-from whence.page.content.cause_view import SCORED, CauseView
-from whence.page.content.moment_view import MomentView, PolicyChange, choose_frames, format_number
+from whence.page.content import SCORED, CauseView, MomentView, PolicyChange, choose_frames, format_number
 from whence.scores import name_action
 
 if TYPE_CHECKING:

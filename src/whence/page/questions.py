@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from whence.core import WhenceError, hide_working_directory
-from whence.page.content.explored_run import ExploredRun, stamp_file
-from whence.page.content.rounds import choose_round
+from whence.page.content import ExploredRun, choose_round, stamp_file
 from whence.runs import RunDirectory
 from whence.stored.agents import AnyEnv
 

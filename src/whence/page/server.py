@@ -24,11 +24,19 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from whence.core import RunDirectoryError, WhenceError, first_line
-from whence.page.content.cause_view import SCORED, build_causes
-from whence.page.content.explored_run import ExploredRun, attempt
-from whence.page.content.moment_view import CONTINUATIONS
-from whence.page.content.record_grid import build_pivot, query_records
-from whence.page.content.rounds import build_detail, build_round, choose_round, describe_runs
+from whence.page.content import (
+    CONTINUATIONS,
+    SCORED,
+    ExploredRun,
+    attempt,
+    build_causes,
+    build_detail,
+    build_pivot,
+    build_round,
+    choose_round,
+    describe_runs,
+    query_records,
+)
 from whence.page.html import list_figures, render_runs
 from whence.page.questions import Questions, gather_findings, measure
 from whence.runs import write_flag

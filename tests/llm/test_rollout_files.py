@@ -289,3 +289,10 @@ def test_masks_of_numbers_and_columns_of_one_value(tmp_path: Path) -> None:
 def test_rewards_that_are_all_missing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WhenceError, match="holds no reward that is a number"):
         next(read_steps(write(tmp_path, "1.jsonl", {**ROWS[0], "reward": None})))
+
+
+def test_numbers_too_large_for_a_column_are_texts(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "hash": 10**40, "mixed": 10**400}, {**ROWS[1], "hash": 1, "mixed": 0.5}]
+    table = next(read_steps(write(tmp_path, "1.jsonl", *rows)))
+    assert table["info.hash"].to_list() == [str(10**40), "1"]
+    assert table["info.mixed"].to_list() == [str(10**400), "0.5"]

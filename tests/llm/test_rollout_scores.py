@@ -147,9 +147,9 @@ def test_advantages_from_rewards() -> None:
             {"prompt": [[{"role": "user", "content": "a"}]] * 2, "reward": [0.0, 1.0], "advantage": [2.0, 3.0]}
         ),
     ]
-    found = [add_advantages(table) for table in tables]
-    assert [table["advantage"].to_list() for table in found] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
-    assert [table["group_id"].to_list() for table in found] == [[0, 0, 1], [0, 1], [0, 0]]
+    scored = [add_advantages(table) for table in tables]
+    assert [table["advantage"].to_list() for table in scored] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
+    assert [table["group_id"].to_list() for table in scored] == [[0, 0, 1], [0, 1], [0, 0]]
 
 
 def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
 
-_FILE = re.compile(r".*\.(parquet|jsonl?|ndjson)(\.(gz|bz2|zst|lz4))?", re.IGNORECASE)
+_FILE = re.compile(r".*\.(parquet|(jsonl?|ndjson)(\.(gz|bz2|zst|lz4))?)", re.IGNORECASE)
 _DOCUMENT = re.compile(r".*\.json(\.\w+)?", re.IGNORECASE)
 _READ_AT_ONCE = 1024
 Row = dict[str, Any]
@@ -50,14 +50,14 @@ def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
     evaluations, and `.json` next to files of rows, which is a trainer's state or configuration.
     """
     folder = path.parent if path.is_file() else path
-    files = [file for file in ([path] if path.is_file() else path.glob("*")) if _FILE.fullmatch(file.name)]
-    files = [file for file in files if file.is_file()] or list(path.glob("step_*/train/effective/traces.jsonl"))
-    rows = [file for file in files if not (_DOCUMENT.fullmatch(file.name) or file.stem.endswith("metadata"))] or files
+    named = [path] if path.is_file() else path.glob("*")
+    present = {file for file in named if file.is_file() and _FILE.fullmatch(file.name)}
+    files = {file for file in present if not (_DOCUMENT.fullmatch(file.name) or file.stem.endswith("metadata"))}
+    files = files or {*path.glob("step_*/train/effective/traces.jsonl")} or present
     steps = _list_evaluations(folder)
-    trained = [file for file in rows if not (file.name.startswith("val_") or _find_number(file) in steps)]
-    skipped += Counter(
-        {"files of other JSON": len(files) - len(rows), "files of evaluations": len(rows) - len(trained)}
-    )
+    trained = {file for file in files if not (file.name.startswith("val_") or _find_number(file) in steps)}
+    left_out = {"files of evaluations": files - trained, "files of other JSON": present - files}
+    skipped += Counter({what: len(each) for what, each in left_out.items()})
     if not trained:
         raise WhenceError(
             f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them (*.parquet, "

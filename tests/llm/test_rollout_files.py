@@ -12,6 +12,7 @@ import pytest
 from whence import WhenceError
 from whence.llm.rollout_files import list_files, read_rows
 from whence.llm.rollout_scores import read_steps
+from whence.llm.text import join_messages, list_chats
 
 
 def write(folder: Path, name: str, *lines: Any, end: str = "\n") -> Path:
@@ -296,3 +297,11 @@ def test_numbers_too_large_for_a_column_are_texts(tmp_path: Path) -> None:
     table = next(read_steps(write(tmp_path, "1.jsonl", *rows)))
     assert table["info.hash"].to_list() == [str(10**40), "1"]
     assert table["info.mixed"].to_list() == [str(10**400), "0.5"]
+
+
+def test_messages_of_odd_contents_are_texts() -> None:
+    parts = [None, 5, {"type": "image"}, "a", {"text": "b"}]
+    messages = [{"content": parts, "tool_calls": ["f(1)"]}, {"content": 7}, {"role": None, "content": None}]
+    assert join_messages(messages) == 'None5<image>ab{"name": "f(1)"}\n7\n'
+    (column,) = list_chats({"prompt": [messages]})
+    assert [message["text"] for message in json.loads(column[0])] == ["None5<image>ab", "7", ""]

@@ -232,22 +232,22 @@ def score_rollouts(
             if table.is_empty():
                 continue
             number += 1
-            if number > done:
-                seconds: dict[str, dict[str, float]] = {}
-                with time_stage(seconds, "scoring"):
-                    device = next(iter(model.parameters())).device
-                    prompts, responses, masks = zip(*tokens, strict=True)
-                    padded = pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks)
-                    rows = make_table_rows(table, padded)
-                    if reference is not None:
-                        rows = add_reference(rows, reference, temperature, batch_size)
-                    influence = score(model, rows, scoring)
-                table = _add_scores(table, rows, influence, tokenizer)
-                recorder.write_round(number, table)
-                summary = summarise_selection(ScoreAll().select(rows), influence)
-                recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
-                if on_round is not None:
-                    on_round(number, len(table))
+            if number <= done:
+                continue
+            seconds: dict[str, dict[str, float]] = {}
+            with time_stage(seconds, "scoring"):
+                prompts, responses, masks = zip(*tokens, strict=True)
+                device = next(iter(model.parameters())).device
+                rows = make_table_rows(table, pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks))
+                if reference is not None:
+                    rows = add_reference(rows, reference, temperature, batch_size)
+                influence = score(model, rows, scoring)
+            table = _add_scores(table, rows, influence, tokenizer)
+            recorder.write_round(number, table)
+            summary = summarise_selection(ScoreAll().select(rows), influence)
+            recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
+            if on_round is not None:
+                on_round(number, len(table))
         if skipped:
             log.warning("%s: left out were %s.", path, _list_skipped(skipped))
         if not number:
@@ -301,10 +301,10 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
     several rows, the reward less the step's mean. A row without a reward has 0. Without a column `step` it is one step.
     """
     key = table["group"] if "group" in table.columns else table["prompt"]
-    order = pl.DataFrame({"key": list(map(str, key.to_list()))}).with_row_index("place")
+    order = pl.DataFrame({"key": list(map(str, key.to_list()))}).with_row_index("first")
     order = order.with_columns(table["step"] if "step" in table.columns else pl.lit(0).alias("step"))
-    order = order.with_columns(first=pl.col("place").min().over("step", "key"))
-    table = table.with_columns(order.select(group_id=pl.col("first").rank("dense").over("step").cast(pl.Int64) - 1))
+    first = pl.col("first").min().over("step", "key")
+    table = table.with_columns(order.select(group_id=first.rank("dense").over("step").cast(pl.Int64) - 1))
     if "advantage" in table.columns:
         return table.with_columns(pl.col("advantage").cast(pl.Float64).fill_nan(0.0).fill_null(0.0))
     reward, group, step = pl.col("reward").cast(pl.Float64).fill_nan(None), pl.col("group_id"), pl.col("step")
@@ -312,9 +312,8 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
     mean, spread = reward.mean(), reward.std().over(step, group).fill_null(0.0)
     shared, single = (reward - mean.over(step, group)) / (spread + 1e-6), reward - mean.over(step)
     is_single = group.n_unique().over(step) == pl.len().over(step)
-    return table.with_columns(
-        numbers.select(advantage=pl.when(is_single).then(single).otherwise(shared).fill_null(0.0))
-    )
+    advantage = pl.when(is_single).then(single).otherwise(shared).fill_null(0.0)
+    return table.with_columns(numbers.select(advantage=advantage))
 
 
 def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:

@@ -271,9 +271,8 @@ def list_chats(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
 
 
 def _write_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    called = [f"{call.get('name')}({_write_arguments(call.get('arguments'))})" for call in calls]
-    about = {"role": str(message.get("role", "")), "name": message.get("name"), "calls": called}
+    calls = [f"{call.get('name')}({_write_arguments(call.get('arguments'))})" for call in _list_calls(message)]
+    about = {"role": str(message.get("role", "")), "name": message.get("name"), "calls": calls}
     plain = {"content": message.get("content")}
     return {name: value for name, value in about.items() if value} | {"text": join_messages([plain])}
 
@@ -284,7 +283,14 @@ def _write_arguments(arguments: Any) -> str:
 
 def _join_parts(message: Mapping[str, Any]) -> str:
     content = message.get("content") or []
-    parts = [content] if isinstance(content, str) else content
-    texts = [part if isinstance(part, str) else part.get("text") or f"<{part.get('type', 'part')}>" for part in parts]
-    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
-    return "".join(texts + calls)
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [
+        part.get("text") or f"<{part.get('type', 'part')}>" if isinstance(part, Mapping) else part for part in parts
+    ]
+    return "".join([*map(str, texts), *(json.dumps(call, default=str) for call in _list_calls(message))])
+
+
+def _list_calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a message's calls of tools; one that is a text, as some trainers write it, is a name."""
+    calls = [call if isinstance(call, Mapping) else {"name": call} for call in message.get("tool_calls") or []]
+    return [call.get("function", call) for call in calls]

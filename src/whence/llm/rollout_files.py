@@ -271,15 +271,15 @@ def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
     for name, source in sources.items():
         if source not in line:
             raise WhenceError(_explain_missing(name, source, line, where))
-    numbers = [n for n, value in line.items() if n not in sources.values() and isinstance(value, int | float)]
-    if reward is None and "advantage" in sources:
+    if reward is None:
+        numbers = [n for n, value in line.items() if n not in sources.values() and isinstance(value, int | float)]
+        if "advantage" not in sources:
+            raise WhenceError(
+                f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
+                f"'reward={' + 0.5 * '.join(numbers[:2]) or 'NAME'}'. It has: {', '.join(line)}."
+            )
         functions = [name for name in numbers if not isinstance(line[name], bool)]
         reward = functions[0] if len(functions) == 1 else None  # TRL's only reward function
-    elif reward is None:
-        raise WhenceError(
-            f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
-            f"'reward={' + 0.5 * '.join(numbers[:2]) or 'NAME'}'. It has: {', '.join(line)}."
-        )
     row = {name: _check_value(name, line[source], where) for name, source in sources.items()}
     mask, ids = row.get("response_mask"), row.get("response_ids")
     if mask and ids and len(mask) != len(ids):

@@ -126,7 +126,7 @@ def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
     names = dict.fromkeys(name for row in rows for name in row)
     values = {name: [row.get(name) for row in rows] for name in ("prompt", "response", *names)}
     chats = [name for name in ("prompt", "response") if any(isinstance(value, list) for value in values[name])]
-    kinds = {
+    kinds: dict[str, Any] = {
         **{"prompt": pl.String, "response": pl.String, **dict.fromkeys(chats, pl.Object)},
         **{name: pl.Float64 for name in names if name == "reward" or name.startswith("reward.")},
         **{"prompt_ids": pl.List(pl.Int64), "response_ids": pl.List(pl.Int64), "response_mask": pl.List(pl.Boolean)},

@@ -279,8 +279,8 @@ class TestAgents:
 
     def test_all_records_give_the_runs_own_policy_and_others_do_not(self, agent):
         record = agent.round("records", 2).row(5, named=True)
-        asked = Action(np.array(record["observation"], np.float32), record["action"])
-        proof = prove(agent, asked, rounds=[1, 2, 3], top=8, seeds=2, training=AgentTraining(test_episodes=2))
+        action = Action(np.array(record["observation"], np.float32), record["action"])
+        proof = prove(agent, action, rounds=[1, 2, 3], top=8, seeds=2, training=AgentTraining(test_episodes=2))
         table = proof.table.filter(outcome="log-probability")
         values = dict(table.filter(seed=0).select("variant", "value").iter_rows())
         assert values["all"] == proof.stored["log-probability"]
@@ -369,9 +369,9 @@ class TestLanguageModels:
         directory = RunDirectory.open(shutil.copytree(runs("ppo").path, tmp_path / "run"))
         directory.sign()
         row = directory.round("records", 1).row(3, named=True)
-        asked = ["--prompt", row["prompt"], "--response", row["response"], "--by", "bm25", "--top", 1]
+        example = ["--prompt", row["prompt"], "--response", row["response"], "--by", "bm25", "--top", 1]
         options = ["--seeds", 1, "--answers", 4, "--match", "1"]
-        shown = invoke("prove", directory.path, *asked, *options)
+        shown = invoke("prove", directory.path, *example, *options)
         assert shown.exit_code == 0, shown.output
         assert "Nothing can be said of the share of “1”: it is" in shown.output
         assert "Nothing can be said of the log-probability: it is −" in shown.output

@@ -71,8 +71,8 @@ def test_what_the_template_and_others_say_does_not_count():
     (ids,), _, (mask,) = encode([row], tokenizer)
     text = "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
     assert text == "idd</s>gjab</s>gjcd</s>gja</s>gib</s>gje</s>"
-    own = ids[-len(mask) :][mask].tolist()
-    assert "".join(tokenizer.convert_ids_to_tokens(own)) == "ab</s>a</s>e</s>"
+    trained = ids[-len(mask) :][mask].tolist()
+    assert "".join(tokenizer.convert_ids_to_tokens(trained)) == "ab</s>a</s>e</s>"
 
 
 def test_what_is_cut_off_counts_for_nothing(caplog):

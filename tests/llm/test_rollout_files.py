@@ -12,6 +12,7 @@ import pytest
 from whence import WhenceError
 from whence.llm.rollout_files import list_files, read_rows
 from whence.llm.rollout_scores import read_steps
+from whence.llm.text import join_messages, list_chats
 
 
 def write(folder: Path, name: str, *lines: Any, end: str = "\n") -> Path:
@@ -206,3 +207,101 @@ def test_tables_do_not_join_the_arguments_of_tools(tmp_path: Path) -> None:
     assert "None" in str(table["completion"].to_pylist())
     responses = next(read_steps(tmp_path / "1.parquet"))["response"].to_list()
     assert [row[0]["calls"][0]["arguments"] for row in responses] == [{"a": 1}, {"b": 1}]
+
+
+ROWS = [{"prompt": "a", "response": "b", "reward": 1.0}, {"prompt": "a", "response": "c", "reward": 0.0}]
+
+
+def test_a_document_of_json_over_several_lines(tmp_path: Path) -> None:
+    assert [row["response"] for row in read(write(tmp_path, "1.json", json.dumps(ROWS, indent=2)))] == ["b", "c"]
+    assert len(read(write(tmp_path, "2.json", json.dumps(ROWS[0], indent=2)))) == 1
+    (tmp_path / "3.jsonl").write_text("\ufeff" + json.dumps(ROWS[0]))
+    assert len(read(tmp_path / "3.jsonl")) == 1
+
+
+def test_files_next_to_the_rollouts_are_no_rollouts(tmp_path: Path) -> None:
+    write(tmp_path, "1.jsonl", *ROWS)
+    write(tmp_path, "trainer_state.json", {"log_history": []})
+    write(tmp_path, "config.json", json.dumps({"vocab_size": 8}, indent=2))
+    (tmp_path / "old.json").mkdir()
+    skipped = Counter[str]()
+    assert [file.name for file in list_files(tmp_path, skipped)] == ["1.jsonl"]
+    assert skipped == {"files of other JSON": 2}
+    write(tmp_path / "array", "1.json", ROWS)
+    assert [file.name for file in list_files(tmp_path / "array", skipped)] == ["1.json"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WhenceError, match="holds no rollouts: a Parquet file"):
+        list_files(tmp_path / "empty", skipped)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "zst", "lz4"])
+def test_compressed_lines(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"completions_00007.jsonl.{suffix}"
+    with pa.output_stream(str(file), compression="detect") as stream:
+        stream.write("".join(json.dumps(row) + "\n" for row in ROWS).encode())
+    assert list_files(tmp_path, Counter()) == list_files(file, Counter()) == [file]
+    assert [(row["response"], row["step"]) for row in read(file)] == [("b", 7), ("c", 7)]
+
+
+def test_halves_of_characters_are_replaced_everywhere(tmp_path: Path) -> None:
+    text = json.dumps({**ROWS[0], "uid": "\ud800", "note": {"\udc00": "\ud83d"}, "good": "\U0001f600 \\ud800"})
+    (row,) = read(write(tmp_path, "1.jsonl", text))
+    assert (row["group"], row["info.note"], row["info.good"]) == ("?", {"?": "?"}, "\U0001f600 \\ud800")
+    chat = [{"role": "user", "content": "\ud83d"}]
+    assert next(read_steps(write(tmp_path, "2.jsonl", {**ROWS[0], "prompt": chat})))["prompt"][0][0]["content"] == "?"
+
+
+LOOP = [node("user", "a", [1], [0], parent=1), node("assistant", "b", [2], [1], parent=0), node("tool", "c", [3], [0])]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"nodes": [*LOOP[:2], {**LOOP[2], "parent": 1}], "rewards": {}}, "message 0 has the parent 1"),
+        ({"nodes": [{**LOOP[2], "parent": -1}], "rewards": {}}, "message 0 has the parent -1"),
+        ({**ROWS[0], "step": 1.5}, "the step is 1.5; a whole number"),
+        ({**ROWS[0], "step": -1}, "the step is -1; a whole number"),
+        ({**ROWS[0], "step": 10**30}, "a whole number from 0"),
+        ('{"prompt": "a", "response": "b", "reward": 1, "step": Infinity}', "the step is inf; a whole number"),
+        ({**ROWS[0], "reward.right": "yes"}, "reward.right is 'yes'; a number is needed"),
+        ({"prompt_ids": [1], "response_ids": [-100], "reward": 1}, "response_ids is [-100]; a list of whole numbers"),
+        ({"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [1], "reward": 1}, "1 values of response_mask"),
+        ("[" * 100_000, "cannot be read as JSON lines"),
+        (b'{"prompt": "\xe9"}', "cannot be read as JSON lines"),
+    ],
+)
+def test_no_line_ends_in_another_error_or_never(tmp_path: Path, line: Any, message: str) -> None:
+    if isinstance(line, bytes):
+        (tmp_path / "1.jsonl").write_bytes(line)
+    else:
+        write(tmp_path, "1.jsonl", line)
+    with pytest.raises(WhenceError, match=r"1\.jsonl") as refusal:
+        next(read_steps(tmp_path / "1.jsonl"))
+    assert message in str(refusal.value)
+
+
+def test_masks_of_numbers_and_columns_of_one_value(tmp_path: Path) -> None:
+    ids = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [0, 1], "reward": 1}
+    assert next(read_steps(write(tmp_path, "1.jsonl", ids)))["response_mask"].to_list() == [[False, True]]
+    table = {"step": 5, "prompt": ["q", "q"], "completion": ["a", "b"], "reward": [1.0, 0.0]}
+    assert [row["step"] for row in read(write(tmp_path, "2.jsonl", table))] == [5, 5]
+
+
+def test_rewards_that_are_all_missing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WhenceError, match="holds no reward that is a number"):
+        next(read_steps(write(tmp_path, "1.jsonl", {**ROWS[0], "reward": None})))
+
+
+def test_numbers_too_large_for_a_column_are_texts(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "hash": 10**40, "mixed": 10**400}, {**ROWS[1], "hash": 1, "mixed": 0.5}]
+    table = next(read_steps(write(tmp_path, "1.jsonl", *rows)))
+    assert table["info.hash"].to_list() == [str(10**40), "1"]
+    assert table["info.mixed"].to_list() == [str(10**400), "0.5"]
+
+
+def test_messages_of_odd_contents_are_texts() -> None:
+    parts = [None, 5, {"type": "image"}, "a", {"text": "b"}]
+    messages = [{"content": parts, "tool_calls": ["f(1)"]}, {"content": 7}, {"role": None, "content": None}]
+    assert join_messages(messages) == 'None5<image>ab{"name": "f(1)"}\n7\n'
+    (column,) = list_chats({"prompt": [messages]})
+    assert [message["text"] for message in json.loads(column[0])] == ["None5<image>ab", "7", ""]

@@ -147,9 +147,9 @@ def test_advantages_from_rewards() -> None:
             {"prompt": [[{"role": "user", "content": "a"}]] * 2, "reward": [0.0, 1.0], "advantage": [2.0, 3.0]}
         ),
     ]
-    found = [add_advantages(table) for table in tables]
-    assert [table["advantage"].to_list() for table in found] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
-    assert [table["group_id"].to_list() for table in found] == [[0, 0, 1], [0, 1], [0, 0]]
+    scored = [add_advantages(table) for table in tables]
+    assert [table["advantage"].to_list() for table in scored] == [[0, 0, 0], [-1.5, 1.5], [2, 3]]
+    assert [table["group_id"].to_list() for table in scored] == [[0, 0, 1], [0, 1], [0, 0]]
 
 
 def test_what_was_broken_off_goes_on(tmp_path: Path) -> None:
@@ -259,3 +259,20 @@ def test_what_tools_say_has_no_part_in_scores(tmp_path: Path) -> None:
     mask = make_stored_rows(table, tokenizer, "cpu").observations["response_mask"]
     assert mask.sum(1).tolist() == [5, 3]
     assert tokenizer.decode(table["response_ids"][0]).replace(" ", "") == "abccjde</s>"
+
+
+def test_rows_that_the_template_refuses_or_the_model_cannot_read_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
+    )
+    answer = [{"role": "assistant", "content": "b"}]
+    rows = [{"prompt": [{"role": role, "content": "a"}], "response": answer} for role in ("system", "user")]
+    rows += [{"prompt_ids": [1], "response_ids": [9999]}, {"prompt": "a", "response": "b"}]
+    rows = [{**row, "reward": place, "step": 1} for place, row in enumerate(rows)]
+    run = score_rollouts(write_lines(tmp_path / "in", "1.jsonl", rows), make_model(), tokenizer, tmp_path / "run")
+    assert run.round("records", 1)["record_id"].to_list() == [1, 3]
+    assert "1 rows whose messages the chat template does not write" in caplog.text
+    assert "1 rows with token ids that the model does not have" in caplog.text

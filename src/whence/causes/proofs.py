@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class Proof:
     notes: Sequence[str]
     file: Path
 
-    @property
+    @cached_property
     def outcomes(self) -> dict[str, Values]:
         """The values of each outcome by variant, in the order of seeds."""
         cells = {(row["outcome"], row["variant"], row["seed"]): row["value"] for row in self.table.to_dicts()}
@@ -70,7 +71,7 @@ class Proof:
             for name in dict.fromkeys([*names, *self.stored])
         }
 
-    @property
+    @cached_property
     def verdicts(self) -> dict[str, Verdict]:
         """What may be said of each outcome.
 
@@ -85,14 +86,12 @@ class Proof:
 
         Values and changes are 95% t intervals over seeds; all None if a seed was not measured.
         """
-        rows, verdicts = [], self.verdicts
+        rows = []
         for outcome, values in self.outcomes.items():
-            for variant in VARIANTS:
-                measured = [value for value in values[variant] if value is not None]
-                value = t_interval(measured if len(measured) == len(values[variant]) else [])
-                change = t_interval(list_changes(values, variant))
-                about = {"outcome": outcome, "variant": variant, "verdict": verdicts[outcome]}
-                rows.append(about | {"value": value, "change": change})
+            for variant, column in values.items():
+                value = t_interval([] if None in column else [number for number in column if number is not None])
+                about = {"outcome": outcome, "variant": variant, "verdict": self.verdicts[outcome]}
+                rows.append(about | {"value": value, "change": t_interval(list_changes(values, variant))})
         return rows
 
     def is_apart(self, outcome: str) -> bool:
@@ -102,42 +101,41 @@ class Proof:
     @property
     def text(self) -> str:
         """A sentence for each outcome, those that moved first; if the replay is not the run, what shows that."""
-        verdicts = self.verdicts
-        unlike = [self._describe(name, verdict) for name, verdict in verdicts.items() if verdict == "unlike the run"]
-        judged = [name for name, verdict in verdicts.items() if verdict not in ("unlike the run", "not comparable")]
-        judged.sort(key=lambda name: verdicts[name] not in MOVES)
-        sentences = [self._describe(name, verdicts[name]) for name in judged]
-        if unlike:
+
+        def describe(*verdicts: Verdict) -> list[str]:
+            return [self._describe(outcome) for outcome, verdict in self.verdicts.items() if verdict in verdicts]
+
+        sentences = [*describe(*MOVES), *describe("no difference", "one seed", "not measured")]
+        if unlike := describe("unlike the run"):
             begins = f"Nothing can be said, since training again on all {self.records} does not give the run"
             sentences.insert(0, f"{begins}: {'; '.join(unlike)}, further off than seeds differ.")
         return " ".join(sentences) or "Nothing was measured."
 
-    def _describe(self, outcome: str, verdict: Verdict) -> str:
-        """Return a verdict in words, with the means that it is about."""
-        outcomes = self.outcomes
-        means = {row["variant"]: row["value"]["mean"] for row in self.summarise() if row["outcome"] == outcome}
-        shown = {variant: format_outcome(outcome, mean) for variant, mean in means.items()}
-        subject = f"{outcome} of {self.behaviour}" if outcome == next(iter(outcomes)) else outcome
-        count = f"{self.size:,}"
+    def _describe(self, outcome: str) -> str:
+        """Return an outcome's verdict in words, with the means that it is about."""
+        verdict, numbers = self.verdicts[outcome], self.outcomes[outcome]
+        measured = {variant: [value for value in numbers[variant] if value is not None] for variant in VARIANTS}
+        full, without, random, placebo = (
+            format_outcome(outcome, t_interval(measured[variant])["mean"]) for variant in VARIANTS
+        )
+        subject = f"{outcome} of {self.behaviour}" if outcome == next(iter(self.outcomes)) else outcome
         if verdict in MOVES:
             return (
-                f"Without these {count} {self.records} the {subject} {verdict} from {shown['all']} to "
-                f"{shown['without']}; without {count} random ones it is {shown['random']}, without a placebo's "
-                f"{shown['placebo']}."
+                f"Without these {self.size:,} {self.records} the {subject} {verdict} from {full} to {without}; without "
+                f"{self.size:,} random ones it is {random}, without a placebo's {placebo}."
             )
         if verdict == "unlike the run":
             stored = format_outcome(outcome, self.stored[outcome])
-            return f"the {subject} is {shown['all']} with all and {stored} in the run itself"
+            return f"the {subject} is {full} with all and {stored} in the run itself"
         if verdict == "not measured":
-            values = [value for each in outcomes[outcome].values() for value in each]
-            count = f"{len(values) - values.count(None)} of {len(values)}"
-            return f"Not measured: the {subject}; only {count} trainings gave a number."
+            count, most = (sum(map(len, each.values())) for each in (measured, numbers))
+            return f"Not measured: the {subject}; only {count} of {most} trainings gave a number."
         begins, reason = f"No difference is seen in the {subject}", "the intervals of the changes overlap"
         if verdict == "one seed":
             begins, reason = f"Nothing can be said of the {subject}", "one seed has no interval"
         return (
-            f"{begins}: it is {shown['all']} with all, {shown['without']} without these {count} {self.records}, "
-            f"{shown['random']} without random ones, {shown['placebo']} without a placebo's; {reason}."
+            f"{begins}: it is {full} with all, {without} without these {self.size:,} {self.records}, {random} without "
+            f"random ones, {placebo} without a placebo's; {reason}."
         )
 
 
@@ -204,7 +202,7 @@ def prove(
         return name_top(find_causes(run, wanted, rounds=numbers, method=method, env=env), trained, top)
 
     with _open(run, tables, behaviour, training, env) as retraining:
-        is_found = left_out is None
+        uses_finder = left_out is None
         if left_out is None:
             assert behaviour is not None
             on_stage(f"finding the {retraining.records}")
@@ -213,7 +211,7 @@ def prove(
         rows, others = retraining.make_rows(left_out), trained.join(left_out, on=KEYS, how="anti")
 
         def choose_placebo(generator: np.random.Generator) -> pl.DataFrame:
-            if not is_found:
+            if not uses_finder:
                 return match_advantages(trained, left_out)
             places = generator.choice(len(others), min(len(rows), len(others)), replace=False)
             return find(retraining.read(others[places]))
@@ -222,7 +220,12 @@ def prove(
             return retraining.measure(retraining.train(group, seed), rows, seed)
 
         subject = words or retraining.subject
-        question = {"behaviour": subject, "rounds": numbers, "method": method if is_found else None, **retraining.about}
+        question = {
+            "behaviour": subject,
+            "rounds": numbers,
+            "method": method if uses_finder else None,
+            **retraining.about,
+        }
         folder = run.path / FOLDER
         table, file = train_variants(left_out, others, choose_placebo, measure, seeds, folder, question, on_stage)
         ended, notes = retraining.load_end(), list(retraining.notes)

@@ -151,13 +151,11 @@ def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFr
     parts = []
     for (number,), group in left_out.group_by("round", maintain_order=True):
         table = trained.filter(pl.col("round") == number)
-        chosen = table.join(group, on=KEYS, how="semi")["advantage"].to_list()
         pool = table.join(group, on=KEYS, how="anti")
-        distances = pool["advantage"].to_numpy().copy()
-        places = []
-        for advantage in chosen:
-            places.append(int(np.argmin(np.abs(distances - advantage))))
-            distances[places[-1]] = np.inf
+        advantages, places = pool["advantage"].to_numpy().copy(), []
+        for advantage in table.join(group, on=KEYS, how="semi")["advantage"]:
+            places.append(int(np.argmin(np.abs(advantages - advantage))))
+            advantages[places[-1]] = np.inf
         parts.append(pool[sorted(places)])
     return pl.concat(parts)
 

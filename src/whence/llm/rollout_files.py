@@ -13,11 +13,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pyarrow import ArrowException, parquet
+from pyarrow import ArrowException, input_stream, parquet
 
 from whence.core import WhenceError, first_line
 
@@ -36,7 +37,8 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """What is read of a row, and the columns that hold it by the names of trainers, the first one that is there."""
 
-_SUFFIXES = ".parquet", ".jsonl", ".json", ".ndjson"
+_FILE = re.compile(r".*\.(parquet|(jsonl?|ndjson)(\.(gz|bz2|zst|lz4))?)", re.IGNORECASE)
+_DOCUMENT = re.compile(r".*\.json(\.\w+)?", re.IGNORECASE)
 _READ_AT_ONCE = 1024
 Row = dict[str, Any]
 
@@ -44,25 +46,25 @@ Row = dict[str, Any]
 def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
     """Return a file, or the files of rollouts in a folder, in the order of the numbers in their names.
 
-    Of prime-rl's folder those are the traces that were trained on. Files of evaluations are counted in `skipped`.
+    Of prime-rl's folder those are the traces that were trained on. What is left out is counted in `skipped`: files of
+    evaluations, and `.json` next to files of rows, which is a trainer's state or configuration.
     """
     folder = path.parent if path.is_file() else path
-    files = [file for file in ([path] if path.is_file() else path.glob("*")) if file.suffix in _SUFFIXES]
-    files = files or list(path.glob("step_*/train/effective/traces.jsonl"))
+    named = [path] if path.is_file() else path.glob("*")
+    present = {file for file in named if file.is_file() and _FILE.fullmatch(file.name)}
+    files = {file for file in present if not (_DOCUMENT.fullmatch(file.name) or file.stem.endswith("metadata"))}
+    files = files or {*path.glob("step_*/train/effective/traces.jsonl")} or present
     steps = _list_evaluations(folder)
-    kept = []
-    for file in files:
-        if file.name.startswith("val_") or _find_number(file) in steps:
-            skipped["files of evaluations"] += 1
-        elif not file.stem.endswith("metadata"):
-            kept.append(file)
-    if not kept:
+    trained = {file for file in files if not (file.name.startswith("val_") or _find_number(file) in steps)}
+    left_out = {"files of evaluations": files - trained, "files of other JSON": present - files}
+    skipped += Counter({what: len(each) for what, each in left_out.items()})
+    if not trained:
         raise WhenceError(
-            f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them "
-            f"({', '.join(f'*{suffix}' for suffix in _SUFFIXES)})."
+            f"{path} holds no rollouts: a Parquet file or one of JSON lines is needed, or a folder of them (*.parquet, "
+            "*.jsonl, *.json, *.ndjson; JSON may be compressed: .gz, .bz2, .zst, .lz4)."
         )
-    names = {file: str(file.relative_to(folder)) for file in kept}
-    return sorted(kept, key=lambda file: ([int(number) for number in re.findall(r"\d+", names[file])], names[file]))
+    names = {file: str(file.relative_to(folder)) for file in trained}
+    return sorted(trained, key=lambda file: ([int(number) for number in re.findall(r"\d+", names[file])], names[file]))
 
 
 def _list_evaluations(path: Path) -> set[int]:
@@ -80,7 +82,7 @@ def _list_evaluations(path: Path) -> set[int]:
 
 def _find_number(file: Path) -> int | None:
     """Return the step that a file's name says: `completions_00012`, `train_data_step12`."""
-    match = re.fullmatch(r"(?:completions_|train_data_step)(\d+)", file.stem)
+    match = re.match(r"(?:completions_|train_data_step)(\d+)\.", file.name)
     return None if match is None else int(match[1])
 
 
@@ -98,6 +100,8 @@ def read_rows(file: Path, columns: Mapping[str, str], skipped: Counter[str]) -> 
     before: set[Any] = set()
     for place, line in _read_lines(file, skipped):
         where = f"{file}, {place}"
+        if not isinstance(line, dict):
+            raise WhenceError(f"{where} is a {type(line).__name__}, and a row is an object.")
         try:
             rollouts = _split_line(line, where, skipped)
         except (AttributeError, KeyError, IndexError, TypeError) as other:
@@ -120,33 +124,43 @@ def read_rows(file: Path, columns: Mapping[str, str], skipped: Counter[str]) -> 
                 yield row
 
 
-def _read_lines(file: Path, skipped: Counter[str]) -> Iterator[tuple[str, Row]]:
+def _read_lines(file: Path, skipped: Counter[str]) -> Iterator[tuple[str, Any]]:
     """Yield the place and the values of each line, or of each row of a Parquet file."""
+    kind, place = "JSON lines", 0
     try:
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
+            kind = "Parquet"
             batches = parquet.ParquetFile(file).iter_batches(_READ_AT_ONCE)
-            for place, line in enumerate((line for batch in batches for line in batch.to_pylist()), 1):
-                yield f"row {place}", {name: _drop_nulls(value) for name, value in line.items()}
+            for row, line in enumerate((line for batch in batches for line in batch.to_pylist()), 1):
+                yield f"row {row}", {name: _drop_nulls(value) for name, value in line.items()}
             return
-        with file.open(encoding="utf-8") as lines:
+        with TextIOWrapper(input_stream(file), encoding="utf-8-sig") as lines:
             for place, text in enumerate(lines, 1):
                 if not text.strip():
                     continue
                 try:
-                    line = json.loads(text)
+                    line = _parse(text)
                 except ValueError:
-                    if text.endswith("\n") or place == 1:
+                    if place == 1:
+                        line = _parse(text + lines.read())  # a document of several lines
+                    elif text.endswith("\n"):
                         raise
-                    skipped["last lines that break off"] += 1
-                    return
+                    else:
+                        skipped["last lines that break off"] += 1
+                        return
                 for each in line if isinstance(line, list) else [line]:
-                    if not isinstance(each, dict):
-                        raise ValueError(f"line {place} is a {type(each).__name__}, and a row is an object")
                     yield f"line {place}", each
-    except (OSError, ArrowException, ValueError) as broken:
-        kind = "Parquet" if file.suffix == ".parquet" else "JSON lines"
-        at = "" if file.suffix == ".parquet" or str(broken).startswith("line ") else f"line {place}: "
+    except (OSError, EOFError, ArrowException, ValueError, RecursionError) as broken:
+        at = f"line {place}: " if place else ""
         raise WhenceError(f"{file} cannot be read as {kind}: {at}{first_line(broken)}. Mend or remove it.") from None
+
+
+def _parse(text: str) -> Any:
+    """Return what JSON says, without the halves of characters that it can hold and tables cannot."""
+    value = json.loads(text)
+    if re.search(r"\\u[dD]", text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -166,9 +180,10 @@ def _split_line(line: Row, where: str, skipped: Counter[str]) -> list[Row]:
         return [_unwrap(line, where)]
     if _is_list_of(line.get("completion"), str) and _is_list_of(line.get("prompt"), str):
         size = len(line["completion"])
+        columns = {name: isinstance(values, list) and len(values) == size for name, values in line.items()}
         return [
-            {name: v[n] if isinstance(v, list) and len(v) == size else None for name, v in line.items()}
-            for n in range(size)
+            {name: line[name][row] if is_list else line[name] for name, is_list in columns.items()}
+            for row in range(size)
         ]
     if (line.get("request_info") or {}).get("num_calls"):
         skipped["rows with the output of tools among their tokens, without a mask"] += 1
@@ -195,11 +210,13 @@ def _read_traces(episode: Row, skipped: Counter[str]) -> list[Row]:
         about = {"group": group, "step": work.get("step"), **{f"reward.{name}": r for name, r in rewards.items()}}
         if rewards:
             about["reward"] = sum(scores[name].get("weight", 1.0) * reward for name, reward in rewards.items())
-        for leaf in {*range(len(nodes))} - {node.get("parent") for node in nodes}:
+        for leaf in sorted({*range(len(nodes))} - {node.get("parent") for node in nodes}):
             path = [leaf]
-            while (parent := nodes[path[0]].get("parent")) is not None:
-                path.insert(0, parent)
-            rows.append({**about, **_read_branch([nodes[place] for place in path])})
+            while (parent := nodes[path[-1]].get("parent")) is not None:
+                if not 0 <= parent < path[-1]:  # a message follows its parent, so no path is endless
+                    raise IndexError(f"message {path[-1]} has the parent {parent}")
+                path.append(parent)
+            rows.append({**about, **_read_branch([nodes[place] for place in reversed(path)])})
     if not rows:
         skipped["episodes without a rollout"] += 1
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
@@ -220,9 +237,10 @@ def _read_branch(nodes: Sequence[Row]) -> Row:
 
 
 def _split_tokens(ids: Sequence[int], mask: Sequence[bool]) -> Row:
-    """Return the tokens before the first one that trains as the prompt's, and the others."""
-    first = mask.index(True) if True in mask else len(mask)
-    last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+    """Return the tokens before the first one that trains as the prompt's, and the others up to the last that does."""
+    if True not in mask:
+        return {"response_mask": [False]}
+    first, last = mask.index(True), len(mask) - mask[::-1].index(True)
     return {"prompt_ids": ids[:first], "response_ids": ids[first:last], "response_mask": mask[first:last]}
 
 
@@ -230,57 +248,57 @@ def _unwrap(line: Row, where: str) -> Row:
     """Return a line of NeMo-RL, whose values are lists of one, as a rollout."""
     row = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in line.items()}
     texts, ids = row.pop("content"), row.pop("token_ids", None)
-    row["reward"] = row.pop("rewards")
+    row |= {"reward": row.pop("rewards"), "prompt": texts[0], "response": "".join(texts[1:])}
     if ids is None:
         if not _is_list_of(texts, str) or len(texts) != 2:
             raise WhenceError(f"{where} has neither a prompt and a response nor token ids, so no role is known.")
-        return {**row, "prompt": texts[0], "response": texts[1]}
+        return row
     length = int(row.pop("input_lengths", len(ids)))
     trains = [bool(each and row.get("sample_loss_mask", 1)) for each in row.pop("token_loss_mask")[:length]]
-    tokens = _split_tokens(ids[:length], trains)
     if isinstance(row.get("advantages"), list):
         row["advantages"] = [each for each, counts in zip(row["advantages"], trains, strict=False) if counts]
-    if not any(trains):
-        return {**row, "prompt": texts[0], "response": "".join(texts[1:]), "response_mask": [False]}
-    return {**row, "prompt": texts[0], "response": "".join(texts[1:]), **tokens}
+    return row | _split_tokens(ids[:length], trains)
 
 
 def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
     """Return a rollout with the names of `NAMES`, `reward.NAME` and `info.NAME`."""
-    sources: dict[str, str] = {}
-    for name, usual in NAMES.items():
-        source = next((each for each in usual if each in line), None)
-        if name in columns and name != "reward":
-            source = columns[name]
-        if source is not None and source not in line:
-            raise WhenceError(_explain_missing(name, source, line, where))
-        if source is not None:
-            sources[name] = source
+    usual = {name: next((each for each in names if each in line), None) for name, names in NAMES.items()}
+    sources = {name: source for name, source in {**usual, **columns}.items() if source is not None}
+    reward = sources.pop("reward", None)
     for name in ("prompt", "response"):
         if name not in sources and f"{name}_ids" not in sources:
-            raise WhenceError(_explain_missing(name, " or ".join(NAMES[name]), line, where))
-    parts = _read_sum(columns["reward"], line, where) if "reward" in columns else {}
-    if "reward" in columns:
-        sources.pop("reward", None)
+            sources[name] = " or ".join(NAMES[name])
+    for name, source in sources.items():
+        if source not in line:
+            raise WhenceError(_explain_missing(name, source, line, where))
+    if reward is None:
+        numbers = [n for n, value in line.items() if n not in sources.values() and isinstance(value, int | float)]
+        if "advantage" not in sources:
+            raise WhenceError(
+                f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
+                f"'reward={' + 0.5 * '.join(numbers[:2]) or 'NAME'}'. It has: {', '.join(line)}."
+            )
+        functions = [name for name in numbers if not isinstance(line[name], bool)]
+        reward = functions[0] if len(functions) == 1 else None  # TRL's only reward function
     row = {name: _check_value(name, line[source], where) for name, source in sources.items()}
-    others = {name: value for name, value in line.items() if name not in sources.values() and name not in parts}
-    if parts:
-        values = {name: _read_number(name, line[name], where) for name in parts}
-        known = [parts[name] * value for name, value in values.items() if value is not None]
-        row |= {"reward": sum(known) if known else None}
-        row |= {f"reward.{name}": value for name, value in values.items() if len(values) > 1}
-    elif "reward" not in sources and "advantage" in sources:
-        numbers = [n for n, v in others.items() if isinstance(v, int | float) and not isinstance(v, bool)]
-        if len(numbers) == 1:  # TRL's only reward function
-            row["reward"] = _read_number(numbers[0], others.pop(numbers[0]), where)
-    if "reward" not in row and "advantage" not in row:
-        numbers = [name for name, value in others.items() if isinstance(value, int | float)]
+    mask, ids = row.get("response_mask"), row.get("response_ids")
+    if mask and ids and len(mask) != len(ids):
         raise WhenceError(
-            f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
-            f"'reward={' + 0.5 * '.join(numbers[:2]) or 'NAME'}'. It has: {', '.join(line)}."
+            f"{where}: {len(mask)} values of response_mask are for {len(ids)} tokens; as many are needed."
         )
-    is_known = {name: name.startswith("reward.") for name in others}
-    return row | {name if is_known[name] else f"info.{name}": value for name, value in others.items()}
+    weights = {} if reward is None else _read_sum(reward, line, where)
+    parts = {name: _read_number(name, line[name], where) for name in weights}
+    if parts:
+        known = [weights[name] * value for name, value in parts.items() if value is not None]
+        row["reward"] = sum(known) if known else None
+    for name, value in line.items():
+        if name.startswith("reward.") and name not in parts:
+            row[name] = _read_number(name, value, where)
+        elif name in parts and len(parts) > 1:
+            row[f"reward.{name}"] = parts[name]
+        elif name not in parts and name not in sources.values():
+            row[f"info.{name}"] = value
+    return row
 
 
 def _explain_missing(name: str, source: str, line: Row, where: str) -> str:
@@ -310,29 +328,27 @@ def _check_value(name: str, value: Any, where: str) -> Any:
     """Return a value as rows hold it, or refuse it."""
     if value is None:
         return None
-    if name in ("prompt", "response"):
-        if not isinstance(value, str) and not _is_list_of(value, dict):
-            raise WhenceError(
-                f"{where}: the {name} is {_shorten(value)}; a text or the messages of a chat are needed. Name another "
-                f"column: --column {name}=NAME."
-            )
-        return _make_printable(value) if isinstance(value, str) else value
-    if name == "advantage" and isinstance(value, list):
-        numbers = {_read_number(name, each, where) for each in value}
+    if name in ("prompt", "response") and not isinstance(value, str) and not _is_list_of(value, dict):
+        raise WhenceError(
+            f"{where}: the {name} is {_shorten(value)}; a text or the messages of a chat are needed. Name another "
+            f"column: --column {name}=NAME."
+        )
+    if name == "advantage":
+        numbers = {_read_number(name, each, where) for each in (value if isinstance(value, list) else [value])}
         if len(numbers) > 1:
             raise WhenceError(f"{where}: the advantages of its tokens differ; one for each response is needed.")
         return next(iter(numbers), None)
-    if name in ("reward", "advantage"):
-        return _read_number(name, value, where)
     if name == "step":
         try:
-            return int(value)
-        except (TypeError, ValueError):
-            raise WhenceError(f"{where}: the step is {_shorten(value)}; a whole number is needed.") from None
+            if 0 <= (step := int(value)) < 2**53 and step == float(value):
+                return step
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise WhenceError(f"{where}: the step is {_shorten(value)}; a whole number from 0 is needed.")
     if name.endswith(("ids", "mask")):
-        if not isinstance(value, list) or any(not isinstance(each, int) for each in value):
-            raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of whole numbers is needed.")
-        return value
+        if not isinstance(value, list) or any(not isinstance(each, int) or each < 0 for each in value):
+            raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of whole numbers from 0 is needed.")
+        return list(map(bool, value)) if name.endswith("mask") else value
     return value
 
 
@@ -352,8 +368,3 @@ def _read_number(name: str, value: Any, where: str) -> float | None:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 60 else f"{text[:57]}…"
-
-
-def _make_printable(text: str) -> str:
-    """Return a text without the halves of characters that JSON can hold and tables cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")

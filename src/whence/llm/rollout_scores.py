@@ -64,6 +64,8 @@ def read_steps(
     table = _survey(read_rows(file, columns, skipped) for file in files)
     if table.is_empty():
         raise WhenceError(f"{path} holds no rollouts: {_list_skipped(skipped) or 'its files are empty'}.")
+    if not ("advantage" in table.columns or table["reward"].count()):
+        raise WhenceError(f"{path} holds no reward that is a number. Name another column: --column reward=NAME.")
     table = add_advantages(_join_groups(table, named="group" in columns)).select("step", "group_id", "advantage")
     rows: Iterator[Row] = chain.from_iterable(read_rows(file, columns, Counter()) for file in files)
     if table["step"].rle_id().n_unique() > table["step"].n_unique():
@@ -81,19 +83,22 @@ def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
 
     A file without steps has a number of its own below 0.
     """
+    kinds = {"step": pl.Int64, "group": pl.String, "prompt": pl.Int64, "reward": pl.Float64, "advantage": pl.Float64}
     parts = []
     for number, rows in enumerate(files, 1):
-        columns: dict[str, list[Any]] = {"step": [], "group": [], "prompt": [], "reward": [], "advantage": []}
-        for row in rows:
-            columns["step"].append(-number if row.get("step") is None else row["step"])
-            columns["group"].append(None if row.get("group") is None else str(row["group"]))
-            columns["prompt"].append(hash(_write(row.get("prompt", row.get("prompt_ids")))))
-            columns["reward"].append(row.get("reward"))
-            columns["advantage"].append(row.get("advantage"))
-        kinds = {"step": pl.Int64, "group": pl.String, "prompt": pl.Int64}
-        parts.append(pl.DataFrame(columns, {**kinds, "reward": pl.Float64, "advantage": pl.Float64}))
+        cells = [
+            (
+                -number if row["step"] is None else row["step"],
+                None if row.get("group") is None else str(row["group"]),
+                hash(_write(row.get("prompt", row.get("prompt_ids")))),
+                row.get("reward"),
+                row.get("advantage"),
+            )
+            for row in rows
+        ]
+        parts.append(pl.DataFrame(cells, kinds, orient="row"))
     table = pl.concat(parts)
-    return table.select(name for name in table.columns if name in kinds or table[name].count())
+    return table if table["advantage"].count() else table.drop("advantage")
 
 
 def _write(prompt: Any) -> str:
@@ -118,20 +123,18 @@ def _join_groups(table: pl.DataFrame, *, named: bool) -> pl.DataFrame:
 
 def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
     """Return rows as a table, with the group and the advantage of each."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    values = {name: [row.get(name) for row in rows] for name in names}
-    series = []
-    for name in ("prompt", "response"):
-        is_plain = all(value is None or isinstance(value, str) for value in values.get(name, []))
-        series.append(pl.Series(name, values.get(name, [None] * len(rows)), pl.String if is_plain else pl.Object))
-    numbers = (name for name in names if name == "reward" or name.startswith("reward."))
-    series += [pl.Series(name, values[name], pl.Float64) for name in numbers]
-    tokens = {"prompt_ids": pl.List(pl.Int64), "response_ids": pl.List(pl.Int64), "response_mask": pl.List(pl.Boolean)}
-    series += [pl.Series(name, values[name], kind) for name, kind in tokens.items() if name in names]
-    series += list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
-    if part["step"][0] >= 0:
-        series.append(part["step"])
-    return pl.DataFrame([*series, part["group_id"], part["advantage"]])
+    names = dict.fromkeys(name for row in rows for name in row)
+    values = {name: [row.get(name) for row in rows] for name in ("prompt", "response", *names)}
+    chats = [name for name in ("prompt", "response") if any(isinstance(value, list) for value in values[name])]
+    kinds: dict[str, Any] = {
+        **{"prompt": pl.String, "response": pl.String, **dict.fromkeys(chats, pl.Object)},
+        **{name: pl.Float64 for name in names if name == "reward" or name.startswith("reward.")},
+        **{"prompt_ids": pl.List(pl.Int64), "response_ids": pl.List(pl.Int64), "response_mask": pl.List(pl.Boolean)},
+    }
+    series = [pl.Series(name, values[name], kind) for name, kind in kinds.items() if name in values]
+    infos = list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
+    steps = [part["step"]] if part["step"][0] >= 0 else []
+    return pl.DataFrame([*series, *infos, *steps, part["group_id"], part["advantage"]])
 
 
 def _list_skipped(skipped: Counter[str]) -> str:
@@ -229,22 +232,22 @@ def score_rollouts(
             if table.is_empty():
                 continue
             number += 1
-            if number > done:
-                seconds: dict[str, dict[str, float]] = {}
-                with time_stage(seconds, "scoring"):
-                    device = next(iter(model.parameters())).device
-                    prompts, responses, masks = zip(*tokens, strict=True)
-                    padded = pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks)
-                    rows = make_table_rows(table, padded)
-                    if reference is not None:
-                        rows = add_reference(rows, reference, temperature, batch_size)
-                    influence = score(model, rows, scoring)
-                table = _add_scores(table, rows, influence, tokenizer)
-                recorder.write_round(number, table)
-                summary = summarise_selection(ScoreAll().select(rows), influence)
-                recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
-                if on_round is not None:
-                    on_round(number, len(table))
+            if number <= done:
+                continue
+            seconds: dict[str, dict[str, float]] = {}
+            with time_stage(seconds, "scoring"):
+                prompts, responses, masks = zip(*tokens, strict=True)
+                device = next(iter(model.parameters())).device
+                rows = make_table_rows(table, pad_rows(prompts, responses, tokenizer.pad_token_id, device, masks))
+                if reference is not None:
+                    rows = add_reference(rows, reference, temperature, batch_size)
+                influence = score(model, rows, scoring)
+            table = _add_scores(table, rows, influence, tokenizer)
+            recorder.write_round(number, table)
+            summary = summarise_selection(ScoreAll().select(rows), influence)
+            recorder.write_rows({"round": number, **average_rows(table), **summary}, seconds)
+            if on_round is not None:
+                on_round(number, len(table))
         if skipped:
             log.warning("%s: left out were %s.", path, _list_skipped(skipped))
         if not number:
@@ -267,6 +270,7 @@ def _encode(
     Tokens that a file does not say come from its texts; a text's response has `most` at most.
     """
     context, encoded, kept = context_length(model), list[Tokens](), []
+    vocabulary = model.get_input_embeddings().num_embeddings
     for place, row in enumerate(table.iter_rows(named=True)):
         if row.get("prompt_ids") is not None and row.get("response_ids") is not None:
             response = row["response_ids"]
@@ -275,11 +279,13 @@ def _encode(
             try:
                 tokens = encode_pair(place, {**row, "completion": row["response"]}, tokenizer, None)
             except WhenceError:
-                skipped["rows whose messages are not to be found in what the chat template writes"] += 1
+                skipped["rows whose messages the chat template does not write as they are"] += 1
                 continue
             tokens = Tokens(tokens.prompt, tokens.response[:most], tokens.mask[:most])
         if context is not None and len(tokens.prompt) + len(tokens.response) > context:
             skipped[f"rows of more than the {context:,} tokens that the model reads"] += 1
+        elif max([*tokens.prompt, *tokens.response], default=0) >= vocabulary:
+            skipped["rows with token ids that the model does not have"] += 1
         elif not tokens.prompt or not any(tokens.mask):
             skipped["rows without a prompt, or a token that the model wrote"] += 1
         else:
@@ -295,11 +301,10 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
     several rows, the reward less the step's mean. A row without a reward has 0. Without a column `step` it is one step.
     """
     key = table["group"] if "group" in table.columns else table["prompt"]
-    texts = pl.Series(list(map(str, key.to_list()))) if key.dtype.is_nested() or key.dtype == pl.Object else key
-    order = pl.DataFrame({"key": texts}).with_row_index("place")
+    order = pl.DataFrame({"key": list(map(str, key.to_list()))}).with_row_index("first")
     order = order.with_columns(table["step"] if "step" in table.columns else pl.lit(0).alias("step"))
-    order = order.with_columns(first=pl.col("place").min().over("step", "key"))
-    table = table.with_columns(order.select(group_id=pl.col("first").rank("dense").over("step").cast(pl.Int64) - 1))
+    first = pl.col("first").min().over("step", "key")
+    table = table.with_columns(order.select(group_id=first.rank("dense").over("step").cast(pl.Int64) - 1))
     if "advantage" in table.columns:
         return table.with_columns(pl.col("advantage").cast(pl.Float64).fill_nan(0.0).fill_null(0.0))
     reward, group, step = pl.col("reward").cast(pl.Float64).fill_nan(None), pl.col("group_id"), pl.col("step")
@@ -307,20 +312,16 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
     mean, spread = reward.mean(), reward.std().over(step, group).fill_null(0.0)
     shared, single = (reward - mean.over(step, group)) / (spread + 1e-6), reward - mean.over(step)
     is_single = group.n_unique().over(step) == pl.len().over(step)
-    return table.with_columns(
-        numbers.select(advantage=pl.when(is_single).then(single).otherwise(shared).fill_null(0.0))
-    )
+    advantage = pl.when(is_single).then(single).otherwise(shared).fill_null(0.0)
+    return table.with_columns(numbers.select(advantage=advantage))
 
 
 def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:
     """Return a round's table as trainers of whence write it."""
-    numbers = [name for name in step.columns if name in ("reward", "advantage") or name.startswith("reward.")]
-    infos = [step[name] for name in step.columns if name.startswith("info.")]
+    infos = [series for series in step if series.name.startswith("info.")]
     if "step" in step.columns:
-        infos = [
-            step["step"].alias("info.step"),
-            *(s.alias("info.files_step") if s.name == "info.step" else s for s in infos),
-        ]
+        infos = [series.alias("info.files_step") if series.name == "info.step" else series for series in infos]
+        infos.insert(0, step["step"].alias("info.step"))
     tokens = list_tokens(rows)
     chats = {name: step[name].to_list() for name in ("prompt", "response")}
     for (name, values), ids in zip(chats.items(), tokens[:2], strict=True):
@@ -328,7 +329,7 @@ def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tok
         chats[name] = [text if value is None else value for value, text in zip(values, decoded, strict=True)]
     table = step.select("record_id", "group_id").with_columns(
         *(pl.Series(name, list(map(join_messages, column))) for name, column in chats.items()),
-        *(step[name] for name in numbers),
+        *(series for series in step if series.name in ("reward", "advantage") or series.name.startswith("reward.")),
         tokens[2].list.sum().cast(pl.Int64).alias("tokens"),
         *infos,
         *list_chats(chats),

@@ -161,11 +161,15 @@ def list_tokens(rows: RecordBatch) -> list[pl.Series]:
     ids, attended = columns["input_ids"].cpu(), columns["attention_mask"].cpu().bool()
     mask, width = columns["response_mask"].cpu(), columns["response_mask"].shape[1]
     before, after = attended[:, :-width], attended[:, -width:]
-    lists = {"prompt_ids": (ids[:, :-width], before), "response_ids": (ids[:, -width:], after)}
-    kinds = {name: pl.List(pl.Int32) for name in lists} | {"response_mask": pl.List(pl.Boolean)}
-    columns = {**lists, "response_mask": (mask, after)}
-    values = {n: [row[there].tolist() for row, there in zip(*each, strict=True)] for n, each in columns.items()}
-    return [pl.Series(name, rows, dtype=kinds[name]) for name, rows in values.items()]
+    lists = {
+        "prompt_ids": (ids[:, :-width], before, pl.Int32),
+        "response_ids": (ids[:, -width:], after, pl.Int32),
+        "response_mask": (mask, after, pl.Boolean),
+    }
+    return [
+        pl.Series(name, [row[there].tolist() for row, there in zip(tokens, places, strict=True)], dtype=pl.List(kind))
+        for name, (tokens, places, kind) in lists.items()
+    ]
 
 
 def make_table_rows(table: pl.DataFrame, tokens: TokenRows) -> RecordBatch:
@@ -193,9 +197,10 @@ def list_infos(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
 
 def _make_info(name: str, values: list[Any]) -> pl.Series:
     kinds = {type(value) for value in values} - {type(None)}
-    if kinds == {int, float}:
+    is_large = any(isinstance(value, int) and abs(value) >= 2**127 for value in values)  # no column holds it
+    if kinds == {int, float} and not is_large:
         return pl.Series(name, values, dtype=pl.Float64, strict=False)
-    if len(kinds) > 1 or not kinds <= {bool, int, float, str}:
+    if is_large or len(kinds) > 1 or not kinds <= {bool, int, float, str}:
         values = [v if v is None or isinstance(v, str) else json.dumps(v, default=str) for v in values]
     return pl.Series(name, values)
 

@@ -9,8 +9,9 @@ from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 import polars as pl
+from jinja2 import TemplateError
 
-from whence.core import WhenceError
+from whence.core import WhenceError, first_line
 from whence.llm.base import PPOConfig
 from whence.llm.text.rewards import Columns, Reward, find_columns
 
@@ -42,7 +43,7 @@ def tokenize_prompts(
         if isinstance(prompt, str):
             ids = _encode(tokenizer, prompt)
         else:
-            ids = _encode_chat(tokenizer, prompt, config.chat_template_kwargs, add_generation_prompt=True)
+            ids = _apply_template(tokenizer, prompt, config.chat_template_kwargs, add_generation_prompt=True)
         if not 1 <= len(ids) <= longest:
             raise WhenceError(
                 f"Prompt {number} has {len(ids)} tokens; from 1 to {longest} are needed: the model reads {context} "
@@ -61,11 +62,21 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return ids[: len(ids) - max(0, appended - written)]
 
 
-def _encode_chat(
-    tokenizer: Any, messages: Sequence[Any], settings: Mapping[str, Any] | None, *, add_generation_prompt: bool
-) -> list[int]:
-    prompt = {"add_generation_prompt": add_generation_prompt, "return_dict": True}
-    return list(tokenizer.apply_chat_template(messages, **{**(settings or {}), **prompt})["input_ids"])
+def _apply_template(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    settings: Mapping[str, Any] | None,
+    *,
+    add_generation_prompt: bool,
+    tokenize: bool = True,
+) -> Any:
+    """Return the tokens or the text of a chat's messages, and refuse what the template itself does."""
+    mode = {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize, "return_dict": tokenize}
+    try:
+        output = tokenizer.apply_chat_template(list(messages), **{**(settings or {}), **mode})
+    except (TemplateError, TypeError) as error:
+        raise WhenceError(f"The tokenizer's chat template cannot write these messages: {first_line(error)}.") from error
+    return list(output["input_ids"]) if tokenize else output
 
 
 def context_length(model: Any) -> int | None:
@@ -163,67 +174,62 @@ def encode_pair(number: int, row: Any, tokenizer: Any, settings: Mapping[str, An
         raise WhenceError(
             f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
         )
-    pieces: list[tuple[str, bool]] | None = [(completion, True)]
-    end = tokenizer.eos_token_id
     if isinstance(prompt, str):
-        prompt_ids = _encode(tokenizer, prompt)
+        prompt_ids, pieces = _encode(tokenizer, prompt), [(completion, True)]
     else:
-        prompt_ids = _encode_chat(tokenizer, prompt, settings, add_generation_prompt=True)
-        pieces = _split_chat(prompt, completion, partial(_write_chat, tokenizer, settings), tokenizer.eos_token)
-        if pieces is None:
-            raise WhenceError(
-                f"Demonstration {number}: in the text of the tokenizer's chat template the messages of the completion "
-                "are not to be found, so that prompt and response cannot be separated. Apply the template yourself, "
-                "and pass texts."
-            )
+        prompt_ids = _apply_template(tokenizer, prompt, settings, add_generation_prompt=True)
+        write = partial(_apply_template, tokenizer, settings=settings, tokenize=False)
+        pieces = _split_chat(prompt, completion, write, tokenizer.eos_token)
+    if not pieces:
+        raise WhenceError(
+            f"Demonstration {number}: in the text of the tokenizer's chat template the messages of the completion are "
+            "not to be found, so that prompt and response cannot be separated. Apply the template yourself, and pass "
+            "texts."
+        )
     ids, mask = list[int](), list[bool]()
-    for text, counts in pieces or ():
+    for text, counts in pieces:
         piece = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = [*ids, *piece], [*mask, *[counts] * len(piece)]
-    if ids[-1:] != [end]:
-        ids, mask = [*ids, end], [*mask, True]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
     return Tokens(prompt_ids, ids, mask)
-
-
-def _write_chat(
-    tokenizer: Any, settings: Mapping[str, Any] | None, messages: Sequence[Any], *, add_generation_prompt: bool
-) -> str:
-    further = {**(settings or {}), "add_generation_prompt": add_generation_prompt, "tokenize": False}
-    return str(tokenizer.apply_chat_template(list(messages), **further))
 
 
 def _split_chat(
     prompt: Sequence[Any], completion: Sequence[Any], write: Callable[..., str], end: str
-) -> list[tuple[str, bool]] | None:
-    """Return a completion's text in pieces, and whether the model wrote each; None: the template's text hides them."""
+) -> list[tuple[str, bool]]:
+    """Return a completion's text in pieces, and whether the model wrote each; none if the template's text hides them.
+
+    The template writes the conversation before each answer, and with it. Some write earlier messages anew, such as
+    without their thoughts, so what lies between two answers is looked for where the first one ends.
+    """
     pieces, messages, written, last = list[tuple[str, bool]](), [*prompt, *completion], "", 0
-    for place in range(len(prompt), len(messages)):
-        if messages[place].get("role") != "assistant":
-            continue
+    answers = [n for n in range(len(prompt), len(messages)) if messages[n].get("role") == "assistant"]
+    for place in answers:
         before = write(messages[:place], add_generation_prompt=True)
         whole = write(messages[: place + 1], add_generation_prompt=False)
         if pieces:
             start = len(written) if before.startswith(written) else _find_end(before, pieces[-1][0], messages[last + 1])
             if start is None:
-                return None
+                return []
             pieces.append((before[start:], False))
         generated = _read_generated(messages[place])
-        limit = (
-            whole.rfind(end) if end in whole[len(written) :] else len(whole)
-        )  # the end may have the text in its name
+        # The end token may have the text in its name.
+        limit = whole.rfind(end) if end in whole[len(written) :] else len(whole)
         begin = whole.rfind(generated.strip(), 0, limit) if generated.strip() else -1
-        if begin < 0:
-            if not whole.startswith(before):
-                return None
-            head, separator, _ = whole[len(before) :].partition(end)
-            generated, stop = head + separator, len(before) + len(head + separator)
-        else:
+        if begin >= 0:
             stop = begin + len(generated.strip())
             if whole.startswith(end, stop):
                 generated, stop = generated + end, stop + len(end)
+        elif whole.startswith(before):
+            generated, separator, _ = whole[len(before) :].partition(end)
+            generated += separator
+            stop = len(before) + len(generated)
+        else:
+            return []
         pieces.append((generated, True))
         written, last = whole[:stop], place
-    return pieces or None
+    return pieces
 
 
 def _read_generated(message: Mapping[str, Any]) -> str:
@@ -265,9 +271,8 @@ def list_chats(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
 
 
 def _write_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    called = [f"{call.get('name')}({_write_arguments(call.get('arguments'))})" for call in calls]
-    about = {"role": str(message.get("role", "")), "name": message.get("name"), "calls": called}
+    calls = [f"{call.get('name')}({_write_arguments(call.get('arguments'))})" for call in _list_calls(message)]
+    about = {"role": str(message.get("role", "")), "name": message.get("name"), "calls": calls}
     plain = {"content": message.get("content")}
     return {name: value for name, value in about.items() if value} | {"text": join_messages([plain])}
 
@@ -278,7 +283,14 @@ def _write_arguments(arguments: Any) -> str:
 
 def _join_parts(message: Mapping[str, Any]) -> str:
     content = message.get("content") or []
-    parts = [content] if isinstance(content, str) else content
-    texts = [part if isinstance(part, str) else part.get("text") or f"<{part.get('type', 'part')}>" for part in parts]
-    calls = [json.dumps(call.get("function", call), default=str) for call in message.get("tool_calls") or []]
-    return "".join(texts + calls)
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [
+        part.get("text") or f"<{part.get('type', 'part')}>" if isinstance(part, Mapping) else part for part in parts
+    ]
+    return "".join([*map(str, texts), *(json.dumps(call, default=str) for call in _list_calls(message))])
+
+
+def _list_calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a message's calls of tools; one that is a text, as some trainers write it, is a name."""
+    calls = [call if isinstance(call, Mapping) else {"name": call} for call in message.get("tool_calls") or []]
+    return [call.get("function", call) for call in calls]

@@ -7,8 +7,7 @@ import polars as pl
 import torch
 import typer
 
-from whence.causes import AgentTraining, LanguageTraining, Proof, check_kind, format_outcome
-from whence.causes import prove as prove_behaviour
+from whence import causes
 from whence.cli.commands.why_command import choose_decision
 from whence.cli.terminal import (
     console,
@@ -33,9 +32,9 @@ _EXAMPLE = '"action = 2 and advantage < 0"'
 
 _TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
 
-_TESTS = make_field_options(AgentTraining, names=["test_episodes"], panel=options.AGENTS)
+_TESTS = make_field_options(causes.AgentTraining, names=["test_episodes"], panel=options.AGENTS)
 _LANGUAGE = make_field_options(
-    LanguageTraining,
+    causes.LanguageTraining,
     names=["match", "answers", "reward", "model", "learning_rate", "epochs"],
     panel=options.LANGUAGE,
 )
@@ -92,7 +91,7 @@ def prove(
     agents = {"--record": record, "--episode-seed": episode_seed, "--step": step}
     written = {"--observation": observation, "--action": action}
     tests, language = parse_fields(_TESTS, fields), parse_fields(_LANGUAGE, fields)
-    check_kind(
+    causes.check_kind(
         directory,
         agents={**agents, **written, "--where": where, "--env": env, **_name_options(tests)},
         language={
@@ -122,10 +121,8 @@ def prove(
             behaviour, decision = choose_decision(explored, episode_seed, step, record, observation, action)
             words = decision.what
         elif prompt and response:
-            from whence.causes import Examples  # Transformers takes seconds to import
-
-            behaviour = Examples(prompt, response)
-        proof = prove_behaviour(
+            behaviour = causes.Examples(prompt, response)
+        proof = causes.prove(
             directory,
             behaviour,
             left_out,
@@ -134,7 +131,7 @@ def prove(
             top=top,
             rounds=numbers,
             seeds=seeds,
-            training=LanguageTraining(**language) if directory.is_language else AgentTraining(**tests),
+            training=causes.LanguageTraining(**language) if directory.is_language else causes.AgentTraining(**tests),
             env=env,
             on_stage=status.update,
         )
@@ -163,16 +160,14 @@ def _find_group(run: RunDirectory, number: int, where: str, env: str | None) -> 
     return group.select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id")
 
 
-def _print_proof(proof: Proof, *, json: bool) -> None:
+def _print_proof(proof: causes.Proof, *, json: bool) -> None:
     """Print what came of the trainings: a table, and what it means in a sentence."""
     rows = proof.summarise()
     if json:
         about = {"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "verdicts": proof.verdicts}
         print_json(about | {"outcomes": rows, "notes": list(proof.notes)})
         return
-    cells = [
-        [outcome, "the run itself", format_outcome(outcome, value), "–"] for outcome, value in proof.stored.items()
-    ]
+    cells = [[name, "the run itself", causes.format_outcome(name, value), "–"] for name, value in proof.stored.items()]
     cells += [
         [row["outcome"], _TITLES[row["variant"]], *map(_format_interval, [row] * 2, ("value", "change"))]
         for row in rows
@@ -191,6 +186,6 @@ def _format_interval(row: dict[str, Any], column: str) -> str:
     if column == "change" and row["variant"] == "all":
         return "–"
     sign = "+" if column == "change" else ""
-    mean = format_outcome(outcome, interval["mean"], sign)
-    ends = [format_outcome(outcome, interval[end], sign) for end in ("low", "high") if interval[end] is not None]
+    mean = causes.format_outcome(outcome, interval["mean"], sign)
+    ends = [causes.format_outcome(outcome, interval[end], sign) for end in ("low", "high") if interval[end] is not None]
     return mean + (f" [{', '.join(ends)}]" if ends else "")

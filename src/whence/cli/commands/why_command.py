@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from whence.causes import check_kind, find_causes, play_episode, rank_records, sum_rounds
+from whence import causes
 from whence.cli.terminal import (
     RoundBar,
     describe_explanation,
@@ -34,7 +34,7 @@ from whence.page import (
 )
 from whence.runs import RunDirectory
 from whence.scores import find_moments
-from whence.stored.agents import load_agent
+from whence.stored import agents, language
 
 
 def why(
@@ -102,7 +102,7 @@ def why(
     directory = RunDirectory.open(run, trust=trust)
     directory.require_rounds()
     written = {"--observation": observation, "--action": action}
-    check_kind(
+    causes.check_kind(
         directory,
         agents={"--episode-seed": episode_seed, "--step": step, **written, "--out": out, "--env": env},
         language={"--prompt": prompt or None, "--flagged": flagged, "--round": round, "--by bm25": by == "bm25"},
@@ -158,21 +158,21 @@ def choose_decision(
         number = find_round(explored.directory, None, record)
         return read_decision(explored, number, record, with_frame=with_frame)
     if written:
-        model = load_agent(explored.directory, explored.directory.rounds()[0], env=explored.env)
+        model = agents.load_agent(explored.directory, explored.directory.rounds()[0], env=explored.env)
         target = parse_decision(observation, action, model)
         return target, describe_target(explored, target, "in this observation")
     return _play_step(explored, episode_seed or 0, step, with_frame=with_frame)
 
 
 def _play_step(run: ExploredRun, seed: int, step: int | None, *, with_frame: bool) -> tuple[Action, Decision]:
-    episode = play_episode(run.directory, seed=seed, env=run.env)
+    episode = causes.play_episode(run.directory, seed=seed, env=run.env)
     step = episode.choose_step() if step is None else step
     target = episode.target(step)
     log_probs = float(episode.first_log_probs[step]), float(episode.records.log_probs[step]), episode.is_discrete
     decision = describe_target(run, target, f"at step {step} of an episode with seed {seed}", log_probs)
     if not with_frame:
         return target, decision
-    frames = play_episode(run.directory, seed=seed, env=run.env, frames=[step], longest=step + 1).frames
+    frames = causes.play_episode(run.directory, seed=seed, env=run.env, frames=[step], longest=step + 1).frames
     return target, replace(decision, frame=frames.get(step))
 
 
@@ -183,11 +183,7 @@ def _gather_response_causes(
 
     Their present log-probability is that under the trained model, or under the policy of the last scored round.
     """
-    # Transformers takes seconds to import.
-    from whence.causes import Examples, measure_trained
-    from whence.stored.language import list_policies
-
-    behaviour, notes = Examples(prompts, responses, run.flags() if flagged else None), list[str]()
+    behaviour, notes = causes.Examples(prompts, responses, run.flags() if flagged else None), list[str]()
     what = f"One of {len(responses)} responses, by the geometric mean"
     if len(responses) == 1:
         what = f"“{shorten(responses[0])}” after “{shorten(prompts[0])}”"
@@ -195,11 +191,11 @@ def _gather_response_causes(
         what = f"One of the {len(run.flags())} flagged responses, by the geometric mean"
         notes.append("The flagged responses are asked about, so they are not listed.")
     with RoundBar("rounds", "scoring") as bar:
-        causes = find_causes(run, behaviour, method=by, on_round=bar.update)
-    log_probs = causes["log_prob"].drop_nulls().to_list() or [None]
+        table = causes.find_causes(run, behaviour, method=by, on_round=bar.update)
+    log_probs = table["log_prob"].drop_nulls().to_list() or [None]
     first, now = log_probs[0], log_probs[-1]
     if by != "bm25":
-        policies, trained = list_policies(run), measure_trained(run, behaviour)
+        policies, trained = language.list_policies(run), causes.measure_trained(run, behaviour)
         if policies.missing:
             notes.append(
                 f"The policies of {len(policies.missing)} of {len(run.rounds())} rounds were not kept, so their "
@@ -207,24 +203,22 @@ def _gather_response_causes(
                 "--by bm25."
             )
         if trained is None:
-            last = causes["round"][-1]
+            last = table["round"][-1]
             notes.append(
                 f"The run holds no trained model yet; “now” is the policy that drew the records of round {last}."
             )
         else:
             now = trained
     raised, lowered = (
-        rank_records(causes, lowest=lowest, most=top).drop("log_prob").rename({"record_id": "record"}).to_dicts()
+        causes.rank_records(table, lowest=lowest, most=top).drop("log_prob").rename({"record_id": "record"}).to_dicts()
         for lowest in (False, True)
     )
     decision = Decision(what, first, now)
-    return CauseView(str(run.path), "", decision, by, sum_rounds(causes), raised, lowered, notes=notes)
+    return CauseView(str(run.path), "", decision, by, causes.sum_rounds(table), raised, lowered, notes=notes)
 
 
 def _explain_score(run: RunDirectory, round: int | None, record: int | None, top: int, json: bool) -> None:
     """Show which tokens of a stored response its score comes from, and at which rows of the target it pulls."""
-    from whence.stored.language import explain_response
-
     number = find_round(run, round, record)
     if record is None:
         moments = find_moments(run.round("records", number), lowest=True, most=1)
@@ -232,7 +226,7 @@ def _explain_score(run: RunDirectory, round: int | None, record: int | None, top
             raise WhenceError(f"No response of round {number} of {run.path} scores below 0. Name one: --record.")
         record = moments[0].record_id
     with errors.status("Taking the score apart …"):
-        explanation = explain_response(run, number, record)
+        explanation = language.explain_response(run, number, record)
     if json:
         print_json({"run": str(run.path), "round": number, **describe_explanation(explanation, top)})
     else:

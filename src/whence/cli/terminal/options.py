@@ -61,11 +61,10 @@ ReplayEnv: TypeAlias = Annotated[
 def register_policy(name: str | None) -> str | None:
     """Let a run's policy be built of a class that the user names, "module:Class"."""
     if name is not None:
-        from whence.sb3.episodes import find_object
-        from whence.sb3.models import register_policy_class
+        from whence.sb3 import episodes, models
 
         try:
-            register_policy_class(find_object(name))
+            models.register_policy_class(episodes.find_object(name))
         except (ImportError, AttributeError) as failure:
             raise WhenceError(f"--policy is {name!r}; module:Class is needed: {failure}.") from None
     return name

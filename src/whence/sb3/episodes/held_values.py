@@ -4,7 +4,6 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dis import get_instructions
@@ -24,8 +23,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from whence.core import describe
 from whence.sb3.episodes.wrappers import LEFT_ALONE, is_watcher, iterate_vec_wrappers, iterate_wrappers
 
-_MOST_VALUES, _MOST_ENTRIES, _DEEPEST, _LONGEST = 2000, 64, 8, 200
-"""How much is read: in all, of a list or dict, of what holds what; and the size of arrays held in full."""
+_MOST, _MOST_ENTRIES, _LARGEST = 2000, 64, 200
+"""How many things are read in all, how many of a list or dict, and the size of arrays that are held in full."""
 _PLAIN = type(None), bool, int, float, str, np.generic, np.ndarray, Enum, PathLike, CodeType
 _WRAPPED = {partial: ("func", "args", "keywords"), property: ("fget",), MethodType: ("__self__", "__func__")}
 _WRAPPED |= dict.fromkeys((staticmethod, classmethod), ("__func__",))
@@ -40,13 +39,11 @@ def read_vector_values(vec_env: VecEnv) -> dict[str, Any]:
 
     Those of the first environment have no number; of each other one there is what differs.
     """
-    base, chains = vec_env.unwrapped, list[dict[str, Any]]()
-    if isinstance(base, DummyVecEnv):
-        chains = [read_chain(env) for env in base.envs]
-    else:
-        with suppress(Exception):  # an environment vector of another library
-            # A method that is not there would end the other process.
-            chains = list(base.env_method("read_held_values")) if base.has_attr("read_held_values") else []
+    base = vec_env.unwrapped
+    chains = [read_chain(env) for env in base.envs] if isinstance(base, DummyVecEnv) else []
+    with suppress(Exception):  # an environment vector of another library
+        # A method that is not there would end the other process.
+        chains = chains or (base.env_method("read_held_values") if base.has_attr("read_held_values") else [])
     is_sb3s = type(base).__module__.startswith("stable_baselines3.")
     values = read_values([*iterate_vec_wrappers(vec_env), *([] if is_sb3s else [base])])
     for index, chain in enumerate(chains):
@@ -67,17 +64,15 @@ def read_values(parts: Sequence[Any]) -> dict[str, Any]:
     objects that they hold; and the code of the user's own functions and classes, with the globals that it reads.
     """
     kinds = tuple(map(type, parts))
-    names = number_names(kind.__name__ for kind in kinds)
-    queue = deque((name, part, 0) for name, part in zip(names, parts, strict=True))
-    values, seen = dict[str, Any](), dict[int, Any]()  # which keeps them, so that no id is used again
-    while queue and len(values) < _MOST_VALUES:
-        name, thing, depth = queue.popleft()
+    things = [*zip(number_names(kind.__name__ for kind in kinds), parts, strict=True)]
+    values, seen = dict[str, Any](), set[int]()
+    for name, thing in things:  # to which is added what each holds, so that what is nearer comes first
         if isinstance(thing, _PLAIN):
             values[name] = _describe(thing)
-        elif depth < _DEEPEST and id(thing) not in seen:
-            seen[id(thing)] = thing
+        elif id(thing) not in seen and len(things) < _MOST:
+            seen.add(id(thing))
             with suppress(Exception):  # a user's object may raise anything when it is looked into
-                queue += [(f"{name}.{key}", inner, depth + 1) for key, inner in _look_inside(thing, kinds).items()]
+                things += [(f"{name}.{key}", inner) for key, inner in _look_inside(thing, kinds).items()]
     return values
 
 
@@ -170,6 +165,6 @@ def _describe(value: Any) -> Any:
         constants = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in value.co_consts]
         plain = [_describe(each) if isinstance(each, CodeType) else repr(each) for each in constants]
         return _digest(repr((value.co_code, value.co_names, plain)).encode())
-    if isinstance(value, np.ndarray) and value.size > _LONGEST:
+    if isinstance(value, np.ndarray) and value.size > _LARGEST:
         return f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
     return describe(value)

@@ -148,10 +148,10 @@ FORMS = {
         "Scaled 2.gains.reward was 0.5, now 0.9",
     ),
     "attribute": (set_attribute, "CartPoleEnv.gravity was 0.5, now 0.9"),
-    "global": (set_global, "Global.__class__.step.GAIN was 0.5, now 0.9"),
+    "global": (set_global, "Global.step.GAIN was 0.5, now 0.9"),
     "class": (
         lambda k: OfClass(cart()) if setattr(OfClass, "gain", k) is None else None,
-        "OfClass.__class__.gain was 0.5, now 0.9",
+        "OfClass.gain was 0.5, now 0.9",
     ),
     "around the vector": (lambda k: ScaledVec(DummyVecEnv([cart]), k), "ScaledVec.weights was 'float64 (300,) "),
     "one of two": (

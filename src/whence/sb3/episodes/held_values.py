@@ -110,8 +110,8 @@ def list_held_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list
     for name in sorted((held.keys() | now.keys()) - {*before.get("varied", ())}):
         old, new = (shorten(each[name]) if name in each else "not set" for each in (held, now))
         if old != new:
-            what = name.removesuffix(_CODE)
-            changes.append(f"{name} was {old}, now {new}" if what == name else f"the code of {what} differs")
+            what, is_code = name.replace(".__class__", "").removesuffix(_CODE), name.endswith(_CODE)
+            changes.append(f"the code of {what} differs" if is_code else f"{what} was {old}, now {new}")
     return [*changes[:8], *([f"and {len(changes) - 8} more"] if len(changes) > 8 else [])]
 
 

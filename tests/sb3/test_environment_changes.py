@@ -133,11 +133,11 @@ def transform(function):
 
 
 FORMS = {
-    "partial": (lambda k: transform(functools.partial(scale, k)), "TransformReward.func.0 was 0.5, now 0.9"),
+    "partial": (lambda k: transform(functools.partial(scale, k)), "TransformReward.func.args.0 was 0.5, now 0.9"),
     "closure": (lambda k: transform(scale_by_closure(k)), "TransformReward.func.k was 0.5, now 0.9"),
     "default": (lambda k: transform(scale_by_default(k)), "TransformReward.func.gain was 0.5, now 0.9"),
     "object": (lambda k: transform(Scale(k)), "TransformReward.func.k was 0.5, now 0.9"),
-    "method": (lambda k: transform(Scale(k).method), "TransformReward.func.k was 0.5, now 0.9"),
+    "method": (lambda k: transform(Scale(k).method), "TransformReward.func.__self__.k was 0.5, now 0.9"),
     "dict": (lambda k: Scaled(cart(), {"gain": k}), "Scaled.gains.reward was 0.5, now 0.9"),
     "two of a class": (
         lambda k: Scaled(Scaled(cart(), {"gain": 1}), {"gain": k}),
@@ -148,8 +148,11 @@ FORMS = {
         "Scaled 2.gains.reward was 0.5, now 0.9",
     ),
     "attribute": (set_attribute, "CartPoleEnv.gravity was 0.5, now 0.9"),
-    "global": (set_global, "test_environment_changes.GAIN was 0.5, now 0.9"),
-    "class": (lambda k: OfClass(cart()) if setattr(OfClass, "gain", k) is None else None, "OfClass.gain was 0.5, now"),
+    "global": (set_global, "Global.step.GAIN was 0.5, now 0.9"),
+    "class": (
+        lambda k: OfClass(cart()) if setattr(OfClass, "gain", k) is None else None,
+        "OfClass.gain was 0.5, now 0.9",
+    ),
     "around the vector": (lambda k: ScaledVec(DummyVecEnv([cart]), k), "ScaledVec.weights was 'float64 (300,) "),
     "one of two": (
         lambda k: DummyVecEnv([lambda: Scaled(cart(), {"gain": 1}), lambda: Scaled(cart(), {"gain": k})]),

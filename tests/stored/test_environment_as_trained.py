@@ -341,5 +341,5 @@ def test_a_run_that_goes_on_in_an_edited_environment_says_so(tmp_path, build, ca
     run = train(build("return 2.0", "return 3.0"), 384)
     (resumed,) = run.notes["resumed"]
     assert resumed["after_round"] == 4
-    assert resumed["reason"] == "the code of world.pay differs"
+    assert resumed["reason"] == "the code of World.step.pay differs"
     assert resumed["reason"] in caplog.text

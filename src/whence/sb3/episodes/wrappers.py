@@ -235,7 +235,7 @@ _PLAIN = bool, int, float, str, type(None)
 _PACKAGES = "stable_baselines3.", "gymnasium.", "sb3_contrib."
 LEFT_ALONE = (
     *("env", "venv", "envs", "spec", "metadata", "render_mode", "results_writer", "t_start"),
-    *("_saved_kwargs", "_cached_spec", "_metadata", "_action_space", "_observation_space"),
+    *("_saved_kwargs", "_cached_spec", "_metadata", "_action_space", "_observation_space", "class_attributes"),
 )
 """Attributes that are no settings of a wrapper: what is wrapped, how it was made, and how it is shown."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from whence.causes.finders import check_kind, find_causes
+from whence.causes.finders import Behaviour, check_kind, find_causes
 from whence.causes.ranking import KEYS
 from whence.causes.retraining import (
     VARIANTS,
@@ -29,7 +29,6 @@ from whence.selection import read_weights
 from whence.statistics import t_interval
 
 if TYPE_CHECKING:
-    from whence.causes.finders import Behaviour
     from whence.stored.agents import AnyEnv
 
 

@@ -7,5 +7,6 @@ from whence.core import Unsupported
 if find_spec("rich") is None or find_spec("typer") is None:
     raise Unsupported("The command `whence` needs its extra: in its source tree, pip install '.[cli]'.")
 
-from whence.cli.app import app as app
-from whence.cli.app import main as main
+from whence.cli.app import app, main
+
+__all__ = ["app", "main"]

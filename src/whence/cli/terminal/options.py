@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get
 
 import typer
 
+from whence import core
 from whence.core import WhenceError
 
 if TYPE_CHECKING:
     from stable_baselines3 import PPO
 
-    from whence.core import Action as ActionTarget
     from whence.runs import RunDirectory
 
 AGENTS, LANGUAGE = "Agents", "Language models"
@@ -124,15 +124,13 @@ def parse_action(observation: str | None, action: str | None) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def parse_decision(observation: str | None, action: str | None, model: "PPO") -> "ActionTarget":
+def parse_decision(observation: str | None, action: str | None, model: "PPO") -> "core.Action":
     """Return the target of an observation and an action, both as JSON and in the model's spaces."""
-    # Help is shown without torch.
-    from whence.core import Action
-    from whence.stored.agents import check_action
+    from whence.stored.agents import check_action  # help is shown without torch
 
     if observation is None or action is None:
         raise WhenceError("An action is named by --record ID, or by both --observation and --action, as JSON.")
-    target = Action(**parse_action(observation, action))
+    target = core.Action(**parse_action(observation, action))
     check_action(target, model.observation_space, model.action_space)
     return target
 

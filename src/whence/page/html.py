@@ -248,8 +248,8 @@ def _build_content(run: ExploredRun, number: int, findings: Sequence[Mapping[str
     records = run.round(number)
     worst, best = list_moments(records, [], most)
     present = {*records.table["record_id"]}
-    opened = LINKED_RESPONSES if run.is_language else FRAMED
-    named = [find_moment(records.table, record) for record in linked[:opened] if record in present]
+    most = LINKED_RESPONSES if run.is_language else FRAMED
+    named = [find_moment(records.table, record) for record in linked[:most] if record in present]
     framed = [] if run.is_language else [*worst[:FRAMED], *best[:FRAMED], *named]
     # Every second step: what moves is seen in half of the bytes.
     replays = replay_moments(run, [(moment, choose_steps(moment.step, every=2)) for moment in framed])

@@ -261,8 +261,8 @@ class InfluenceCallback(BaseCallback):
         claim_learn(self.model)
         if self._recorder is not None:
             self.names = read_names(self.model, self.names)
-            opened = open_run(self._recorder, self.model, self.settings(), self._tracker, overwrite=self._overwrite)
-            self._checkpoint, self._tracker = opened
+            start = open_run(self._recorder, self.model, self.settings(), self._tracker, overwrite=self._overwrite)
+            self._checkpoint, self._tracker = start
         self._scored_model = self.model
 
     def _on_training_start(self) -> None:

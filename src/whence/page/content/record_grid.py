@@ -294,6 +294,6 @@ def choose_pairs(keys: Sequence[str], findings: Sequence[Mapping[str, Any]]) -> 
 
     The page's script opens with regions by actions, or, where there are none, with the first columns.
     """
-    opened = [key for key in ("region", "action", *keys) if key in keys]
-    pairs = [list(dict.fromkeys(opened))[:2], *([key for key, _ in each.get("groups", ())] for each in findings)]
+    usual = [key for key in ("region", "action", *keys) if key in keys]
+    pairs = [list(dict.fromkeys(usual))[:2], *([key for key, _ in each.get("groups", ())] for each in findings)]
     return [pair for pair in pairs if len(pair) == 2 and {*pair} <= {*keys}]

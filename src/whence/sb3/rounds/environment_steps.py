@@ -87,7 +87,7 @@ class EnvironmentSteps:
         # The innermost of several reads what the environments return.
         normalisers = list_normalisers(model.env)[::-1]
         self._scaling, self._reader = next(iter(normalisers), None), next((n for n in normalisers if n.norm_obs), None)
-        self._given = vars(model.env.unwrapped).get("step_wait")
+        self._noted = vars(model.env.unwrapped).get("step_wait")
         self._rewards: list[NDArray[Any]] = []
         self._unscaled: list[NDArray[Any]] = []
         self._dones: list[NDArray[np.bool_]] = []
@@ -96,8 +96,8 @@ class EnvironmentSteps:
         self._observations: list[dict[str, NDArray[Any]]] = []
         self.left_out: set[Any] = set()
         self._note_observation()
-        if isinstance(self._given, GivenRewards):
-            self._given.take()
+        if isinstance(self._noted, GivenRewards):
+            self._noted.take()
 
     def add(
         self,
@@ -116,10 +116,10 @@ class EnvironmentSteps:
                 last = copy.deepcopy(infos[env].get("terminal_observation"))
                 states = None if lstm_states is None else [each[:, [env]] for each in lstm_states.vf]
                 self._limits[len(self._dones), int(env)] = last, states
-        given = self._given.take() if isinstance(self._given, GivenRewards) else None
+        noted_rewards = self._noted.take() if isinstance(self._noted, GivenRewards) else None
         # SB3 adds the bootstrap to these rewards in place, after its callbacks.
         self._unscaled.append((rewards if self._scaling is None else self._scaling.old_reward).copy())
-        self._rewards.append(self._unscaled[-1] if given is None else given)
+        self._rewards.append(self._unscaled[-1] if noted_rewards is None else noted_rewards)
         self._dones.append(dones.copy())
         self._infos.append([self._select_numbers(info) for info in infos])
         self._note_observation()

@@ -1,4 +1,4 @@
-"""Intervals of means."""
+"""Intervals of means, and of one more value."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,13 @@ def t_interval(values: Sequence[float]) -> dict[str, float | None]:
     return interval_from_error(
         float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values))), len(values) - 1
     )
+
+
+def prediction_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the 95% interval of one more value like two or more independent ones: t(n-1) sd √(1 + 1/n)."""
+    error = float(np.std(values, ddof=1)) * np.sqrt(1 + 1 / len(values))
+    ends = interval_from_error(float(np.mean(values)), error, len(values) - 1)
+    return float(ends["low"] or 0), float(ends["high"] or 0)
 
 
 def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: float) -> dict[str, float | None]:

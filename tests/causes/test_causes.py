@@ -105,9 +105,10 @@ class TestScores:
 
 
 class TestNearest:
-    @pytest.mark.parametrize("action", ["discrete", "box"])
-    def test_advantage_times_cosine_by_plain_autograd(self, tmp_path, action):
-        directory = learn(tmp_path / "run", Toy(action=action), policy_kwargs={"net_arch": [8]})
+    @pytest.mark.parametrize(("action", "normalises"), [("discrete", True), ("box", True), ("discrete", False)])
+    def test_advantage_times_cosine_by_plain_autograd(self, tmp_path, action, normalises):
+        settings = {"policy_kwargs": {"net_arch": [8]}, "normalize_advantage": normalises}
+        directory = learn(tmp_path / "run", Toy(action=action), **settings)
         table = directory.round("records", 2)
         states, actions = (np.stack(table[name].to_numpy())[:12] for name in ("observation", "action"))
         causes = find_causes(directory, Action(states, actions), method="nearest", env=lambda: Toy(action=action))
@@ -120,7 +121,10 @@ class TestNearest:
             ones, examples = (nn.functional.normalize(torch.stack(each), dim=1) for each in gradients)
             cosines = (ones @ examples.T).sort(dim=1, descending=True).values[:, :10]
             keep = directory.round("records", number)["keep"].to_numpy()
-            expected = (records.advantages * cosines.mean(dim=1)).double().numpy() * keep
+            advantages = records.advantages
+            if normalises:  # as PPO trains on them
+                advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            expected = (advantages * cosines.mean(dim=1)).double().numpy() * keep
             scores = causes.filter(round=number)["score"].to_numpy()
             assert scores == pytest.approx(expected, abs=1e-5 * abs(expected).max())
 

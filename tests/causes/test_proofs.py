@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +37,8 @@ LEFT_OUT = pl.DataFrame({"round": [1, 1, 2], "record_id": [0, 1, 8]})
 class TestControls:
     def run(self, folder, measure, seeds):
         others = TRAINED.join(LEFT_OUT, on=["round", "record_id"], how="anti")
-        return train_variants(
-            LEFT_OUT, others, lambda generator: match_advantages(TRAINED, LEFT_OUT), measure, seeds, folder, {}
-        )
+        choose = partial(match_advantages, TRAINED, LEFT_OUT)
+        return train_variants(LEFT_OUT, others, choose, measure, seeds, folder, {})
 
     def test_what_is_left_out_by_hand(self, tmp_path):
         calls = []
@@ -46,12 +46,23 @@ class TestControls:
         groups = {variant: calls[place::4] for place, variant in enumerate(VARIANTS)}
         assert groups["all"] == [[]] * 3
         assert groups["without"] == [[(1, 0), (1, 1), (2, 8)]] * 3
-        # Of the same rounds, the others of the nearest advantages: 2 for 0, then 3 for 1; 1 or 3 for 2.
-        assert groups["placebo"] == [[(1, 2), (1, 3), (2, 7)]] * 3
-        assert len(set(map(tuple, groups["random"]))) > 1
-        for group in groups["random"]:
-            assert [number for number, _ in group] == [1, 1, 2]
-            assert len(set(group) - {(1, 0), (1, 1), (2, 8)}) == 3
+        for control in ("random", "placebo"):
+            assert len(set(map(tuple, groups[control]))) > 1
+            for group in groups[control]:
+                assert [number for number, _ in group] == [1, 1, 2]
+                assert len(set(group) - {(1, 0), (1, 1), (2, 8)}) == 3
+
+    def test_a_placebo_has_the_advantages_of_what_is_left_out(self):
+        advantages = np.arange(1000.0)
+        trained = pl.DataFrame({"round": [1] * 1000, "record_id": range(1000), "advantage": advantages})
+        left_out = trained[[3, 500, 501, 990]].select("round", "record_id")
+        draws = [match_advantages(trained, left_out, np.random.default_rng(seed)) for seed in range(40)]
+        assert len({tuple(draw["record_id"]) for draw in draws}) > 30
+        for draw in draws:
+            low, *middle, high = draw["record_id"]
+            assert low <= 10
+            assert high >= 985
+            assert all(494 <= record <= 507 for record in middle)
 
     def test_it_goes_on_after_the_training_that_was_interrupted(self, tmp_path):
         calls = []
@@ -132,17 +143,29 @@ class TestVerdicts:
             "Without these 64 rollouts the gamed falls from 0.515 to 0; without 64 random ones it is 0.488, without a "
             "placebo's 0.445. "
             "No difference is seen in the log-probability of X: it is −3 with all, −3 without these 64 rollouts, "
-            "−3 without random ones, −3 without a placebo's; the intervals of the changes overlap. "
+            "−3 without random ones, −3 without a placebo's; chance or other sets of records may do as much. "
             "No difference is seen in the reward: it is −3 with all, −3 without these 64 rollouts, "
-            "−3 without random ones, −3 without a placebo's; the intervals of the changes overlap."
+            "−3 without random ones, −3 without a placebo's; chance or other sets of records may do as much."
         )
 
     def test_a_control_that_moves_as_far_is_no_difference(self):
         fallen = [-9.1, -9.0, -8.8]
         assert make_proof({"reward": level(without=fallen)}).verdicts == {"reward": "falls"}
         for control in ("random", "placebo"):
-            assert make_proof({"reward": level(without=fallen, **{control: fallen})}).verdicts["reward"] != "falls"
+            for values in (fallen, [-19.1, -19.0, -18.8]):
+                assert make_proof({"reward": level(without=fallen, **{control: values})}).verdicts["reward"] != "falls"
         assert make_proof({"reward": level(without=[2.0, 2.1, 2.3])}).verdicts == {"reward": "rises"}
+
+    @pytest.mark.parametrize("control", ["random", "placebo"])
+    def test_one_more_set_of_a_control_is_no_difference(self, control):
+        # Changes of 0, -.1 and .1: one more set is within t(2) = 4.303 times .1 times sqrt(4 / 3), .497.
+        sets = {control: [value + change for value, change in zip(LEVEL, (0, -0.1, 0.1), strict=True)]}
+        for change, verdict in ((-0.49, "no difference"), (-0.51, "falls"), (0.49, "no difference"), (0.51, "rises")):
+            proof = make_proof({"reward": level(without=[value + change for value in LEVEL], **sets)})
+            assert proof.verdicts == {"reward": verdict}
+
+    def test_a_change_that_may_be_0_is_no_difference(self):
+        assert make_proof({"reward": level(without=[-3.2, -4.0, -2.9])}).verdicts == {"reward": "no difference"}
 
     @pytest.mark.parametrize("variant", VARIANTS)
     @pytest.mark.parametrize("column", [[-9.0, float("nan"), -9.1], [-9.0, None, -9.1], [-9.0, -9.1], []])
@@ -289,6 +312,34 @@ class TestAgents:
         content = json.loads(proof.file.read_text())
         assert len(content["left_out"]["record_id"]) == proof.size == 8
         assert proof.file.parent == agent.path / "proofs"
+
+    @pytest.mark.parametrize("alike", [0, 3, 99])
+    def test_a_placebo_shares_a_tenth_at_most(self, agent, monkeypatch, alike):
+        asked = []
+
+        def find(run, behaviour, **settings):
+            """The first 32 records for what is in question and for the next `alike` placebos, then 3 of them."""
+            table = run.round("records", 1).select(pl.lit(1, dtype=pl.Int64).alias("round"), "record_id")
+            places = pl.int_range(pl.len())
+            first = pl.when(places < 3).then(2.0) if len(asked) > alike else pl.when(places < 32).then(2.0)
+            asked.append(behaviour)
+            return table.with_columns(score=first.when(places >= 32).then(1.0).otherwise(-1.0))
+
+        monkeypatch.setattr("whence.causes.proofs.find_causes", find)
+        groups = []
+        monkeypatch.setattr("whence.causes.agent_retraining.replay_rounds", lambda model, rounds: agent.policy(1))
+        monkeypatch.setattr(
+            "whence.causes.agent_retraining.leave_out",
+            lambda recording, records: groups.append(records) or leave_out(recording, records),
+        )
+        record = agent.round("records", 1).row(5, named=True)
+        action = Action(np.array(record["observation"], np.float32), record["action"])
+        prove(agent, action, rounds=[1], top=32, seeds=1, training=AgentTraining(test_episodes=0))
+        first = agent.round("records", 1)["record_id"][:32].to_list()
+        assert [*map(len, groups)] == [0, 32, 32, 32]
+        assert groups[1] == first
+        assert len({*groups[3]} & {*first}) == (3 if alike < 99 else 0)
+        assert len(asked) == (1 + alike + 1 if alike < 99 else 11)
 
     def test_a_training_that_diverged_is_not_measured(self, agent, monkeypatch):
         trained = []

@@ -166,6 +166,16 @@ def test_a_control_drops_as_many_units_as_the_rule_that_it_is_like(rule: Any) ->
     assert any(not torch.equal(keep, draws[0]) for keep in draws)
 
 
+def test_the_control_of_a_rule_within_groups_drops_as_many_of_each_group() -> None:
+    groups = torch.tensor([0, 1, 0, 2, 0, 1, 0, 2, 2, 0])
+    records = make_records(10, rewards=torch.arange(10.0), group_ids=groups)
+    expected = MaxVariance(2).select(records).keep
+    draws = [RandomDrop(like=MaxVariance(2), seed=seed).select(records).keep for seed in range(12)]
+    for keep in draws:
+        assert groups[~keep].bincount(minlength=3).tolist() == groups[~expected].bincount(minlength=3).tolist()
+    assert len({tuple(keep.tolist()) for keep in draws}) > 6
+
+
 @pytest.mark.parametrize(
     ("unit", "columns", "labels"),
     [

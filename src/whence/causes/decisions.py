@@ -214,7 +214,8 @@ def find_decision_causes(
         else:
             pairs = target.as_records(records, model.action_space)
             cosines = multiply_gradients(model.policy, records, pairs).cosines()
-            scores = average_nearest(cosines) * records.advantages.double()
+            # Raw advantages are above 0 for other records than those that training raised.
+            scores = average_nearest(cosines) * model_objective(model).prepare(records).advantages.double()
         return {"score": scores.numpy() * read_weights(table)}
 
     return score_rounds(run, numbers, _COLUMNS, score, on_round)

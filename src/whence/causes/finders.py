@@ -33,7 +33,8 @@ def find_causes(
     - "influence": what training on the record did to the log-probability, to first order:
       `<grad log pi(behaviour), grad objective_i>` at the policy that collected the record's round (LDA §3.3).
     - "nearest": advantage × cosine of `grad log pi` of what the record did with that of an example of the behaviour, at
-      the same policy: the mean over the ten examples that are nearest.
+      the same policy: the mean over the ten examples that are nearest. The advantage is the one that trained: PPO's
+      normalised one.
     - "bm25", of language models: advantage × BM25 score of the record's prompt and response for the example that they
       match best. It needs no policy.
 

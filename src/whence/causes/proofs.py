@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 FOLDER = "proofs"
 """The folder of a run that holds what was measured: a file for each question."""
 
+PLACEBOS, SHARED = 10, 10
+"""How often another record is asked about until its causes share few with those in question: one of so many at most."""
+
 
 @dataclass(frozen=True, eq=False)
 class Proof:
@@ -129,7 +132,7 @@ class Proof:
         if verdict == "not measured":
             count, most = (sum(map(len, each.values())) for each in (measured, numbers))
             return f"Not measured: the {subject}; only {count} of {most} trainings gave a number."
-        begins, reason = f"No difference is seen in the {subject}", "the intervals of the changes overlap"
+        begins, reason = f"No difference is seen in the {subject}", "chance or other sets of records may do as much"
         if verdict == "one seed":
             begins, reason = f"Nothing can be said of the {subject}", "one seed has no interval"
         return (
@@ -164,14 +167,15 @@ def prove(
     Each training begins with the policy before the first round and goes through all rounds on the stored rollouts, with
     advantages as stored: an agent's by SB3's own `train()`, a language model's of any trainer by `train_again`. Each
     seed has four: with all records, without those in question, without as many random ones of the same rounds, and
-    without a placebo's, which the finder names for what other records did. What was measured is kept, and the same
-    question asked again continues after the last training.
+    without a placebo's, which the finder names for what other records did, a tenth of those in question among them at
+    most. Both are drawn anew in each seed: see `judge`. What was measured is kept, and the same question asked again
+    continues after the last training.
 
     Args:
         run: the run of an agent or of a language model, or rollouts that `score_rollouts` made a run of.
         behaviour: see `find_causes`; None: what the left-out records did.
         left_out: the records to leave out, `round` and `record_id`; None: those that a finder names. A placebo for
-            records that are given are those of the nearest advantages.
+            records that are given are others of near advantages.
         words: the behaviour in words.
         method: the finder, a method of `find_causes`.
         top: how many records it names.
@@ -197,23 +201,31 @@ def prove(
     tables = {number: run.round("records", number) for number in numbers}
     trained = list_trained(tables)
 
-    def find(wanted: "Behaviour") -> pl.DataFrame:
-        return name_top(find_causes(run, wanted, rounds=numbers, method=method, env=env), trained, top)
+    def rank(wanted: "Behaviour") -> pl.DataFrame:
+        causes = find_causes(run, wanted, rounds=numbers, method=method, env=env)
+        ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi")
+        return ranked.sort("score", *KEYS, descending=[True, False, False])
 
     with _open(run, tables, behaviour, training, env) as retraining:
         uses_finder = left_out is None
         if left_out is None:
             assert behaviour is not None
             on_stage(f"finding the {retraining.records}")
-            left_out = find(behaviour)
+            left_out = name_top(rank(behaviour), top)
         left_out = check_left_out(trained, left_out)
         rows, others = retraining.make_rows(left_out), trained.join(left_out, on=KEYS, how="anti")
 
         def choose_placebo(generator: np.random.Generator) -> pl.DataFrame:
             if not uses_finder:
-                return match_advantages(trained, left_out)
-            places = generator.choice(len(others), min(len(rows), len(others)), replace=False)
-            return find(retraining.read(others[places]))
+                return match_advantages(trained, left_out, generator)
+            for _ in range(PLACEBOS):
+                places = generator.choice(len(others), min(len(rows), len(others)), replace=False)
+                ranked = rank(retraining.read(others[places]))
+                if SHARED * len(ranked.head(top).join(left_out, on=KEYS, how="semi")) <= top:
+                    break
+            else:  # whatever is asked about has these causes
+                ranked = ranked.join(left_out, on=KEYS, how="anti")
+            return ranked.head(top)
 
         def measure(group: pl.DataFrame, seed: int) -> dict[str, float]:
             return retraining.measure(retraining.train(group, seed), rows, seed)
@@ -287,15 +299,15 @@ def check_left_out(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFram
     return chosen
 
 
-def name_top(causes: pl.DataFrame, trained: pl.DataFrame, top: int) -> pl.DataFrame:
-    """Return the records that a finder scores highest, among those that trained.
+def name_top(ranked: pl.DataFrame, top: int) -> pl.DataFrame:
+    """Return the records that a finder scores highest.
 
     Raises:
         WhenceError: fewer score above 0.
     """
-    ranked = causes.join(trained.select(KEYS), on=KEYS, how="semi").filter(pl.col("score") > 0)
-    if len(ranked) < top:
+    above = ranked.filter(pl.col("score") > 0)
+    if len(above) < top:
         raise WhenceError(
-            f"Of {len(trained)} records that trained, {len(ranked)} score above 0, and top is {top}. Name fewer: --top."
+            f"Of {len(ranked)} records that trained, {len(above)} score above 0, and top is {top}. Name fewer: --top."
         )
-    return ranked.sort("score", *KEYS, descending=[True, False, False]).head(top).select(KEYS)
+    return above.head(top).select(KEYS)

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 VARIANTS = ("all", "without", "random", "placebo")
 """What each training leaves out: nothing, the records in question, as many others at random, and a placebo's."""
 
+NEIGHBOURS = 10
+"""Free records of the nearest advantages, of which a placebo's is drawn for each that is left out."""
+
 
 @settings("An agent's training without some records")
 class AgentTraining:
@@ -146,15 +149,16 @@ def _draw_matched(others: pl.DataFrame, left_out: pl.DataFrame, generator: np.ra
     return pl.concat(pool[np.sort(generator.choice(len(pool), count, replace=False))] for pool, count in pools)
 
 
-def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame) -> pl.DataFrame:
-    """Return other records, each of the same round and with the nearest advantage that is free."""
+def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame, generator: np.random.Generator) -> pl.DataFrame:
+    """Return other records, each of the same round and drawn from the `NEIGHBOURS` nearest advantages that are free."""
     parts = []
     for (number,), group in left_out.group_by("round", maintain_order=True):
         table = trained.filter(pl.col("round") == number)
         pool = table.join(group, on=KEYS, how="anti")
         advantages, places = pool["advantage"].to_numpy().copy(), []
         for advantage in table.join(group, on=KEYS, how="semi")["advantage"]:
-            places.append(int(np.argmin(np.abs(advantages - advantage))))
+            nearest = np.argsort(np.abs(advantages - advantage), kind="stable")[:NEIGHBOURS]
+            places.append(int(generator.choice(nearest[np.isfinite(advantages[nearest])])))
             advantages[places[-1]] = np.inf
         parts.append(pool[sorted(places)])
     return pl.concat(parts)

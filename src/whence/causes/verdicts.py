@@ -1,12 +1,11 @@
 """Verdicts of a proof: what may be said of each outcome, by its values in every training and in the run itself."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from whence.statistics import interval_from_error, t_interval
+from whence.statistics import prediction_interval, t_interval
 
 Verdict: TypeAlias = Literal[
     "falls", "rises", "no difference", "one seed", "not measured", "unlike the run", "not comparable"
@@ -61,16 +60,18 @@ def _is_replayed(outcome: str, full: Sequence[float], run: float) -> bool:
     It is inside their 95% prediction interval. Or it is within 1% of their mean, of probabilities and shares within
     0.01: where the order of minibatches does not matter, all seeds are equal but for rounding.
     """
-    mean, error = float(np.mean(full)), float(np.std(full, ddof=1)) * math.sqrt(1 + 1 / len(full))
-    reach = abs(float(interval_from_error(0.0, error, len(full) - 1)["high"] or 0))
+    mean = float(np.mean(full))
     smallest = 0.01 if outcome.startswith(("log-", "share")) else 0.0
-    return abs(run - mean) <= max(reach, 0.01 * abs(mean), smallest)
+    return abs(run - mean) <= max(prediction_interval(full)[1] - mean, 0.01 * abs(mean), smallest)
 
 
 def _is_apart(changes: Mapping[str, Sequence[float]]) -> bool:
-    """Return whether the change without the records lies apart from 0 and from those of both controls."""
-    ends = {variant: t_interval(values) for variant, values in changes.items()}
-    (low, high), *controls = (
-        [float(ends[variant][end] or 0) for end in ("low", "high")] for variant in ("without", "random", "placebo")
-    )
-    return all(high < lowest or low > highest for lowest, highest in [(0.0, 0.0), *controls])
+    """Return whether the change without the records is not 0, and further off than one more set of either control.
+
+    A control's set is drawn anew in each seed, so its changes differ by what its records do, too, and not only by
+    chance in training. The mean change must be beyond their 95% prediction interval, on its own side of 0.
+    """
+    change = t_interval(changes["without"])
+    mean, low, high = (float(change[name] or 0) for name in ("mean", "low", "high"))
+    lows, highs = zip(*(prediction_interval(changes[control]) for control in ("random", "placebo")), strict=True)
+    return (high < 0 and mean < min(lows)) or (low > 0 and mean > max(highs))

@@ -118,7 +118,7 @@ class NegativeRandom(ScoreRule):
         labels, scores = self._score_units(records, influence)
         negative = (scores < 0).nonzero().flatten().numpy()
         count = self.count(len(negative), progress)
-        return drop_at_random(self.seed, records, labels, negative, count, "drawn at random from the negative")
+        return drop_at_random(self.seed, records, labels, [(negative, count)], "drawn at random from the negative")
 
 
 def has_single_actions(records: RecordBatch) -> bool:

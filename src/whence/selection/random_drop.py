@@ -1,5 +1,6 @@
 """The control of a selection rule: as many records, drawn at random."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +34,9 @@ class RandomDrop(ScoreRule):
         warmup: as in `IIF`.
         zeros: whether to count scores of 0 as negative, as `NonPositive` does.
         unit: as in `IIF`: as many units are dropped as IIF would drop.
-        like: the rule whose number of dropped units counts, instead of IIF's; of the other settings, `seed` alone is
-            then read. Where `like` needs no influence, its control needs none.
+        like: the rule whose number of dropped units counts, instead of IIF's, in each group where it chooses within
+            groups; of the other settings, `seed` alone is then read. Where `like` needs no influence, its control
+            needs none.
     """
 
     drop: Share = DEFAULT_SHARE
@@ -65,21 +67,28 @@ class RandomDrop(ScoreRule):
         if self.like is None:
             labels, scores = self._score_units(records, influence)
             count = self.count(int(((scores <= 0) if self.zeros else (scores < 0)).sum()), progress)
+            pools = [(np.arange(int(labels.max()) + 1), count)]
         else:
             labels = label_units(records, self.unit)
-            count = len(labels[~self.like.select(records, influence, progress).keep].unique())
-        everything = np.arange(int(labels.max()) + 1)
-        return drop_at_random(self.seed, records, labels, everything, count, "drawn at random")
+            dropped = ~self.like.select(records, influence, progress).keep
+            # A rule that chooses within groups, as MaxVariance does, has a control that does so, too.
+            is_within = self.needs_groups and self.unit == "record"
+            groups = label_units(records, "group") if is_within else torch.zeros(len(records))
+            pools = [
+                (labels[groups == group].unique().numpy(), len(labels[dropped & (groups == group)].unique()))
+                for group in groups.unique()
+            ]
+        return drop_at_random(self.seed, records, labels, pools, "drawn at random")
 
 
 def drop_at_random(
     seed: int,
     records: RecordBatch,
     labels: Int[Tensor, " n"],
-    candidates: NDArray[np.int64],
-    count: int,
+    pools: Iterable[tuple[NDArray[np.int64], int]],
     reason: str,
 ) -> Selection:
-    """Drop `count` of the units at random."""
+    """Drop units at random, of each pool as many as stand beside it."""
     generator = np.random.default_rng([seed, int(records.ids.min())])
-    return drop_units(torch.as_tensor(generator.choice(candidates, size=count, replace=False)), labels, reason)
+    chosen = [generator.choice(candidates, size=count, replace=False) for candidates, count in pools]
+    return drop_units(torch.as_tensor(np.concatenate(chosen)), labels, reason)

@@ -71,8 +71,7 @@ def prove(
 
     From the policy before the first round, it trains all rounds again on the stored rollouts, four times a seed: on all
     records, without those in question, without as many random ones of the same rounds, and without a placebo's. These
-    the same finder names for what another record did; of records that you name, they are those of the nearest
-    advantages.
+    the same finder names for what another record did; of records that you name, they are others of near advantages.
 
     After each training it measures the log-probability of the behaviour; of an agent the test return, and of a language
     model by fresh answers the mean reward and the share that holds a text (--match). It says which of these fall or

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from whence.core import write_atomically
 from whence.lab import put_row, read_rows
-from whence.lab.efficiency import t_interval
+from whence.statistics import t_interval
 
 Out = Annotated[Path, typer.Argument(help="The directory of the results.")]
 Runs = Annotated[Path, typer.Option(help="Where training runs are kept.")]

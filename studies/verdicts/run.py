@@ -5,7 +5,7 @@ Run: `python -m studies.verdicts.run results/verdicts [--only lander]`. In each 
 - *level*: 100 sets of random records, of each round as many, are left out in 20 seeds each. Each set is judged as if it
   were in question, in turn on 8 decisions and on what is tested. Of its controls, the random set and the placebo of a
   seed are others of the 100, so that nothing is a cause: what is "seen" is false.
-- *power*: `whence.causes.prove` is asked about the 8 decisions, random ones of the last round that were praised, with
+- *power*: `whence.causes.prove` is asked about the 8 decisions, random ones of the last round that training raised, with
   the records that `nearest` names. "nearest, raw" are those that it would name with advantages as stored,
   in place of those that PPO normalised; they have the same controls.
 
@@ -90,9 +90,9 @@ def open_world(name: str, run: RunDirectory, tests: int) -> Iterator[Retraining]
 
 
 def choose_decisions(trained: pl.DataFrame) -> pl.DataFrame:
-    """Return the records of the last round whose decisions are asked about: at random, of those that were praised."""
-    last = trained.filter(pl.col("round") == trained["round"].max(), pl.col("advantage") > 0)
-    return last.sample(DECISIONS, seed=0, shuffle=True)
+    """Return the records whose decisions are asked about: at random, of the last round's that training raised."""
+    last = trained.filter(pl.col("round") == trained["round"].max())
+    return last.filter(pl.col("advantage") > pl.col("advantage").mean()).sample(DECISIONS, seed=0, shuffle=True)
 
 
 def draw_set(trained: pl.DataFrame, top: int, number: int) -> pl.DataFrame:

@@ -13,6 +13,7 @@ from scipy.stats import rankdata
 from studies.shared import write_line
 from whence.lab import read_rows
 from whence.runs import RunDirectory
+from whence.statistics import t_interval
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -57,6 +58,22 @@ def judge_methods(
 def read_all(directory: RunDirectory) -> pl.DataFrame:
     """Return the records of all rounds, in order."""
     return pl.concat([directory.round("records", number) for number in directory.rounds()], how="diagonal_relaxed")
+
+
+def score_by_raw(causes: pl.DataFrame) -> Floats:
+    """Return the scores of `nearest` by advantages as stored, in place of those that SB3's PPO trains on."""
+    advantage = pl.col("advantage").cast(pl.Float64)
+    trained = (advantage - advantage.mean().over("round")) / (advantage.std().over("round") + 1e-8)
+    return causes.select(pl.col("score") / trained * advantage).to_series().to_numpy()
+
+
+def is_apart_by_means(changes: Mapping[str, Sequence[float]]) -> bool:
+    """Return what `prove` once judged: the interval of the mean change is apart from 0 and both controls' intervals."""
+    ends = {variant: t_interval(values) for variant, values in changes.items()}
+    (low, high), *controls = (
+        [float(ends[variant][end] or 0) for end in ("low", "high")] for variant in ("without", "random", "placebo")
+    )
+    return all(high < lowest or low > highest for lowest, highest in [(0.0, 0.0), *controls])
 
 
 def judge(scores: Floats, rigged: Bools) -> dict[str, Any]:

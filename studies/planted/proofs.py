@@ -21,8 +21,11 @@ import typer
 
 from studies.planted import grader, language
 from studies.planted import run as agents
+from studies.planted.judging import is_apart_by_means
 from studies.shared import Only, Out, Runs, read_list, report, table, write_line, write_page
 from whence.causes import AgentTraining, Examples, Proof, prove
+from whence.causes.retraining import VARIANTS
+from whence.causes.verdicts import list_changes
 from whence.core import Action
 from whence.lab.language import training as language_training
 from whence.runs import RunDirectory
@@ -111,18 +114,23 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: Callable[[str], None])
 
 
 def write_tables(out: Path) -> None:
-    """Write proofs.md: means over seeds, and changes from training on all, with 95% t intervals."""
+    """Write proofs.md: means over seeds, and changes from training on all, with 95% t intervals, and the verdicts.
+
+    "before" says whether the rule of `is_apart_by_means` would see a difference in the same trainings.
+    """
     rows = pl.DataFrame(read_list(out / "proofs.parquet", KEYS))
-    titles = ("without them", "without random", "without a placebo's", "apart")
+    titles = ("without them", "without random", "without a placebo's", "verdict", "before")
     lines = [["world", "left out", "records", "outcome", "the run", "with all", *titles]]
-    for (case, what, outcome), part in rows.group_by("case", "left_out", "outcome", maintain_order=True):
-        stored = part.filter(variant="run")["value"].to_list()
-        proof = Proof("", "records", part["records"][0], part.filter(pl.col("seed") >= 0), {}, [], out)
-        summary = {row["variant"]: row for row in proof.summarise()}
-        changes = [show_interval(summary[variant]["change"]) for variant in ("without", "random", "placebo")]
-        first = [str(case), str(what), f"{proof.size:,}", str(outcome), f"{stored[0]:.3g}" if stored else "–"]
-        apart = "yes" if proof.is_apart(str(outcome)) else "no"
-        lines.append([*first, show_interval(summary["all"]["value"]), *changes, apart])
+    for (case, what), part in rows.group_by("case", "left_out", maintain_order=True):
+        stored = dict(part.filter(variant="run").select("outcome", "value").iter_rows())
+        proof = Proof("", "records", part["records"][0], part.filter(pl.col("seed") >= 0), stored, [], out)
+        summary = {(row["outcome"], row["variant"]): row for row in proof.summarise()}
+        for outcome, values in proof.outcomes.items():
+            changes = [show_interval(summary[outcome, variant]["change"]) for variant in VARIANTS[1:]]
+            first = [str(case), str(what), f"{proof.size:,}", outcome, f"{stored[outcome]:.3g}"]
+            before = is_apart_by_means({variant: list_changes(values, variant) for variant in VARIANTS})
+            cells = [show_interval(summary[outcome, "all"]["value"]), *changes, proof.verdicts[outcome]]
+            lines.append([*first, *cells, "yes" if before else "no"])
     head = "# A planted cause: proofs\n\nWritten by `python -m studies.planted.proofs results/planted`."
     write_page(out / "proofs.md", head, table(lines))
 

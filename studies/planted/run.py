@@ -8,8 +8,9 @@ truth is known: the records that got the rigged reward. Each method scores all r
 - AUROC: the probability that a rigged record scores above another one;
 - precision at 50, 200 and 1,000: the share of rigged records among those that score highest.
 
-"influence" and "nearest" are methods of `whence.causes.find_causes`. "advantage" and "advantage x action" are what
-needs no model: the latter changes the sign where another action than B was taken.
+"influence" and "nearest" are methods of `whence.causes.find_causes`; "nearest, raw" takes advantages as stored, in
+place of those that PPO normalised. "advantage" and "advantage x action" are what needs no model: the latter changes
+the sign where another action than B was taken.
 
 A finished line is not computed again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -58,7 +59,7 @@ CASES = {
     ),
 }
 
-METHODS = ("advantage", "advantage x action", "influence", "nearest")
+METHODS = ("advantage", "advantage x action", "influence", "nearest", "nearest, raw")
 
 STEPS, STATES = 4096, 512
 """Steps of the trained policy's own rollouts, and the most states of the target, drawn from those in the region."""
@@ -129,8 +130,9 @@ def score(method: str, directory: RunDirectory, records: pl.DataFrame, states: N
         return advantages
     if method == "advantage x action":
         return advantages * np.where(records["action"].to_numpy() == action, 1, -1)
-    causes = find_causes(directory, Action(states, np.full(len(states), action)), method=method)
-    return causes["score"].to_numpy()
+    target = Action(states, np.full(len(states), action))
+    causes = find_causes(directory, target, method=method.removesuffix(", raw"))
+    return judging.score_by_raw(causes) if method.endswith(", raw") else causes["score"].to_numpy()
 
 
 def study_run(name: str, seed: int, out: Path, runs: Path) -> None:

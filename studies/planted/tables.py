@@ -9,7 +9,16 @@ from studies.planted.judging import LANGUAGE, RUN_KEYS, SCORE_KEYS, SIZES, is_ta
 from studies.shared import Row, cell, range_cell, read_list, table, write_page
 
 METHODS = (
-    *("advantage", "advantage x action", "influence", "nearest", "nearest-trained", "similar", "similar-hidden"),
+    *(
+        "advantage",
+        "advantage x action",
+        "influence",
+        "nearest",
+        "nearest, raw",
+        "nearest-trained",
+        "similar",
+        "similar-hidden",
+    ),
     *("direction", "clusters", "hidden", "advantage x answer", "bm25", "embedding", "nearest of all"),
 )
 """The methods in the order of the tables. The code of those that no command has any more is in the history."""

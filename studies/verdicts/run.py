@@ -5,9 +5,9 @@ Run: `python -m studies.verdicts.run results/verdicts [--only lander]`. In each 
 - *level*: 100 sets of random records, of each round as many, are left out in 20 seeds each. Each set is judged as if it
   were in question, in turn on 8 decisions and on what is tested. Of its controls, the random set and the placebo of a
   seed are others of the 100, so that nothing is a cause: what is "seen" is false.
-- *power*: `whence.causes.prove` is asked about the 8 decisions, random ones of the last round that training raised, with
-  the records that `nearest` names. "nearest, raw" are those that it would name with advantages as stored,
-  in place of those that PPO normalised; they have the same controls.
+- *power*: `whence.causes.prove` is asked about the 8 decisions, random ones of the last round that training raised,
+  with the records that `nearest` names. "nearest, raw" are those that it would name with advantages as stored, in place
+  of those that PPO normalised; they have the same controls.
 
 Verdicts are of all 20 seeds, and of four times five. "before" is the rule that compared intervals of means, which took
 the chance between sets for none. A training is not done again: the command goes on where it was interrupted; runs and
@@ -26,6 +26,7 @@ import polars as pl
 import torch
 import typer
 
+from studies.planted.judging import is_apart_by_means, score_by_raw
 from studies.shared import Only, Out, Runs, report
 from studies.verdicts.tables import write_tables
 from whence.causes import AgentTraining, LanguageTraining, find_causes, prove
@@ -40,7 +41,6 @@ from whence.lab.agents import configure
 from whence.lab.agents import run as run_agent
 from whence.lab.language import training as language_training
 from whence.runs import RunDirectory
-from whence.statistics import t_interval
 from whence.stored.language import LanguageConfig
 
 NULLS, SEEDS, BLOCK, DECISIONS = 100, 20, 5, 8
@@ -139,16 +139,9 @@ def _ask(retraining: Retraining, decisions: pl.DataFrame, place: int) -> Any:
 def _name_raw(name: str, run: RunDirectory, plain: Retraining, decisions: pl.DataFrame, place: int) -> pl.DataFrame:
     """Return what `nearest` would name for a decision with raw advantages; a language model's are as they trained."""
     causes = find_causes(run, _ask(plain, decisions, place), method="nearest")
-    raw = pl.col("advantage").cast(pl.Float64)
-    # SB3's normalisation, over the round.
-    prepared = (raw - raw.mean().over("round")) / (raw.std().over("round") + 1e-8)
-    score = pl.col("score") if WORLDS[name].env is None else pl.col("score") / prepared * raw
-    return (
-        causes.with_columns(score=score)
-        .sort("score", *KEYS, descending=[True, False, False])
-        .head(WORLDS[name].top)
-        .select(KEYS)
-    )
+    if WORLDS[name].env is not None:
+        causes = causes.with_columns(score=score_by_raw(causes))
+    return causes.sort("score", *KEYS, descending=[True, False, False]).head(WORLDS[name].top).select(KEYS)
 
 
 def read_sets(kept: Path) -> dict[str, list[dict[str, float]]]:
@@ -205,15 +198,6 @@ def judge_blocks(about: Mapping[str, Any], values: Values) -> Iterator[dict[str,
                 "before": is_apart_by_means(changes),
             }
             yield {**about, "seeds": count, "first": first, **seen, "change": float(np.mean(changes["without"]))}
-
-
-def is_apart_by_means(changes: Mapping[str, Sequence[float]]) -> bool:
-    """Return whether the interval of the mean change lies apart from 0 and from those of both controls."""
-    ends = {variant: t_interval(values) for variant, values in changes.items()}
-    (low, high), *controls = (
-        [float(ends[variant][end] or 0) for end in ("low", "high")] for variant in ("without", "random", "placebo")
-    )
-    return all(high < lowest or low > highest for lowest, highest in [(0.0, 0.0), *controls])
 
 
 def main(out: Out, runs: Runs = Path("out/verdicts"), only: Only = "") -> None:

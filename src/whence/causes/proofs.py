@@ -96,10 +96,6 @@ class Proof:
                 rows.append(about | {"value": value, "change": t_interval(list_changes(values, variant))})
         return rows
 
-    def is_apart(self, outcome: str) -> bool:
-        """Return whether an outcome falls or rises without the records, and not without those of the controls."""
-        return self.verdicts[outcome] in MOVES
-
     @property
     def text(self) -> str:
         """A sentence for each outcome, those that moved first; if the replay is not the run, what shows that."""

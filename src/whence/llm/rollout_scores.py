@@ -11,7 +11,7 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of, suggest
 from whence.llm.base import (
     average_rows,
     describe_rows_scored,
@@ -20,7 +20,7 @@ from whence.llm.base import (
     make_table_rows,
     pad_rows,
 )
-from whence.llm.rollout_files import Row, list_files, read_rows
+from whence.llm.rollout_files import NAMES, Row, list_files, read_rows
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import (
     Tokens,
@@ -59,6 +59,8 @@ def read_steps(
     Raises:
         WhenceError: there are no rollouts; or a file cannot be read, or lacks a column.
     """
+    if unknown := sorted(columns.keys() - NAMES.keys()):
+        raise WhenceError(f"columns has {unknown[0]!r}.{suggest(unknown[0], NAMES)}")
     skipped = Counter[str]() if skipped is None else skipped
     files = list_files(path, skipped)
     table = _survey(read_rows(file, columns, skipped) for file in files)
@@ -81,14 +83,14 @@ def read_steps(
 def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
     """Return what advantages need of each row: its step, group, prompt, reward and advantage.
 
-    A file without steps has a number of its own below 0.
+    A file without steps has a number below 0; these are in the files' order.
     """
     kinds = {"step": pl.Int64, "group": pl.String, "prompt": pl.Int64, "reward": pl.Float64, "advantage": pl.Float64}
     parts = []
-    for number, rows in enumerate(files, 1):
+    for number, rows in enumerate(files, -(2**53)):
         cells = [
             (
-                -number if row["step"] is None else row["step"],
+                number if row["step"] is None else row["step"],
                 None if row.get("group") is None else str(row["group"]),
                 hash(_write(row.get("prompt", row.get("prompt_ids")))),
                 row.get("reward"),

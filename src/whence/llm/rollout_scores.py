@@ -92,7 +92,7 @@ def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
             (
                 number if row["step"] is None else row["step"],
                 None if row.get("group") is None else str(row["group"]),
-                hash(_write(row.get("prompt", row.get("prompt_ids")))),
+                hash(_write(row.get("prompt") or row.get("prompt_ids"))),
                 row.get("reward"),
                 row.get("advantage"),
             )
@@ -274,16 +274,19 @@ def _encode(
     context, encoded, kept = context_length(model), list[Tokens](), []
     vocabulary = model.get_input_embeddings().num_embeddings
     for place, row in enumerate(table.iter_rows(named=True)):
-        if row.get("prompt_ids") is not None and row.get("response_ids") is not None:
-            response = row["response_ids"]
-            tokens = Tokens(row["prompt_ids"], response, row.get("response_mask") or [True] * len(response))
-        else:
-            try:
-                tokens = encode_pair(place, {**row, "completion": row["response"]}, tokenizer, None)
-            except WhenceError:
-                skipped["rows whose messages the chat template does not write as they are"] += 1
-                continue
-            tokens = Tokens(tokens.prompt, tokens.response[:most], tokens.mask[:most])
+        prompt, response = row.get("prompt_ids"), row.get("response_ids")
+        texts = {
+            "prompt": row["prompt"] if prompt is None else "",
+            "completion": row["response"] if response is None else "",
+        }
+        try:
+            tokens = encode_pair(place, texts, tokenizer, None)
+        except WhenceError:
+            skipped["rows whose messages the chat template does not write as they are"] += 1
+            continue
+        tokens = Tokens(tokens.prompt if prompt is None else prompt, tokens.response[:most], tokens.mask[:most])
+        if response is not None:
+            tokens = Tokens(tokens.prompt, response, row.get("response_mask") or [True] * len(response))
         if context is not None and len(tokens.prompt) + len(tokens.response) > context:
             skipped[f"rows of more than the {context:,} tokens that the model reads"] += 1
         elif max([*tokens.prompt, *tokens.response], default=0) >= vocabulary:

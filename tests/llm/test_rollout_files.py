@@ -312,6 +312,12 @@ def test_rewards_that_are_all_missing_are_refused(tmp_path: Path) -> None:
         next(read_steps(write(tmp_path, "1.jsonl", {**ROWS[0], "reward": None})))
 
 
+def test_columns_that_are_not_stored_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path, "1.jsonl", *({**ROWS[0], "step": n, **{f"c{i}": i for i in range(34)}} for n in (1, 2)))
+    assert all("info.c31" in step.columns and "info.c32" not in step.columns for step in read_steps(file))
+    assert caplog.text.count("left out are c32, c33.") == 1
+
+
 def test_numbers_too_large_for_a_column_are_texts(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "hash": 10**40, "mixed": 10**400}, {**ROWS[1], "hash": 1, "mixed": 0.5}]
     table = next(read_steps(write(tmp_path, "1.jsonl", *rows)))

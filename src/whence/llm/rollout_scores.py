@@ -12,14 +12,7 @@ from typing import Any
 import polars as pl
 
 from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of, suggest
-from whence.llm.base import (
-    average_rows,
-    describe_rows_scored,
-    list_infos,
-    list_tokens,
-    make_table_rows,
-    pad_rows,
-)
+from whence.llm.base import average_rows, describe_rows_scored, list_infos, list_tokens, make_table_rows, pad_rows
 from whence.llm.rollout_files import NAMES, Row, list_files, read_rows
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import (
@@ -136,7 +129,7 @@ def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
     series = [pl.Series(name, values[name], kind) for name, kind in kinds.items() if name in values]
     infos = list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
     steps = [part["step"]] if part["step"][0] >= 0 else []
-    return pl.DataFrame([*series, *infos, *steps, part["group_id"], part["advantage"]])
+    return pl.DataFrame([*series, *steps, *infos, part["group_id"], part["advantage"]])
 
 
 def _list_skipped(skipped: Counter[str]) -> str:
@@ -323,10 +316,9 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
 
 def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:
     """Return a round's table as trainers of whence write it."""
-    infos = [series for series in step if series.name.startswith("info.")]
     if "step" in step.columns:
-        infos = [series.alias("info.files_step") if series.name == "info.step" else series for series in infos]
-        infos.insert(0, step["step"].alias("info.step"))
+        step = step.rename({"info.step": "info.files_step", "step": "info.step"}, strict=False)
+    infos = [series for series in step if series.name.startswith("info.")]
     tokens = list_tokens(rows)
     chats = {name: step[name].to_list() for name in ("prompt", "response")}
     for (name, values), ids in zip(chats.items(), tokens[:2], strict=True):

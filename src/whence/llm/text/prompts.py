@@ -248,7 +248,7 @@ def _read_generated(message: Mapping[str, Any]) -> str | None:
 def _is_written(message: Mapping[str, Any], text: str) -> bool:
     """Return whether a template's text has a message's thoughts and calls of tools, which some templates leave out."""
     parts = [*map(message.get, _THOUGHTS), *(call.get("name") for call in _list_calls(message))]
-    return all(str(part).strip() in text for part in parts if part)
+    return all(part.strip() in text for part in parts if isinstance(part, str))
 
 
 def _find_end(text: str, generated: str, following: Mapping[str, Any]) -> int | None:

@@ -85,7 +85,7 @@ def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
             (
                 number if row["step"] is None else row["step"],
                 None if row.get("group") is None else str(row["group"]),
-                hash(_write(row.get("prompt") or row.get("prompt_ids"))),
+                hash(json.dumps(row.get("prompt") or row.get("prompt_ids"), default=str)),
                 row.get("reward"),
                 row.get("advantage"),
             )
@@ -94,10 +94,6 @@ def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
         parts.append(pl.DataFrame(cells, kinds, orient="row"))
     table = pl.concat(parts)
     return table if table["advantage"].count() else table.drop("advantage")
-
-
-def _write(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
 
 
 def _join_groups(table: pl.DataFrame, *, named: bool) -> pl.DataFrame:

@@ -313,7 +313,7 @@ def _read_sum(text: str, line: Row, where: str) -> dict[str, float]:
     """Return the weight of each column of a sum such as `accuracy + 0.1 * length`; a column's own name comes first."""
     if text in line:
         return {text: 1.0}
-    weights = {}
+    weights = dict[str, float]()
     for part in text.split("+"):
         weight, _, name = part.rpartition("*")
         if name.strip() not in line:

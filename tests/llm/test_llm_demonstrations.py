@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from helpers.language_training import CHAT, make_tokenizer
 from whence.core import InvalidRecords, WhenceError
 from whence.llm import PPOConfig, ValidationLoss
-from whence.llm.text.prompts import tokenize_prompts
+from whence.llm.text.prompts import encode_pair, tokenize_prompts
 
 ROWS = [{"prompt": "ab", "completion": "cc"}, {"prompt": "cde", "completion": "a"}]
 
@@ -73,6 +73,30 @@ def test_what_the_template_and_others_say_does_not_count():
     assert text == "idd</s>gjab</s>gjcd</s>gja</s>gib</s>gje</s>"
     trained = ids[-len(mask) :][mask].tolist()
     assert "".join(tokenizer.convert_ids_to_tokens(trained)) == "ab</s>a</s>e</s>"
+
+
+def test_an_answer_is_its_text_however_the_template_writes_it():
+    """The template puts an `e` before an answer, as if it had been thought, and writes a text in parts as nothing."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TURNS
+    prompt, answer = [{"role": "user", "content": "dd"}], {"role": "assistant", "content": ""}
+    parts = {**answer, "content": [{"type": "text", "text": "ab"}]}
+    pairs = [encode_pair(0, {"prompt": prompt, "completion": each}, tokenizer, None) for each in ([answer], "ab")]
+    assert [tokenizer.decode(pair.response).replace(" ", "") for pair in pairs] == ["</s>", "ab</s>"]
+    tokenizer.chat_template = TURNS.replace("message.content", "(message.content if message.content is string else '')")
+    pair = encode_pair(0, {"prompt": prompt, "completion": [parts]}, tokenizer, None)
+    assert tokenizer.decode(pair.response).replace(" ", "") == "ab</s>"
+
+
+@pytest.mark.parametrize("about", [{"tool_calls": [{"function": {"name": "add"}}]}, {"reasoning_content": "b"}])
+def test_what_a_template_leaves_out_of_an_answer_is_no_answer(about):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TURNS
+    rows = [
+        {"prompt": [{"role": "user", "content": "d"}], "completion": [{"role": "assistant", "content": "", **about}]}
+    ]
+    with pytest.raises(WhenceError, match="not to be found"):
+        encode(rows, tokenizer)
 
 
 def test_what_is_cut_off_counts_for_nothing(caplog):

@@ -103,6 +103,9 @@ def test_a_list_for_each_column(tmp_path: Path) -> None:
     assert skipped == {"rows that the line before has, too": 2}
     assert "reward" not in read(file)[0]
     assert read(file)[0]["info.Right"] == 1.0
+    assert "reward" not in read(file)[1]  # where one function does not apply, the other is not the only one
+    table = {**table, "completion": ["a", None]}
+    assert [row["response"] for row in read(write(tmp_path, "cut.jsonl", table), skipped)] == ["a"]
 
 
 def test_token_ids_without_texts(tmp_path: Path) -> None:
@@ -123,9 +126,10 @@ def test_token_ids_without_texts(tmp_path: Path) -> None:
 
 def test_what_is_skipped_is_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "response": None, "reward": 1}, {"prompt": "a", "response": "b", "reward": 1}]
+    rows += [{"prompt": "a", "response": [], "reward": 1}]
     skipped = Counter[str]()
     assert len(read(write(tmp_path, "1.jsonl", *rows, "", '{"prompt": "a", "resp', end=""), skipped)) == 1
-    assert skipped == {"rows without a response": 1, "last lines that break off": 1}
+    assert skipped == {"rows without a response": 2, "last lines that break off": 1}
     write(tmp_path, "2.jsonl", end="")
     write(tmp_path, "val_data_step3.jsonl", rows[1])
     write(tmp_path, "mine_metadata.jsonl", {"run_name": "mine"})
@@ -154,6 +158,7 @@ def test_files_that_an_evaluation_overwrote(tmp_path: Path) -> None:
         ({"prompt": "a", "response": "b", "reward": 1.0, "step": "x"}, "line 2: the step is 'x'; a whole number"),
         ({"prompt": "a", "response": "b", "reward": 1.0, "advantage": [1, 2]}, "line 2: the advantages of its tokens"),
         ({"prompt_ids": "ab", "response_ids": [1], "reward": 1.0}, "line 2: prompt_ids is 'ab'; a list of whole"),
+        ({"prompt_ids": [1], "response_ids": [10**30], "reward": 1.0}, "line 2: response_ids is [1000000"),
         ([1, 2], "line 2 is a int, and a row is an object"),
         ('{"prompt": ', "line 2: Expecting value"),
         ({"nodes": [1], "rewards": {}}, "line 2 has another form than its keys say"),
@@ -198,6 +203,21 @@ def test_interleaved_steps_are_sorted_and_groups_joined(tmp_path: Path) -> None:
     assert steps[0]["reward"].to_list() == [0, 3, 6, 9]
     assert steps[0]["group_id"].to_list() == [0, 1, 0, 1]
     assert steps[0]["advantage"].to_list() == pytest.approx([-(0.5**0.5)] * 2 + [0.5**0.5] * 2, abs=1e-5)
+
+
+def test_files_without_steps_keep_their_order_next_to_interleaved_ones(tmp_path: Path) -> None:
+    write(tmp_path, "1.jsonl", *({**ROWS[0], "step": step} for step in (2, 1, 2)))
+    write(tmp_path, "2.jsonl", {**ROWS[0], "response": "first"})
+    write(tmp_path, "3.jsonl", {**ROWS[0], "response": "second"})
+    steps = [step["response"].to_list() for step in read_steps(tmp_path)]
+    assert steps == [["first"], ["second"], [ROWS[0]["response"]], [ROWS[0]["response"]] * 2]
+
+
+def test_a_sum_may_name_a_column_twice_and_what_is_unknown_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "1.jsonl", {"prompt": "a", "response": "b", "good": 2.0})
+    assert read(file, reward="good + 0.5 * good")[0]["reward"] == 3.0
+    with pytest.raises(WhenceError, match=r"columns has 'rewrd'\. Did you mean reward"):
+        next(read_steps(file, {"rewrd": "good"}))
 
 
 def test_tables_do_not_join_the_arguments_of_tools(tmp_path: Path) -> None:
@@ -290,6 +310,12 @@ def test_masks_of_numbers_and_columns_of_one_value(tmp_path: Path) -> None:
 def test_rewards_that_are_all_missing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WhenceError, match="holds no reward that is a number"):
         next(read_steps(write(tmp_path, "1.jsonl", {**ROWS[0], "reward": None})))
+
+
+def test_columns_that_are_not_stored_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path, "1.jsonl", *({**ROWS[0], "step": n, **{f"c{i}": i for i in range(34)}} for n in (1, 2)))
+    assert all("info.c31" in step.columns and "info.c32" not in step.columns for step in read_steps(file))
+    assert caplog.text.count("left out are c32, c33.") == 1
 
 
 def test_numbers_too_large_for_a_column_are_texts(tmp_path: Path) -> None:

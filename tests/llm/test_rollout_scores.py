@@ -261,6 +261,23 @@ def test_what_tools_say_has_no_part_in_scores(tmp_path: Path) -> None:
     assert tokenizer.decode(table["response_ids"][0]).replace(" ", "") == "abccjde</s>"
 
 
+def test_token_ids_of_one_side_and_prompts_that_are_ids_alone(tmp_path: Path) -> None:
+    tokenizer, chat = make_tokenizer(), [{"role": "user", "content": "a"}]
+    tokenizer.chat_template = CHAT
+    ids, answer = {"response_ids": [3, 1]}, {"response": "b"}
+    rows = [{"prompt": "a", **ids}, {"prompt": chat, **ids}, {"prompt_ids": [2], **answer}]
+    rows += [{"prompt": None, "prompt_ids": [5], **ids}, {"prompt": None, "prompt_ids": [6], **ids}]
+    rows = [{**row, "reward": place % 2} for place, row in enumerate(rows)]
+    run = score_rollouts(write_lines(tmp_path / "in", "1.jsonl", rows), make_model(), tokenizer, tmp_path / "run")
+    table = run.round("records", 1)
+    assert table["response_ids"].to_list() == [[3, 1]] * 5
+    assert [table["prompt_ids"][place].to_list() for place in (0, 2, 3)] == [[2], [2], [5]]
+    assert (
+        table["prompt_ids"][1].to_list() == tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    )
+    assert table["group_id"].n_unique() == 5
+
+
 def test_rows_that_the_template_refuses_or_the_model_cannot_read_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,7 +90,7 @@ class Tape:
 def record_pass(problem: Problem, layers: Sequence[Layer], run: Callable[[], Tensor] | None = None) -> Tape:
     """Return the tape of a pass over all records of a problem, or of what `run` computes.
 
-    That is a scalar, which then stands in the place of the outputs' log-probs; calls may be on any number of records.
+    That is a scalar, which takes the place of the outputs' log-probs; calls may be on any number of records.
 
     Raises:
         Refused: a parameter is used outside its layer, or the first axis of a layer is not the records'.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any
 
 from pyarrow import ArrowException, input_stream, parquet
@@ -178,7 +178,7 @@ def _split_line(line: Row, where: str, skipped: Counter[str]) -> list[Row]:
         return _read_traces(line, skipped)
     if "content" in line and "rewards" in line:
         return [_unwrap(line, where)]
-    if _is_list_of(line.get("completion"), str) and _is_list_of(line.get("prompt"), str):
+    if all(_is_list_of(line.get(name), str | None) for name in ("prompt", "completion")):
         size = len(line["completion"])
         columns = {name: isinstance(values, list) and len(values) == size for name, values in line.items()}
         return [
@@ -191,7 +191,7 @@ def _split_line(line: Row, where: str, skipped: Counter[str]) -> list[Row]:
     return [line]
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
+def _is_list_of(value: Any, kind: type | UnionType) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, kind) for each in value)
 
 
@@ -272,7 +272,8 @@ def _name(line: Row, columns: Mapping[str, str], where: str) -> Row:
         if source not in line:
             raise WhenceError(_explain_missing(name, source, line, where))
     if reward is None:
-        numbers = [n for n, value in line.items() if n not in sources.values() and isinstance(value, int | float)]
+        # One that does not apply to a row is null there, and the others are not its only one.
+        numbers = [n for n, v in line.items() if n not in sources.values() and isinstance(v, int | float | None)]
         if "advantage" not in sources:
             raise WhenceError(
                 f"{where} has no reward: name its column, or the sum of several with their weights, as in --column "
@@ -312,13 +313,13 @@ def _read_sum(text: str, line: Row, where: str) -> dict[str, float]:
     """Return the weight of each column of a sum such as `accuracy + 0.1 * length`; a column's own name comes first."""
     if text in line:
         return {text: 1.0}
-    weights = {}
+    weights = dict[str, float]()
     for part in text.split("+"):
         weight, _, name = part.rpartition("*")
         if name.strip() not in line:
             raise WhenceError(_explain_missing("reward", name.strip(), line, where))
         try:
-            weights[name.strip()] = float(weight or 1)
+            weights[name.strip()] = weights.get(name.strip(), 0.0) + float(weight or 1)
         except ValueError:
             raise WhenceError(f"reward={text!r} has the weight {weight.strip()!r}; a number is needed.") from None
     return weights
@@ -326,7 +327,7 @@ def _read_sum(text: str, line: Row, where: str) -> dict[str, float]:
 
 def _check_value(name: str, value: Any, where: str) -> Any:
     """Return a value as rows hold it, or refuse it."""
-    if value is None:
+    if value is None or (name in ("prompt", "response") and value == []):
         return None
     if name in ("prompt", "response") and not isinstance(value, str) and not _is_list_of(value, dict):
         raise WhenceError(
@@ -346,7 +347,7 @@ def _check_value(name: str, value: Any, where: str) -> Any:
             pass
         raise WhenceError(f"{where}: the step is {_shorten(value)}; a whole number from 0 is needed.")
     if name.endswith(("ids", "mask")):
-        if not isinstance(value, list) or any(not isinstance(each, int) or each < 0 for each in value):
+        if not isinstance(value, list) or any(not isinstance(each, int) or not 0 <= each < 2**31 for each in value):
             raise WhenceError(f"{where}: {name} is {_shorten(value)}; a list of whole numbers from 0 is needed.")
         return list(map(bool, value)) if name.endswith("mask") else value
     return value

@@ -11,16 +11,9 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of
-from whence.llm.base import (
-    average_rows,
-    describe_rows_scored,
-    list_infos,
-    list_tokens,
-    make_table_rows,
-    pad_rows,
-)
-from whence.llm.rollout_files import Row, list_files, read_rows
+from whence.core import Objective, RecordBatch, Target, Unit, WhenceError, library_versions, rows_of, suggest
+from whence.llm.base import average_rows, describe_rows_scored, list_infos, list_tokens, make_table_rows, pad_rows
+from whence.llm.rollout_files import NAMES, Row, list_files, read_rows
 from whence.llm.scores import GroupObjective, Scoring, SequenceReturn, add_reference, score
 from whence.llm.text import (
     Tokens,
@@ -59,6 +52,8 @@ def read_steps(
     Raises:
         WhenceError: there are no rollouts; or a file cannot be read, or lacks a column.
     """
+    if unknown := sorted(columns.keys() - NAMES.keys()):
+        raise WhenceError(f"columns has {unknown[0]!r}.{suggest(unknown[0], NAMES)}")
     skipped = Counter[str]() if skipped is None else skipped
     files = list_files(path, skipped)
     table = _survey(read_rows(file, columns, skipped) for file in files)
@@ -81,16 +76,16 @@ def read_steps(
 def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
     """Return what advantages need of each row: its step, group, prompt, reward and advantage.
 
-    A file without steps has a number of its own below 0.
+    A file without steps has a number below 0; these are in the files' order.
     """
     kinds = {"step": pl.Int64, "group": pl.String, "prompt": pl.Int64, "reward": pl.Float64, "advantage": pl.Float64}
     parts = []
-    for number, rows in enumerate(files, 1):
+    for number, rows in enumerate(files, -(2**53)):
         cells = [
             (
-                -number if row["step"] is None else row["step"],
+                number if row["step"] is None else row["step"],
                 None if row.get("group") is None else str(row["group"]),
-                hash(_write(row.get("prompt", row.get("prompt_ids")))),
+                hash(json.dumps(row.get("prompt") or row.get("prompt_ids"), default=str)),
                 row.get("reward"),
                 row.get("advantage"),
             )
@@ -99,10 +94,6 @@ def _survey(files: Iterator[Iterator[Row]]) -> pl.DataFrame:
         parts.append(pl.DataFrame(cells, kinds, orient="row"))
     table = pl.concat(parts)
     return table if table["advantage"].count() else table.drop("advantage")
-
-
-def _write(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
 
 
 def _join_groups(table: pl.DataFrame, *, named: bool) -> pl.DataFrame:
@@ -134,7 +125,7 @@ def _make_table(rows: Sequence[Row], part: pl.DataFrame) -> pl.DataFrame:
     series = [pl.Series(name, values[name], kind) for name, kind in kinds.items() if name in values]
     infos = list_infos({name[5:]: values[name] for name in names if name.startswith("info.")})
     steps = [part["step"]] if part["step"][0] >= 0 else []
-    return pl.DataFrame([*series, *infos, *steps, part["group_id"], part["advantage"]])
+    return pl.DataFrame([*series, *steps, *infos, part["group_id"], part["advantage"]])
 
 
 def _list_skipped(skipped: Counter[str]) -> str:
@@ -272,16 +263,19 @@ def _encode(
     context, encoded, kept = context_length(model), list[Tokens](), []
     vocabulary = model.get_input_embeddings().num_embeddings
     for place, row in enumerate(table.iter_rows(named=True)):
-        if row.get("prompt_ids") is not None and row.get("response_ids") is not None:
-            response = row["response_ids"]
-            tokens = Tokens(row["prompt_ids"], response, row.get("response_mask") or [True] * len(response))
-        else:
-            try:
-                tokens = encode_pair(place, {**row, "completion": row["response"]}, tokenizer, None)
-            except WhenceError:
-                skipped["rows whose messages the chat template does not write as they are"] += 1
-                continue
-            tokens = Tokens(tokens.prompt, tokens.response[:most], tokens.mask[:most])
+        prompt, response = row.get("prompt_ids"), row.get("response_ids")
+        texts = {
+            "prompt": row["prompt"] if prompt is None else "",
+            "completion": row["response"] if response is None else "",
+        }
+        try:
+            tokens = encode_pair(place, texts, tokenizer, None)
+        except WhenceError:
+            skipped["rows whose messages the chat template does not write as they are"] += 1
+            continue
+        tokens = Tokens(tokens.prompt if prompt is None else prompt, tokens.response[:most], tokens.mask[:most])
+        if response is not None:
+            tokens = Tokens(tokens.prompt, response, row.get("response_mask") or [True] * len(response))
         if context is not None and len(tokens.prompt) + len(tokens.response) > context:
             skipped[f"rows of more than the {context:,} tokens that the model reads"] += 1
         elif max([*tokens.prompt, *tokens.response], default=0) >= vocabulary:
@@ -318,10 +312,9 @@ def add_advantages(table: pl.DataFrame) -> pl.DataFrame:
 
 def _add_scores(step: pl.DataFrame, rows: RecordBatch, influence: Influence, tokenizer: Any) -> pl.DataFrame:
     """Return a round's table as trainers of whence write it."""
-    infos = [series for series in step if series.name.startswith("info.")]
     if "step" in step.columns:
-        infos = [series.alias("info.files_step") if series.name == "info.step" else series for series in infos]
-        infos.insert(0, step["step"].alias("info.step"))
+        step = step.rename({"info.step": "info.files_step", "step": "info.step"}, strict=False)
+    infos = [series for series in step if series.name.startswith("info.")]
     tokens = list_tokens(rows)
     chats = {name: step[name].to_list() for name in ("prompt", "response")}
     for (name, values), ids in zip(chats.items(), tokens[:2], strict=True):

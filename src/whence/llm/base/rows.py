@@ -1,7 +1,9 @@
 """Prompts and responses as records, one a row, and as columns of a round's table."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -10,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from whence.core import Array, InvalidRecords, RecordBatch, Tree
+
+log = logging.getLogger("whence")
 
 
 class TokenRows(NamedTuple):
@@ -192,7 +196,16 @@ MOST_INFOS = 32
 
 def list_infos(columns: Mapping[str, Sequence[Any]]) -> list[pl.Series]:
     """Return a data set's columns as `info.NAME`: numbers, truth values or texts, and anything else as JSON."""
-    return [_make_info(f"info.{name}", list(values)) for name, values in list(columns.items())[:MOST_INFOS]]
+    names = list(columns)
+    _warn_of_infos(tuple(names[MOST_INFOS:]))
+    return [_make_info(f"info.{name}", list(columns[name])) for name in names[:MOST_INFOS]]
+
+
+@cache
+def _warn_of_infos(names: tuple[str, ...]) -> None:
+    """Say once which columns are not stored."""
+    if names:
+        log.warning("Of a data set's columns the first %d are stored; left out are %s.", MOST_INFOS, ", ".join(names))
 
 
 def _make_info(name: str, values: list[Any]) -> pl.Series:

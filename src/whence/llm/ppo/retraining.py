@@ -132,7 +132,7 @@ def train_again(
 ) -> None:
     """Train a model, in place, on the rows of some rounds in their order; rows of weight 0 are left out.
 
-    The ratios of a round begin at 1, with the log-probs of the model as it comes to the round. The orders of rows are
+    The ratios of a round begin at 1, with the log-probs of the model before the round. The orders of rows are
     drawn by the seed over all rows and then filtered, so that trainings that leave out different rows share them.
 
     Args:

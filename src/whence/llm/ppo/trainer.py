@@ -189,8 +189,9 @@ class PPOTrainer:
     def train(self, *, overwrite: bool = False) -> list[dict[str, Any]]:
         """Train all rounds and return a row of metrics for each.
 
-        If `output_dir` holds an unfinished run of the same settings, training goes on after its last checkpoint, to the
-        same bits as if it had not been interrupted. A finished run is left as it is; the model becomes the trained one.
+        If `output_dir` holds an unfinished run of the same settings, training continues after its last checkpoint, to
+        the same bits as if it had not been interrupted. A finished run is left as it is; the model becomes the trained
+        one.
 
         Args:
             overwrite: delete the run that `output_dir` holds, and start anew.
@@ -345,7 +346,7 @@ class PPOTrainer:
             self.accelerator.log({f"test/{name}": value for name, value in measures.items()}, step=number)
 
     def _read_state(self) -> dict[str, Any]:
-        """Return all that training needs to go on after a round, for a checkpoint; call it in every process."""
+        """Return all that training needs to continue after a round, for a checkpoint; call it in every process."""
         return {
             **read_model(self.model, self.optimizer.optimizer),
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),

@@ -170,14 +170,16 @@ def encode_pair(number: int, row: Any, tokenizer: Any, settings: Mapping[str, An
             f"Demonstration {number} holds {content}; the columns 'prompt' and 'completion' are needed: rename yours."
         )
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) != isinstance(completion, str):
+    if isinstance(prompt, str) and not isinstance(completion, str):
         raise WhenceError(
             f"Demonstration {number} has a text and a chat for prompt and completion; two of a kind are needed."
         )
     if isinstance(prompt, str):
-        prompt_ids, pieces = _encode(tokenizer, prompt), [(completion, True)]
+        prompt_ids = _encode(tokenizer, prompt)
     else:
         prompt_ids = _apply_template(tokenizer, prompt, settings, add_generation_prompt=True)
+    pieces = [(completion, True)]
+    if not isinstance(completion, str):
         write = partial(_apply_template, tokenizer, settings=settings, tokenize=False)
         pieces = _split_chat(prompt, completion, write, tokenizer.eos_token)
     if not pieces:
@@ -193,6 +195,9 @@ def encode_pair(number: int, row: Any, tokenizer: Any, settings: Mapping[str, An
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
     return Tokens(prompt_ids, ids, mask)
+
+
+_THOUGHTS = ("reasoning_content", "thinking")
 
 
 def _split_chat(
@@ -216,15 +221,16 @@ def _split_chat(
         generated = _read_generated(messages[place])
         # The end token may have the text in its name.
         limit = whole.rfind(end) if end in whole[len(written) :] else len(whole)
-        begin = whole.rfind(generated.strip(), 0, limit) if generated.strip() else -1
-        if begin >= 0:
-            stop = begin + len(generated.strip())
+        text = (generated or "").strip()
+        begin = whole.rfind(text, 0, limit) if text else -1
+        if generated is not None and begin >= 0:
+            stop = begin + len(text)
             if whole.startswith(end, stop):
                 generated, stop = generated + end, stop + len(end)
-        elif whole.startswith(before):
-            generated, separator, _ = whole[len(before) :].partition(end)
-            generated += separator
-            stop = len(before) + len(generated)
+        elif whole.startswith(before) and _is_written(messages[place], whole[len(before) :]):
+            form, separator, _ = whole[len(before) :].partition(end)
+            generated = (form if generated is None else generated) + separator
+            stop = len(before) + len(form) + len(separator)
         else:
             return []
         pieces.append((generated, True))
@@ -232,16 +238,22 @@ def _split_chat(
     return pieces
 
 
-def _read_generated(message: Mapping[str, Any]) -> str:
-    """Return what the model wrote of a message that is a text alone; of others the template knows the form, and ""."""
-    if any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
-        return ""
+def _read_generated(message: Mapping[str, Any]) -> str | None:
+    """Return what the model wrote of a message that is a text alone; None: the template alone knows the form."""
+    if any(message.get(name) for name in ("tool_calls", *_THOUGHTS)):
+        return None
     return join_messages([{"content": message.get("content")}])
+
+
+def _is_written(message: Mapping[str, Any], text: str) -> bool:
+    """Return whether a template's text has a message's thoughts and calls of tools, which some templates leave out."""
+    parts = [*map(message.get, _THOUGHTS), *(call.get("name") for call in _list_calls(message))]
+    return all(part.strip() in text for part in parts if isinstance(part, str))
 
 
 def _find_end(text: str, generated: str, following: Mapping[str, Any]) -> int | None:
     """Return where a message ends in a conversation's text of which the template has written the beginning anew."""
-    place = text.rfind(generated.strip(), 0, max(0, text.rfind(_read_generated(following).strip())))
+    place = text.rfind(generated.strip(), 0, max(0, text.rfind((_read_generated(following) or "").strip())))
     return None if place < 0 else place + len(generated.strip())
 
 

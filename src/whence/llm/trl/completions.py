@@ -104,7 +104,7 @@ def make_completion_rows(
 ) -> RecordBatch:
     """Return the completions of all processes, of which each has a part, as rows; call it in every process.
 
-    Record ids go on from the `batches_done` before this one. Of the `rewards`, see `sum_rewards`, one that is NaN
+    Record ids follow those of the `batches_done` before this one. Of the `rewards`, see `sum_rewards`, one that is NaN
     becomes its group's mean; `group_size` consecutive completions are to one prompt. Images, which scores do not
     account for, are refused.
     """

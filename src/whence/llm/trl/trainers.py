@@ -137,12 +137,12 @@ class _SelectingTrainer:
             self._run.recorder.end()
 
     def find_checkpoint(self) -> Path | None:
-        """Return the run's last whole checkpoint, which `train(resume_from_checkpoint=True)` goes on from."""
+        """Return the run's last whole checkpoint, which `train(resume_from_checkpoint=True)` continues from."""
         latest = None if self._run is None else self._run.find_checkpoint()
         return None if latest is None else latest.path
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return TRL's sampler, whose next order of the prompts is that of the epoch that training goes on in."""
+        """Return TRL's sampler, whose next order of the prompts is that of the epoch in which training continues."""
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
         if getattr(sampler, "shuffle", False):
             for _ in range(self._epochs_before):  # as many orders as were drawn before
@@ -322,8 +322,8 @@ class _SelectingTrainer:
 class InfluenceGRPOTrainer(_SelectingTrainer, GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer, on the completions that a rule keeps.
 
-    With `run`, `train(resume_from_checkpoint=True)` goes on after the run's last whole checkpoint of Transformers'. On
-    CPUs, with one and two processes, the result was that of an uninterrupted training to the same bits (parameters,
+    With `run`, `train(resume_from_checkpoint=True)` continues after the run's last whole checkpoint of Transformers'.
+    On CPUs, with one and two processes, the result was that of an uninterrupted training to the same bits (parameters,
     optimiser, learning rates, records), including dropout, several epochs and a reference that moves. For this the
     checkpoint has to be at the end of a generation batch: `save_steps` is a multiple of the optimiser's steps on one.
 

@@ -198,8 +198,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def _read_state(self) -> dict[str, Any]:
         """Return the state that Transformers does not keep: of rule and rewards, and of a reference that changes."""
-        trainer = self._trainer
-        reference = trainer.accelerator.unwrap_model(trainer.ref_model) if self._moves_reference() else None
+        reference = self._find_reference()
         return {
             "user": read_states(self._list_parts()),
             "reference": None if reference is None else dict(reference.state_dict()),
@@ -216,11 +215,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             trainer.chooser.restore(content.get("target_gradient"))
         state = content["processes"][trainer.args.process_index]
         load_states(self._list_parts(), state["user"])
-        if state["reference"] is not None and self._moves_reference():
-            trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(state["reference"])
+        if state["reference"] is not None and (reference := self._find_reference()) is not None:
+            reference.load_state_dict(state["reference"])
 
-    def _moves_reference(self) -> bool:
-        return getattr(self._trainer.args, "sync_ref_model", False) and self._trainer.ref_model is not None
+    def _find_reference(self) -> Any:
+        """Return the reference model if it changes; else None."""
+        model = self._trainer.ref_model if getattr(self._trainer.args, "sync_ref_model", False) else None
+        return None if model is None else self._trainer.accelerator.unwrap_model(model)
 
     def _list_parts(self) -> list[Any]:
         """Return the rule, and the rewards but reward models, which do not change."""
@@ -251,17 +252,16 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer, logs = self._trainer, self._texts
         if not self.recorder.writes:
             return
-        parts = [
-            pl.Series(f"reward.{name}", rewards.tolist(), dtype=pl.Float64).fill_nan(None)
-            for name, rewards in trainer.rewards_by_function.items()
-        ]
-        texts = {name: list(map(join_messages, logs[name])) for name in ("prompt", "completion")}
-        table = pl.DataFrame({"prompt": texts["prompt"], "response": texts["completion"]}).with_columns(
-            pl.Series("reward", trainer._rewards.tolist(), dtype=pl.Float64).fill_nan(None),
-            pl.Series("advantage", logs["advantages"], dtype=pl.Float64),
-            *(parts if len(parts) > 1 else ()),
+        chats = {"prompt": logs["prompt"], "response": logs["completion"]}
+        parts = {f"reward.{name}": rewards for name, rewards in trainer.rewards_by_function.items()}
+        reward, *rewards = (
+            pl.Series(name, values.tolist(), dtype=pl.Float64).fill_nan(None)
+            for name, values in {"reward": trainer._rewards, **(parts if len(parts) > 1 else {})}.items()
+        )
+        table = pl.DataFrame({name: list(map(join_messages, texts)) for name, texts in chats.items()}).with_columns(
+            *(reward, pl.Series("advantage", logs["advantages"], dtype=pl.Float64), *rewards),
             *list_infos({**trainer.prompt_columns, **logs["extra"]}),
-            *list_chats({"prompt": logs["prompt"], "response": logs["completion"]}),
+            *list_chats(chats),
         )
         if trainer.rows is not None:
             lengths = trainer.rows.observations["response_mask"].sum(dim=1)
@@ -271,13 +271,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             table = table.with_columns(groups, pl.Series("tokens", lengths.tolist()), ended, *tokens)
         everything = Selection.dropping(torch.ones(len(table), dtype=torch.bool), "")
         selection, influence = trainer.selection or everything, trainer.influence
-        keep = pl.Series(selection.keep.numpy())
-        metrics = {
-            "reward_kept": table.filter(keep)["reward"].mean(),
-            "reward_dropped": table.filter(~keep)["reward"].mean(),
-            **summarise_selection(selection, influence),
-        }
-        self._batch = add_selection(table, selection, influence), metrics
+        table = add_selection(table, selection, influence)
+        kept, dropped = (table.filter(keep=keep)["reward"].mean() for keep in (True, False))
+        metrics = {"reward_kept": kept, "reward_dropped": dropped, **summarise_selection(selection, influence)}
+        self._batch = table, metrics
 
     def _list_ended(self, responses: list[list[int]]) -> list[bool]:
         """Return whether each response ends in a token that ends it; TRL empties those that were cut, if asked to."""
@@ -292,7 +289,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         passes = self.signals.take(args.world_size)
         if self._batch is None:
             return
-        (table, metrics), seconds = self._batch, self._trainer.seconds
+        (table, metrics), seconds, self._batch = self._batch, self._trainer.seconds, None
         if passes and self._trainer.rows is not None:
             lengths = table["response_ids"].list.len().to_list()
             table = table.with_columns(list_pass_signals(passes, self._trainer.rows, lengths, args))

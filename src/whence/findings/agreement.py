@@ -201,12 +201,12 @@ def find_action_faults(evidence: Evidence) -> Claims:
         where = [condition for condition in group.conditions if condition.column != "pair"]
         there = np.logical_and.reduce([condition.mask for condition in where] or [pairs[best].mask])
         share = _measure_share(votes[pairs[best].mask & there] > 0)
-        is_told = _measure_share(votes[pairs[best].mask & ~there] < 0) >= _HALF
+        is_distinct = _measure_share(votes[pairs[best].mask & ~there] < 0) >= _HALF
         is_mutual = _measure_share(votes[pairs[back].mask & there] > 0) > _HALF
         # What is so everywhere is how the action works; elsewhere the two have to be told apart. And where something
         # holds the body, an action may do nothing, in a place or once an agent goes there. No environment differs.
         is_shared = all(condition.column != "env_index" for condition in where)
-        if not where or share < _MOST or not is_told or (is_shared and not is_mutual):
+        if not where or share < _MOST or not is_distinct or (is_shared and not is_mutual):
             continue
         text = " and ".join(condition.text for condition in where)
         swapped = f"Actions {one} and {other} are swapped" if one != other else f"{one} does the opposite of elsewhere"

@@ -92,8 +92,8 @@ def digest_function(function: Any) -> str:
 
 def keep_constant(start: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return, for a checkpoint, the values at the start that are still so, and the names of those that varied."""
-    held = {name: value for name, value in start.items() if name in now and now[name] == value}
-    return {"held": held, "varied": sorted((start.keys() | now.keys()) - held.keys())}
+    constants = {name: value for name, value in start.items() if name in now and now[name] == value}
+    return {"held": constants, "varied": sorted((start.keys() | now.keys()) - constants.keys())}
 
 
 def is_constant(constants: Mapping[str, Any], name: str, index: int = 0) -> bool:
@@ -107,9 +107,9 @@ def is_constant(constants: Mapping[str, Any], name: str, index: int = 0) -> bool
 
 def list_held_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List, for people, in what values differ from those that `keep_constant` returned; before, there may be none."""
-    held, changes = before.get("held", now), []
-    for name in sorted((held.keys() | now.keys()) - {*before.get("varied", ())}):
-        old, new = (shorten(each[name]) if name in each else "not set" for each in (held, now))
+    constants, changes = before.get("held", now), []
+    for name in sorted((constants.keys() | now.keys()) - {*before.get("varied", ())}):
+        old, new = (shorten(each[name]) if name in each else "not set" for each in (constants, now))
         if old != new:
             what, is_code = name.replace(".__class__", "").removesuffix(_CODE), name.endswith(_CODE)
             changes.append(f"the code of {what} differs" if is_code else f"{what} was {old}, now {new}")
@@ -130,10 +130,12 @@ def _look_inside(thing: Any, kinds: tuple[type, ...]) -> dict[Any, Any]:
     if isinstance(thing, FunctionType):
         parameters, variables = inspect.signature(thing).parameters.items(), inspect.getclosurevars(thing).nonlocals
         defaults = {name: each.default for name, each in parameters if each.default is not each.empty}
-        # Not `getclosurevars().globals`, which takes names of attributes for those of globals.
-        names = _list_names(thing.__code__, "LOAD_GLOBAL") if _is_users(thing) else []
-        code = {"__code__": thing.__code__} if _is_users(thing) else {}
-        return {**code, **{name: thing.__globals__.get(name) for name in names}, **defaults, **variables}
+        code: dict[str, Any] = {}
+        if _is_users(thing):
+            # Not `getclosurevars().globals`, which takes names of attributes for those of globals.
+            names = [name for name in _list_names(thing.__code__, "LOAD_GLOBAL") if name in thing.__globals__]
+            code = {"__code__": thing.__code__, **{name: thing.__globals__[name] for name in names}}
+        return {**code, **defaults, **variables}
     if isinstance(thing, type):
         members = {name: each for name, each in vars(thing).items() if name[:2] != "__" or inspect.isfunction(each)}
         bases = {base.__name__: base for base in thing.__bases__}

@@ -105,8 +105,8 @@ def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> tuple[NDArray[np.int64],
     A recurrent buffer rotates its records, and says where those of another environment begin; others say None.
     """
     with replace_samples(buffer, lambda indices, env_change=None: (indices, env_change)):
-        (drawn,) = sb3_get(batch_size=None)
-    return drawn  # type: ignore[no-any-return]
+        (order,) = sb3_get(batch_size=None)
+    return order  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -154,13 +154,14 @@ def claim_learn(model: Any) -> None:
 
 
 def check_callers(callback: BaseCallback) -> None:
-    """Refuse a callback, as it is initialised, inside of one that tells it of events and not of rollouts.
+    """Refuse a callback, as it is initialised, inside of one that calls it at events and not for rollouts.
 
     In nested lists SB3 sets `parent` only afterwards, so that the callers are looked at.
     """
     frame = inspect.currentframe()
     while frame is not None and (caller := frame.f_locals.get("self")) is not callback.model:
-        knows_rollouts = getattr(type(caller), "_on_rollout_start", None) is not BaseCallback._on_rollout_start
+        hooks = "on_rollout_start", "_on_rollout_start"
+        knows_rollouts = any(getattr(type(caller), hook, None) is not getattr(BaseCallback, hook) for hook in hooks)
         if caller is not callback and not knows_rollouts:
             raise WhenceError(
                 f"{type(callback).__name__} is inside of {type(caller).__name__}, which does not call it for each "

@@ -297,11 +297,8 @@ def find_critic_faults(evidence: Evidence) -> Claims:
     misses = np.clip((columns["return"] - columns["value"])[rows] / size, -_SHARPEST, _SHARPEST)
     numbers = np.unique(rounds, return_inverse=True)[1]
     means = np.bincount(numbers, misses) / np.bincount(numbers)  # of each round, as the policy changes with it
-    votes, units, conditions = (
-        (misses - means[numbers])[:, None],
-        evidence.episodes[rows],
-        list_conditions(evidence, rows),
-    )
+    votes, units = (misses - means[numbers])[:, None], evidence.episodes[rows]
+    conditions = list_conditions(evidence, rows)
     for rough in (group for sign in (1, -1) for group in search(votes, units, conditions, sign=sign)):
         group = refine(rough, votes, units, conditions)
         off, rest, share = misses[group.mask].mean(), misses[~group.mask].mean(), group.mask.mean()

@@ -33,7 +33,7 @@ from whence.runs import RunDirectory
 from whence.sb3.episodes import Pool
 from whence.sb3.models import HYPERPARAMETERS
 from whence.stored.agents import check_action
-from whence.stored.agents.environments import evaluate
+from whence.stored.agents.environments import measure_return
 
 # Small enough that a policy that knows nothing finds the goal now and then: returns differ.
 LAKE = {"desc": ["SFF", "FFF", "FHG"], "is_slippery": True}
@@ -388,23 +388,23 @@ class TestEvaluate:
 
     def test_actions_are_sampled_and_a_seed_decides_the_figures_whatever_came_before(self, model):
         env = make_evaluation_env(lake(self.STILL_LAKE), 40)
-        first = mean, error = evaluate(model, env, episodes=40, seed=5)
+        first = mean, error = measure_return(model, env, episodes=40, seed=5)
         # The lake is not slippery, so that a policy without chance would reach the goal always or never.
         assert 0 < mean < 1
         assert error > 0
         random.random(), np.random.random(), torch.rand(3)
-        evaluate(model, env, episodes=7, seed=1)
-        assert evaluate(model, env, episodes=40, seed=5) == first
+        measure_return(model, env, episodes=7, seed=1)
+        assert measure_return(model, env, episodes=40, seed=5) == first
         fresh = make_evaluation_env(lake(self.STILL_LAKE), 40)
-        assert evaluate(model, fresh, episodes=40, seed=5) == first
-        assert len({evaluate(model, env, episodes=40, seed=seed)[0] for seed in range(6)}) > 1
+        assert measure_return(model, fresh, episodes=40, seed=5) == first
+        assert len({measure_return(model, env, episodes=40, seed=seed)[0] for seed in range(6)}) > 1
 
     def test_the_environments_own_chance_follows_the_seed(self, model):
         env = make_evaluation_env(lake(LAKE), 3)
         with torch.no_grad():
             model.policy.action_net.weight.zero_()
             model.policy.action_net.bias.copy_(torch.tensor([0.0, 0.0, 100.0, 0.0]))  # always to the right
-        found = [evaluate(model, env, episodes=30, seed=seed) for seed in (0, 1, 2, 3, 0, 1, 2, 3)]
+        found = [measure_return(model, env, episodes=30, seed=seed) for seed in (0, 1, 2, 3, 0, 1, 2, 3)]
         assert found[:4] == found[4:]
         assert len(set(found)) > 1
 
@@ -417,7 +417,7 @@ class TestEvaluate:
         assert len(set(draws)) == 5
         mean = sum(draws) / 5
         error = math.sqrt(sum((draw - mean) ** 2 for draw in draws) / 4 / 5)
-        assert evaluate(model, env, episodes=5, seed=11) == pytest.approx((mean, error), rel=1e-12)
+        assert measure_return(model, env, episodes=5, seed=11) == pytest.approx((mean, error), rel=1e-12)
 
     @pytest.mark.parametrize("broken", [False, True])
     def test_generators_and_modes_are_as_before(self, registered, broken):
@@ -436,9 +436,9 @@ class TestEvaluate:
         env = make_evaluation_env(RunConfig(name, "ppo", 0, env_kwargs={"broken": broken}), 4)
         if broken:
             with pytest.raises(RuntimeError, match="the pump is dry"):
-                evaluate(model, env, episodes=4, seed=9)
+                measure_return(model, env, episodes=4, seed=9)
         else:
-            evaluate(model, env, episodes=4, seed=9)
+            measure_return(model, env, episodes=4, seed=9)
         assert state() == before
         assert all(map(torch.equal, parameters, model.policy.parameters()))
 

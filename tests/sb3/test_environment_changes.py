@@ -2,12 +2,14 @@
 
 import functools
 import logging
+import operator
 from collections import deque
 from dataclasses import dataclass
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import wrappers
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
@@ -117,6 +119,28 @@ class ScaledVec(VecEnvWrapper):
         return observations, self.weights[0] * rewards, dones, infos
 
 
+class Strict:
+    """It raises another error than AttributeError for a name that it lacks, as configurations may."""
+
+    def __init__(self, **settings):
+        vars(self)["settings"] = settings
+
+    def __getattr__(self, name):
+        return vars(self)["settings"][name]
+
+    def __getitem__(self, name):
+        return self.settings[name]
+
+
+class Held(gym.RewardWrapper):
+    def __init__(self, env, config):
+        super().__init__(env)
+        self.config = config
+
+    def reward(self, reward):
+        return self.config["gain"] * reward
+
+
 def set_global(k):
     globals()["GAIN"] = k
     return Global(cart())
@@ -158,6 +182,23 @@ FORMS = {
         lambda k: DummyVecEnv([lambda: Scaled(cart(), {"gain": 1}), lambda: Scaled(cart(), {"gain": k})]),
         "environment 1: Scaled.gains.reward was 0.5, now 0.9",
     ),
+    "set": (
+        lambda k: transform(functools.partial(lambda least, r: max(least) * r, {0.1, k})),
+        "TransformReward.func.args.0.1 was 0.5, now 0.9",
+    ),
+    "tensor": (
+        lambda k: transform(functools.partial(lambda gain, r: float(gain) * r, torch.tensor(k, dtype=torch.float64))),
+        "TransformReward.func.args.0.values was 0.5, now 0.9",
+    ),
+    "getter": (
+        lambda k: transform(functools.partial(lambda get, r: get([0, r] * 5), operator.itemgetter(int(10 * k)))),
+        "TransformReward.func.args.0.0 was 5, now 9",
+    ),
+    "global of an inner function": (
+        lambda k: transform(lambda r: next(GAIN * each for each in [r])) if set_global(k) else None,
+        "TransformReward.func.GAIN was 0.5, now 0.9",
+    ),
+    "strict object": (lambda k: Held(cart(), Strict(gain=k)), "Held.config.settings.gain was 0.5, now 0.9"),
     "code": (lambda k: transform((lambda r: 0.5 * r) if k == 0.5 else (lambda r: 0.9 * r)), "the code of "),
     "normalised twice": (
         lambda k: VecNormalize(VecNormalize(DummyVecEnv([cart]), clip_obs=k)),
@@ -226,6 +267,13 @@ def test_of_the_same_environment_nothing_is_said(name, seed, tmp_path, caplog):
         train(tmp_path, SAME[name](), rounds, seed=seed)
     assert ", now " not in caplog.text
     assert "the code of" not in caplog.text
+
+
+def test_a_global_that_is_called_as_an_attribute_is_no_change(tmp_path, caplog, monkeypatch):
+    for k, rounds in ((0.5, 2), (0.9, 3)):
+        monkeypatch.setitem(globals(), "config", k)
+        train(tmp_path, Held(cart(), {"gain": 1.0}), rounds)
+    assert "not as if" not in caplog.text
 
 
 def test_how_it_is_shown_and_what_is_written_next_to_it_are_no_change(tmp_path, caplog):

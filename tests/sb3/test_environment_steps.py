@@ -244,11 +244,24 @@ class Informed(gym.Wrapper[Any, Any, Any, Any]):
         return *self.env.step(action)[:4], dict(self.info)
 
 
+class Strange:
+    """It raises when it is looked at."""
+
+    @property
+    def dtype(self) -> Any:
+        raise ZeroDivisionError
+
+
 INFOS: dict[str, tuple[dict[Any, Any], dict[str, Any], str]] = {
     "prefixes": ({"episode_cost": 1.0, "final_x": 2, "_y": True, "whence_z": 1}, {"episode_cost": 1.0, "_y": True}, ""),
     "arrays of one": ({"a": np.array(3.0), "b": torch.tensor([2]), "c": np.array([[True]])}, {"a": 3.0, "b": 2}, ""),
     "large": ({"id": 10**400, "x": 2**70}, {"x": 2.0**70}, "'id'"),
     "names": ({"\ud800": 1, 3: 4.0, "é": 1}, {"é": 1}, "'\\ud800', 3"),
+    "no numbers": (
+        {"t": np.timedelta64(3, "s"), "d": np.datetime64("2026-01-01"), "s": Strange(), "x": 1},
+        {"x": 1},
+        "'t'",
+    ),
     "several": (
         {"v": np.zeros(2), "d": {"x": 1.0}, "l": [1, 2], "z": 1j, "t": "no", "n": None},
         {},

@@ -25,7 +25,7 @@ from whence.lab.arms import read_presets
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import Pool, evaluate_pool
 from whence.stored.agents import load_round, measure_returns
-from whence.stored.agents.environments import evaluate
+from whence.stored.agents.environments import measure_return
 
 pytest.importorskip("Box2D")  # before EnvPool: see Pool.make
 pytest.importorskip("envpool")
@@ -100,7 +100,7 @@ def test_one_policy_has_the_same_mean_return(config: RunConfig, episodes: int, s
     model.learn(steps)  # until returns vary
     # An environment that is through with its episodes is stepped on until the last one is: fewer waste less.
     envs = make_evaluation_env(config, 1 if config is HIGHWAY else min(episodes // 3, 32))
-    mean, error = evaluate(model, envs, episodes=episodes, seed=1)
+    mean, error = measure_return(model, envs, episodes=episodes, seed=1)
     returns = evaluate_pool(model, Pool(config.env, config.pool_kwargs, config.observe), episodes=256, seed=1)
     assert stats.mode(returns).count < 0.3 * len(returns)
     apart = abs(returns.mean() - mean)
@@ -124,7 +124,7 @@ def test_evaluations_are_reproducible_and_change_nothing() -> None:
 def test_continuous_actions_are_clipped_as_sb3_clips_them() -> None:
     model = PPO("MlpPolicy", gym.make("Pendulum-v1"), device="cpu", seed=0, policy_kwargs={"log_std_init": 2.0})
     config = RunConfig("Pendulum-v1", "ppo", 0)
-    mean, error = evaluate(model, make_evaluation_env(config, 64), episodes=64, seed=1)
+    mean, error = measure_return(model, make_evaluation_env(config, 64), episodes=64, seed=1)
     returns = evaluate_pool(model, Pool("Pendulum-v1", {}), episodes=128, seed=1)
     assert abs(returns.mean() - mean) <= stats.norm.ppf(0.975) * (error + stats.sem(returns))
 
@@ -239,7 +239,7 @@ class StillPool:
 
 def played_with_gymnasium(model: PPO, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     envs = [Still(5) for _ in range(4)]
-    evaluate(model, DummyVecEnv([lambda env=env: Monitor(env) for env in envs]), episodes=12, seed=seed)
+    measure_return(model, DummyVecEnv([lambda env=env: Monitor(env) for env in envs]), episodes=12, seed=seed)
     return [episode for env in envs for episode in env.episodes[:3]]
 
 

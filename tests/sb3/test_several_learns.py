@@ -109,6 +109,36 @@ class Forwarding(BaseCallback):
         self.inner.on_training_end()
 
 
+class ForwardingAll(BaseCallback):
+    """The same by the methods that SB3 calls."""
+
+    def __init__(self, inner: BaseCallback) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def init_callback(self, model: Any) -> None:
+        super().init_callback(model)
+        self.inner.init_callback(model)
+
+    def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
+        self.inner.on_training_start(locals_, globals_)
+
+    def on_rollout_start(self) -> None:
+        self.inner.on_rollout_start()
+
+    def update_locals(self, locals_: dict[str, Any]) -> None:
+        self.inner.update_locals(locals_)
+
+    def _on_step(self) -> bool:
+        return self.inner.on_step()
+
+    def on_rollout_end(self) -> None:
+        self.inner.on_rollout_end()
+
+    def on_training_end(self) -> None:
+        self.inner.on_training_end()
+
+
 def evaluate(name: str) -> Any:
     return lambda inner: EvalCallback(Monitor(Walk()), eval_freq=10**9, verbose=0, warn=False, **{name: inner})
 
@@ -131,7 +161,7 @@ class TestInsideOfOthers:
         assert toy.num_timesteps == 0
         assert contents(tmp_path) == before
 
-    @pytest.mark.parametrize("wrap", [lambda inner: CallbackList([CallbackList([inner])]), Forwarding])
+    @pytest.mark.parametrize("wrap", [lambda inner: CallbackList([CallbackList([inner])]), Forwarding, ForwardingAll])
     def test_of_lists_it_records(self, tmp_path: Path, wrap: Any) -> None:
         small(monitored(Walk)).learn(2 * STEPS, callback=wrap(make_callback(tmp_path)))
         assert RunDirectory.open(tmp_path).rounds() == [1, 2]

@@ -201,12 +201,12 @@ def find_action_faults(evidence: Evidence) -> Claims:
         where = [condition for condition in group.conditions if condition.column != "pair"]
         there = np.logical_and.reduce([condition.mask for condition in where] or [pairs[best].mask])
         share = _measure_share(votes[pairs[best].mask & there] > 0)
-        is_told = _measure_share(votes[pairs[best].mask & ~there] < 0) >= _HALF
+        is_distinct = _measure_share(votes[pairs[best].mask & ~there] < 0) >= _HALF
         is_mutual = _measure_share(votes[pairs[back].mask & there] > 0) > _HALF
         # What is so everywhere is how the action works; elsewhere the two have to be told apart. And where something
         # holds the body, an action may do nothing, in a place or once an agent goes there. No environment differs.
         is_shared = all(condition.column != "env_index" for condition in where)
-        if not where or share < _MOST or not is_told or (is_shared and not is_mutual):
+        if not where or share < _MOST or not is_distinct or (is_shared and not is_mutual):
             continue
         text = " and ".join(condition.text for condition in where)
         swapped = f"Actions {one} and {other} are swapped" if one != other else f"{one} does the opposite of elsewhere"
@@ -297,11 +297,8 @@ def find_critic_faults(evidence: Evidence) -> Claims:
     misses = np.clip((columns["return"] - columns["value"])[rows] / size, -_SHARPEST, _SHARPEST)
     numbers = np.unique(rounds, return_inverse=True)[1]
     means = np.bincount(numbers, misses) / np.bincount(numbers)  # of each round, as the policy changes with it
-    votes, units, conditions = (
-        (misses - means[numbers])[:, None],
-        evidence.episodes[rows],
-        list_conditions(evidence, rows),
-    )
+    votes, units = (misses - means[numbers])[:, None], evidence.episodes[rows]
+    conditions = list_conditions(evidence, rows)
     for rough in (group for sign in (1, -1) for group in search(votes, units, conditions, sign=sign)):
         group = refine(rough, votes, units, conditions)
         off, rest, share = misses[group.mask].mean(), misses[~group.mask].mean(), group.mask.mean()

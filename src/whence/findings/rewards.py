@@ -96,28 +96,21 @@ def _test_pairs(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pairs: lis
         for name in numbers
         for place, quarter in enumerate(quarters)
     }
-    ranges = {name: _find_range(table[name]) for name in numbers}
+    ends = {name: (table[name].min() or 0.0, table[name].max() or 0.0) for name in numbers}
+    ranges: dict[str, tuple[float, float]] = ends  # type: ignore[assignment]
+    spans = {name: high - low for name, (low, high) in ranges.items()}
     for rises, falls in pairs:
         for place in range(3):
             p = max(
-                _test_rise(values[rises, place], values[rises, 3], _LEAST_CHANGE * _span(ranges[rises])),
-                _test_rise(-values[falls, place], -values[falls, 3], _LEAST_CHANGE * _span(ranges[falls])),
+                _test_rise(values[rises, place], values[rises, 3], _LEAST_CHANGE * spans[rises]),
+                _test_rise(-values[falls, place], -values[falls, 3], _LEAST_CHANGE * spans[falls]),
             )
             if (p := min(1.0, p * 3 * len(pairs))) <= CHANCE:
                 yield _Pair(rises, falls, place, p)
         if falls.startswith("reward.") and _stays_low(values[falls, 0], values[falls, 3], *ranges[falls]):
-            p = _test_rise(values[rises, 0], values[rises, 3], _LARGE_CHANGE * _span(ranges[rises])) * len(pairs)
+            p = _test_rise(values[rises, 0], values[rises, 3], _LARGE_CHANGE * spans[rises]) * len(pairs)
             if p <= CHANCE:
                 yield _Pair(rises, falls, 0, p, stays=True)
-
-
-def _find_range(column: pl.Series) -> tuple[float, float]:
-    values = column.drop_nulls()
-    return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)  # type: ignore[arg-type]
-
-
-def _span(ends: tuple[float, float]) -> float:
-    return ends[1] - ends[0]
 
 
 def _stays_low(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " m"], low: float, high: float) -> bool:

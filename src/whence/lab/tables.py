@@ -287,7 +287,7 @@ def _tabulate_returns(labels: Labels, summary: Mapping[str, Any]) -> str:
 
 def _concatenate(labels: Labels, name: str) -> dict[str, pl.DataFrame]:
     return {
-        label: pl.concat([kept.tables[name] for kept in runs.values()], how="diagonal_relaxed")
+        label: pl.concat([run.tables[name] for run in runs.values()], how="diagonal_relaxed")
         for label, runs in labels.items()
     }
 

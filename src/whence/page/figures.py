@@ -100,8 +100,8 @@ def arm_colours(arms: Iterable[str], standard: str | None) -> dict[str, str]:
 
 def kept_share(metrics: pl.DataFrame, colours: Colours) -> go.Figure:
     """Draw the share of records that trained; the rest was dropped."""
-    kept = metrics.with_columns(kept=1 - pl.col("dropped_share"))
-    figure = over_rounds(kept, "kept", "share of records kept", colours)
+    shares = metrics.with_columns(kept=1 - pl.col("dropped_share"))
+    figure = over_rounds(shares, "kept", "share of records kept", colours)
     return figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
 
 

@@ -23,6 +23,7 @@ from whence.core import (
 from whence.engines import check_engine, check_memory
 from whence.rounds import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
+from whence.sb3.checkpointing import count_learns, is_other, open_run, read_training, restore_training
 from whence.sb3.episodes import ResetTracker, check_factory
 from whence.sb3.models import Names, check_model, check_names, named_tensors, read_names
 from whence.sb3.policy import warn_of_log_probs
@@ -35,6 +36,8 @@ from whence.sb3.round_result import (
     measure_choice,
     read_settings,
     read_train_metrics,
+    record_next_rollout,
+    write_round,
 )
 from whence.sb3.rounds import (
     EnvironmentSteps,
@@ -42,6 +45,7 @@ from whence.sb3.rounds import (
     Ongoing,
     Recorder,
     cancel_hook,
+    check_callers,
     check_groups,
     check_observation,
     check_recordings,
@@ -52,16 +56,6 @@ from whence.sb3.rounds import (
     select_from,
     watch_training,
     wrap_next,
-)
-from whence.sb3.training_state import (
-    check_callers,
-    count_learns,
-    is_other,
-    open_run,
-    read_training,
-    record_next_rollout,
-    restore_training,
-    write_round,
 )
 from whence.scores import FOLDS, Influence, attribute, check_folds, name_round
 from whence.selection import (
@@ -211,7 +205,9 @@ class InfluenceCallback(BaseCallback):
             records: n records of the rollout.
             influence: their scores; None if the rule needs none.
         """
-        return self.rule.select(records, influence, Progress(self.next_round, max(0.0, self.progress_remaining)))
+        # What `train()` will see: during a rollout, the model's own attribute holds the figure of the round before.
+        remaining = 1 - self.model.num_timesteps / self.model._total_timesteps
+        return self.rule.select(records, influence, Progress(self.next_round, max(0.0, remaining)))
 
     def train_selected(self, train: Callable[[], None], selection: Selection) -> None:
         """Train on the selected records; override it to train in another way.
@@ -245,12 +241,6 @@ class InfluenceCallback(BaseCallback):
     def next_round(self) -> int:
         """The number of the round that is about to be scored, from 1."""
         return self._rounds_done + 1
-
-    @property
-    def progress_remaining(self) -> float:
-        """The progress that `train()` will see, from 1 to 0; below 0 if the last rollout exceeds the total of steps."""
-        # During a rollout, the model's own attribute holds the figure of the round before.
-        return 1 - self.model.num_timesteps / self.model._total_timesteps
 
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training

@@ -8,8 +8,8 @@ from whence import selection
 from whence.core import Objective, Return, RunDirectoryError, Target, WhenceError, describe_part, show
 from whence.runs import RunDirectory, list_checkpoints
 from whence.sb3.callback import InfluenceCallback
+from whence.sb3.checkpointing import NAMES, restore_model
 from whence.sb3.models import REMEDY, build_model, describe_model
-from whence.sb3.training_state import NAMES, restore_model
 from whence.scores import FOLDS
 from whence.selection import SelectionRule
 

@@ -1,18 +1,23 @@
-"""A round as the callback sees it: what was chosen, what happened, and its row of metrics."""
+"""A round as the callback sees it: what was chosen, what happened, its row of metrics, and what a run stores of it."""
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import polars as pl
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
+from torch import Tensor
 
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
-from whence.sb3.rounds import EnvironmentSteps, model_objective
+from whence.runs import RunRecorder
+from whence.sb3.episodes import ResetTracker
+from whence.sb3.models import named_tensors
+from whence.sb3.rounds import MOST_INFOS, EnvironmentSteps, model_objective, note_rewards, wrap_next
 from whence.scores import Influence, NoMean, add_errors, usable_folds
 from whence.selection import Selection, summarise_selection
 
@@ -148,3 +153,57 @@ def read_settings(model: Any) -> dict[str, Any]:
     """Return the settings that advice reads."""
     names = ("n_epochs", "batch_size", "n_steps", "gamma", "learning_rate")
     return {"hyperparameters": {name: getattr(model, name, None) for name in names}, "n_envs": model.n_envs}
+
+
+_LEFT_OUT = (
+    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are "
+    "texts, with one number each."
+)
+
+
+def write_round(
+    recorder: RunRecorder,
+    tracker: ResetTracker | None,
+    model: Any,
+    number: int,
+    table: pl.DataFrame,
+    steps: EnvironmentSteps,
+    lstm_states: Mapping[str, Tensor],
+    logged: set[str],
+) -> None:
+    """Write a round before its training.
+
+    Args:
+        recorder: the run's recorder.
+        tracker: what followed the environments.
+        model: the model that collected it.
+        number: the round's number, from 1.
+        table: the buffer's records, to which are added what the environments returned and digests of observations.
+        steps: what the environments returned.
+        lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
+        logged: what was logged before, to which is added what is logged of this round.
+    """
+    assert tracker is not None
+    records = steps.add_columns(table)
+    if left_out := {f"info {key!r}" for key in steps.left_out} - logged:
+        logged |= left_out
+        names = ", ".join(name.removeprefix("info ") for name in sorted(left_out))
+        log.warning(_LEFT_OUT, names, MOST_INFOS)
+    digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
+    if digests.count():
+        records = records.with_columns(digests)
+    episodes = records.filter("episode_start").select("episode_id", "env_index")
+    states = [tracker.take_state(env) for env in episodes["env_index"]]
+    episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
+    tensors: Any = {"policies": named_tensors(model.policy), "statistics": steps.statistics, "states": lstm_states}
+    recorder.write_round(number, records, tables={"episodes": episodes}, tensors=tensors)
+
+
+def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:
+    """Let environments note their rewards and, with a tracker, how episodes begin, during the next rollout alone."""
+
+    def record(collect: Callable[[], bool]) -> bool:
+        with note_rewards(model.env), nullcontext() if tracker is None else tracker.wrapped():
+            return collect()
+
+    wrap_next(model, "collect_rollouts", record)

@@ -246,6 +246,6 @@ def with_options(options: Iterable[FieldOption]) -> Callable[[Command], Command]
 
 
 def parse_fields(options: Iterable[FieldOption], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that were given, from the values of their options."""
-    given = {option.name: (option, values[option.name]) for option in options if values[option.name] is not None}
-    return {name: option.parse(value) for name, (option, value) in given.items()}
+    """Return the fields whose options have a value."""
+    pairs = [(option, values[option.name]) for option in options]
+    return {option.name: option.parse(value) for option, value in pairs if value is not None}

@@ -19,13 +19,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from torch import Tensor
 
 from whence.core import describe
 from whence.sb3.episodes.wrappers import LEFT_ALONE, is_watcher, iterate_vec_wrappers, iterate_wrappers
 
 _MOST, _MOST_ENTRIES, _LARGEST = 2000, 64, 200
 """How many things are read in all, how many of a list or dict, and the size of arrays that are held in full."""
-_PLAIN = type(None), bool, int, float, str, np.generic, np.ndarray, Enum, PathLike, CodeType
+_PLAIN = type(None), bool, int, float, complex, str, bytes, np.generic, np.ndarray, Enum, PathLike, CodeType
 _WRAPPED = {partial: ("func", "args", "keywords"), property: ("fget",), MethodType: ("__self__", "__func__")}
 _WRAPPED |= dict.fromkeys((staticmethod, classmethod), ("__func__",))
 _WRAPPED |= dict.fromkeys((BuiltinFunctionType, ModuleType, np.ufunc), ("__name__",))
@@ -67,11 +68,11 @@ def read_values(parts: Sequence[Any]) -> dict[str, Any]:
     things = [*zip(number_names(kind.__name__ for kind in kinds), parts, strict=True)]
     values, seen = dict[str, Any](), set[int]()
     for name, thing in things:  # to which is added what each holds, so that what is nearer comes first
-        if isinstance(thing, _PLAIN):
-            values[name] = _describe(thing)
-        elif id(thing) not in seen and len(things) < _MOST:
-            seen.add(id(thing))
-            with suppress(Exception):  # a user's object may raise anything when it is looked into
+        with suppress(Exception):  # a user's object may raise anything when it is looked into
+            if isinstance(thing, _PLAIN):
+                values[name] = _describe(thing)
+            elif id(thing) not in seen and len(things) < _MOST:
+                seen.add(id(thing))
                 things += [(f"{name}.{key}", inner) for key, inner in _look_inside(thing, kinds).items()]
     return values
 
@@ -91,8 +92,8 @@ def digest_function(function: Any) -> str:
 
 def keep_constant(start: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return, for a checkpoint, the values at the start that are still so, and the names of those that varied."""
-    held = {name: value for name, value in start.items() if name in now and now[name] == value}
-    return {"held": held, "varied": sorted((start.keys() | now.keys()) - held.keys())}
+    constants = {name: value for name, value in start.items() if name in now and now[name] == value}
+    return {"held": constants, "varied": sorted((start.keys() | now.keys()) - constants.keys())}
 
 
 def is_constant(constants: Mapping[str, Any], name: str, index: int = 0) -> bool:
@@ -106,9 +107,9 @@ def is_constant(constants: Mapping[str, Any], name: str, index: int = 0) -> bool
 
 def list_held_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List, for people, in what values differ from those that `keep_constant` returned; before, there may be none."""
-    held, changes = before.get("held", now), []
-    for name in sorted((held.keys() | now.keys()) - {*before.get("varied", ())}):
-        old, new = (shorten(each[name]) if name in each else "not set" for each in (held, now))
+    constants, changes = before.get("held", now), []
+    for name in sorted((constants.keys() | now.keys()) - {*before.get("varied", ())}):
+        old, new = (shorten(each[name]) if name in each else "not set" for each in (constants, now))
         if old != new:
             what, is_code = name.replace(".__class__", "").removesuffix(_CODE), name.endswith(_CODE)
             changes.append(f"the code of {what} differs" if is_code else f"{what} was {old}, now {new}")
@@ -120,13 +121,21 @@ def _look_inside(thing: Any, kinds: tuple[type, ...]) -> dict[Any, Any]:
     kind = type(thing)
     if kind in _WRAPPED:
         return {name: getattr(thing, name) for name in _WRAPPED[kind]}
+    if isinstance(thing, set | frozenset):  # its order differs from process to process
+        thing = sorted((each for each in thing if isinstance(each, _PLAIN)), key=repr)
     if isinstance(thing, list | tuple | Mapping):
         return dict(islice(thing.items() if isinstance(thing, Mapping) else enumerate(thing), _MOST_ENTRIES))
+    if isinstance(thing, Tensor):
+        return {} if thing.requires_grad else {"values": thing.cpu().numpy()}
     if isinstance(thing, FunctionType):
-        parameters, variables = inspect.signature(thing).parameters.items(), inspect.getclosurevars(thing)
+        parameters, variables = inspect.signature(thing).parameters.items(), inspect.getclosurevars(thing).nonlocals
         defaults = {name: each.default for name, each in parameters if each.default is not each.empty}
-        code = {"__code__": thing.__code__, **variables.globals} if _is_users(thing) else {}
-        return {**code, **defaults, **variables.nonlocals}
+        code: dict[str, Any] = {}
+        if _is_users(thing):
+            # Not `getclosurevars().globals`, which takes names of attributes for those of globals.
+            names = [name for name in _list_names(thing.__code__, "LOAD_GLOBAL") if name in thing.__globals__]
+            code = {"__code__": thing.__code__, **{name: thing.__globals__[name] for name in names}}
+        return {**code, **defaults, **variables}
     if isinstance(thing, type):
         members = {name: each for name, each in vars(thing).items() if name[:2] != "__" or inspect.isfunction(each)}
         bases = {base.__name__: base for base in thing.__bases__}
@@ -134,6 +143,8 @@ def _look_inside(thing: Any, kinds: tuple[type, ...]) -> dict[Any, Any]:
     if f"{kind.__module__}.".startswith(_NO_SETTINGS):
         return {}
     stored: Any = object.__getstate__(thing)  # a dict, or a pair with one of slots
+    if stored is None and kind.__module__ in sys.stdlib_module_names:  # such as a range, an itemgetter, a pattern
+        stored = dict(enumerate(thing.__reduce_ex__(2)[1]))
     parts = [{"__class__": kind}, *(stored if isinstance(stored, tuple) else [stored])]
     left_out = {*LEFT_ALONE, *_find_state((*kinds, kind))}
     return {name: each for part in parts for name, each in (part or {}).items() if name not in left_out}
@@ -144,7 +155,13 @@ def _find_state(kinds: tuple[type, ...]) -> set[str]:
     """Return the attributes that methods other than `__init__` assign: they are state, and no settings."""
     members = [each for kind in kinds for base in kind.__mro__ for each in vars(base).items()]
     methods = [each for name, each in members if inspect.isfunction(each) and not name.endswith("init__")]
-    return {use.argval for each in methods for use in get_instructions(each) if use.opname == "STORE_ATTR"}
+    return {name for each in methods for name in _list_names(each.__code__, "STORE_ATTR")}
+
+
+def _list_names(code: CodeType, kind: str) -> list[str]:
+    """Return the names that a kind of instruction has in some code, and in the functions that it makes."""
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _list_names(each, kind)]
+    return [*(use.argval for use in get_instructions(code) if use.opname == kind), *inner]
 
 
 def _is_users(thing: Any) -> bool:
@@ -165,6 +182,6 @@ def _describe(value: Any) -> Any:
         constants = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in value.co_consts]
         plain = [_describe(each) if isinstance(each, CodeType) else repr(each) for each in constants]
         return _digest(repr((value.co_code, value.co_names, plain)).encode())
-    if isinstance(value, np.ndarray) and value.size > _LARGEST:
+    if isinstance(value, np.ndarray) and value.size > _LARGEST and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
     return describe(value)

@@ -139,8 +139,8 @@ def _describe_call(create: Any, kwargs: Mapping[str, Any], lost: Sequence[str] =
 
 def _name_object(value: Any) -> dict[str, str] | None:
     """Return the name of a class or function that a module holds by it; None: it is none."""
-    name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', getattr(value, '__name__', None))}"
-    with suppress(ImportError, AttributeError):
+    with suppress(Exception):  # an object may raise anything where it lacks a name
+        name = f"{value.__module__}:{getattr(value, '__qualname__', None) or value.__name__}"
         return {"object": name} if find_object(name) is value else None
     return None
 

@@ -1,6 +1,5 @@
 from .environment_steps import MOST_INFOS as MOST_INFOS
 from .environment_steps import EnvironmentSteps as EnvironmentSteps
-from .environment_steps import list_normalisers as list_normalisers
 from .environment_steps import load_statistics as load_statistics
 from .environment_steps import note_rewards as note_rewards
 from .nonfinite_training import check_observation as check_observation
@@ -21,6 +20,7 @@ from .round_replay import replay_round as replay_round
 from .round_replay import replay_rounds as replay_rounds
 from .sampling import Last as Last
 from .sampling import cancel_hook as cancel_hook
+from .sampling import check_callers as check_callers
 from .sampling import claim_learn as claim_learn
 from .sampling import select_from as select_from
 from .sampling import wrap_next as wrap_next

@@ -226,20 +226,20 @@ class EnvironmentSteps:
 
 def _read_number(value: Any) -> Any:
     """Return a number, or the only one of an array; None if it is none that a column of floats could hold."""
-    if not isinstance(value, _NUMBERS):
-        item = getattr(value, "item", None)
-        with suppress(Exception):  # several numbers, or a method of another kind
-            value = None if item is None else item()
-    is_number = isinstance(value, _NUMBERS) and not (isinstance(value, int) and value.bit_length() > 1023)
-    return value if is_number else None
+    with suppress(Exception):  # several numbers, one that is too large, or what only looks like a number
+        number = value if isinstance(value, _NUMBERS) else value.item()
+        float(number)
+        return number if isinstance(number, _NUMBERS) else None
+    return None
 
 
 def _holds_numbers(value: Any) -> bool:
     """Return whether something that is no single number holds numbers, by the first that it holds."""
-    if isinstance(value, Mapping | list | tuple):
-        first = next(iter(value.values() if isinstance(value, Mapping) else value), None)
-        return _holds_numbers(first)
-    return isinstance(value, Number | Tensor) or getattr(getattr(value, "dtype", None), "kind", "") in (*"biufc",)
+    with suppress(Exception):  # a user's object may raise anything, and a list hold itself
+        if isinstance(value, Mapping | list | tuple):
+            return _holds_numbers(next(iter(value.values() if isinstance(value, Mapping) else value), None))
+        return isinstance(value, Number | Tensor) or value.dtype.kind in (*"biufc",)
+    return False
 
 
 @lru_cache(maxsize=1024)

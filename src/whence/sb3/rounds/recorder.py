@@ -106,9 +106,9 @@ def check_groups(model: Any) -> None:
             f"The optimiser has {count} groups of parameters, and a recording needs one. Record no rounds, or train "
             "all parameters in one group."
         )
-    held = {id(parameter) for parameter in model.policy.optimizer.param_groups[0]["params"]}
+    identities = {id(parameter) for parameter in model.policy.optimizer.param_groups[0]["params"]}
     for name, parameter in model.policy.named_parameters():
-        if parameter.requires_grad and id(parameter) not in held:
+        if parameter.requires_grad and id(parameter) not in identities:
             # SB3 clips all gradients together, and this one grows from round to round, since none sets it to 0.
             raise Unsupported(
                 f"The optimiser does not hold `{name}`, whose gradient decides all the same how far SB3 clips the "

@@ -1,5 +1,6 @@
 """Training on a selection: SB3's `train()` is wrapped once, and its buffer yields the selected records meanwhile."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 
 from whence.core import Unsupported, WhenceError
 from whence.sb3.models.recurrent import STATES
@@ -103,8 +105,8 @@ def _draw_order(buffer: RolloutBuffer, sb3_get: Any) -> tuple[NDArray[np.int64],
     A recurrent buffer rotates its records, and says where those of another environment begin; others say None.
     """
     with replace_samples(buffer, lambda indices, env_change=None: (indices, env_change)):
-        (drawn,) = sb3_get(batch_size=None)
-    return drawn  # type: ignore[no-any-return]
+        (order,) = sb3_get(batch_size=None)
+    return order  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -149,6 +151,24 @@ def claim_learn(model: Any) -> None:
             "your own can combine two."
         )
     _LEARNS[model] = model.start_time
+
+
+def check_callers(callback: BaseCallback) -> None:
+    """Refuse a callback, as it is initialised, inside of one that calls it at events and not for rollouts.
+
+    In nested lists SB3 sets `parent` only afterwards, so that the callers are looked at.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and (caller := frame.f_locals.get("self")) is not callback.model:
+        hooks = "on_rollout_start", "_on_rollout_start"
+        knows_rollouts = any(getattr(type(caller), hook, None) is not getattr(BaseCallback, hook) for hook in hooks)
+        if caller is not callback and not knows_rollouts:
+            raise WhenceError(
+                f"{type(callback).__name__} is inside of {type(caller).__name__}, which does not call it for each "
+                "rollout, so nothing would be scored. Pass both to learn(): callback=[InfluenceCallback(...), the "
+                "other]."
+            )
+        frame = frame.f_back
 
 
 def wrap_next(model: Any, method: str, around: Callable[[Callable[[], Any]], Any]) -> None:

@@ -1,7 +1,6 @@
 from .environments import action_labels as action_labels
 from .environments import box_action_labels as box_action_labels
 from .environments import check_action as check_action
-from .environments import evaluate as evaluate
 from .environments import make_env as make_env
 from .environments import measure_return as measure_return
 from .environments import renew_world as renew_world

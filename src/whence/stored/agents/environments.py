@@ -82,12 +82,20 @@ def renew_world(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     return RecordResets(env) if reuses_world(env.unwrapped) else env
 
 
-def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> tuple[float, float]:
+def measure_return(model: BaseAlgorithm, env: VecEnv | Pool, *, episodes: int, seed: int) -> tuple[float, float]:
     """Return the mean return over episodes of sampled actions, and its standard error.
 
     Environments and torch's generator are seeded, so the same policy gives the same figures. The global generators and
-    the policy's mode and noise are restored afterwards.
+    the policy's mode and noise are restored afterwards. The environments are Gymnasium's, or EnvPool's.
     """
+    if isinstance(env, Pool):
+        returns = evaluate_pool(model, env, episodes=episodes, seed=seed >> 1)  # EnvPool's seeds have 31 bits
+    else:
+        returns = _evaluate(model, env, episodes, seed)
+    return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))
+
+
+def _evaluate(model: BaseAlgorithm, env: VecEnv, episodes: int, seed: int) -> NDArray[np.float64]:
     envs, masked = np.arange(env.num_envs), isinstance(model.policy, MaskableActorCriticPolicy)
     with preserve_rng_state(), eval_mode(model.policy.modules()), use_fresh_noise(model, len(envs)) as renew:
 
@@ -99,20 +107,8 @@ def evaluate(model: BaseAlgorithm, env: VecEnv, *, episodes: int, seed: int) -> 
         torch.manual_seed(seed)
         env.seed(seed)
         playing: Any = SimpleNamespace(predict=predict)
-        episode_returns, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
-    return _average(np.asarray(episode_returns))
-
-
-def _average(returns: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean of returns and its standard error."""
-    return float(returns.mean()), float(returns.std(ddof=1) / np.sqrt(len(returns)))
-
-
-def measure_return(model: BaseAlgorithm, env: VecEnv | Pool, *, episodes: int, seed: int) -> tuple[float, float]:
-    """Return a model's mean test return in Gymnasium's or EnvPool's environments, and its standard error."""
-    if not isinstance(env, Pool):
-        return evaluate(model, env, episodes=episodes, seed=seed)
-    return _average(evaluate_pool(model, env, episodes=episodes, seed=seed >> 1))  # EnvPool's seeds have 31 bits
+        returns, _ = evaluate_policy(playing, env, episodes, deterministic=False, return_episode_rewards=True)
+    return np.asarray(returns)
 
 
 def check_action(target: Action, observations: spaces.Space[Any], actions: spaces.Space[Any]) -> None:

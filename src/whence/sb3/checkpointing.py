@@ -1,20 +1,16 @@
-"""The state of an agent's training between two rounds: opened, read for a checkpoint, and put back from one."""
+"""An agent's training that may be interrupted: its state, read for a checkpoint and restored from one by `learn()`."""
 
-import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
-from stable_baselines3.common.callbacks import BaseCallback
 from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
@@ -29,7 +25,7 @@ from whence.sb3.episodes import (
     restore_vec_wrappers,
 )
 from whence.sb3.models import describe_model, load_tensors, named_tensors, read_versions
-from whence.sb3.rounds import MOST_INFOS, EnvironmentSteps, begin_episodes, note_rewards, wrap_next
+from whence.sb3.rounds import begin_episodes
 from whence.selection import SelectionRule
 
 log = logging.getLogger("whence")
@@ -76,60 +72,6 @@ def open_run(
             reason,
         )
     return checkpoint, tracker
-
-
-_LEFT_OUT = (
-    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are "
-    "texts, with one number each."
-)
-
-
-def write_round(
-    recorder: RunRecorder,
-    tracker: ResetTracker | None,
-    model: Any,
-    number: int,
-    table: pl.DataFrame,
-    steps: EnvironmentSteps,
-    lstm_states: Mapping[str, Tensor],
-    logged: set[str],
-) -> None:
-    """Write a round before its training.
-
-    Args:
-        recorder: the run's recorder.
-        tracker: what followed the environments.
-        model: the model that collected it.
-        number: the round's number, from 1.
-        table: the buffer's records, to which are added what the environments returned and digests of observations.
-        steps: what the environments returned.
-        lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
-        logged: what was logged before, to which is added what is logged of this round.
-    """
-    assert tracker is not None
-    records = steps.add_columns(table)
-    if left_out := {f"info {key!r}" for key in steps.left_out} - logged:
-        logged |= left_out
-        names = ", ".join(name.removeprefix("info ") for name in sorted(left_out))
-        log.warning(_LEFT_OUT, names, MOST_INFOS)
-    digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
-    if digests.count():
-        records = records.with_columns(digests)
-    episodes = records.filter("episode_start").select("episode_id", "env_index")
-    states = [tracker.take_state(env) for env in episodes["env_index"]]
-    episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
-    tensors: Any = {"policies": named_tensors(model.policy), "statistics": steps.statistics, "states": lstm_states}
-    recorder.write_round(number, records, tables={"episodes": episodes}, tensors=tensors)
-
-
-def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:
-    """Let environments note their rewards and, with a tracker, how episodes begin, during the next rollout alone."""
-
-    def record(collect: Callable[[], bool]) -> bool:
-        with note_rewards(model.env), nullcontext() if tracker is None else tracker.wrapped():
-            return collect()
-
-    wrap_next(model, "collect_rollouts", record)
 
 
 _COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"
@@ -215,23 +157,6 @@ def check_continues(model: Any, path: Path, checkpoint: Checkpoint | None) -> No
         log.warning("%s holds this run, finished after %d rounds: nothing is trained.", path, checkpoint.round)
     elif not model.num_timesteps:
         log.warning("%s: going on after round %d (%s of %s steps).", path, checkpoint.round, f"{done:,}", f"{total:,}")
-
-
-def check_callers(callback: BaseCallback) -> None:
-    """Refuse a callback, as it is initialised, inside of one that tells it of events and not of rollouts.
-
-    In nested lists SB3 sets `parent` only afterwards, so that the callers are looked at.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and (caller := frame.f_locals.get("self")) is not callback.model:
-        knows_rollouts = getattr(type(caller), "_on_rollout_start", None) is not BaseCallback._on_rollout_start
-        if caller is not callback and not knows_rollouts:
-            raise WhenceError(
-                f"{type(callback).__name__} is inside of {type(caller).__name__}, which does not call it for each "
-                "rollout, so nothing would be scored. Pass both to learn(): callback=[InfluenceCallback(...), the "
-                "other]."
-            )
-        frame = frame.f_back
 
 
 def is_other(model: Any, scored: Any, rule: SelectionRule, recorder: RunRecorder | None) -> bool:

@@ -1,3 +1,4 @@
+from .atomic_files import check_regular as check_regular
 from .atomic_files import explain_write_errors as explain_write_errors
 from .atomic_files import write_atomically as write_atomically
 from .atomic_files import write_json as write_json

@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 
 from whence.causes.ranking import KEYS
-from whence.core import NonFinite, RecordBatch, check_regular, write_json
+from whence.core import NonFinite, RecordBatch, require_file, write_json
 from whence.runs import is_signature, sign
 from whence.validation import Count, Natural, Positive, settings
 
@@ -168,13 +168,13 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
     Whoever hands over a run can write such a file, and a proof is what was measured here.
     """
     try:
-        content = json.loads(check_regular(file).read_text(encoding="utf-8"))
-        rows, signature = list(content["rows"]), str(content["signature"])
+        content = json.loads(require_file(file).read_text(encoding="utf-8"))
+        rows, signature = list(content["rows"]), str(content["signature"]).encode()
     except FileNotFoundError:
         return []
-    except (KeyError, OSError, TypeError, ValueError):
-        rows, signature = [], ""
-    is_taken = is_signature(signature.encode(), file, rows)
+    except (KeyError, OSError, RecursionError, TypeError, ValueError):
+        rows, signature = [], b""
+    is_taken = is_signature(signature, file, rows)
     log.warning("%s %s", file, _TAKEN.format(len(rows)) if is_taken else _NOT_TAKEN)
     return rows if is_taken else []
 

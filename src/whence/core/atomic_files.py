@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from whence.core.errors import RunDirectoryError
 
 
-def check_regular(path: Path) -> Path:
-    """Return the path of a file to open.
+def require_file(path: Path) -> Path:
+    """Return the path of a file that is about to be read.
 
     Raises:
         OSError: it is missing, or no regular file: whoever reads a pipe waits for ever, and a device may never end.

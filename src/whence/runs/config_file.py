@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from platformdirs import user_state_path
 
-from whence.core import RunDirectoryError, check_regular, parse_document, show, suggest, write_atomically
+from whence.core import RunDirectoryError, parse_document, require_file, show, suggest, write_atomically
 from whence.runs.files import check_links, is_empty
 
 FORMAT = "whence-run"
@@ -46,7 +46,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
         RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
     """
     try:
-        text = check_regular(path).read_text(encoding="utf-8", errors="replace")
+        text = require_file(path).read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise RunDirectoryError(explain_no_run(path.parent)) from None
     except OSError as broken:
@@ -170,7 +170,7 @@ def _list_runs(folder: Path) -> list[str]:
 def _is_run(path: Path) -> bool:
     """Return whether a directory's config.json is marked as a run's, be it damaged or not."""
     try:
-        text = check_regular(path / "config.json").read_text(encoding="utf-8", errors="replace")
+        text = require_file(path / "config.json").read_text(encoding="utf-8", errors="replace")
         return f'"{FORMAT}"' in text
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
@@ -191,7 +191,7 @@ def sign_config(path: Path, config: Mapping[str, Any]) -> None:
 def is_signed(path: Path, config: Mapping[str, Any]) -> bool:
     """Return whether this user signed a configuration in this directory, on this machine."""
     with suppress(OSError):
-        return is_signature(check_regular(path / SIGNATURE).read_bytes(), path, config)
+        return is_signature(require_file(path / SIGNATURE).read_bytes(), path, config)
     return False
 
 

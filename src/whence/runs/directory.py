@@ -41,7 +41,6 @@ from whence.runs.files import (
 from whence.runs.locks import Lock, check_writer, lock_run
 
 T = TypeVar("T")
-
 log = logging.getLogger("whence")
 
 POLICIES_EVERY = "policies_every"
@@ -262,10 +261,9 @@ class RunDirectory:
         sign_config(self.path, self.config)
 
     def trusted(self, names: T) -> T:
-        """Return what of the configuration is about to be imported, made or loaded: no name of a run goes around this.
+        """Return names of the configuration to import, make or load; of a stranger's run a `RunDirectoryError`.
 
-        Raises:
-            RunDirectoryError: the run is a stranger's.
+        No name of a run goes around this.
         """
         if not self.is_trusted:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))

@@ -68,7 +68,7 @@ def choose_loader(name: str) -> tuple[Any, dict[str, Any]]:
     return AutoPeftModelForCausalLM, {"is_trainable": True}
 
 
-def check_attention(name: str) -> None:
+def check_kernels(name: str) -> None:
     """Refuse a stored model, or an adapter, if the configuration of the model names a kernel of the hub: it is code.
 
     The argument `attn_implementation` of `from_pretrained` does not prevail over all spellings of that in config.json.

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging
 
 from whence.core import Target, WhenceError, first_line, load_plugin, preserve_rng_state, suggest
-from whence.llm.base import PPOConfig, add_adapter, check_attention, choose_loader, has_adapter, list_tokens, load_adapter
+from whence.llm.base import PPOConfig, add_adapter, check_kernels, choose_loader, has_adapter, list_tokens, load_adapter
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
     Evaluate,
@@ -350,7 +350,7 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
     what, remedy = "tokenizer" if kind is AutoTokenizer else "model", ""
     try:
         if what == "model":
-            check_attention(name)
+            check_kernels(name)
             options["use_safetensors"] = True
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:

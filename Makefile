@@ -60,7 +60,7 @@ audit: .venv/dev.stamp
 # As everywhere, but for these libraries and what follows from their versions. An older torch is not here: its wheels on
 # the package index need gigabytes of CUDA libraries. Box2D comes by itself: old Gymnasiums ask for one that is compiled.
 # TRL 1.13 imports requests and does not ask for it.
-OLDEST := transformers==5.0.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==2.7.0 gymnasium==1.1.0 polars==1.30.0 \
+OLDEST := transformers==5.3.0 trl==1.13.0 stable-baselines3==2.7.0 sb3-contrib==2.7.0 gymnasium==1.1.0 polars==1.30.0 \
 	safetensors==0.5.0 filelock==4.2.0
 
 .venv-oldest/stamp: pyproject.toml constraints.txt Makefile

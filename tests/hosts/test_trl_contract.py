@@ -132,7 +132,7 @@ def test_the_settings_that_are_looked_at():
 def test_the_oldest_that_is_supported_is_the_one_that_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    oldest = dict(one.split(">=") for one in project["project"]["optional-dependencies"]["llm"])
+    oldest = dict(one.partition(",")[0].split(">=") for one in project["project"]["optional-dependencies"]["llm"])
     for name in ("transformers", "trl"):
         assert f" {name}=={oldest[name]} " in makefile, name
 

@@ -121,7 +121,8 @@ def _read_rounds(
     run: RunDirectory, tables: Mapping[int, pl.DataFrame], tokenizer: Any, device: Any
 ) -> tuple[dict[int, RecordBatch], list[str]]:
     """Return the rows of each round to train on, and what is to be said of them."""
-    stored = list_policies(run).rounds if run.experiment and "ppo" in run.config else []
+    is_known = run.experiment and run.is_trusted  # else the rounds' policies are not built again
+    stored = list_policies(run).rounds if is_known and "ppo" in run.config else []
     rows = {
         number: rebuild_rows(run, number) if number in stored else make_stored_rows(table, tokenizer, device)
         for number, table in tables.items()
@@ -139,7 +140,7 @@ def _weigh(table: pl.DataFrame, number: int, left_out: pl.DataFrame) -> torch.Te
 
 def _load_end(run: RunDirectory, number: int) -> Any:
     """Return the policy that the run itself had after a round; None: it was not kept."""
-    if not run.experiment:
+    if not (run.experiment and run.is_trusted):
         return None
     if number == run.rounds()[-1]:
         trained = load_trained_task(run)
@@ -163,7 +164,7 @@ def _make_measure(
     answers, match = training.answers, training.match
     grade = None if training.reward is None else load_function(training.reward)
     if grade is None and run.experiment and answers:
-        grade = load_task(LanguageConfig.from_json(run.experiment)).reward
+        grade = load_task(LanguageConfig.from_json(run.trusted(run.experiment))).reward
     if match is not None and not answers:
         raise WhenceError("match is looked for in fresh answers, and answers is 0: ask for some, such as 256.")
     if (grade is None and match is None) or not answers:

@@ -15,7 +15,8 @@ import numpy as np
 import polars as pl
 
 from whence.causes.ranking import KEYS
-from whence.core import NonFinite, RecordBatch, write_json
+from whence.core import NonFinite, RecordBatch, require_file, write_json
+from whence.runs import is_signature, sign
 from whence.validation import Count, Natural, Positive, settings
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ def train_variants(
         group = choices[place](np.random.default_rng([seed, place])).select(KEYS)
         outcomes = measure_finite(partial(measure, group, seed), f"seed {seed}, {variant}")
         rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
-        write_json(file, {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows})
+        content = {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows}
+        write_json(file, content | {"signature": sign(file, rows)})
     rows = [row for row in rows if row["seed"] < seeds]
     names = dict.fromkeys(name for row in rows for name in row["outcomes"])
     cells = [(row["seed"], row["variant"], name, row["outcomes"].get(name)) for row in rows for name in names]
@@ -165,8 +167,21 @@ def match_advantages(trained: pl.DataFrame, left_out: pl.DataFrame, generator: n
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the trainings that a file holds; a damaged file holds none."""
+    """Return the trainings in a file, which the log says; none of a file that is damaged, or not signed by this user.
+
+    Whoever hands over a run can write such a file, and a proof is what was measured here.
+    """
     try:
-        return list(json.loads(file.read_text(encoding="utf-8"))["rows"])
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        content = json.loads(require_file(file).read_text(encoding="utf-8"))
+        rows, signature = list(content["rows"]), str(content["signature"]).encode()
+    except FileNotFoundError:
         return []
+    except (KeyError, OSError, RecursionError, TypeError, ValueError):
+        rows, signature = [], b""
+    is_taken = is_signature(signature, file, rows)
+    log.warning("%s %s", file, _TAKEN.format(len(rows)) if is_taken else _NOT_TAKEN)
+    return rows if is_taken else []
+
+
+_TAKEN = "holds {} trainings of this proof: they are taken from there, not measured again."
+_NOT_TAKEN = "was not written by you in this place, or is damaged: all is measured anew."

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and read only if they are files."""
 
 import errno
 import json
@@ -12,6 +12,17 @@ from typing import Any
 from safetensors import SafetensorError
 
 from whence.core.errors import RunDirectoryError
+
+
+def require_file(path: Path) -> Path:
+    """Return the path of a file that is about to be read.
+
+    Raises:
+        OSError: it is missing, or no regular file: whoever reads a pipe waits for ever, and a device may never end.
+    """
+    if not stat.S_ISREG(mode := path.stat().st_mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no regular file", str(path))
+    return path
 
 
 @contextmanager

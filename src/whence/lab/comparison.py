@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from whence.core import WhenceError, explain_write_errors, write_json
+from whence.core import WhenceError, explain_write_errors, require_file, write_json
 from whence.lab.arms import STANDARD
 from whence.lab.cluster import check_start, start_jobs
 from whence.lab.efficiency import Curve, summarise
@@ -171,10 +171,10 @@ def load_comparison(path: Path, *, trust: bool = False) -> Comparison:
     """
     file = path / "comparison.json"
     try:
-        configs = [read_config(config) for config in json.loads(file.read_text(encoding="utf-8"))]
+        configs = [read_config(config) for config in json.loads(require_file(file).read_text(encoding="utf-8"))]
         if outside := [config.arm for config in configs if Path(config.arm).name != config.arm]:
             raise ValueError(f"{outside[0]!r} is no arm")
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(require_file(path / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WhenceError(f"{file} is not there: {path} holds no finished comparison. Run whence compare.") from None
     except (OSError, TypeError, ValueError) as failure:

@@ -20,7 +20,7 @@ from typing import Any
 
 import polars as pl
 
-from whence.core import RunDirectoryError, WhenceError, write_atomically
+from whence.core import RunDirectoryError, WhenceError, require_file, write_atomically
 from whence.lab.agents import RunConfig, make_curve
 from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
@@ -193,7 +193,7 @@ def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str
     if not path.exists():
         return {}
     try:
-        table = pl.read_parquet(path, glob=False)
+        table = pl.read_parquet(require_file(path), glob=False)
         rows = [_unpack_row(packed) for packed in table.iter_rows(named=True)]
         return {tuple(row[name] for name in keys): row for row in rows}
     except (OSError, LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:

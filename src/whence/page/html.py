@@ -198,6 +198,8 @@ def render(
 ) -> str:
     """Return the page of some runs, of which some can be explored."""
     notes += _list_resumptions(runs)
+    if not all(run.is_trusted for run in runs.values()):
+        notes.append("Not made by you in this place: what was measured is shown as the files say, and not checked.")
     strangers = [run for run in explored if not (run.is_language or run.env or run.directory.is_trusted)]
     page = describe_runs(explored, rounds)
     embedded = () if rounds is None else embed_rounds(explored, rounds, on_round)

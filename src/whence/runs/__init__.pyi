@@ -11,6 +11,8 @@ from .config_file import SIGNATURE as SIGNATURE
 from .config_file import check_content as check_content
 from .config_file import explain_distrust as explain_distrust
 from .config_file import find_content as find_content
+from .config_file import is_signature as is_signature
+from .config_file import sign as sign
 from .directory import POLICIES_EVERY as POLICIES_EVERY
 from .directory import RunDirectory as RunDirectory
 from .directory import open_run as open_run

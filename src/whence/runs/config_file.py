@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from platformdirs import user_state_path
 
-from whence.core import RunDirectoryError, parse_document, show, suggest, write_atomically
+from whence.core import RunDirectoryError, parse_document, require_file, show, suggest, write_atomically
 from whence.runs.files import check_links, is_empty
 
 FORMAT = "whence-run"
@@ -46,7 +46,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
         RunDirectoryError: it is missing, cannot be read, or is none that whence wrote.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = require_file(path).read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise RunDirectoryError(explain_no_run(path.parent)) from None
     except OSError as broken:
@@ -170,7 +170,8 @@ def _list_runs(folder: Path) -> list[str]:
 def _is_run(path: Path) -> bool:
     """Return whether a directory's config.json is marked as a run's, be it damaged or not."""
     try:
-        return f'"{FORMAT}"' in (path / "config.json").read_text(encoding="utf-8", errors="replace")
+        text = require_file(path / "config.json").read_text(encoding="utf-8", errors="replace")
+        return f'"{FORMAT}"' in text
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     except OSError:  # it may not be read; whoever wrote it does not want it replaced
@@ -182,29 +183,40 @@ def sign_config(path: Path, config: Mapping[str, Any]) -> None:
 
     The signature holds for this directory alone: not for a copy, nor for a run that was moved.
     """
-    if (key := _read_key(is_needed=True)) is not None:
+    if (signature := sign(path, config)) is not None:
         with write_atomically(path / SIGNATURE) as temporary:
-            temporary.write_text(_sign(key, path, config), encoding="ascii")
+            temporary.write_text(signature, encoding="ascii")
 
 
 def is_signed(path: Path, config: Mapping[str, Any]) -> bool:
     """Return whether this user signed a configuration in this directory, on this machine."""
     with suppress(OSError):
-        signature, key = (path / SIGNATURE).read_bytes(), _read_key()
-        return key is not None and hmac.compare_digest(_sign(key, path, config).encode(), signature)
+        return is_signature(require_file(path / SIGNATURE).read_bytes(), path, config)
     return False
+
+
+def sign(path: Path, content: Any) -> str | None:
+    """Return this user's signature of a content, in JSON types, in its place; None if there is no key to be had."""
+    return None if (key := _read_key(is_needed=True)) is None else _sign(key, path, content)
+
+
+def is_signature(signature: bytes, path: Path, content: Any) -> bool:
+    """Return whether this is what `sign` returns."""
+    return (key := _read_key()) is not None and hmac.compare_digest(_sign(key, path, content).encode(), signature)
 
 
 def explain_distrust(path: Path, *, is_language: bool = False) -> str:
     """Return why nothing runs that a run's configuration names, and how to let it, in one line."""
     what = "model and data are not loaded: they" if is_language else "environment is not made: it"
-    name = "" if is_language else ", or name the environment by --env or env="
+    name = ", or name the environment by --env or env="
+    if is_language:
+        name = ", or name model and reward yourself: whence prove --model NAME --reward FILE.PY:FUNCTION"
     reason = f"{path} is not signed as a run that you made in this place, so its {what} may run code"
     return f"{reason}. Trust it by --trust or RunDirectory.open(path, trust=True){name}."
 
 
-def _sign(key: bytes, path: Path, config: Mapping[str, Any]) -> str:
-    return hmac.digest(key, json.dumps([str(path.resolve()), config]).encode(), "sha256").hex()
+def _sign(key: bytes, path: Path, content: Any) -> str:
+    return hmac.digest(key, json.dumps([str(path.resolve()), content]).encode(), "sha256").hex()
 
 
 def _read_key(*, is_needed: bool = False) -> bytes | None:

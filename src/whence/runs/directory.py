@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import polars as pl
 from torch import Tensor
@@ -40,6 +40,7 @@ from whence.runs.files import (
 )
 from whence.runs.locks import Lock, check_writer, lock_run
 
+T = TypeVar("T")
 log = logging.getLogger("whence")
 
 POLICIES_EVERY = "policies_every"
@@ -259,10 +260,14 @@ class RunDirectory:
         self.is_trusted = True
         sign_config(self.path, self.config)
 
-    def check_trust(self) -> None:
-        """Refuse, with a `RunDirectoryError`, to run what the configuration of a stranger's run names."""
+    def trusted(self, names: T) -> T:
+        """Return names of the configuration to import, make or load; of a stranger's run a `RunDirectoryError`.
+
+        No name of a run goes around this.
+        """
         if not self.is_trusted:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
+        return names
 
     def _write_config(self, *, sign: bool = False) -> None:
         self.prepare_writing()

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, write_atomically
+from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, require_file, write_atomically
 from whence.runs.locks import LOCK, check_fork
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def _has_changed(path: str | Path) -> bool:
 
 def _find_checksum(path: str | Path) -> tuple[int, bytes, bytes] | None:
     """Return the place of a file's checksum, the checksum there, and that of all other bytes; None if it has none."""
-    if not os.path.getsize(path):  # which cannot be mapped
+    if not require_file(Path(path)).stat().st_size:  # which cannot be mapped
         return None
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         # Only where the format has its metadata: elsewhere are texts of the user's, which may hold anything.

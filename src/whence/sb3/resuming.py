@@ -64,8 +64,6 @@ def resume(
         raise RunDirectoryError(f"{run} was scored for the target {show(config.get('target'))}. Pass it: target=...")
     if objective is None and (stored_objective := config.get("objective")) is not None:
         raise RunDirectoryError(f"{run} was scored by the objective {show(stored_objective)}. Pass it: objective=...")
-    if names_function := ":" in str(config.get("env")):
-        stored.check_trust()  # it is imported
     make_callback = partial(
         InfluenceCallback,
         build_rule(config["rule"]) if rule is None else rule,
@@ -74,7 +72,7 @@ def resume(
         engine=config["engine"],
         last=config.get("last", "keep"),
         folds=config.get("folds", FOLDS),
-        env=config["env"] if names_function else None,
+        env=stored.trusted(config["env"]) if ":" in str(config.get("env")) else None,  # it is imported
         names=config.get("names", {}),
     )
     model = build_model(stored, env, changes=hyperparameters, device=device)

@@ -4,6 +4,7 @@ from .language_view import register_rmsnorm as register_rmsnorm
 from .models import Reference as Reference
 from .models import WithValueHead as WithValueHead
 from .models import add_adapter as add_adapter
+from .models import check_kernels as check_kernels
 from .models import choose_loader as choose_loader
 from .models import disable_dropout as disable_dropout
 from .models import get_base_model as get_base_model

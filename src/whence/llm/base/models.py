@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import find_adapter_config_file
 
 from whence.core import RunDirectoryError, WhenceError
 from whence.runs import read_tensor_file, write_tensor_file
@@ -64,6 +66,25 @@ def choose_loader(name: str) -> tuple[Any, dict[str, Any]]:
     from peft import AutoPeftModelForCausalLM
 
     return AutoPeftModelForCausalLM, {"is_trainable": True}
+
+
+def check_kernels(name: str) -> None:
+    """Refuse a stored model, or an adapter, if the configuration of the model names a kernel of the hub: it is code.
+
+    The argument `attn_implementation` of `from_pretrained` does not prevail over all spellings of that in config.json.
+
+    Raises:
+        WhenceError: names the model and the kernel.
+    """
+    if (adapter := find_adapter_config_file(name)) is not None:
+        name = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    settings: list[tuple[str, Any]] = [("", PretrainedConfig.get_config_dict(name)[0])]
+    for key, value in settings:
+        is_choice = "implementation" in key
+        if isinstance(value, dict):
+            settings += [(key if is_choice else inner, entry) for inner, entry in value.items()]
+        elif is_choice and "/" in str(value):
+            raise WhenceError(f"the configuration of {name} names {value!r} as {key}, which is code of the hub.")
 
 
 class Reference:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import polars as pl
 
+from whence.core import require_file
 from whence.page.content.explored_run import stamp_file
 from whence.runs import RunDirectory
 
@@ -43,7 +44,7 @@ def _sum_episodes(path: Path, stamp: tuple[int, int] | None) -> pl.DataFrame:
     No rows of a file that is damaged, or lacks these columns. A page that is asked for news reads a round once.
     """
     try:
-        table = pl.read_parquet(path, columns=[*_COLUMNS], glob=False).cast(_COLUMNS)
+        table = pl.read_parquet(require_file(path), columns=[*_COLUMNS], glob=False).cast(_COLUMNS)
     except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
         table = pl.DataFrame(schema=_COLUMNS)
     return (

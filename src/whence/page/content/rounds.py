@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 import polars.selectors as cs
 
+from whence.core import require_file
 from whence.page.content.episodes import read_metrics
 from whence.page.content.explored_run import ExploredRun, Frames, Round, attempt
 from whence.page.content.frames import choose_steps, make_thumb, read_picture
@@ -109,7 +110,7 @@ def _list_curves(numbers: pl.DataFrame) -> list[dict[str, Any]]:
 def _list_run_columns(run: ExploredRun, rounds: Sequence[int]) -> list[Column]:
     """Return the grid's columns, by the last round; all if it cannot be read."""
     try:
-        names = [*pl.read_parquet_schema(run.directory.round_path("records", rounds[-1]))]
+        names = [*pl.read_parquet_schema(require_file(run.directory.round_path("records", rounds[-1])))]
     except (IndexError, OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError):
         return list(RESPONSES if run.is_language else STEPS)
     # An agent's scores are computed when a round is opened.

@@ -71,11 +71,11 @@ def make_replay_env(run: RunDirectory, env: AnyEnv = None, *, index: int = 0) ->
             "arguments that makes one in all of its wrappers, and pass --env module:function (env= in a script)."
         )
     if env is None:
-        run.check_trust()
+        named, parts = run.trusted((named, parts))
     if parts:
         return partial(make_parts, parts, render_mode="rgb_array")
     kwargs, observe = named.get("env_kwargs", {}), named.get("observe")
-    return partial(make_env, str(name), kwargs, observe, checked=False, render_mode="rgb_array")
+    return partial(make_env, str(named["env"]), kwargs, observe, checked=False, render_mode="rgb_array")
 
 
 def show_taken_actions(run: RunDirectory, table: pl.DataFrame) -> pl.DataFrame:

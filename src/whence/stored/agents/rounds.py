@@ -187,7 +187,7 @@ def measure_returns(
     tests: VecEnv | Pool
     named = run.experiment if env is None else {}
     if named.get("evaluate_with") == "envpool":
-        run.check_trust()
+        named = run.trusted(named)
         tests = Pool(str(named.get("env")), named.get("pool_kwargs", {}), named.get("observe"))
     else:
         tests = make_test_envs(run, env, min(64, episodes), number)

@@ -142,8 +142,7 @@ def _check_kept_target(run: RunDirectory, target: str) -> None:
 
 def _rebuild_scored(run: RunDirectory, number: int) -> RebuiltRound:
     """Return a round of rollouts that were scored from files, with the checkpoint that they were scored at."""
-    run.check_trust()
-    config, table = run.config, run.round("records", number)
+    config, table = run.trusted(run.config), run.round("records", number)
     model, tokenizer = load_checkpoint(config["model"], config["dtype"])
     rows = make_stored_rows(table, tokenizer, next(iter(model.parameters())).device)
     size, beta = config["batch_size"], config.get("beta", 0.0)
@@ -174,8 +173,7 @@ def load_start_policy(run: RunDirectory, number: int, model: str | None = None) 
         RunDirectoryError: the policy was not kept; or the run was made by a script and no checkpoint was given.
     """
     if model is None and run.config.get("algorithm") == SCORED:
-        run.check_trust()
-        model = run.config["model"]
+        model = run.trusted(run.config["model"])
     if model is not None:
         return load_checkpoint(model, run.config.get("dtype", "float32"))
     if not run.experiment:

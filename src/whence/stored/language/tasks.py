@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging
 
 from whence.core import Target, WhenceError, first_line, load_plugin, preserve_rng_state, suggest
-from whence.llm.base import PPOConfig, add_adapter, choose_loader, has_adapter, list_tokens, load_adapter
+from whence.llm.base import PPOConfig, add_adapter, check_kernels, choose_loader, has_adapter, list_tokens, load_adapter
 from whence.llm.scores import RESPONSE_TARGETS, ValidationLoss
 from whence.llm.text import (
     Evaluate,
@@ -348,9 +348,10 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
         WhenceError: it cannot be loaded.
     """
     what, remedy = "tokenizer" if kind is AutoTokenizer else "model", ""
-    if what == "model":
-        options["use_safetensors"] = True
     try:
+        if what == "model":
+            check_kernels(name)
+            options["use_safetensors"] = True
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
         if "trust_remote_code" in str(error):
@@ -378,8 +379,7 @@ def read_config(run: RunDirectory) -> LanguageConfig:
             f"{run.path} is no run of `whence llm train`, so its model and data are not known. Its texts can be "
             "compared nevertheless (--by bm25); in the script, whence.llm.score_tokens takes scores apart."
         )
-    run.check_trust()
-    return LanguageConfig.from_json(run.experiment)
+    return LanguageConfig.from_json(run.trusted(run.experiment))
 
 
 @hide_progress_bars()

@@ -1,0 +1,507 @@
+"""Every command, with every part that a user may supply, on runs of strangers, of which nothing runs or is believed."""
+
+import ast
+import itertools
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import envpool
+import gymnasium as gym
+import polars as pl
+import pytest
+from stable_baselines3 import PPO
+from starlette.testclient import TestClient
+
+from helpers.language_training import make_model, make_tokenizer
+from helpers.toys import rewrite
+from whence import IIF, RunDirectory, WhenceError
+from whence.causes import retraining
+from whence.cli.app import COMMANDS, LLM_COMMANDS, load_command
+from whence.cli.terminal.options import AGENTS
+from whence.cli.terminal.options import LANGUAGE as LANGUAGE_MODELS
+from whence.core import write_json
+from whence.lab.agents import configure, run
+from whence.lab.agents.training import read_curve
+from whence.lab.efficiency import summarise
+from whence.page.server import make_app
+from whence.runs import write_flag
+from whence.sb3 import InfluenceCallback
+from whence.stored.language import load_checkpoint
+
+SOURCES = Path(__file__).parent.parent / "src" / "whence"
+
+CODE = """
+import gymnasium, stable_baselines3
+from stable_baselines3.common.torch_layers import FlattenExtractor
+class Policy(stable_baselines3.ppo.MlpPolicy): pass
+class Extractor(FlattenExtractor): pass
+def Env(*args, **kwargs): return gymnasium.make("FrozenLake-v1")
+def reward(prompts, responses): return [float(len(text)) for text in responses]
+"""
+"""Parts that would do, in the module `evil` of strangers, and in the user's own module `mine`."""
+
+LANGUAGE = {
+    **{"arm": "iif", "seed": 0, "task": None, "model": "evil/model", "dataset": "evil/data.jsonl", "size": "tiny"},
+    **{"reward": "evil/evil.py:reward", "test_dataset": "evil/data.jsonl", "test_reward": "evil:reward"},
+    **{"demonstrations": "evil/data.jsonl", "settings": {"rounds": 2}},
+}
+SCORED = {
+    **{"algorithm": "scored", "model": "evil/model", "reference": "evil/model", "demonstrations": "evil/data.jsonl"},
+    **{"target_kind": "validation", "beta": 0.1, "dtype": "float32", "batch_size": 4, "temperature": 1.0},
+}
+CLASSES = {"features_extractor_class": "evil.Extractor", "optimizer_class": "evil.Adam"}
+POOL = {"collect_with": "envpool", "evaluate_with": "envpool", "pool_kwargs": {"base_path": "evil"}}
+
+HOSTILE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "an environment": ("agent", {"env": "evil:Env", "env_kwargs": {}}),
+    "a pool": ("agent", POOL),
+    "wrappers": ("script", {"env_wrappers": [{"class": "evil:Env", "kwargs": {}}]}),
+    "classes": (
+        "script",
+        {"policy": "evil.Policy", "policy_kwargs": CLASSES, "rule": "evil.Rule()", "env": "evil:Env"},
+    ),
+    "a language model": ("language", {"experiment": LANGUAGE, "algorithm": "ppo"}),
+    "scored rollouts": ("language", {"experiment": {}, **SCORED}),
+    "a comparison": ("comparison", {"env": "evil:Env", "env_kwargs": {}}),
+}
+"""What a run of each kind names: everything is of the module or the folder `evil`."""
+
+
+def write_language_run(path: Path) -> None:
+    directory = RunDirectory.create(path, {"kind": "language", "arm": "iif", "seed": 0, "rounds": 2})
+    for number in (1, 2):
+        texts = {"prompt": ["ab", "cd", "ef", "gh"], "response": ["c", "d", "e", "f"]}
+        table: dict[str, Any] = {
+            **{"record_id": [4 * number + row for row in range(4)], **texts, "reward": [0.0, 1.0, 0.5, 0.0]},
+            **{"tokens": [2] * 4, "ended": [True] * 4, "log_prob": [-1.0] * 4, "advantage": [1.0, -1.0, 0.5, 0.0]},
+            **{"prompt_ids": [[2, 3]] * 4, "response_ids": [[4, 1]] * 4, "score": [0.25, -0.25, 0.5, -0.5]},
+            **{"keep": [True] * 4, "weight": [1.0] * 4, "reason": [None] * 4},
+        }
+        directory.write_round("records", number, pl.DataFrame(table))
+        directory.write_round("answers", number, pl.DataFrame({**texts, "reward": [0.0] * 4}))
+        directory.append("metrics", {"round": number, "reward": 0.4, "kept": 4, "records": 4, "kl_coef": 0.1})
+        directory.append("timings", {"round": number, "collection_cpu": 1.0, "optimisation_cpu": 1.0})
+    directory.release()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every kind, with parts of a user's beside them."""
+    path = tmp_path_factory.mktemp("strangers") / "base"
+    settings = {"hyperparameters": {"n_steps": 32, "batch_size": 32, "n_epochs": 1}, "policy_kwargs": {"net_arch": [8]}}
+    config = configure(arm="iif", env="FrozenLake-v1", rounds=2, eval_episodes=2, **settings)
+    run(config, path / "agent", lambda *done: None, recordings=[1, 2])
+    toy = PPO("MlpPolicy", gym.make("FrozenLake-v1"), n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu")
+    toy.learn(64, callback=InfluenceCallback(IIF(0.5), run=path / "script", recordings=[1, 2]))
+    write_language_run(path / "language")
+    for name in ("agent", "script", "language"):
+        write_flag(path / name, 2, RunDirectory.open(path / name).round("records", 2)["record_id"][0], "see this")
+    standard, compared = replace(config, arm="ppo"), path / "comparison"
+    run(standard, compared / "runs" / "ppo" / "seed_0", lambda *done: None)
+    curves = {
+        "ppo": {0: read_curve(standard, compared / "runs" / "ppo" / "seed_0")},
+        "iif": {0: read_curve(config, path / "agent")},
+    }
+    shutil.copytree(path / "agent", compared / "runs" / "iif" / "seed_0")
+    write_json(compared / "comparison.json", [standard.to_json(), config.to_json()])
+    write_json(compared / "summary.json", {"FrozenLake-v1": summarise(curves, standard="ppo")})
+    for name in ("evil", "mine"):
+        make_model().save_pretrained(path / name / "model")
+        make_tokenizer().save_pretrained(path / name / "model")
+        (path / name / f"{name}.py").write_text(CODE, encoding="utf-8")
+        rows = [{"prompt": "ab", "completion": "c", "response": "c", "reward": reward} for reward in (0.0, 1.0)]
+        (path / name / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    (path / "mine" / "sweep.toml").write_text('name = "sweep"\n', encoding="utf-8")
+    return path
+
+
+class Watch(list[Any]):
+    """The files of a folder that were opened, and the code there that ran."""
+
+    folder = ""
+
+    def __call__(self, event: str, arguments: Any) -> None:
+        if self.folder and event in ("open", "exec", "listdir"):
+            file = getattr(arguments[0], "co_filename", arguments[0])
+            if isinstance(file, str | Path) and os.path.abspath(file).startswith(f"{self.folder}/"):
+                self.append((event, str(file)))
+
+
+WATCH = Watch()
+sys.addaudithook(WATCH)
+
+
+@pytest.fixture
+def stage(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the runs, which are a stranger's there, in the working directory of whoever reads them."""
+    path = shutil.copytree(base, tmp_path / "stage")
+    monkeypatch.chdir(path)
+    for folder in ("evil", "mine"):
+        monkeypatch.syspath_prepend(str(path / folder))
+    monkeypatch.setattr(envpool, "make", lambda name, **options: WATCH.append(("pool", name)) or int("no pool"))
+    monkeypatch.setattr("whence.page.server.serve", visit)
+    monkeypatch.setattr(WATCH, "folder", str(path / "evil"))
+    WATCH.clear()
+    yield path
+    for name in [name for name, module in sys.modules.items() if str(path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+class Answers:
+    """Answers the page's long questions in this process."""
+
+    def ask(self, answer: Any, explored: Any, number: int, record: int, setting: Any) -> Any:
+        return answer(explored, number, record, setting, lambda *progress: None)
+
+
+def visit(runs: Any, *, continuations: int, on_start: Callable[[str], None], **options: Any) -> None:
+    """Ask for everything that a page can ask for, in place of serving it."""
+    answers: Any = Answers()
+    app = make_app(runs, answers, answers, answers, continuations=continuations)
+    client = TestClient(app, base_url="http://127.0.0.1:8000")
+    for place, explored in enumerate(runs):
+        numbers = explored.directory.rounds()
+        try:
+            record = explored.directory.round("records", numbers[-1])["record_id"][0]
+        except (WhenceError, IndexError):
+            record = 0
+        names = {"run": place, "round": numbers[-1] if numbers else 1, "record": record}
+        for route in app.routes:
+            if "GET" in route.methods:  # type: ignore[attr-defined]
+                path = route.path.replace(":int", "").format(**names)  # type: ignore[attr-defined]
+                assert client.get(path).status_code in (200, 400, 404), path
+
+
+PARTS: Mapping[str, str] = {
+    **{"--env": "mine:Env", "--policy": "mine:Policy", "--reward": "mine/mine.py:reward", "--model": "mine/model"},
+    **{"--reference": "mine/model", "--demonstrations": "mine/data.jsonl", "--dataset": "mine/data.jsonl"},
+}
+"""Parts of the user's; any other option that takes a text gets "mine:part"."""
+
+CHEAP: Mapping[str, Any] = {
+    **{"--seeds": 1, "--top": 1, "--answers": 2, "--test-episodes": 2, "--learning-rate": 0.01, "--epochs": 1},
+    **{"--continuations": 2, "--no-browser": None, "--workers": 1},
+}
+
+WAYS: list[Mapping[str, Any]] = [
+    *({}, {"--flagged": None}, {"--where": "advantage > 0.9"}, {"--record": "RECORD"}),
+    *({"--observation": 0, "--action": 0}, {"--target": "action", "--record": "RECORD"}),
+    *({"--prompt": "ab", "--response": "c", "--by": "bm25"}, {"--prompt": "ab", "--response": "c", "--by": "nearest"}),
+]
+"""What can be asked of a run."""
+
+BEGINNINGS: Mapping[str, list[Any]] = {
+    "train": ["CartPole-v1", "--rounds", 1, "--run", "RUN"],
+    "compare": ["CartPole-v1", "--arms", "ppo,iif", "--rounds", 1, "--out", "RUN"],
+    "sweep": ["mine/sweep.toml", "--out", "RUN"],
+    "list": [],
+    "llm train": ["--run", "RUN"],
+    "llm compare": ["--out", "RUN"],
+    "llm score": ["mine/data.jsonl", "--model", "mine/model", "--run", "RUN"],
+}
+"""Commands that do not begin with a run; one that is not here does."""
+
+NAMES = {**COMMANDS, **{f"llm {name}": place for name, place in LLM_COMMANDS.items()}}
+
+
+def list_calls(command: str, path: Path, record: int) -> list[list[str]]:
+    """Return the calls of a command on a run; its options for runs of the other kind are left out."""
+    other = AGENTS if path.name == "language" else LANGUAGE_MODELS
+    return [*_list_calls(command, path, record, other)]
+
+
+def _list_calls(command: str, path: Path, record: int, other: str) -> Iterator[list[str]]:
+    """Yield a command's words: each way to ask, without a part of the user's, with each of them, and with all."""
+    loaded = load_command(command.split()[-1], NAMES[command])
+    known = [each for each in loaded.params if getattr(each, "rich_help_panel", None) != other]
+    options = {name: each for each in known for name in (*each.opts, *each.secondary_opts)}
+    required = ["RUN" for each in loaded.params if each.param_type_name == "argument" and each.required]
+    begin = [*command.split(), *BEGINNINGS.get(command, required)]
+    cheap = {name: value for name, value in CHEAP.items() if name in options and "train" not in command}
+    texts = [name for name, each in options.items() if each.type_descriptor.annotation in (str, list[str])]
+    taken = {*cheap, *begin, *itertools.chain(*WAYS)}
+    parts = {name: PARTS.get(name, "mine:part") for name in texts if name[0] == "-" and name not in taken}
+    together = {name: value for name, value in parts.items() if name in PARTS}
+    for way in WAYS:
+        if way.keys() <= options.keys() and not (way and command in BEGINNINGS):
+            for supplied in ({}, *({name: value} for name, value in parts.items()), together):
+                words = [*begin, *(word for each in ({**cheap, **way, **supplied}).items() for word in each)]
+                names = {"RUN": path, "RECORD": record}
+                yield [str(names.get(word, word)) for word in words if word is not None]
+
+
+def make_hostile(stage: Path, kind: str) -> tuple[Path, int]:
+    """Let a run name what is evil; return the path for commands, and one of its records."""
+    name, settings = HOSTILE[kind]
+    path = stage / name if name != "comparison" else stage / name / "runs" / "iif" / "seed_0"
+
+    def edit(document: Any) -> None:
+        if document["config"].get("experiment") and "experiment" not in settings:
+            document["config"]["experiment"] |= settings
+        document["config"] |= settings
+
+    rewrite(path / "config.json", edit)
+    if name == "comparison":
+        rewrite(stage / name / "comparison.json", lambda configs: configs[1].update(settings))
+    return stage / name, RunDirectory.open(path).round("records", 2)["record_id"][0]
+
+
+REFUSED = {
+    *(("attribute", kind) for kind in ("a language model", "scored rollouts")),
+    *((command, "classes") for command in ("attribute", "why", "prove")),
+    *((command, "a comparison") for command in ("attribute", "why", "prove", "show", "findings")),
+}
+"""Commands that can do nothing with a run of some kind, whatever the user supplies."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("command", NAMES)
+def test_nothing_of_a_stranger_runs(command: str, kind: str, stage: Path, whence: Any) -> None:
+    path, record = make_hostile(stage, kind)
+    codes = set()
+    for words in list_calls(command, path, record):
+        code, out, err = whence(*words)
+        codes.add(code)
+        assert (code in (0, 2), list(WATCH)) == (True, []), (words, code, out, err)
+    is_refused = command in (*BEGINNINGS, "table") or (command, kind) in REFUSED
+    assert (0 in codes) == (not is_refused or command == "list"), "the calls do not reach what the command does"
+
+
+TRUSTED = {
+    **dict.fromkeys(("an environment", "wrappers"), "why RUN --trust"),
+    "a pool": "prove RUN --record RECORD --top 1 --seeds 1 --test-episodes 1 --trust",
+    "a language model": "prove RUN --prompt ab --response c --by bm25 --top 1 --seeds 1 --learning-rate 0.01 --trust",
+    "scored rollouts": "why RUN --record RECORD --trust",
+    "a comparison": "view RUN --no-browser --trust",
+}
+
+
+@pytest.mark.parametrize("kind", TRUSTED)
+def test_it_would_have_run(kind: str, stage: Path, whence: Any) -> None:
+    path, record = make_hostile(stage, kind)
+    names = {"RUN": path, "RECORD": record}
+    whence(*(names.get(word, word) for word in TRUSTED[kind].split()))
+    assert WATCH
+
+
+class TestProofs:
+    QUESTION = ("--record", 40, "--top", 4, "--seeds", 1, "--test-episodes", 0, "--env", "mine:Env", "--json")
+
+    def test_one_that_somebody_wrote_is_measured_anew(
+        self, stage: Path, whence: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def prove(*options: Any) -> tuple[Any, str]:
+            caplog.clear()
+            code, out, err = whence("prove", stage / "agent", *self.QUESTION, *options)
+            assert code == 0, err
+            return json.loads(out), caplog.text
+
+        measured, said = prove()
+        assert "trainings" not in said
+        again, said = prove()
+        assert (again, "holds 4 trainings" in said, "not measured again" in said) == (measured, True, True)
+        (file,) = (stage / "agent" / "proofs").iterdir()
+
+        def forge(content: Any) -> None:
+            for row in content["rows"]:
+                row["outcomes"] = dict.fromkeys(row["outcomes"], -9.0)
+
+        for options in ((), ("--trust",)):
+            rewrite(file, forge)
+            again, said = prove(*options)
+            assert (again, "measured anew" in said) == (measured, True)
+
+    def test_one_of_another_run_is_not_taken(self, tmp_path: Path) -> None:
+        table, nothing = pl.DataFrame({"round": [1], "record_id": [0]}), pl.DataFrame({"round": [1], "record_id": [1]})
+        counts: list[int] = []
+
+        def train(folder: Path) -> Path:
+            counts.append(0)
+
+            def measure(group: pl.DataFrame, seed: int) -> dict[str, float]:
+                counts[-1] += 1
+                return {"outcome": 1.0}
+
+            return retraining.train_variants(table, nothing, lambda generator: nothing, measure, 1, folder, {})[1]
+
+        file = train(tmp_path / "one")
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        assert (train(tmp_path / "one"), train(tmp_path / "two").name) == (file, file.name)
+        assert counts == [4, 0, 4]
+
+
+READING = ("show", "findings", "why", "attribute", "report", "view", "prove", "table", "train", "llm train")
+
+
+@contextmanager
+def pipe_in_place(file: Path) -> Iterator[list[str]]:
+    """Put a pipe in the place of a file; yields a list that gets the name of one that somebody waited for."""
+    waited: list[str] = []
+    ended = threading.Event()
+    if file.exists():
+        file.unlink()
+    os.mkfifo(file)
+
+    def answer() -> None:
+        while not ended.is_set():
+            with suppress(OSError):  # nobody reads
+                writer = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+                if stat.S_ISFIFO(os.fstat(writer).st_mode):  # no file that was written in its place
+                    waited.append(file.name)
+                os.close(writer)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield waited
+    finally:
+        ended.set()
+        thread.join()
+
+
+FILES = {
+    "agent": [
+        *("config.json", ".signature", "metrics.parquet", "timings.parquet", "evaluations.parquet", "flags.parquet"),
+        *("records/round_00002.parquet", "records/round_00001.parquet", "episodes/round_00002.parquet"),
+        *("policies/round_00002.safetensors", "recordings/round_00002.safetensors", ".lock", "report.html"),
+        "checkpoints/round_00002.safetensors",
+    ],
+    "language": [
+        *("config.json", "metrics.parquet", "timings.parquet", "flags.parquet", "vocabulary.parquet"),
+        *("records/round_00002.parquet", "answers/round_00002.parquet"),
+    ],
+    "comparison": ["comparison.json", "summary.json", "curves.parquet", "runs/iif/seed_0/config.json"],
+}
+
+
+@pytest.mark.parametrize(("name", "file"), [(name, file) for name, files in FILES.items() for file in files])
+def test_nobody_waits_for_a_pipe(name: str, file: str, stage: Path, whence: Any) -> None:
+    RunDirectory.open(stage / "agent").sign()
+    path, record = stage / name, 40 if name == "agent" else 8
+    files = {each.relative_to(path).as_posix() for each in path.rglob("*")}
+    assert file in files or file in ("report.html", "vocabulary.parquet", "curves.parquet")
+    with pipe_in_place(path / file) as waited:
+        for command in READING:
+            code, out, err = whence(*list_calls(command, path, record)[0])
+            assert (waited, code in (0, 2)) == ([], True), (command, code, out, err)
+
+
+def test_a_proof_is_no_pipe(stage: Path, whence: Any) -> None:
+    words = ("prove", stage / "agent", *TestProofs.QUESTION)
+    assert whence(*words)[0] == 0
+    (file,) = (stage / "agent" / "proofs").iterdir()
+    with pipe_in_place(file) as waited:
+        assert whence(*words)[0] == 0
+    assert not waited
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "/dev", "."])
+def test_devices_and_directories_are_no_tables(place: str, stage: Path, whence: Any) -> None:
+    file = stage / "agent" / "records" / "round_00002.parquet"
+    file.unlink()
+    file.symlink_to(place)
+    for command in READING:
+        code, out, err = whence(*list_calls(command, stage / "agent", 40)[0])
+        assert code in (0, 2), (command, out, err)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_a_model_names_no_kernel(key: str, is_adapter: bool, stage: Path) -> None:
+    folder = stage / "mine" / "model"
+    load_checkpoint(str(folder), "float32")
+    rewrite(folder / "config.json", lambda config: config.update({key: {"": "evil/kernel"}}))
+    if is_adapter:
+        folder = stage / "mine" / "adapter"
+        folder.mkdir()
+        about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "mine/model"}
+        (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    with pytest.raises(WhenceError, match=r"cannot be loaded: .*'evil/kernel' as .*code of the hub"):
+        load_checkpoint(str(folder), "float32")
+
+
+LOADERS = {
+    *("load_function", "load_data", "load_pretrained", "load_language_model", "load_checkpoint", "load_task"),
+    *("make_env", "make_parts", "make_scored_target", "make_trainer_config", "find_object", "check_factory", "Pool"),
+    *("import_module", "from_json", "load_plugin"),
+}
+"""What imports, makes or loads what it is given the name of."""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        file
+        for room in ("stored", "causes", "findings", "sb3", "page", "llm", "cli")
+        for file in SOURCES.rglob(f"{room}/**/*.py")
+    ],
+    ids=lambda file: str(file.relative_to(SOURCES)),
+)
+def test_names_of_a_run_go_through_the_gate(file: Path) -> None:
+    for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            assert not list_leaks(function), function.name
+
+
+def list_leaks(function: ast.FunctionDef) -> list[str]:
+    """Return the calls of loaders with what a function reads of a run's configuration, unless it is `trusted`."""
+    tainted: set[str] = set()
+
+    def leaks(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "trusted":
+            return False
+        if ast.unparse(node).endswith(".config.get('dtype', 'float32')"):  # of torch's
+            return False
+        if isinstance(node, ast.Attribute) and node.attr in ("config", "experiment"):
+            return bool(re.search("run|directory|stored", ast.unparse(node.value)))
+        if isinstance(node, ast.Name):
+            return node.id in tainted
+        if isinstance(node, ast.IfExp):  # what is asked is not handed on
+            return leaks(node.body) or leaks(node.orelse)
+        return any(map(leaks, ast.iter_child_nodes(node)))
+
+    found = []
+    for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.Assign):
+            names = {each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+            tainted = tainted | names if leaks(node.value) else tainted - names
+        if isinstance(node, ast.Call):
+            words = {
+                each.id if isinstance(each, ast.Name) else getattr(each, "attr", "")
+                for each in (node.func, *node.args[:1])
+            }
+            values = [*node.args, *(word.value for word in node.keywords)] if words & LOADERS else []
+            if any(map(leaks, (*values, *(word.value for word in node.keywords if word.arg == "env")))):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_a_name_around_the_gate_is_seen() -> None:
+    around = (
+        "def f(run):\n settings = run.experiment or run.config\n name = settings['env']\n return make_env(name, {})"
+    )
+    through = around.replace("settings['env']", "run.trusted(settings['env'])")
+    counts = [len(list_leaks(ast.parse(text).body[0])) for text in (around, through)]  # type: ignore[arg-type]
+    assert counts == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["an environment", "a language model", "a comparison"])
+def test_a_page_says_that_its_figures_are_the_files(kind: str, stage: Path, whence: Any) -> None:
+    path, _ = make_hostile(stage, kind)
+    pages = []
+    for options in ((), ("--trust",) if kind == "a language model" else ()):
+        assert whence("report", path, "--out", stage / "page.html", *options)[0] == 0
+        pages.append("shown as the files say" in (stage / "page.html").read_text(encoding="utf-8"))
+    assert pages == [True, kind != "a language model"]

@@ -279,8 +279,44 @@ class TestRunning:
             else:
                 content.write_parquet(file)
             for read in (load_sweep, lambda out: run_sweep(planned, out, Recorder())):
+                if isinstance(content, bytes) and read is not load_sweep:  # see below
+                    continue
                 with pytest.raises(RunDirectoryError, match=rf"{kind}\.parquet cannot be read"):
                     read(sweep_copy)
+
+    @pytest.mark.parametrize("kind", ["curves", "timings"])
+    @pytest.mark.parametrize("share", [0, 0.5])
+    def test_after_a_power_cut_the_runs_are_made_again(self, in_process, sweep_copy, planned, kind, share):
+        delete_runs(sweep_copy, *(each.name for each in planned[2:]))
+        before, file = read_curves(sweep_copy), sweep_copy / f"{kind}.parquet"
+        content = file.read_bytes()
+        file.write_bytes(content[: int(share * len(content))])
+        assert run_sweep(planned[:2], sweep_copy, Recorder()) == {}
+        assert read_curves(sweep_copy) == before
+        assert load_sweep(sweep_copy)
+        assert (sweep_copy / f"{kind}.parquet.damaged").read_bytes() == content[: int(share * len(content))]
+
+    def test_a_run_is_deleted_when_its_rows_are_on_disk(self, in_process, planned, tmp_path, monkeypatch):
+        events, replace, sync, remove = [], os.replace, os.fsync, shutil.rmtree
+        out = tmp_path / "out"
+
+        def see_sync(descriptor):
+            sync(descriptor)
+            events.append(("flushed", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+        def see_replace(source, target):
+            replace(source, target)
+            events.append(("renamed", Path(target)))
+
+        monkeypatch.setattr(os, "fsync", see_sync)
+        monkeypatch.setattr(os, "replace", see_replace)
+        monkeypatch.setattr(shutil, "rmtree", lambda path, **rest: (events.append(("deleted", path)), remove(path)))
+        assert run_sweep(planned[:1], out, Recorder()) == {}
+        deleted = events.index(("deleted", planned[0].run_path(out)))
+        for name in ("curves.parquet", "timings.parquet"):
+            renamed = events.index(("renamed", out / name))
+            assert any(event == "flushed" and name in path.name for event, path in events[:renamed])
+            assert ("flushed", out) in events[renamed:deleted]
 
     def test_the_command_ends_with_one_where_a_run_failed(self, in_process, tmp_path):
         file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.125, 1.0]", "0.125"))

@@ -1,4 +1,5 @@
 from .atomic_files import explain_write_errors as explain_write_errors
+from .atomic_files import flush_to_disk as flush_to_disk
 from .atomic_files import write_atomically as write_atomically
 from .atomic_files import write_json as write_json
 from .columns import Tree as Tree

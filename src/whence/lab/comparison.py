@@ -14,7 +14,7 @@ from whence.core import WhenceError, explain_write_errors, write_json
 from whence.lab.arms import STANDARD
 from whence.lab.cluster import check_start, start_jobs
 from whence.lab.efficiency import Curve, summarise
-from whence.lab.kept_runs import find_finished, keep_run
+from whence.lab.kept_runs import find_finished, keep_run, put_damaged_aside
 from whence.lab.plans import AnyConfig, Planned, read_config, runner_of
 from whence.lab.workers import describe_failure
 from whence.runs import RunDirectory, Table, check_content, lock_directory
@@ -215,6 +215,7 @@ def run_sweep(
     finished = find_finished(runs, out)
     todo, failures = [planned for planned in runs if planned not in finished], dict[str, str]()
     with _start_runs(todo, out, watch, workers, on) as ended_runs:
+        put_damaged_aside(out)
         for planned in finished:
             watch.kept(planned)
             shutil.rmtree(planned.run_path(out), ignore_errors=True)  # A kill may have left it.

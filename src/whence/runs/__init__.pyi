@@ -15,8 +15,10 @@ from .directory import POLICIES_EVERY as POLICIES_EVERY
 from .directory import RunDirectory as RunDirectory
 from .directory import open_run as open_run
 from .files import CHANGED as CHANGED
+from .files import Damaged as Damaged
 from .files import Table as Table
 from .files import check_links as check_links
+from .files import put_aside as put_aside
 from .files import read_digests as read_digests
 from .files import read_tensor_file as read_tensor_file
 from .files import read_vocabulary as read_vocabulary

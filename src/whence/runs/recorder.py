@@ -32,7 +32,7 @@ from whence.core import WhenceError
 from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
 from whence.runs.config_file import list_changes
 from whence.runs.directory import POLICIES_EVERY, RunDirectory
-from whence.runs.files import VOCABULARY, PerRound, RoundTensors, write_vocabulary
+from whence.runs.files import VOCABULARY, PerRound, RoundTensors, RowTable, write_vocabulary
 
 log = logging.getLogger("whence")
 
@@ -190,7 +190,7 @@ class RunRecorder:
         if not self.writes:
             return
         self.directory.prepare_writing()  # else there are the texts of a run that this one replaces
-        if not (self.path / VOCABULARY).exists():
+        if RowTable(self.path / VOCABULARY).load().is_empty():
             write_vocabulary(self.path, [*list_texts()])
 
     def write_round(
@@ -220,6 +220,8 @@ class RunRecorder:
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
         """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
         if self.writes:
+            if not self.saves:  # else the checkpoint does so
+                self.directory.flush()
             self.directory.append("metrics", metrics)
             seconds = {**seconds, "checkpoint": self._seconds}
             self._seconds = dict.fromkeys(("cpu", "wall"), 0.0)
@@ -236,6 +238,7 @@ class RunRecorder:
             content = read()
             if self.writes:
                 self.directory.prepare_writing()
+                self.directory.flush()
                 save_checkpoint(self.path, number, content, keep=self._keep)
         self._seconds = clock.seconds()
 

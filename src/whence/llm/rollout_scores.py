@@ -31,7 +31,7 @@ from whence.llm.text import (
     list_chats,
     list_vocabulary,
 )
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, time_stage
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, list_damaged, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
@@ -258,8 +258,12 @@ def score_rollouts(
 
 
 def _find_last_round(run: Path) -> Checkpoint:
-    """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
-    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
+    """Return where scoring stopped: after the last round of which it and all before are whole."""
+    rows = RunDirectory.open(run).count_rows("metrics")
+    for number, file in list_damaged(run, rows)[:1]:
+        log.warning("%s is damaged: rounds are scored again from round %d on.", file, number)
+        rows = number - 1
+    return Checkpoint(rows, {}, run)
 
 
 def _encode(

@@ -183,9 +183,10 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     directory.check_same({**directory.config, "experiment": config.to_json()}, but=may_change)
     if not directory.round_path("policies", config.rounds + 1).exists():  # written last
         return False
+    directory.report_damage(config.rounds)
     if not config.eval_episodes:
-        return directory.table("timings").height == config.rounds
-    return directory.table("evaluations").height == len(config.evaluated_rounds)
+        return directory.count_rows("timings") == config.rounds
+    return directory.count_rows("evaluations") == len(config.evaluated_rounds)
 
 
 def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> efficiency.Curve:
@@ -204,7 +205,7 @@ def read_curve(config: RunConfig, path: Path) -> efficiency.Curve:
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    return make_curve(config, directory.table("evaluations"), directory.table("timings"))
+    return make_curve(config, directory.table("evaluations"), directory.require_timings(config.rounds))
 
 
 class _Evaluation(BaseCallback):

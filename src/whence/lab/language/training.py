@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
-from whence.core import MeanObjective, RunDirectoryError, WhenceError
+from whence.core import MeanObjective, RunDirectoryError, WhenceError, flush_to_disk
 from whence.lab.arms import counts_scoring
 from whence.lab.efficiency import Curve, make_curve
 from whence.lab.language.laboratory_tasks import make_laboratory
@@ -27,7 +27,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import CheckpointClock, RunDirectory
+from whence.runs import CheckpointClock, RunDirectory, is_whole
 from whence.stored.language import (
     LanguageConfig,
     Task,
@@ -60,10 +60,12 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    rounds = directory.table("metrics").height
+    rounds = max(map(directory.count_rows, ("metrics", "timings")))  # one of them may be lost
     if rounds:
         directory.check_same({**directory.config, **describe(config)})
-    return 0 < config.rounds <= rounds and (path / "model").is_dir()
+    directory.report_damage(config.rounds)
+    # A damaged model is saved again, from the last checkpoint.
+    return 0 < config.rounds <= rounds and (path / "model").is_dir() and all(map(is_whole, (path / "model").iterdir()))
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:
@@ -77,7 +79,7 @@ def read_curve(config: LanguageConfig, path: Path) -> Curve:
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    evaluations, timings = directory.table("evaluations"), directory.table("timings")
+    evaluations, timings = directory.table("evaluations"), directory.require_timings(config.rounds)
     if evaluations.is_empty():
         raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
     clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
@@ -258,11 +260,12 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
 
 
 def _save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
-    """Save a model under a temporary name, then rename it: a run with its model counts as finished."""
+    """Save a model under a temporary name, flush it, then rename it: a run with its model counts as finished."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     for leftover in (temporary, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     save(temporary)
+    flush_to_disk(*temporary.rglob("*"), temporary)
     temporary.rename(folder)
 
 

@@ -281,7 +281,7 @@ def test_a_vocabulary_is_of_the_run_that_replaces_another(tmp_path):
     for texts in (["a"], ["b", "c"]):
         recorder = RunRecorder(tmp_path)
         recorder.begin({"seed": 1}, versions={}, overwrite=True)
-        recorder.write_vocabulary(lambda texts=texts: texts)
+        recorder.plan_vocabulary(lambda texts=texts: texts)
         recorder.write_round(1, pl.DataFrame({"record_id": [1]}))
         assert read_vocabulary(tmp_path) == texts
 

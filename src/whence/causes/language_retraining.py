@@ -21,6 +21,7 @@ from whence.selection import read_weights
 from whence.stored.language import (
     LanguageConfig,
     Task,
+    digest_sources,
     hide_progress_bars,
     list_policies,
     load_function,
@@ -56,6 +57,8 @@ def open_language(
                 f"Round {number} of {run.path} lacks {missing[0]}, without which it cannot be trained on again. Keep "
                 "the trainer's rollout files, and make a run of them: whence llm score."
             )
+    if run.experiment:
+        run.check_trust()  # the run's own model is measured last, and would be refused after all trainings
     recipe = read_recipe(run.config, training.learning_rate, training.epochs)
     with hide_progress_bars():
         policy, tokenizer = load_start_policy(run, min(tables), training.model)
@@ -106,6 +109,7 @@ def open_language(
                 "recipe": recipe.text,
                 "answers": answers,
                 "model": training.model,
+                "contents": _digest_sources(run, training),
                 "measured": "log-probability",
             },
             notes=[*notes, f"Trained by {recipe.text}."],
@@ -115,6 +119,13 @@ def open_language(
             measure=measure,
             load_end=load_end,
         )
+
+
+def _digest_sources(run: RunDirectory, training: LanguageTraining) -> dict[str, str]:
+    """Return digests of the model and the rewards that the trainings' outcomes depend on."""
+    names = {"model": run.config.get("model"), **run.experiment} if run.is_trusted else {}
+    names |= {name: value for name in ("model", "reward") if (value := getattr(training, name)) is not None}
+    return digest_sources({name: names.get(name) for name in ("model", "reward", "reward_model")})
 
 
 def _read_rounds(

@@ -101,7 +101,8 @@ def train_variants(
     """
     question = json.dumps([about, left_out.rows()], sort_keys=True)
     file = folder / f"{sha256(question.encode()).hexdigest()[:12]}.json"
-    rows = _read_rows(file)
+    if rows := _read_rows(file):
+        log.warning("%d trainings are taken from %s, not measured again.", len(rows), file)
     choices = (
         lambda generator: left_out.clear(),
         lambda generator: left_out,

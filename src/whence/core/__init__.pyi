@@ -15,6 +15,7 @@ from .errors import ReplayError as ReplayError
 from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
+from .errors import check_flag as check_flag
 from .errors import first_line as first_line
 from .errors import require_names as require_names
 from .errors import suggest as suggest

@@ -22,7 +22,7 @@ from typing import Any
 import polars as pl
 
 from whence.core import RunDirectoryError, WhenceError, flush_to_disk, write_atomically
-from whence.lab.agents import RunConfig, make_curve
+from whence.lab.agents import RunConfig, digest_sources, make_curve
 from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.plans import Planned, find_differences
@@ -46,11 +46,15 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class KeptRun:
-    """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve."""
+    """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve.
+
+    `contents` are the digests of what was run; see `digest_sources`.
+    """
 
     config: RunConfig
     tables: Mapping[str, pl.DataFrame]
     curve: Curve
+    contents: Mapping[str, str]
 
 
 Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
@@ -73,9 +77,11 @@ def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
         if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
             continue
         before, now = kept.config.to_json(), planned.config.to_json()
-        if others := [field for field in now if before[field] != now[field]]:
+        if kept.contents:  # of older runs they are not known
+            before, now = {**before, **kept.contents}, {**now, **digest_sources(planned.config)}
+        if others := [field for field in now if before.get(field) != now[field]]:
             raise RunDirectoryError(
-                f"{planned.name} in {out} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
+                f"{planned.name} in {out} is another run: its {others[0]} is {before.get(others[0])!r}, the sweep's "
                 f"{now[others[0]]!r}. Choose another directory, or delete its row."
             )
         finished.append(planned)
@@ -106,6 +112,7 @@ def keep_run(planned: Planned, out: Path) -> None:
     }
     metrics = run.table("metrics")
     results = head | {
+        **({"contents": contents} if (contents := run.config.get("contents")) else {}),
         "config": planned.config.to_json(),
         "evaluations": _list_columns(run.table("evaluations")),
         "rounds": _list_columns(metrics.select(name for name in COLUMNS if name in metrics.columns)),
@@ -156,7 +163,8 @@ def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRu
     tables["seconds"] = tables["seconds"].with_columns(pl.exclude("round") / 1e6)
     if tables["rounds"].height != config.rounds:
         raise WhenceError(f"it has {tables['rounds'].height} rounds, and its configuration {config.rounds}")
-    return KeptRun(config, tables, make_curve(config, tables["evaluations"], tables["seconds"]))
+    curve = make_curve(config, tables["evaluations"], tables["seconds"])
+    return KeptRun(config, tables, curve, results.get("contents") or {})
 
 
 def load_sweep(out: Path) -> Results:

@@ -18,6 +18,7 @@ from .files import CHANGED as CHANGED
 from .files import Damaged as Damaged
 from .files import Table as Table
 from .files import check_links as check_links
+from .files import digest_content as digest_content
 from .files import is_whole as is_whole
 from .files import list_damaged as list_damaged
 from .files import put_aside as put_aside

@@ -11,7 +11,15 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import polars as pl
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, describe, explain_write_errors, flush_to_disk, write_json
+from whence.core import (
+    RunDirectoryError,
+    WhenceError,
+    check_flag,
+    describe,
+    explain_write_errors,
+    flush_to_disk,
+    write_json,
+)
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
     COPY,
@@ -195,10 +203,12 @@ class RunDirectory:
             The run that it continues, with `checkpoint`; None: it starts anew.
 
         Raises:
+            WhenceError: overwrite is neither True nor False.
             RunDirectoryError: the directory holds a run of another configuration, or finished rounds that no checkpoint
                 to continue from holds.
         """
         path, checkpoint, rounds = Path(path), None, None
+        check_flag("overwrite", overwrite)
         is_anew = not os.path.exists(path / "config.json") or (overwrite and isinstance(start, str))
         stored = None if is_anew else cls.open(path)
         if stored is not None and (rounds := stored.count_rounds()) is not None:

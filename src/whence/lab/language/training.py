@@ -51,6 +51,13 @@ def prepare(config: LanguageConfig) -> None:
         make_laboratory(config)
 
 
+def check(config: LanguageConfig) -> None:
+    """Load a run's model, data and rewards once, so that what they refuse is known before a run is deleted."""
+    task = load_task(config)
+    split_held_out(config, task)
+    _make_target(config, task)
+
+
 def is_finished(config: LanguageConfig, path: Path) -> bool:
     """Tell whether a directory holds this run, with all rounds and its trained model.
 
@@ -219,7 +226,7 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Evaluate the model before the first round."""
-        self._directory = RunDirectory.open(self._path)
+        self._directory = self._trainer._run.recorder.directory  # begun, and not yet written where it replaces another
         if state.is_world_process_zero:
             rounds = int(args.save_steps) // args.num_iterations if args.save_strategy == "steps" else 1
             self._directory.note(save_every=max(1, rounds))

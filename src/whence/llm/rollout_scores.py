@@ -280,7 +280,7 @@ def _find_last_round(run: Path) -> Checkpoint:
 def _encode_steps(
     steps: Iterator[pl.DataFrame], model: Any, tokenizer: Any, most: int | None, skipped: Counter[str]
 ) -> Iterator[tuple[pl.DataFrame, list[Tokens]]]:
-    """Yield the rows of each step that the model can read, and their tokens, but for steps without any; see `_encode`."""
+    """Yield what `_encode` returns of each step, but of those without a row that the model can read."""
     first_id = 0
     for step in steps:
         table, tokens = _encode(step.with_row_index("record_id", first_id), model, tokenizer, most, skipped)

@@ -351,7 +351,7 @@ def write_vocabulary(run: Path, texts: Sequence[str]) -> None:
 
 
 def digest_content(path: Path) -> str | None:
-    """Return a digest of a file's bytes, or of the files of a folder; None: it is not there, as what a hub holds is not.
+    """Return a digest of a file's bytes, or of the files of a folder; None: it is not there, it may be on a hub.
 
     Of a folder with a model these are the files directly in it, of another one those in its folders, too; but a
     trainer's states and what is hidden or cached. Any changed byte is noticed. A gigabyte takes a second or two, once

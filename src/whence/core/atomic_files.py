@@ -54,10 +54,8 @@ def flush_to_disk(*paths: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":  # Windows opens no folders
-        return
-    with suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    with suppress(FileNotFoundError, PermissionError):  # Windows opens no folders, and flushes what it may write
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -350,10 +350,12 @@ class RunDirectory:
     def table(self, name: Table) -> pl.DataFrame:
         """Read a table; it is empty if nothing was written yet, and if it is damaged in a run that is continued."""
         rows, last = self._row_table(name), self._kept_rounds
-        with nullcontext() if last is None else suppress(Damaged):
+        if last is None:
+            return rows.read()
+        table = pl.DataFrame()
+        with suppress(Damaged):  # `prepare_writing` puts it aside
             table = rows.read()
-            return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
-        return pl.DataFrame()
+        return table if table.is_empty() else table.filter(pl.col("round") <= last)
 
     def require_timings(self, rounds: int) -> pl.DataFrame:
         """Read the timings of all rounds; a `RunDirectoryError` says if some were lost."""

@@ -51,10 +51,11 @@ def open_agent(
     model, recordings, recorded = load_trainable_rounds(run, list(tables), env=env)
     last, episodes = recordings[-1].number, training.test_episodes
     name = "log-density" if isinstance(model.action_space, spaces.Box) else "log-probability"
+    has_code = episodes and (env is not None or run.experiment.get("evaluate_with") != "envpool")
     tests = measure_returns(run, model, last, episodes=episodes, seed=0, env=env)
     with tests if episodes else nullcontext() as test:
         with preserve_rng_state():
-            digest = digest_environment(make_replay_env(run, env)) if episodes else None
+            digest = digest_environment(make_replay_env(run, env)) if has_code else None
 
         def make_rows(left_out: pl.DataFrame) -> RecordBatch:
             target = _read_pairs(recordings, left_out) if behaviour is None else behaviour

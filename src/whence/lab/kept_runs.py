@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class KeptRun:
     config: RunConfig
     tables: Mapping[str, pl.DataFrame]
     curve: Curve
-    contents: Mapping[str, str]
+    contents: Mapping[str, str] = field(default_factory=dict)
 
 
 Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
@@ -77,7 +77,7 @@ def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
         if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
             continue
         before, now = kept.config.to_json(), planned.config.to_json()
-        if kept.contents:  # of older runs they are not known
+        if kept.contents and isinstance(planned.config, RunConfig):  # of older runs they are not known
             before, now = {**before, **kept.contents}, {**now, **digest_sources(planned.config)}
         if others := [field for field in now if before.get(field) != now[field]]:
             raise RunDirectoryError(

@@ -67,7 +67,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    rounds = max(map(directory.count_rows, ("metrics", "timings")))  # one of them may be lost
+    rounds = max(directory.count_rows("metrics"), directory.count_rows("timings"))  # one of them may be lost
     if rounds:
         directory.check_same({**directory.config, **describe(config)})
     directory.report_damage(config.rounds)

@@ -32,6 +32,7 @@ from whence.runs.config_file import (
     read_config_file,
     sign_config,
 )
+from whence.runs.damage import report_damage
 from whence.runs.files import (
     Damaged,
     PerRound,
@@ -39,8 +40,6 @@ from whence.runs.files import (
     RowTable,
     Table,
     check_writable,
-    is_whole,
-    list_damaged,
     list_numbered,
     read_flags,
     read_table,
@@ -155,7 +154,7 @@ class RunDirectory:
                 run._kept_rounds = kept = 0 if run.checkpoint is None else run.checkpoint.round
                 if (rows := run.count_rows("metrics")) < kept:
                     log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, kept)
-                run.report_damage(kept)
+                report_damage(run.path, kept)
             else:
                 run._kept_rounds = -1  # not even what is written of round 0
                 if not run.rounds():
@@ -356,21 +355,6 @@ class RunDirectory:
         with suppress(Damaged):  # `prepare_writing` puts it aside
             table = rows.read()
         return table if table.is_empty() else table.filter(pl.col("round") <= last)
-
-    def require_timings(self, rounds: int) -> pl.DataFrame:
-        """Read the timings of all rounds; a `RunDirectoryError` says if some were lost."""
-        if self.count_rows("timings") != rounds:
-            raise RunDirectoryError(
-                f"{self.path / 'timings.parquet'} does not hold the seconds of {rounds} rounds. Restore it from a "
-                "copy, or delete the run, and it is made again."
-            )
-        return self.table("timings")
-
-    def report_damage(self, last: int) -> None:
-        """Name, in the log, the files of rounds up to `last`, and the tables, that are cut off."""
-        damaged = [file for _, file in list_damaged(self.path, last)]
-        for file in [*damaged, *(file for file in self.path.glob("*.parquet") if not is_whole(file))]:
-            log.warning("%s is damaged, as after a power cut. Restore it from a copy.", file)
 
     def count_rows(self, name: Table) -> int:
         """Return the number of a table's rows, 0 if it is lost or damaged."""

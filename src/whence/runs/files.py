@@ -54,30 +54,6 @@ VOCABULARY = "vocabulary.parquet"
 """The file of the texts of a language model's tokens, by which pages show what stands in a run as ids."""
 
 
-def is_whole(path: Path) -> bool:
-    """Return whether a Parquet, safetensors or JSON file is not cut off; it may have other bytes nevertheless."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):
-                return True
-        if path.suffix == ".json":
-            json.loads(path.read_bytes())
-        if path.suffix == ".parquet":
-            with path.open("rb") as file:
-                file.seek(-4, os.SEEK_END)
-                return file.read() == b"PAR1"
-        return True
-    except (OSError, SafetensorError, ValueError):
-        return False
-
-
-def list_damaged(path: Path, last: int) -> list[tuple[int, Path]]:
-    """List the files of rounds up to `last` that are cut off, as after a power cut, each with its round."""
-    folders = (*get_args(PerRound), *get_args(RoundTensors))
-    files = [(number, path / folder / name) for folder in folders for name, number in list_numbered(path / folder)]
-    return sorted((number, file) for number, file in files if number <= last and not is_whole(file))
-
-
 def check_links(path: Path) -> None:
     """Refuse to write into a run directory of which a folder is a link that leads elsewhere.
 

@@ -17,7 +17,7 @@ from whence.lab import efficiency
 from whence.lab.agents.environments import digest_sources, make_evaluation_env, make_training_env
 from whence.lab.agents.run_config import RunConfig
 from whence.lab.arms import ARMS, counts_scoring, find_arm
-from whence.runs import RunDirectory, is_whole
+from whence.runs import RunDirectory, is_whole, report_damage
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import Pool
 from whence.sb3.models import (
@@ -200,7 +200,7 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     directory.check_same({**directory.config, **present}, but=may_change)
     if not is_whole(directory.round_path("policies", config.rounds + 1)):  # written last
         return False
-    directory.report_damage(config.rounds)
+    report_damage(path, config.rounds)
     if not config.eval_episodes:
         return directory.count_rows("timings") == config.rounds
     return directory.count_rows("evaluations") == len(config.evaluated_rounds)
@@ -222,7 +222,7 @@ def read_curve(config: RunConfig, path: Path) -> efficiency.Curve:
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    return make_curve(config, directory.table("evaluations"), directory.require_timings(config.rounds))
+    return make_curve(config, directory.table("evaluations"), efficiency.read_timings(directory, config.rounds))
 
 
 class _Evaluation(BaseCallback):

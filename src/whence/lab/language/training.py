@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from whence.core import MeanObjective, RunDirectoryError, WhenceError, flush_to_disk
 from whence.lab.arms import counts_scoring
-from whence.lab.efficiency import Curve, make_curve
+from whence.lab.efficiency import Curve, make_curve, read_timings
 from whence.lab.language.laboratory_tasks import make_laboratory
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
 from whence.llm.base import PPOConfig, ignore_old_names
@@ -27,7 +27,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import CheckpointClock, RunDirectory, is_whole
+from whence.runs import CheckpointClock, RunDirectory, is_whole, report_damage
 from whence.stored.language import (
     LanguageConfig,
     Task,
@@ -70,7 +70,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     rounds = max(directory.count_rows("metrics"), directory.count_rows("timings"))  # one of them may be lost
     if rounds:
         directory.check_same({**directory.config, **describe(config)})
-    directory.report_damage(config.rounds)
+    report_damage(path, config.rounds)
     # A damaged model is saved again, from the last checkpoint.
     return 0 < config.rounds <= rounds and (path / "model").is_dir() and all(map(is_whole, (path / "model").iterdir()))
 
@@ -86,7 +86,7 @@ def read_curve(config: LanguageConfig, path: Path) -> Curve:
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    evaluations, timings = directory.table("evaluations"), directory.require_timings(config.rounds)
+    evaluations, timings = directory.table("evaluations"), read_timings(directory, config.rounds)
     if evaluations.is_empty():
         raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
     clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from helpers.launching import Recorder, run_one_by_one
 from whence.cli import app
-from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
+from whence.core import RunDirectoryError, WhenceError, atomic_files, preserve_rng_state
 from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
 from whence.lab.agents import configure, make_training_env, plan_comparison, run
 from whence.lab.agents.training import make_curve, make_model
@@ -297,18 +297,18 @@ class TestRunning:
         assert (sweep_copy / f"{kind}.parquet.damaged").read_bytes() == content[: int(share * len(content))]
 
     def test_a_run_is_deleted_when_its_rows_are_on_disk(self, in_process, planned, tmp_path, monkeypatch):
-        events, replace, sync, remove = [], os.replace, os.fsync, shutil.rmtree
+        events, replace, flush, remove = [], os.replace, atomic_files._flush, shutil.rmtree
         out = tmp_path / "out"
 
-        def see_sync(descriptor):
-            sync(descriptor)
-            events.append(("flushed", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        def see_flush(path):
+            flush(path)
+            events.append(("flushed", path))
 
         def see_replace(source, target):
             replace(source, target)
             events.append(("renamed", Path(target)))
 
-        monkeypatch.setattr(os, "fsync", see_sync)
+        monkeypatch.setattr(atomic_files, "_flush", see_flush)
         monkeypatch.setattr(os, "replace", see_replace)
         monkeypatch.setattr(shutil, "rmtree", lambda path, **rest: (events.append(("deleted", path)), remove(path)))
         assert run_sweep(planned[:1], out, Recorder()) == {}

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from helpers.launching import Recorder, run_one_by_one
 from whence.cli import app
-from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
+from whence.core import RunDirectoryError, WhenceError, atomic_files, preserve_rng_state
 from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
 from whence.lab.agents import configure, make_training_env, plan_comparison, run
 from whence.lab.agents.training import make_curve, make_model
@@ -279,8 +279,44 @@ class TestRunning:
             else:
                 content.write_parquet(file)
             for read in (load_sweep, lambda out: run_sweep(planned, out, Recorder())):
+                if isinstance(content, bytes) and read is not load_sweep:  # see below
+                    continue
                 with pytest.raises(RunDirectoryError, match=rf"{kind}\.parquet cannot be read"):
                     read(sweep_copy)
+
+    @pytest.mark.parametrize("kind", ["curves", "timings"])
+    @pytest.mark.parametrize("share", [0, 0.5])
+    def test_after_a_power_cut_the_runs_are_made_again(self, in_process, sweep_copy, planned, kind, share):
+        delete_runs(sweep_copy, *(each.name for each in planned[2:]))
+        before, file = read_curves(sweep_copy), sweep_copy / f"{kind}.parquet"
+        content = file.read_bytes()
+        file.write_bytes(content[: int(share * len(content))])
+        assert run_sweep(planned[:2], sweep_copy, Recorder()) == {}
+        assert read_curves(sweep_copy) == before
+        assert load_sweep(sweep_copy)
+        assert (sweep_copy / f"{kind}.parquet.damaged").read_bytes() == content[: int(share * len(content))]
+
+    def test_a_run_is_deleted_when_its_rows_are_on_disk(self, in_process, planned, tmp_path, monkeypatch):
+        events, replace, flush, remove = [], os.replace, atomic_files._flush, shutil.rmtree
+        out = tmp_path / "out"
+
+        def see_flush(path):
+            flush(path)
+            events.append(("flushed", path))
+
+        def see_replace(source, target):
+            replace(source, target)
+            events.append(("renamed", Path(target)))
+
+        monkeypatch.setattr(atomic_files, "_flush", see_flush)
+        monkeypatch.setattr(os, "replace", see_replace)
+        monkeypatch.setattr(shutil, "rmtree", lambda path, **rest: (events.append(("deleted", path)), remove(path)))
+        assert run_sweep(planned[:1], out, Recorder()) == {}
+        deleted = events.index(("deleted", planned[0].run_path(out)))
+        for name in ("curves.parquet", "timings.parquet"):
+            renamed = events.index(("renamed", out / name))
+            assert any(event == "flushed" and name in path.name for event, path in events[:renamed])
+            assert ("flushed", out) in events[renamed:deleted]
 
     def test_the_command_ends_with_one_where_a_run_failed(self, in_process, tmp_path):
         file = write_sweep(tmp_path, LAKE.replace("seeds = 2", "seeds = 1").replace("[0.125, 1.0]", "0.125"))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from whence.causes.decisions import join_trees, read_log_probs
 from whence.causes.retraining import AgentTraining, Retraining
-from whence.core import Action, RecordBatch
+from whence.core import Action, RecordBatch, preserve_rng_state
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
+from whence.sb3.episodes import digest_environment
 from whence.sb3.models import copy_tensors, load_tensors, named_tensors
 from whence.sb3.rounds import replay_rounds
 from whence.scores import raise_if_refused
@@ -24,6 +25,7 @@ from whence.stored.agents import (
     leave_out,
     load_policy,
     load_trainable_rounds,
+    make_replay_env,
     measure_returns,
 )
 
@@ -49,8 +51,11 @@ def open_agent(
     model, recordings, recorded = load_trainable_rounds(run, list(tables), env=env)
     last, episodes = recordings[-1].number, training.test_episodes
     name = "log-density" if isinstance(model.action_space, spaces.Box) else "log-probability"
+    has_code = episodes and (env is not None or run.experiment.get("evaluate_with") != "envpool")
     tests = measure_returns(run, model, last, episodes=episodes, seed=0, env=env)
     with tests if episodes else nullcontext() as test:
+        with preserve_rng_state():
+            digest = digest_environment(make_replay_env(run, env)) if has_code else None
 
         def make_rows(left_out: pl.DataFrame) -> RecordBatch:
             target = _read_pairs(recordings, left_out) if behaviour is None else behaviour
@@ -75,7 +80,7 @@ def open_agent(
         yield Retraining(
             records="records",
             subject="what these records did",
-            about={"target": repr(behaviour), "test_episodes": episodes, "measured": name},
+            about={"target": repr(behaviour), "test_episodes": episodes, "measured": name, "env": digest},
             notes=_list_notes(list(tables), recorded),
             make_rows=make_rows,
             read=partial(_read_pairs, recordings),

@@ -21,6 +21,7 @@ from whence.selection import read_weights
 from whence.stored.language import (
     LanguageConfig,
     Task,
+    digest_sources,
     hide_progress_bars,
     list_policies,
     load_function,
@@ -106,6 +107,7 @@ def open_language(
                 "recipe": recipe.text,
                 "answers": answers,
                 "model": training.model,
+                "contents": _digest_sources(run, training),
                 "measured": "log-probability",
             },
             notes=[*notes, f"Trained by {recipe.text}."],
@@ -115,6 +117,13 @@ def open_language(
             measure=measure,
             load_end=load_end,
         )
+
+
+def _digest_sources(run: RunDirectory, training: LanguageTraining) -> dict[str, str]:
+    """Return digests of the model and the rewards that the trainings' outcomes depend on."""
+    names = {"model": run.config.get("model"), **run.experiment} if run.is_trusted else {}
+    names |= {name: value for name in ("model", "reward") if (value := getattr(training, name)) is not None}
+    return digest_sources({name: names.get(name) for name in ("model", "reward", "reward_model")})
 
 
 def _read_rounds(

@@ -1,4 +1,5 @@
 from .atomic_files import explain_write_errors as explain_write_errors
+from .atomic_files import flush_to_disk as flush_to_disk
 from .atomic_files import require_file as require_file
 from .atomic_files import write_atomically as write_atomically
 from .atomic_files import write_json as write_json
@@ -15,6 +16,7 @@ from .errors import ReplayError as ReplayError
 from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
+from .errors import check_flag as check_flag
 from .errors import first_line as first_line
 from .errors import require_names as require_names
 from .errors import suggest as suggest

@@ -51,6 +51,12 @@ class RunDirectoryError(WhenceError):
     """A run directory cannot be read or written, or holds a run of another configuration."""
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse, with a `WhenceError`, a flag that is neither True nor False, as "no", which Python takes for True."""
+    if not isinstance(value, bool):
+        raise WhenceError(f"{name} is {value!r}; True or False is needed.")
+
+
 def suggest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """Return ' Did you mean ...?' with at most three known names, those most similar to `name`.
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from whence.core import Unsupported, WhenceError, explain_write_errors, first_line
+from whence.core import Unsupported, WhenceError, explain_write_errors, first_line, flush_to_disk
 from whence.lab.plans import read_config, runner_of
 from whence.lab.workers import Job, OnJobRound, describe_failure, note_failure, run_all
 from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
@@ -303,6 +303,7 @@ def apply_changes(path: Path, files: Files, removed: Collection[str]) -> None:
         for name, content in files.items():
             (incoming / name).parent.mkdir(parents=True, exist_ok=True)
             (incoming / name).write_bytes(content)
+        flush_to_disk(*(incoming / name for name in files))
         if path.exists():
             path.rename(replaced)
         incoming.rename(path)

@@ -10,11 +10,18 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from whence.core import WhenceError, explain_write_errors, require_file, write_json
+from whence.core import (
+    WhenceError,
+    check_flag,
+    explain_write_errors,
+    preserve_rng_state,
+    require_file,
+    write_json,
+)
 from whence.lab.arms import STANDARD
 from whence.lab.cluster import check_start, start_jobs
 from whence.lab.efficiency import Curve, summarise
-from whence.lab.kept_runs import find_finished, keep_run
+from whence.lab.kept_runs import find_finished, keep_run, put_damaged_aside
 from whence.lab.plans import AnyConfig, Planned, read_config, runner_of
 from whence.lab.workers import describe_failure
 from whence.runs import RunDirectory, Table, check_content, lock_directory
@@ -42,7 +49,7 @@ class _NoWatch(Watch):
 
 @contextmanager
 def _start_runs(
-    runs: Sequence[Planned], out: Path, watch: Watch, workers: int | None, on: str
+    runs: Sequence[Planned], out: Path, watch: Watch, workers: int | None, on: str, *, deletes: bool = False
 ) -> Iterator[Iterator[tuple[Planned, str | None]]]:
     """Check the settings of runs, then lock their directory and yield each run as it ends, with why it failed.
 
@@ -52,6 +59,9 @@ def _start_runs(
     distinct = {json.dumps(replace(each.config, seed=0).to_json(), sort_keys=True): each.config for each in runs}
     for config in distinct.values():
         runner_of(config).prepare(config)
+        if deletes and on == "local":  # another machine may have other devices
+            with preserve_rng_state():
+                runner_of(config).check(config)
     jobs = [(planned.config, planned.run_path(out)) for planned in runs]
     ongoing = start_jobs(jobs, workers, on, lambda place, rounds: watch.rounds(runs[place], rounds))
     with lock_directory(out), ongoing as ends:
@@ -125,6 +135,7 @@ def compare(
             nothing was run; or another process is writing to it.
     """
     check_start(workers, on)
+    check_flag("overwrite", overwrite)
     if STANDARD not in (arms := list(dict.fromkeys(config.arm for config in configs))):
         raise WhenceError(
             f"The arms {', '.join(arms)} lack {STANDARD!r}, which the others are measured against. Add it."
@@ -134,7 +145,7 @@ def compare(
     todo = [
         each for each in runs if overwrite or not runner_of(each.config).is_finished(each.config, each.run_path(path))
     ]
-    with _start_runs(todo, path, watch, workers, on) as ended_runs:
+    with _start_runs(todo, path, watch, workers, on, deletes=overwrite) as ended_runs:
         if overwrite:  # nothing is deleted before the cluster is there
             with explain_write_errors(path):
                 (path / "comparison.json").unlink(missing_ok=True)
@@ -215,6 +226,7 @@ def run_sweep(
     finished = find_finished(runs, out)
     todo, failures = [planned for planned in runs if planned not in finished], dict[str, str]()
     with _start_runs(todo, out, watch, workers, on) as ended_runs:
+        put_damaged_aside(out)
         for planned in finished:
             watch.kept(planned)
             shutil.rmtree(planned.run_path(out), ignore_errors=True)  # A kill may have left it.

@@ -14,7 +14,8 @@ import polars as pl
 import scipy
 from jaxtyping import Bool, Float64, Int
 
-from whence.core import WhenceError
+from whence.core import RunDirectoryError, WhenceError
+from whence.runs import RunDirectory
 from whence.statistics import interval_from_error, t_interval
 
 PAIR_METRICS = ("se_ave", "se_peak", "rt_peak", "rt_peak_paper", "se_ave_literal", "se_peak_literal", "unreached")
@@ -56,6 +57,16 @@ class Curve:
     def evaluations(self) -> Int[np.ndarray, " evaluations"]:
         """The rounds from 1 on after which the policy was evaluated."""
         return np.arange(self.rounds) + 1 if self.evaluated is None else np.flatnonzero(self.evaluated[1:]) + 1
+
+
+def read_timings(run: RunDirectory, rounds: int) -> pl.DataFrame:
+    """Read the timings of all rounds; a `RunDirectoryError` says if some were lost."""
+    if run.count_rows("timings") != rounds:
+        raise RunDirectoryError(
+            f"{run.path / 'timings.parquet'} does not hold the seconds of {rounds} rounds. Restore it from a copy, or "
+            "delete the run, and it is made again."
+        )
+    return run.table("timings")
 
 
 def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarray, " rounds"]) -> Curve:

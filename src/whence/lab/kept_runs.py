@@ -9,23 +9,26 @@ texts, or all numbers, are columns. A table of numbers, `{name: list}`, is a col
 """
 
 import json
+import logging
 import math
 import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from whence.core import RunDirectoryError, WhenceError, require_file, write_atomically
-from whence.lab.agents import RunConfig, make_curve
+from whence.core import RunDirectoryError, WhenceError, flush_to_disk, require_file, write_atomically
+from whence.lab.agents import RunConfig, digest_sources, make_curve
 from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.plans import Planned, find_differences
-from whence.runs import RunDirectory
+from whence.runs import Damaged, RunDirectory, put_aside
+
+log = logging.getLogger("whence")
 
 Row = Mapping[str, Any]
 
@@ -43,11 +46,15 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class KeptRun:
-    """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve."""
+    """A finished run of a sweep: configuration, tables `evaluations`, `rounds`, `seconds`, and learning curve.
+
+    `contents` are the digests of what was run; see `digest_sources`.
+    """
 
     config: RunConfig
     tables: Mapping[str, pl.DataFrame]
     curve: Curve
+    contents: Mapping[str, str] = field(default_factory=dict)
 
 
 Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
@@ -55,24 +62,39 @@ Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
 
 
 def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
-    """Return the runs of a sweep that are kept already.
+    """Return the runs of a sweep that are kept already; without a whole file there is none.
 
     Raises:
-        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file is damaged.
+        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file holds none.
     """
-    kept_runs = read_runs(out)
+    try:
+        kept_runs = read_runs(out)
+    except Damaged as damage:
+        log.warning("%s The runs are made again.", damage)
+        return []
     finished = []
     for planned in runs:
         if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
             continue
         before, now = kept.config.to_json(), planned.config.to_json()
-        if others := [field for field in now if before[field] != now[field]]:
+        if kept.contents and isinstance(planned.config, RunConfig):  # of older runs they are not known
+            before, now = {**before, **kept.contents}, {**now, **digest_sources(planned.config)}
+        if others := [field for field in now if before.get(field) != now[field]]:
             raise RunDirectoryError(
-                f"{planned.name} in {out} is another run: its {others[0]} is {before[others[0]]!r}, the sweep's "
+                f"{planned.name} in {out} is another run: its {others[0]} is {before.get(others[0])!r}, the sweep's "
                 f"{now[others[0]]!r}. Choose another directory, or delete its row."
             )
         finished.append(planned)
     return finished
+
+
+def put_damaged_aside(out: Path) -> None:
+    """Make room for new files in place of damaged ones, in a sweep's directory that is locked."""
+    for name in ("curves", "timings"):
+        try:
+            read_rows(out / f"{name}.parquet", KEYS)
+        except Damaged:
+            put_aside(out / f"{name}.parquet")
 
 
 def keep_run(planned: Planned, out: Path) -> None:
@@ -90,6 +112,7 @@ def keep_run(planned: Planned, out: Path) -> None:
     }
     metrics = run.table("metrics")
     results = head | {
+        **({"contents": contents} if (contents := run.config.get("contents")) else {}),
         "config": planned.config.to_json(),
         "evaluations": _list_columns(run.table("evaluations")),
         "rounds": _list_columns(metrics.select(name for name in COLUMNS if name in metrics.columns)),
@@ -97,6 +120,7 @@ def keep_run(planned: Planned, out: Path) -> None:
     _parse_run(results, timings)
     put_row(out / "timings.parquet", timings, KEYS)
     put_row(out / "curves.parquet", results, KEYS)
+    flush_to_disk(out)  # else a power cut could take the rows, too
     shutil.rmtree(planned.run_path(out), ignore_errors=True)
 
 
@@ -113,11 +137,14 @@ def read_runs(out: Path) -> dict[tuple[Any, ...], KeptRun]:
     """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
 
     Raises:
-        RunDirectoryError: a row is missing, or is none of a whole run.
+        RunDirectoryError: a row is none of a whole run.
     """
     results, timings = (read_rows(out / f"{name}.parquet", KEYS) for name in ("curves", "timings"))
     runs: dict[Any, KeptRun] = {}
     for key, row in results.items():
+        if key not in timings:  # that file was lost
+            log.warning("%s has no row of %s, so this run is not finished.", out / "timings.parquet", key)
+            continue
         try:
             runs[key] = _parse_run(row, timings[key])
         except (LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
@@ -136,7 +163,8 @@ def _parse_run(results: Mapping[str, Any], timings: Mapping[str, Any]) -> KeptRu
     tables["seconds"] = tables["seconds"].with_columns(pl.exclude("round") / 1e6)
     if tables["rounds"].height != config.rounds:
         raise WhenceError(f"it has {tables['rounds'].height} rounds, and its configuration {config.rounds}")
-    return KeptRun(config, tables, make_curve(config, tables["evaluations"], tables["seconds"]))
+    curve = make_curve(config, tables["evaluations"], tables["seconds"])
+    return KeptRun(config, tables, curve, results.get("contents") or {})
 
 
 def load_sweep(out: Path) -> Results:
@@ -188,15 +216,20 @@ def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str
         keys: names whose values are texts or whole numbers, and together belong to one row alone.
 
     Raises:
-        RunDirectoryError: the file cannot be read, or has other keys.
+        RunDirectoryError: the file cannot be read (`Damaged`: it is no Parquet), or has other keys.
     """
     if not path.exists():
         return {}
     try:
         table = pl.read_parquet(require_file(path), glob=False)
+    except pl.exceptions.PolarsError as broken:
+        raise Damaged(f"{path} cannot be read as Parquet: {broken}") from None
+    except OSError as refusal:
+        raise RunDirectoryError(f"{path} cannot be read: {refusal}") from None
+    try:
         rows = [_unpack_row(packed) for packed in table.iter_rows(named=True)]
         return {tuple(row[name] for name in keys): row for row in rows}
-    except (OSError, LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
+    except (LookupError, TypeError, ValueError) as failure:
         raise RunDirectoryError(
             f"{path} cannot be read as rows with {', '.join(keys)} ({type(failure).__name__}: {failure}). Restore it."
         ) from None

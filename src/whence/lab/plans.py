@@ -30,7 +30,7 @@ def read_config(values: Any) -> AnyConfig:
 
 
 def runner_of(config: AnyConfig) -> Any:
-    """Return the module that runs such a configuration: it has `prepare`, `run`, `is_finished` and `read_curve`.
+    """Return the module that runs such a configuration, by `prepare`, `check`, `run`, `is_finished` and `read_curve`.
 
     What it trains with is imported here.
     """

@@ -24,7 +24,7 @@ from whence.llm.text import (
     list_chats,
     list_vocabulary,
 )
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, time_stage
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, digest_content, list_damaged, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
@@ -205,24 +205,24 @@ def score_rollouts(
         "max_tokens": max_tokens,
         "temperature": temperature,
         **about,
+        "contents": {**about.get("contents", {}), "rollouts": _digest_files(Path(path))},
     }
+    added = [f"contents.rollouts.{name}" for name in description["contents"]["rollouts"].keys() - _list_scored(run)]
     skipped = Counter[str]()
-    steps = read_steps(Path(path), columns, skipped)
-    steps = chain([next(steps)], steps)
+    steps = _encode_steps(read_steps(Path(path), columns, skipped), model, tokenizer, max_tokens, skipped)
+    if (first := next(steps, None)) is None:
+        raise WhenceError(f"{path} holds no rollouts that can be scored: {_list_skipped(skipped)}.")
     recorder = RunRecorder(run)
     versions = library_versions(("whence", "torch", "transformers"))
-    checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=_find_last_round)
+    checkpoint = recorder.begin(
+        description, versions=versions, overwrite=overwrite, find=_find_last_round, may_change=added
+    )
     if checkpoint is not None:
         recorder.continue_after(checkpoint)
-    recorder.write_vocabulary(lambda: list_vocabulary(tokenizer))
-    done, first_id, number = 0 if checkpoint is None else checkpoint.round, 0, 0
+    recorder.plan_vocabulary(lambda: list_vocabulary(tokenizer))
+    done = 0 if checkpoint is None else checkpoint.round
     try:
-        for step in steps:
-            table, tokens = _encode(step.with_row_index("record_id", first_id), model, tokenizer, max_tokens, skipped)
-            first_id += len(step)
-            if table.is_empty():
-                continue
-            number += 1
+        for number, (table, tokens) in enumerate(chain([first], steps), 1):
             if number <= done:
                 continue
             seconds: dict[str, dict[str, float]] = {}
@@ -241,16 +241,43 @@ def score_rollouts(
                 on_round(number, len(table))
         if skipped:
             log.warning("%s: left out were %s.", path, _list_skipped(skipped))
-        if not number:
-            raise WhenceError(f"{path} holds no rollouts that can be scored: {_list_skipped(skipped)}.")
     finally:
         recorder.end()
     return RunDirectory.open(run)
 
 
+def _digest_files(path: Path) -> dict[str, str | None]:
+    """Return a digest of each file of rollouts."""
+    files = list_files(path, Counter())
+    return {file.relative_to(path if path.is_dir() else path.parent).as_posix(): digest_content(file) for file in files}
+
+
+def _list_scored(run: str | Path) -> set[str]:
+    """Return the names of the files that the run in a directory is of; those of further steps may come later."""
+    if not (Path(run) / "config.json").exists():
+        return set()
+    return set(RunDirectory.open(run).config.get("contents", {}).get("rollouts", {}))
+
+
 def _find_last_round(run: Path) -> Checkpoint:
-    """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
-    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
+    """Return where scoring stopped: after the last round of which it and all before are whole."""
+    rows = RunDirectory.open(run).count_rows("metrics")
+    for number, file in list_damaged(run, rows)[:1]:
+        log.warning("%s is damaged: rounds are scored again from round %d on.", file, number)
+        rows = number - 1
+    return Checkpoint(rows, {}, run)
+
+
+def _encode_steps(
+    steps: Iterator[pl.DataFrame], model: Any, tokenizer: Any, most: int | None, skipped: Counter[str]
+) -> Iterator[tuple[pl.DataFrame, list[Tokens]]]:
+    """Yield what `_encode` returns of each step, but of those without a row that the model can read."""
+    first_id = 0
+    for step in steps:
+        table, tokens = _encode(step.with_row_index("record_id", first_id), model, tokenizer, most, skipped)
+        first_id += len(step)
+        if tokens:
+            yield table, tokens
 
 
 def _encode(

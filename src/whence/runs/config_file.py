@@ -25,6 +25,9 @@ FORMAT = "whence-run"
 VERSION = 3
 """Of a run's config.json."""
 
+COPY = ".config.json"
+"""A copy of config.json, which is read if that one is damaged."""
+
 SIGNATURE = ".signature"
 """The file of a run's signature, which is no part of what the run is."""
 
@@ -51,7 +54,13 @@ def check_config_file(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(explain_no_run(path.parent)) from None
     except OSError as broken:
         raise RunDirectoryError(f"{path} cannot be read: {broken}. Restore it, or run into a new directory.") from None
-    document = parse_document(path, text, RunDirectoryError)
+    try:
+        document = parse_document(path, text, RunDirectoryError)
+    except RunDirectoryError as damage:
+        if not (copy := path.with_name(COPY)).is_file():
+            raise RunDirectoryError(f"{damage} Or run into a new directory.") from None
+        log.warning("%s is damaged, so its copy %s is read.", path, COPY)
+        document = parse_document(copy, copy.read_text(encoding="utf-8", errors="replace"), RunDirectoryError)
     if (mark := document.get("format")) != FORMAT:
         raise RunDirectoryError(
             f"{path} is marked {mark!r}, and a run's config.json {FORMAT!r}: {path.parent} is no run directory. Choose "
@@ -171,7 +180,7 @@ def _is_run(path: Path) -> bool:
     """Return whether a directory's config.json is marked as a run's, be it damaged or not."""
     try:
         text = require_file(path / "config.json").read_text(encoding="utf-8", errors="replace")
-        return f'"{FORMAT}"' in text
+        return f'"{FORMAT}"' in text or (path / COPY).exists()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     except OSError:  # it may not be read; whoever wrote it does not want it replaced

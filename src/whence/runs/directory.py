@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
@@ -10,9 +11,18 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 import polars as pl
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, describe, explain_write_errors, write_json
+from whence.core import (
+    RunDirectoryError,
+    WhenceError,
+    check_flag,
+    describe,
+    explain_write_errors,
+    flush_to_disk,
+    write_json,
+)
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
+    COPY,
     FORMAT,
     VERSION,
     check_place,
@@ -22,7 +32,9 @@ from whence.runs.config_file import (
     read_config_file,
     sign_config,
 )
+from whence.runs.damage import report_damage
 from whence.runs.files import (
+    Damaged,
     PerRound,
     RoundTensors,
     RowTable,
@@ -72,12 +84,15 @@ class RunDirectory:
     checkpoints/round_00005.safetensors all that training needs to continue after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes
     vocabulary.parquet                 a language model's tokens: the text of each id
+    .config.json                       a copy, which is read if the power was cut and config.json is damaged
     .signature                         of the configuration and the place, by the user who made the run
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. What writes
-    raises `RunDirectoryError` if the system refuses, or if the directory was taken over, deleted or replaced.
+    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. The same is
+    true of a power cut for all files up to the last checkpoint. A table that is damaged nevertheless counts as lost; a
+    training that continues keeps it as NAME.damaged. What writes raises `RunDirectoryError` if the system refuses, or
+    if the directory was taken over, deleted or replaced.
 
     Attributes:
         path: the directory.
@@ -97,6 +112,7 @@ class RunDirectory:
     _tables: dict[str, RowTable] = field(default_factory=dict, repr=False, init=False)
     _lock: Lock | None = field(default=None, repr=False, init=False)
     _kept_rounds: int | None = field(default=None, repr=False, init=False)
+    _unflushed: list[Path] = field(default_factory=list, repr=False, init=False)
 
     @classmethod
     def begin(
@@ -137,8 +153,9 @@ class RunDirectory:
             if (stored := cls.find_start(run.path, config, **choice)) is not None:
                 stored.config, stored._lock, stored.is_trusted, run = run.config, run._lock, True, stored
                 run._kept_rounds = kept = 0 if run.checkpoint is None else run.checkpoint.round
-                if (rows := run.table("metrics").height) < kept:
+                if (rows := run.count_rows("metrics")) < kept:
                     log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, kept)
+                report_damage(run.path, kept)
             else:
                 run._kept_rounds = -1  # not even what is written of round 0
                 if not run.rounds():
@@ -186,10 +203,12 @@ class RunDirectory:
             The run that it continues, with `checkpoint`; None: it starts anew.
 
         Raises:
+            WhenceError: overwrite is neither True nor False.
             RunDirectoryError: the directory holds a run of another configuration, or finished rounds that no checkpoint
                 to continue from holds.
         """
         path, checkpoint, rounds = Path(path), None, None
+        check_flag("overwrite", overwrite)
         is_anew = not os.path.exists(path / "config.json") or (overwrite and isinstance(start, str))
         stored = None if is_anew else cls.open(path)
         if stored is not None and (rounds := stored.count_rounds()) is not None:
@@ -217,7 +236,7 @@ class RunDirectory:
         """Return the number of rounds that were finished, by any file of theirs; None if the run wrote none."""
         if self.notes.get(_REPLACING):
             return None
-        finished = [self.table("metrics").height, *list_checkpoints(self.path)]
+        finished = [self.count_rows("metrics"), *list_checkpoints(self.path)]
         begun = [*self.rounds("records"), *self.rounds("policies"), *self.rounds("recordings")]
         return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
 
@@ -245,9 +264,15 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let others write the directory."""
+        self.flush()
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+
+    def flush(self) -> None:
+        """Wait until the files of rounds are on disk, before what counts on them is written or deleted."""
+        paths, self._unflushed = self._unflushed, []
+        flush_to_disk(*paths, *{path.parent for path in paths})
 
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""
@@ -272,7 +297,8 @@ class RunDirectory:
     def _write_config(self, *, sign: bool = False) -> None:
         self.prepare_writing()
         content = {"config": self.config, "versions": self.versions, "notes": self.notes}
-        write_json(self.path / "config.json", {"format": FORMAT, "version": VERSION, **content})
+        for name in (COPY, "config.json"):
+            write_json(self.path / name, {"format": FORMAT, "version": VERSION, **content})
         if sign:
             self.sign()
 
@@ -309,24 +335,37 @@ class RunDirectory:
 
     def keep_rows(self, table: Table, rounds: Collection[int]) -> None:
         """Delete a table's rows of all rounds but these."""
-        if self.table(table).height:  # there is none in a run that replaces another one
+        if self.count_rows(table):  # there is none in a run that replaces another one
             self.prepare_writing()
             self._row_table(table).keep(rounds)
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
         self.prepare_writing()
-        write_table(table, self.round_path(name, number))
+        write_table(table, path := self.round_path(name, number), flush=False)
+        self._unflushed.append(path)
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor], *, name: RoundTensors = "policies") -> None:
         """Write the tensors of the policy that collects round `number` (from 1), or others; no two may share memory."""
         self.prepare_writing()
-        write_tensor_file(self.round_path(name, number), tensors, {})
+        write_tensor_file(path := self.round_path(name, number), tensors, {}, flush=False)
+        self._unflushed.append(path)
 
     def table(self, name: Table) -> pl.DataFrame:
-        """Read a table; it is empty if nothing was written yet."""
-        table, last = self._row_table(name).read(), self._kept_rounds
-        return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
+        """Read a table; it is empty if nothing was written yet, and if it is damaged in a run that is continued."""
+        rows, last = self._row_table(name), self._kept_rounds
+        if last is None:
+            return rows.read()
+        table = pl.DataFrame()
+        with suppress(Damaged):  # `prepare_writing` puts it aside
+            table = rows.read()
+        return table if table.is_empty() else table.filter(pl.col("round") <= last)
+
+    def count_rows(self, name: Table) -> int:
+        """Return the number of a table's rows, 0 if it is lost or damaged."""
+        with suppress(Damaged):
+            return self.table(name).height
+        return 0
 
     def _row_table(self, name: str) -> RowTable:
         return self._tables.setdefault(name, RowTable(self.path / f"{name}.parquet"))

@@ -5,6 +5,8 @@ Nothing is written through links, and no leftovers stay.
 
 import hashlib
 import io
+import json
+import logging
 import mmap
 import os
 import re
@@ -12,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -23,6 +26,8 @@ from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, explain_write_errors, first_line, require_file, write_atomically
 from whence.runs.locks import LOCK, check_fork
+
+log = logging.getLogger("whence")
 
 T = TypeVar("T")
 
@@ -125,6 +130,18 @@ CHANGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 """What the contents of a file raise, where they are used, that are not those that whence wrote."""
 
 
+class Damaged(RunDirectoryError):
+    """A file holds something else than was written, as after a power cut."""
+
+
+def put_aside(path: Path) -> None:
+    """Keep a damaged file under another name, in whose place a new one will be."""
+    aside = path.with_name(f"{path.name}.damaged")
+    with explain_write_errors(aside):
+        path.replace(aside)
+    log.warning("%s is damaged and counts as lost. It is kept as %s.", path, aside.name)
+
+
 _CHECKSUM = {"checksum": f"blake2b:{'0' * 32}"}
 """Metadata of a file, in whose place `_write_checksum` puts the checksum of all other bytes."""
 
@@ -202,23 +219,27 @@ def _open_table(path: Path, read: Callable[..., T]) -> T:
     try:
         if not _has_changed(path):
             return read(path, glob=False)
-    except (OSError, pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
-        raise RunDirectoryError(f"{path} cannot be read as Parquet: {broken}") from None
-    raise RunDirectoryError(_DAMAGED.format(path))
+    except OSError as refusal:
+        raise RunDirectoryError(f"{path} cannot be read as Parquet: {refusal}") from None
+    except (pl.exceptions.PanicException, pl.exceptions.PolarsError) as broken:
+        raise Damaged(f"{path} cannot be read as Parquet: {broken}") from None
+    raise Damaged(_DAMAGED.format(path))
 
 
-def write_tensor_file(path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+def write_tensor_file(
+    path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], *, flush: bool = True
+) -> None:
     """Write tensors, of which no two may share memory, and the texts of a header, atomically, with a checksum."""
-    with write_atomically(path) as temporary:
+    with write_atomically(path, flush=flush) as temporary:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(plain, temporary, {**texts, **_CHECKSUM})
         _write_checksum(temporary)
 
 
-def write_table(table: pl.DataFrame, path: Path) -> None:
+def write_table(table: pl.DataFrame, path: Path, *, flush: bool = True) -> None:
     """Write a Parquet file, atomically, with a checksum."""
     check_fork()
-    with write_atomically(path) as temporary:
+    with write_atomically(path, flush=flush) as temporary:
         content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
         table.write_parquet(content, compression="zstd", metadata=_CHECKSUM)
         temporary.write_bytes(content.getvalue())  # a view would outlive its buffer where the write fails
@@ -238,18 +259,29 @@ class RowTable:
 
     def read(self) -> pl.DataFrame:
         """Read all rows; there is none if nothing was written yet."""
-        return read_table(self._path) if self._path.exists() else pl.DataFrame()
+        try:
+            return read_table(self._path) if self._path.exists() else pl.DataFrame()
+        except Damaged as damage:
+            raise Damaged(f"{damage} Deleted, it counts as lost, and the run is read without its rows.") from None
+
+    def load(self) -> pl.DataFrame:
+        """Read all rows, in whose place others will be; a damaged file is kept under another name, without rows."""
+        try:
+            return self.read()
+        except Damaged:
+            put_aside(self._path)
+            return pl.DataFrame()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row in the place of those of its round and later ones."""
-        rows = self.read() if self._rows is None else self._rows
+        rows = self.load() if self._rows is None else self._rows
         added = pl.DataFrame([dict(row)], infer_schema_length=None)
         before = [] if rows.is_empty() else [rows.filter(pl.col("round") < row["round"])]
         self.replace(pl.concat([*before, added], how="diagonal_relaxed", rechunk=True))
 
     def keep(self, rounds: Collection[int]) -> None:
         """Delete the rows of all rounds but these."""
-        rows = self.read()
+        rows = self.load()
         if not rows.is_empty() and not rows["round"].is_in(list(rounds)).all():
             self.replace(rows.filter(pl.col("round").is_in(list(rounds))))
 
@@ -275,11 +307,12 @@ def write_flag(run: str | Path, number: int, record: int, note: str | None) -> N
         RunDirectoryError: the directory cannot be written, or its flags cannot be read.
     """
     with _WRITING:
+        (table := RowTable(Path(run) / f"{FLAGS}.parquet")).load()
         flags = read_flags(run)
         others = flags.filter((pl.col("round") != number) | (pl.col("record_id") != record))
         added = pl.DataFrame([] if note is None else [(number, record, note)], schema=flags.schema, orient="row")
         rows = pl.concat([others, added]).sort("round", "record_id")
-        RowTable(Path(run) / f"{FLAGS}.parquet").replace(rows)
+        table.replace(rows)
 
 
 def read_vocabulary(run: Path) -> list[str]:
@@ -291,6 +324,37 @@ def read_vocabulary(run: Path) -> list[str]:
 def write_vocabulary(run: Path, texts: Sequence[str]) -> None:
     """Write the text of each token id."""
     write_table(pl.DataFrame({"text": list(texts)}, schema={"text": pl.String}), run / VOCABULARY)
+
+
+def digest_content(path: Path) -> str | None:
+    """Return a digest of a file's bytes, or of the files of a folder; None: it is not there, it may be on a hub.
+
+    Of a folder with a model these are the files directly in it, of another one those in its folders, too; but a
+    trainer's states and what is hidden or cached. Any changed byte is noticed. A gigabyte takes a second or two, once
+    in a process.
+    """
+    if not path.is_dir():
+        return _digest_file(path, *_identify(path)) if path.is_file() else None
+    is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
+    files = [file for file in sorted(path.glob("*" if is_model else "**/*")) if file.is_file()]
+    names = {file.relative_to(path).as_posix(): file for file in files if not _NO_CONTENT.search(file.name)}
+    digests = json.dumps({name: digest_content(file) for name, file in names.items()})
+    return hashlib.sha256(digests.encode()).hexdigest()
+
+
+_NO_CONTENT = re.compile(r"^\.|^cache-|\.(pt|pth|md)$")
+
+
+def _identify(path: Path) -> tuple[int, ...]:
+    """Return what tells a file from a later one of its name."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@cache
+def _digest_file(path: Path, *identity: int) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def read_digests(folder: Path) -> dict[str, str]:

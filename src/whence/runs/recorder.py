@@ -32,7 +32,7 @@ from whence.core import WhenceError
 from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
 from whence.runs.config_file import list_changes
 from whence.runs.directory import POLICIES_EVERY, RunDirectory
-from whence.runs.files import VOCABULARY, PerRound, RoundTensors, write_vocabulary
+from whence.runs.files import VOCABULARY, PerRound, RoundTensors, RowTable, write_vocabulary
 
 log = logging.getLogger("whence")
 
@@ -106,6 +106,7 @@ class RunRecorder:
         self._is_begun, self._keep, self._clock = self._directory is not None, keep, CheckpointClock(save_every)
         self._seconds, self._versions = dict.fromkeys(("cpu", "wall"), 0.0), dict[str, str]()
         self._reason = ""
+        self._list_texts: Callable[[], Collection[str]] | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -185,13 +186,9 @@ class RunRecorder:
         if POLICIES_EVERY not in self.directory.notes:
             self.directory.note(**{POLICIES_EVERY: max(1, math.ceil(size * rounds / POLICY_BYTES))})
 
-    def write_vocabulary(self, list_texts: Callable[[], Collection[str]]) -> None:
-        """Write the texts of a language model's tokens, unless the run has them."""
-        if not self.writes:
-            return
-        self.directory.prepare_writing()  # else there are the texts of a run that this one replaces
-        if not (self.path / VOCABULARY).exists():
-            write_vocabulary(self.path, [*list_texts()])
+    def plan_vocabulary(self, list_texts: Callable[[], Collection[str]]) -> None:
+        """Let the texts of a language model's tokens be written with a round, unless the run has them."""
+        self._list_texts = list_texts
 
     def write_round(
         self,
@@ -205,6 +202,11 @@ class RunRecorder:
         if not self.writes:
             return
         self.note_resumption()
+        if self._list_texts is not None:
+            self.directory.prepare_writing()  # else there are the texts of a run that this one replaces
+            if RowTable(self.path / VOCABULARY).load().is_empty():
+                write_vocabulary(self.path, [*self._list_texts()])
+            self._list_texts = None
         for name, each in (tensors or {}).items():
             if each and (name != "policies" or (number - 1) % self.directory.notes.get(POLICIES_EVERY, 1) == 0):
                 self.directory.write_policy(number, each, name=name)
@@ -220,6 +222,8 @@ class RunRecorder:
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
         """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
         if self.writes:
+            if not self.saves:  # else the checkpoint does so
+                self.directory.flush()
             self.directory.append("metrics", metrics)
             seconds = {**seconds, "checkpoint": self._seconds}
             self._seconds = dict.fromkeys(("cpu", "wall"), 0.0)
@@ -236,6 +240,7 @@ class RunRecorder:
             content = read()
             if self.writes:
                 self.directory.prepare_writing()
+                self.directory.flush()
                 save_checkpoint(self.path, number, content, keep=self._keep)
         self._seconds = clock.seconds()
 

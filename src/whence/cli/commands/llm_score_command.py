@@ -10,7 +10,7 @@ from whence.cli.terminal.options import Overwrite, optional
 from whence.core import WhenceError
 from whence.llm.rollout_files import NAMES
 from whence.llm.rollout_scores import score_rollouts
-from whence.stored.language import hide_progress_bars, load_checkpoint, make_scored_target
+from whence.stored.language import digest_sources, hide_progress_bars, load_checkpoint, make_scored_target
 
 TARGETS = {
     "sequence": "above 0, training on a row raises the mean advantage-weighted log-probability of the others",
@@ -93,6 +93,7 @@ def score(
             about={
                 **{"model": model, "target_kind": target, "demonstrations": demonstrations, "reference": reference},
                 **{"beta": beta, "dtype": dtype, "batch_size": batch_size},
+                "contents": digest_sources({"model": model, "demonstrations": demonstrations, "reference": reference}),
             },
             overwrite=overwrite,
             on_round=lambda number, rows: status.update(f"Round {number}: {rows:,} rows scored …"),

@@ -41,6 +41,8 @@ def report(
     Example: whence report runs/lander
     """
     out = out or path / "report.html"
+    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
+        raise WhenceError(f"--out is {out}; name the file to write, such as {out.stem or 'report'}.html.")
     chosen = None if rounds is None else parse_rounds("--rounds", rounds)
     with RoundBar() as bar:
         if find_content(path) == "comparison":

@@ -310,7 +310,7 @@ def _train(config: AnyConfig, run: Path | None, name: str, *, overwrite: bool, j
         rounds = spread(directory.rounds(), COMPARED_ROUNDS)
         shown = ExploredRun(directory, about=describe_training(directory))
         write_report(shown, page, rounds=rounds, on_round=bar_of_page.update)
-    last_round = directory.table("metrics").to_dicts()[-1]
+    last_round = (directory.table("metrics").to_dicts() or [{}])[-1]  # they may be lost
     evaluations = directory.table("evaluations")
     last_round |= {} if evaluations.is_empty() else evaluations.to_dicts()[-1]
     if json:

@@ -2,6 +2,7 @@ from .configurations import configure as configure
 from .configurations import configure_arms as configure_arms
 from .configurations import plan_comparison as plan_comparison
 from .environments import default_policy as default_policy
+from .environments import digest_sources as digest_sources
 from .environments import make_evaluation_env as make_evaluation_env
 from .environments import make_training_env as make_training_env
 from .run_config import RunConfig as RunConfig

@@ -14,10 +14,10 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from whence.core import RunDirectoryError, WhenceError
 from whence.lab import efficiency
-from whence.lab.agents.environments import make_evaluation_env, make_training_env
+from whence.lab.agents.environments import digest_sources, make_evaluation_env, make_training_env
 from whence.lab.agents.run_config import RunConfig
 from whence.lab.arms import ARMS, counts_scoring, find_arm
-from whence.runs import RunDirectory
+from whence.runs import RunDirectory, is_whole, report_damage
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import Pool
 from whence.sb3.models import (
@@ -43,6 +43,15 @@ It is called once without a directory, for the callback's settings.
 
 def prepare(config: RunConfig) -> None:
     """Do nothing: a configuration is checked when it is made, and runs share nothing that has to be made first."""
+
+
+def check(config: RunConfig) -> None:
+    """Make a run's environments and model once, so that what SB3 refuses is known before a run is deleted."""
+    env = make_training_env(config)
+    try:
+        make_model(config, env)
+    finally:
+        env.close()
 
 
 def run(
@@ -100,10 +109,15 @@ def run(
         settings = make_callback(config, None, recordings).settings()
         directory = RunDirectory.begin(
             path,
-            {**describe_model(model), **settings, "experiment": config.to_json()},
+            {
+                **describe_model(model),
+                **settings,
+                "experiment": config.to_json(),
+                "contents": digest_sources(config),
+            },
             versions=read_versions(),
             overwrite=overwrite,
-            may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
+            may_change=["experiment.rounds", "contents.environment"],  # which is_finished has compared
         )
         resumed = directory.checkpoint is not None
         directory.keep_rows("evaluations", config.evaluated_rounds)  # without a shorter run's last
@@ -180,12 +194,16 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     # No setting of a run depends on the number of rounds: its learning rate and clip range are constants.
     rounds = directory.experiment.get("rounds")
     may_change = ["experiment.rounds"] if isinstance(rounds, int) and rounds < config.rounds else []
-    directory.check_same({**directory.config, "experiment": config.to_json()}, but=may_change)
-    if not directory.round_path("policies", config.rounds + 1).exists():  # written last
+    present = {"experiment": config.to_json()}
+    if "contents" in directory.config:  # of older runs it is not known
+        present["contents"] = digest_sources(config)
+    directory.check_same({**directory.config, **present}, but=may_change)
+    if not is_whole(directory.round_path("policies", config.rounds + 1)):  # written last
         return False
+    report_damage(path, config.rounds)
     if not config.eval_episodes:
-        return directory.table("timings").height == config.rounds
-    return directory.table("evaluations").height == len(config.evaluated_rounds)
+        return directory.count_rows("timings") == config.rounds
+    return directory.count_rows("evaluations") == len(config.evaluated_rounds)
 
 
 def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> efficiency.Curve:
@@ -204,7 +222,7 @@ def read_curve(config: RunConfig, path: Path) -> efficiency.Curve:
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    return make_curve(config, directory.table("evaluations"), directory.table("timings"))
+    return make_curve(config, directory.table("evaluations"), efficiency.read_timings(directory, config.rounds))
 
 
 class _Evaluation(BaseCallback):

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from transformers import TrainerCallback
 
-from whence.core import MeanObjective, RunDirectoryError, WhenceError
+from whence.core import MeanObjective, RunDirectoryError, WhenceError, flush_to_disk
 from whence.lab.arms import counts_scoring
-from whence.lab.efficiency import Curve, make_curve
+from whence.lab.efficiency import Curve, make_curve, read_timings
 from whence.lab.language.laboratory_tasks import make_laboratory
 from whence.lab.language.selections import configure_trainer, make_rule, read_arm
 from whence.llm.base import PPOConfig, ignore_old_names
@@ -27,7 +27,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import CheckpointClock, RunDirectory
+from whence.runs import CheckpointClock, RunDirectory, is_whole, report_damage
 from whence.stored.language import (
     LanguageConfig,
     Task,
@@ -51,6 +51,13 @@ def prepare(config: LanguageConfig) -> None:
         make_laboratory(config)
 
 
+def check(config: LanguageConfig) -> None:
+    """Load a run's model, data and rewards once, so that what they refuse is known before a run is deleted."""
+    task = load_task(config)
+    split_held_out(config, task)
+    _make_target(config, task)
+
+
 def is_finished(config: LanguageConfig, path: Path) -> bool:
     """Tell whether a directory holds this run, with all rounds and its trained model.
 
@@ -60,10 +67,12 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    rounds = directory.table("metrics").height
+    rounds = max(directory.count_rows("metrics"), directory.count_rows("timings"))  # one of them may be lost
     if rounds:
         directory.check_same({**directory.config, **describe(config)})
-    return 0 < config.rounds <= rounds and (path / "model").is_dir()
+    report_damage(path, config.rounds)
+    # A damaged model is saved again, from the last checkpoint.
+    return 0 < config.rounds <= rounds and (path / "model").is_dir() and all(map(is_whole, (path / "model").iterdir()))
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:
@@ -77,7 +86,7 @@ def read_curve(config: LanguageConfig, path: Path) -> Curve:
     if not is_finished(config, path):
         raise RunDirectoryError(f"{path} holds an unfinished run; run it again to finish it.")
     directory = RunDirectory.open(path)
-    evaluations, timings = directory.table("evaluations"), directory.table("timings")
+    evaluations, timings = directory.table("evaluations"), read_timings(directory, config.rounds)
     if evaluations.is_empty():
         raise RunDirectoryError(f"{path} holds no evaluation; give a test data set, and eval_every of at least 1.")
     clock = "cpu" if directory.config.get("device", "cpu").startswith("cpu") else "wall"
@@ -217,7 +226,7 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Evaluate the model before the first round."""
-        self._directory = RunDirectory.open(self._path)
+        self._directory = self._trainer._run.recorder.directory  # begun, and not yet written where it replaces another
         if state.is_world_process_zero:
             rounds = int(args.save_steps) // args.num_iterations if args.save_strategy == "steps" else 1
             self._directory.note(save_every=max(1, rounds))
@@ -258,11 +267,12 @@ class _Observer(TrainerCallback):  # type: ignore[misc]
 
 
 def _save_atomically(folder: Path, save: Callable[[Path], object]) -> None:
-    """Save a model under a temporary name, then rename it: a run with its model counts as finished."""
+    """Save a model under a temporary name, flush it, then rename it: a run with its model counts as finished."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     for leftover in (temporary, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     save(temporary)
+    flush_to_disk(*temporary.rglob("*"), temporary)
     temporary.rename(folder)
 
 

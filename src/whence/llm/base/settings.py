@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from whence.core import WhenceError, describe, describe_scoring
+from whence.runs import digest_content
 from whence.selection import SelectionRule
 from whence.validation import Count, Fraction, Natural, NotNegative, Positive, settings
 
@@ -157,10 +159,11 @@ def describe_rows(rows: Any) -> dict[str, Any] | None:
 
 def describe_rows_scored(model: Any, rule: SelectionRule, scoring: Any) -> dict[str, Any]:
     """Return which model's rows are scored, and how, in JSON types."""
-    network = getattr(model, "language_model", model)
+    name = getattr(getattr(model, "language_model", model).config, "_name_or_path", "")
     return {
         "kind": "language",
-        "model": getattr(network.config, "_name_or_path", "") or None,
+        "model": name or None,
+        "weights": digest_content(Path(name)) if name else None,
         **describe_scoring(rule, scoring.target, scoring.objective),
         "leave_one_out": scoring.leave_one_out,
     }

@@ -58,7 +58,7 @@ def open_run(trainer: Any, *, overwrite: bool, is_trained: bool) -> tuple[RunRec
         may_change=_MAY_CHANGE,
         check=check,
     )
-    recorder.write_vocabulary(lambda: list_vocabulary(trainer.tokenizer))
+    recorder.plan_vocabulary(lambda: list_vocabulary(trainer.tokenizer))
     if checkpoint is not None and recorder.writes:
         done = checkpoint.round
         state = "finished: nothing is trained" if done == rounds else f"going on after round {done} of {rounds}"

@@ -202,18 +202,19 @@ class PPOTrainer:
             WhenceError: the training would start anew with a model that this trainer has trained already.
         """
         self._recorder, checkpoint = open_run(self, overwrite=overwrite, is_trained=self._recorder is not None)
+        done = 0 if checkpoint is None else checkpoint.round  # not the rows of metrics, which may be lost
         try:
             if checkpoint is not None:
                 self._restore(checkpoint)
-            if len(self.metrics) < self.config.rounds:
-                self._train_rounds()
+            if done < self.config.rounds:
+                self._train_rounds(done + 1)
         finally:
             self._recorder.end()
         return self.metrics
 
-    def _train_rounds(self) -> None:
+    def _train_rounds(self, first: int) -> None:
         """Train the rounds that have not been trained yet."""
-        config, first = self.config, len(self.metrics) + 1
+        config = self.config
         if config.report_to:
             plain = {name: value for name, value in config.to_json().items() if isinstance(value, int | float | str)}
             # The variable is W&B's own; Accelerate would not read it.

@@ -33,6 +33,7 @@ from whence.runs import (
     load_tree,
     read_digests,
     read_states,
+    report_damage,
     save_tree,
 )
 from whence.selection import Selection, add_selection, summarise_selection
@@ -81,6 +82,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 "directory is a generation batch, so the first has to be a multiple of the second."
             )
         self._steps = trainer.args.num_iterations * (batches // accumulation)
+        self._clears_after: int | None = None
         self._batch: tuple[pl.DataFrame, dict[str, Any]] | None = None
         self._texts: dict[str, Any] = {}
         self.signals = PassSignals()
@@ -148,6 +150,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         same_epochs = progress.num_train_epochs == args.num_train_epochs
         total = args.max_steps if args.max_steps > 0 else progress.max_steps if same_epochs else math.inf
         if finished := progress.global_step >= total:
+            report_damage(self.recorder.path, progress.global_step // self._steps)
             log.warning("%s holds this run, finished: nothing is trained.", self.recorder.path)
         return bool(finished)
 
@@ -162,18 +165,14 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         rounds, versions = -(-state.max_steps // self._steps), library_versions(_LIBRARIES)
         shared = Path(args.output_dir).resolve().is_relative_to(recorder.path.resolve())
         checkpoint = recorder.begin(self._describe(rounds), versions=versions, shared=shared, **self._choice)
-        recorder.directory.prepare_writing()
         if checkpoint is not None:
             log.warning("%s: going on after round %d of %d.", recorder.path, checkpoint.round, rounds)
             recorder.continue_after(checkpoint)
             recorder.note_resumption()
-        if checkpoint is not None or (shared and not state.global_step):
-            for step, folder in _list_checkpoints(args.output_dir).items():
-                if step > state.global_step:  # training comes there again, and Transformers counts them
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._clears_after = state.global_step if checkpoint is not None or (shared and not state.global_step) else None
         if _RUN_ID not in recorder.directory.notes:
             recorder.directory.note(**{_RUN_ID: uuid.uuid4().hex})
-        recorder.write_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
+        recorder.plan_vocabulary(lambda: list_vocabulary(self._trainer._tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Complete a checkpoint that Transformers has written; no training continues from one without an optimiser."""
@@ -252,6 +251,12 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer, logs = self._trainer, self._texts
         if not self.recorder.writes:
             return
+        if self._clears_after is not None:  # now that responses were made and rewarded
+            self.recorder.directory.prepare_writing()
+            for step, folder in _list_checkpoints(trainer.args.output_dir).items():
+                if step > self._clears_after:  # training comes there again, and Transformers counts them
+                    shutil.rmtree(folder, ignore_errors=True)
+            self._clears_after = None
         chats = {"prompt": logs["prompt"], "response": logs["completion"]}
         parts = {f"reward.{name}": rewards for name, rewards in trainer.rewards_by_function.items()}
         reward, *rewards = (

@@ -4,7 +4,7 @@ import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dis import get_instructions
 from enum import Enum
@@ -88,6 +88,21 @@ def digest_function(function: Any) -> str:
     """Return a digest of a function's or a callable object's code, and of the plain values that it holds itself."""
     values = [each for each in read_values([function]).items() if each[0].count(".") == 1 or each[0].endswith(_CODE)]
     return _digest(json.dumps(values).encode())
+
+
+def digest_environment(make: Callable[[], gym.Env[Any, Any]]) -> str | None:
+    """Return a digest of the user's classes of an environment and its wrappers, with the constants that they read.
+
+    What differs between two that are made is left out, as counters are; and what only objects hold, as seeds are. It is
+    None if no code is the user's.
+    """
+    chains = []
+    for _ in range(2):
+        env = make()
+        chains.append({name: value for name, value in read_chain(env).items() if ".__class__." in name})
+        env.close()
+    held = {name: value for name, value in chains[0].items() if chains[1].get(name) == value}
+    return _digest(json.dumps(held).encode()) if any(name.endswith(_CODE) for name in held) else None
 
 
 def keep_constant(start: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

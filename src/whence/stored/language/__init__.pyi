@@ -2,6 +2,7 @@ from .language_config import SOURCE as SOURCE
 from .language_config import TASK_FIELDS as TASK_FIELDS
 from .language_config import LanguageConfig as LanguageConfig
 from .language_config import describe as describe
+from .language_config import digest_sources as digest_sources
 from .rounds import Explanation as Explanation
 from .rounds import explain_response as explain_response
 from .rounds import list_policies as list_policies

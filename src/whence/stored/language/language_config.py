@@ -1,6 +1,5 @@
 """Post-training runs of language models, read without Transformers: their configurations and directories."""
 
-import hashlib
 import importlib.util
 import sys
 import tomllib
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from whence.core import LANGUAGE_UNITS, WhenceError, suggest
 from whence.engines import ENGINES
+from whence.runs import digest_content
 from whence.validation import Count, Natural, one_of, read_table, settings
 
 TASKS = ("arithmetic", "loophole", "smollm2")
@@ -203,15 +203,25 @@ def search_first(folder: Path) -> Iterator[None]:
 
 
 def describe(config: LanguageConfig) -> dict[str, Any]:
-    """Return the description of a run for its directory, in JSON types, with digests of its rewards' source files."""
-    digests = {name: digest_source(getattr(config, name)) for name in ("reward", "test_reward")}
-    contents = {name: digest for name, digest in digests.items() if digest is not None}
+    """Return the description of a run for its directory, in JSON types, with digests of what its names point at."""
+    contents = digest_sources({name: getattr(config, name) for name in SOURCE if name != "reward_label"})
     return {"arm": config.arm, "env": config.env, "experiment": config.to_json(), "contents": contents}
 
 
+def digest_sources(names: Mapping[str, str | None]) -> dict[str, str]:
+    """Return digests of what names point at on this machine: of the contents, by which a change is seen."""
+    digests = {what: digest_source(name) for what, name in names.items()}
+    return {what: digest for what, digest in digests.items() if digest is not None}
+
+
 def digest_source(name: str | None) -> str | None:
-    """Return a digest of the file of a function, see `load_function`; None: there is no such file or module."""
-    source, _, _ = (name or "").rpartition(":")
+    """Return a digest of a file or folder, or of the file of a function, see `load_function`; None: there is none.
+
+    Of a function it is the one file; those that it imports may change unnoticed.
+    """
+    if name is None or (digest := digest_content(Path(name))) is not None:
+        return None if name is None else digest
+    source, _, _ = name.rpartition(":")
     path = Path(source)
     if source and not source.endswith(".py"):
         try:
@@ -220,4 +230,4 @@ def digest_source(name: str | None) -> str | None:
         except Exception:  # A parent package cannot be imported, which loading the function will report.
             return None
         path = Path("" if spec is None or spec.origin is None else spec.origin)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return digest_content(path) if path.is_file() else None

@@ -350,6 +350,8 @@ class TestRunsOfStrangers:
         model.learn(96, callback=callback)
         assert (RunDirectory.open(moved).rounds(), is_trusted(moved)) == ([1, 2, 3], False)
         begin_after(moved, stranger.config, 1).prepare_writing()
+        assert not is_trusted(moved)
+        RunDirectory.open(moved).sign()
         assert is_trusted(moved)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other user"))
         assert not is_trusted(moved)

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from helpers.toys import copy_signed
 from whence import Return, RunDirectory, RunDirectoryError, attribute, cli
 from whence.engines import ENGINES
 from whence.lab import attribute_round
@@ -64,7 +64,7 @@ def test_a_run_holds_what_was_asked_for(lake: Path) -> None:
 
 
 def test_what_is_not_finite_is_null_in_json(lake: Path, tmp_path: Path) -> None:
-    shutil.copytree(lake, tmp_path / "run")
+    copy_signed(lake, tmp_path / "run")
     table = RunDirectory.open(lake).table("metrics")
     odd = {"q50": float("nan"), "q95": float("inf")}
     table.with_columns(**{name: pl.lit(value) for name, value in odd.items()}).write_parquet(

@@ -1,7 +1,6 @@
 import json
 import math
 import random
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from polars.testing import assert_frame_equal
 from stable_baselines3 import PPO
 
 from helpers.launching import Recorder
-from helpers.toys import assert_close
+from helpers.toys import assert_close, copy_signed
 from whence import Action
 from whence.core import RunDirectoryError, WhenceError, preserve_rng_state
 from whence.lab import Comparison, cluster, compare, load_comparison
@@ -99,7 +98,7 @@ def in_worker(tmp_path_factory, watch, in_this_process) -> Comparison:
     """The same comparison; its last run is made by a worker, since starting one takes longest."""
     configs, path = planned(), tmp_path_factory.mktemp("two") / "worker"
     for config in configs[:-1]:
-        shutil.copytree(in_this_process.run(config).path, run_path(path, config))
+        copy_signed(in_this_process.run(config).path, run_path(path, config))
     return compare(configs, path, watch=watch)
 
 
@@ -536,7 +535,7 @@ class TestComparison:
             yield
 
         monkeypatch.setattr(cluster, "run_all", kill)
-        shutil.copytree(in_worker.path, tmp_path / "again")
+        copy_signed(in_worker.path, tmp_path / "again")
         with pytest.raises(KeyboardInterrupt):
             compare(planned(), tmp_path / "again", overwrite=True)
         with pytest.raises(WhenceError, match=r"comparison\.json is not there: .*again holds no finished comparison\."):
@@ -577,7 +576,7 @@ class TestRun:
     def test_an_unfinished_run_goes_on_and_a_finished_one_is_left_alone(self, in_worker, tmp_path):
         config = in_worker.configs[2]
         path, calls = tmp_path / "run", []
-        shutil.copytree(run_path(in_worker.path, config), path)
+        copy_signed(run_path(in_worker.path, config), path)
         assert is_finished(config, path)
         before = stamps(path)
         run(config, path, lambda number, metrics: calls.append(number))

@@ -19,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from helpers.launching import Recorder, run_one_by_one
+from helpers.toys import copy_signed
 from whence.cli import app
 from whence.core import RunDirectoryError, WhenceError, atomic_files, preserve_rng_state
 from whence.lab import KEYS, cluster, comparison, load_sweep, read_sweep, run_sweep, workers
@@ -101,7 +102,7 @@ def in_process(monkeypatch):
 @pytest.fixture
 def sweep_copy(finished_sweep, tmp_path):
     """A copy of the finished sweep, to be changed."""
-    return shutil.copytree(finished_sweep, tmp_path / "copy")
+    return copy_signed(finished_sweep, tmp_path / "copy")
 
 
 class TestReading:

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from helpers.toys import copy_signed
 from helpers import resuming
 from helpers.language_runs import tiny
 from helpers.language_training import make_model, make_tokenizer
@@ -102,7 +103,7 @@ def made(tmp_path_factory, laboratory_cache):
                 with pytest.raises(Stop):
                     KINDS[kind](folder / "run", 2)
                 write_flag(folder / "run", 1, 0, "odd")
-                KINDS[kind](shutil.copytree(folder / "run", folder / "whole"), None)
+                KINDS[kind](copy_signed(folder / "run", folder / "whole"), None)
             runs[kind] = folder / "run", folder / "whole"
         return runs[kind]
 
@@ -117,7 +118,7 @@ QUICK = [("by_callback", "stopped"), ("by_train", "finished"), ("by_llm_score", 
 def check_cut_off(kind, source, cut, share, expected, path, caplog):
     """Return what is wrong with a run that continues without the end of a file; None: nothing."""
     caplog.clear()
-    file, error = shutil.copytree(source, path) / cut, ""
+    file, error = copy_signed(source, path) / cut, ""
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
     try:
         with caplog.at_level(logging.WARNING, logger="whence"), preserve_rng_state():

@@ -10,13 +10,13 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from whence.core import Unsupported, WhenceError, explain_write_errors, first_line, flush_to_disk
+from whence.core import RunDirectoryError, Unsupported, WhenceError, explain_write_errors, first_line, flush_to_disk
 from whence.lab.plans import read_config, runner_of
 from whence.lab.workers import Job, OnJobRound, describe_failure, note_failure, run_all
 from whence.runs import LOCK, SIGNATURE, RunDirectory, list_checkpoints
@@ -171,6 +171,8 @@ class _Dispatch:
             log.warning("%s needs a GPU, and waits until a node with one joins; for the CPU: --device cpu.", path)
         remote = self._remote.options(num_cpus=1, num_gpus=int(needs_gpu), name=f"{path.parent.name}/{path.name}")
         files = read_files(path, list_files(path))
+        with suppress(RunDirectoryError):  # the node says what is wrong with it
+            files |= {SIGNATURE: b""} if RunDirectory.open(path).is_trusted else {}  # the node's user signs it there
         sender = place, self._losses[place]
         task = remote.remote(queue, sender, config.to_json(), path, files, SAVE_SECONDS)
         self._tasks[task] = place
@@ -260,6 +262,8 @@ def train_on_node(
         failure = None
         try:
             config = read_config(settings)
+            if SIGNATURE in files:
+                RunDirectory.open(folder).sign()
             runner_of(config).run(config, folder, report)
         except (Exception, SystemExit) as error:  # Ray would take an exit for a lost process, and start the run again.
             failure = describe_failure(error).replace(str(folder), str(home)), traceback.format_exc()

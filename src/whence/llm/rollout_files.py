@@ -20,7 +20,7 @@ from typing import Any
 
 from pyarrow import ArrowException, input_stream, parquet
 
-from whence.core import WhenceError, first_line
+from whence.core import WhenceError, first_line, require_file
 
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ def list_files(path: Path, skipped: Counter[str]) -> list[Path]:
     named = [path] if path.is_file() else path.glob("*")
     present = {file for file in named if file.is_file() and _FILE.fullmatch(file.name)}
     files = {file for file in present if not (_DOCUMENT.fullmatch(file.name) or file.stem.endswith("metadata"))}
-    files = files or {*path.glob("step_*/train/effective/traces.jsonl")} or present
+    files = files or {*filter(Path.is_file, path.glob("step_*/train/effective/traces.jsonl"))} or present
     steps = _list_evaluations(folder)
     trained = {file for file in files if not (file.name.startswith("val_") or _find_number(file) in steps)}
     left_out = {"files of evaluations": files - trained, "files of other JSON": present - files}
@@ -73,7 +73,7 @@ def _list_evaluations(path: Path) -> set[int]:
     steps = set()
     for state in states:
         try:
-            history = json.loads(state.read_text())["log_history"]
+            history = json.loads(require_file(state).read_text())["log_history"]
             steps |= {entry["step"] for entry in history if any(name.startswith("eval_") for name in entry)}
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -8,6 +8,7 @@ from typing import get_args
 
 from safetensors import SafetensorError, safe_open
 
+from whence.core import require_file
 from whence.runs.files import PerRound, RoundTensors, list_numbered
 
 log = logging.getLogger("whence")
@@ -16,7 +17,7 @@ log = logging.getLogger("whence")
 def is_whole(path: Path) -> bool:
     """Return whether a Parquet, safetensors or JSON file is not cut off; it may have other bytes nevertheless."""
     try:
-        if path.suffix == ".safetensors":
+        if require_file(path).suffix == ".safetensors":
             with safe_open(path, framework="pt"):
                 return True
         if path.suffix == ".json":
@@ -26,7 +27,7 @@ def is_whole(path: Path) -> bool:
                 file.seek(-4, os.SEEK_END)
                 return file.read() == b"PAR1"
         return True
-    except (OSError, SafetensorError, ValueError):
+    except (OSError, RecursionError, SafetensorError, ValueError):
         return False
 
 

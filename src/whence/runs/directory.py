@@ -151,11 +151,13 @@ class RunDirectory:
             check_writable(run.path)
             # Under the lock: the directory may be that of a process that held it until now.
             if (stored := cls.find_start(run.path, config, **choice)) is not None:
-                stored.config, stored._lock, stored.is_trusted, run = run.config, run._lock, True, stored
+                stored.config, stored._lock, run = run.config, run._lock, stored
                 run._kept_rounds = kept = 0 if run.checkpoint is None else run.checkpoint.round
                 if (rows := run.count_rows("metrics")) < kept:
                     log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, kept)
                 report_damage(run.path, kept)
+                if not run.is_trusted:  # rounds of a stranger's do not become this user's
+                    log.warning("%s is not signed as a run that you made in this place, and stays so.", run.path)
             else:
                 run._kept_rounds = -1  # not even what is written of round 0
                 if not run.rounds():
@@ -293,6 +295,15 @@ class RunDirectory:
         if not self.is_trusted:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
         return names
+
+    def check_signed(self) -> None:
+        """Refuse to take rounds for what this user measured in this place, unless the run is signed as that."""
+        if not self.is_trusted and self.count_rounds() is not None:
+            raise RunDirectoryError(
+                f"{self.path} is not signed as a run that you made in this place, so it is not continued, and its "
+                "figures are not taken. To replace it, pass overwrite=True (--overwrite). If it is yours, moved "
+                f"or copied, sign it in Python: whence.open_run({str(self.path)!r}).sign()."
+            )
 
     def _write_config(self, *, sign: bool = False) -> None:
         self.prepare_writing()

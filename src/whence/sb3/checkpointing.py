@@ -119,10 +119,12 @@ def restore_model(model: Any, content: Mapping[str, Any]) -> None:
     optimizer = model.policy.optimizer
     state = {int(index): dict(values) for index, values in content["optimizer"]["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": content["optimizer"]["groups"]})
-    for name, matrix in content["noise"].items():
+    for name in filter(content["noise"].__contains__, _NOISE):  # a file of a stranger's may name any attribute
+        matrix = content["noise"][name]
         setattr(model.policy.action_dist, name, matrix.to(model.device) if isinstance(matrix, Tensor) else matrix)
-    for name, value in {**content["counters"], **content["observed"]}.items():
-        setattr(model, name, value)
+    for group, names in (("counters", _COUNTERS), ("observed", _OBSERVED)):
+        for name in names:
+            setattr(model, name, content[group][name])
     if (states := content.get("lstm_states")) is not None:
         model._last_lstm_states = RNNStates(*(tuple(each.to(model.device) for each in pair) for pair in states))
     model.ep_info_buffer = deque(content["episodes"], maxlen=model._stats_window_size)

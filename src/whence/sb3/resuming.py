@@ -79,7 +79,6 @@ def resume(
     experiment = {"experiment": stored.experiment} if stored.experiment else {}
     settings = {**describe_model(model), **make_callback().settings(), **experiment}
     directory = RunDirectory.begin(run, settings, may_change=NAMES)
-    directory.is_trusted = stored.is_trusted  # a stranger's configuration does not become this user's
     assert directory.checkpoint is not None
     restore_model(model, directory.checkpoint.content["model"])
     directory.release()  # until learn() takes it

@@ -198,6 +198,7 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     if "contents" in directory.config:  # of older runs it is not known
         present["contents"] = digest_sources(config)
     directory.check_same({**directory.config, **present}, but=may_change)
+    directory.check_signed()
     if not is_whole(directory.round_path("policies", config.rounds + 1)):  # written last
         return False
     report_damage(path, config.rounds)

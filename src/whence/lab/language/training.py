@@ -70,6 +70,7 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     rounds = max(directory.count_rows("metrics"), directory.count_rows("timings"))  # one of them may be lost
     if rounds:
         directory.check_same({**directory.config, **describe(config)})
+        directory.check_signed()
     report_damage(path, config.rounds)
     # A damaged model is saved again, from the last checkpoint.
     return 0 < config.rounds <= rounds and (path / "model").is_dir() and all(map(is_whole, (path / "model").iterdir()))

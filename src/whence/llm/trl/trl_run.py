@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState
 
-from whence.core import RunDirectoryError, WhenceError, library_versions
+from whence.core import RunDirectoryError, WhenceError, library_versions, require_file
 from whence.llm.base import average_rows, describe_run, describe_settings, is_secret, list_infos, list_tokens
 from whence.llm.text import join_messages, list_chats, list_vocabulary
 from whence.llm.trl.completions import PassSignals, list_pass_signals
@@ -318,7 +318,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
 def read_progress(checkpoint: Path) -> Any:
     """Return Transformers' description of a checkpoint: `global_step`, `max_steps`, `epoch` and more."""
-    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return TrainerState.load_from_json(str(require_file(checkpoint / "trainer_state.json")))
 
 
 def _check_files(checkpoint: Path) -> None:

@@ -325,7 +325,10 @@ def load_language_model(name: str, dtype: str, kind: Any = AutoModelForCausalLM,
 
     A tokenizer without a pad token pads with the end-of-text token; masks separate padding from ends.
     """
-    model = load_pretrained(kind, name, dtype=getattr(torch, dtype), **options)
+    # A stranger's run may name anything of torch's, and torch imports some of that when it is asked for.
+    if not isinstance(known := vars(torch).get(str(dtype)), torch.dtype):
+        raise WhenceError(f"A model's dtype is {dtype!r}; one of torch's is needed, such as float32.")
+    model = load_pretrained(kind, name, dtype=known, **options)
     tokenizer = load_pretrained(AutoTokenizer, name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,10 +35,11 @@ from whence.core import write_json
 from whence.lab.agents import configure, run
 from whence.lab.agents.training import read_curve
 from whence.lab.efficiency import summarise
+from whence.llm.rollout_scores import read_steps
 from whence.page.server import make_app
-from whence.runs import write_flag
-from whence.sb3 import InfluenceCallback
-from whence.stored.language import load_checkpoint
+from whence.runs import is_whole, load_tree, read_digests, save_tree, write_flag
+from whence.sb3 import InfluenceCallback, resume
+from whence.stored.language import LanguageConfig, describe, load_checkpoint, load_start_policy
 
 SOURCES = Path(__file__).parent.parent / "src" / "whence"
 
@@ -341,6 +343,53 @@ class TestProofs:
         assert counts == [4, 0, 4]
 
 
+SETTINGS = ("FrozenLake-v1", "--rounds", "2", "--eval-episodes", "2", "--n-steps", "32", "--batch-size", "32")
+SETTINGS = (*SETTINGS, "--n-epochs", "1", "--policy-kwargs", '{"net_arch": [8]}')
+SOURCES_OF_MINE = {"model": "mine/model", "dataset": "mine/data.jsonl", "reward": "mine/mine.py:reward"}
+CONTINUED: Mapping[str, tuple[str, ...]] = {
+    "agent": ("train", *SETTINGS, "--run", "agent"),
+    "comparison": ("compare", *SETTINGS, "--arms", "ppo,iif", "--seeds", "1", "--out", "comparison"),
+    "language": (
+        *("llm", "train", "--selection", "none", "--rounds", "2", "--run", "language"),
+        *(word for name, source in SOURCES_OF_MINE.items() for word in (f"--{name}", source)),
+    ),
+}
+"""Trainings of the very configurations that the stranger's runs have."""
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_no_training_takes_a_strangers_rounds(name: str, stage: Path, whence: Any) -> None:
+    config = describe(LanguageConfig("ppo", 0, task=None, settings={"rounds": 2}, **SOURCES_OF_MINE))
+    rewrite(stage / "language" / "config.json", lambda document: document["config"].update(config))
+
+    def is_refused() -> bool:
+        return "is not signed as a run that you made in this place" in " ".join(whence(*CONTINUED[name])[2].split())
+
+    before = read_digests(stage / name)
+    assert is_refused()
+    assert read_digests(stage / name) == before
+    for copy in (stage / name).rglob(".config.json"):
+        RunDirectory.open(copy.parent).sign()
+    assert not is_refused()
+
+
+def test_a_checkpoint_sets_nothing_but_what_trainings_keep(stage: Path) -> None:
+    file = stage / "script" / "checkpoints" / "round_00002.safetensors"
+    content = load_tree(file)
+    content["model"]["counters"]["tensorboard_log"] = "evil"
+    content["model"]["observed"]["gamma"] = 0.5
+    save_tree(file, content)
+    model, _ = resume(stage / "script", gym.make("FrozenLake-v1"))
+    assert (model.num_timesteps, model.tensorboard_log, model.gamma) == (64, None, 0.99)
+
+
+@pytest.mark.parametrize("name", ["load", "_dynamo", "evil", 7])
+def test_a_dtype_is_one_of_torchs(name: Any, stage: Path) -> None:
+    rewrite(stage / "language" / "config.json", lambda document: document["config"].update(dtype=name))
+    with pytest.raises(WhenceError, match="one of torch's is needed"):
+        load_start_policy(RunDirectory.open(stage / "language"), 1, "mine/model")
+
+
 READING = ("show", "findings", "why", "attribute", "report", "view", "prove", "table", "train", "llm train")
 
 
@@ -396,6 +445,19 @@ def test_nobody_waits_for_a_pipe(name: str, file: str, stage: Path, whence: Any)
         for command in READING:
             code, out, err = whence(*list_calls(command, path, record)[0])
             assert (waited, code in (0, 2)) == ([], True), (command, code, out, err)
+        is_whole(path / file)  # as each training asks that continues
+        assert not waited
+
+
+@pytest.mark.parametrize("file", ["checkpoint-1/trainer_state.json", "completions/step_1/train/effective/traces.jsonl"])
+def test_rollouts_are_no_pipes(file: str, stage: Path) -> None:
+    (stage / file).parent.mkdir(parents=True)
+    rollouts = shutil.copytree(stage / "mine", stage / "completions", dirs_exist_ok=True)
+    if "step_1" in file:
+        (rollouts / "data.jsonl").unlink()
+    with pipe_in_place(stage / file) as waited, suppress(WhenceError):
+        [*read_steps(rollouts, {}, Counter())]
+    assert not waited
 
 
 def test_a_proof_is_no_pipe(stage: Path, whence: Any) -> None:

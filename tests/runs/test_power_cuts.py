@@ -16,7 +16,7 @@ from whence.lab import agents
 from whence.lab.agents import configure
 from whence.lab.language.training import run as train_language
 from whence.llm.rollout_scores import score_rollouts
-from whence.runs import write_flag
+from whence.runs import RunDirectory, write_flag
 
 
 class Stop(BaseException):
@@ -81,7 +81,7 @@ def by_llm_score(path, last):
 
 ROLLOUTS = []
 KINDS = {each.__name__: each for each in (by_callback, by_train, by_llm_train, by_trl, by_llm_score)}
-NOT_COMPARED = "checkpoints", "trl", "config.json", ".config.json", "timings.parquet", ".lock", ".signature"
+NOT_COMPARED = "checkpoints", "trl", "config.json", "timings.parquet", ".lock", ".signature"
 
 
 def read_run(path):
@@ -114,8 +114,24 @@ CASES = [(kind, state) for kind in KINDS for state in ("stopped", "finished")]
 QUICK = [("by_callback", "stopped"), ("by_train", "finished"), ("by_llm_score", "stopped")]
 
 
+def name_damage(file):
+    """Return the error of reading a file of a round; nothing if it is whole."""
+    try:
+        run, number = RunDirectory.open(file.parent.parent), int(file.stem.rpartition("_")[2])
+        if file.suffix == ".safetensors":
+            run.policy(number, name=file.parent.name)
+        else:
+            run.round(file.parent.name, number)
+    except WhenceError as damage:
+        return str(damage)
+    return ""
+
+
 def check_cut_off(kind, source, cut, share, expected, path, caplog):
-    """Return what is wrong with a run that continues without the end of a file; None: nothing."""
+    """Return what is wrong with a run that continues without the end of a file; None: nothing.
+
+    A file of a round that is not needed is named when it is read.
+    """
     caplog.clear()
     file, error = shutil.copytree(source, path) / cut, ""
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
@@ -125,9 +141,9 @@ def check_cut_off(kind, source, cut, share, expected, path, caplog):
     except WhenceError as refusal:
         error = str(refusal)
     found = read_run(path)
-    shutil.rmtree(path)
     differing = {name for name in expected if found.get(name) != expected[name]}
-    is_named = file.name in error + caplog.text
+    is_named = file.name in error + caplog.text or (file.exists() and file.name in name_damage(file))
+    shutil.rmtree(path)
     # Flags of rounds that are scored again go with them.
     others = set() if error else differing - {str(cut), *(["flags.parquet"] if kind == "by_llm_score" else [])}
     return (str(cut), share, differing, error) if others or (differing and not is_named) else None

@@ -11,18 +11,9 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 import polars as pl
 from torch import Tensor
 
-from whence.core import (
-    RunDirectoryError,
-    WhenceError,
-    check_flag,
-    describe,
-    explain_write_errors,
-    flush_to_disk,
-    write_json,
-)
+from whence.core import RunDirectoryError, WhenceError, check_flag, describe, explain_write_errors, write_json
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
-    COPY,
     FORMAT,
     VERSION,
     check_place,
@@ -32,7 +23,6 @@ from whence.runs.config_file import (
     read_config_file,
     sign_config,
 )
-from whence.runs.damage import report_damage
 from whence.runs.files import (
     Damaged,
     PerRound,
@@ -41,6 +31,7 @@ from whence.runs.files import (
     Table,
     check_writable,
     list_numbered,
+    put_damaged_aside,
     read_flags,
     read_table,
     read_tensor_file,
@@ -84,15 +75,13 @@ class RunDirectory:
     checkpoints/round_00005.safetensors all that training needs to continue after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes
     vocabulary.parquet                 a language model's tokens: the text of each id
-    .config.json                       a copy, which is read if the power was cut and config.json is damaged
     .signature                         of the configuration and the place, by the user who made the run
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. The same is
-    true of a power cut for all files up to the last checkpoint. A table that is damaged nevertheless counts as lost; a
-    training that continues keeps it as NAME.damaged. What writes raises `RunDirectoryError` if the system refuses, or
-    if the directory was taken over, deleted or replaced.
+    Each file is complete or absent, whenever the process is killed or the power is cut, and tables and tensors hold a
+    checksum. A damaged table counts as lost in a training that continues, which keeps it as NAME.damaged. What writes
+    raises `RunDirectoryError` if the system refuses, or if the directory was taken over, deleted or replaced.
 
     Attributes:
         path: the directory.
@@ -112,7 +101,6 @@ class RunDirectory:
     _tables: dict[str, RowTable] = field(default_factory=dict, repr=False, init=False)
     _lock: Lock | None = field(default=None, repr=False, init=False)
     _kept_rounds: int | None = field(default=None, repr=False, init=False)
-    _unflushed: list[Path] = field(default_factory=list, repr=False, init=False)
 
     @classmethod
     def begin(
@@ -150,12 +138,13 @@ class RunDirectory:
         try:
             check_writable(run.path)
             # Under the lock: the directory may be that of a process that held it until now.
-            if (stored := cls.find_start(run.path, config, **choice)) is not None:
+            stored = cls.find_start(run.path, config, **choice)
+            put_damaged_aside(run.path)
+            if stored is not None:
                 stored.config, stored._lock, stored.is_trusted, run = run.config, run._lock, True, stored
                 run._kept_rounds = kept = 0 if run.checkpoint is None else run.checkpoint.round
-                if (rows := run.count_rows("metrics")) < kept:
+                if (rows := run.table("metrics").height) < kept:
                     log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, kept)
-                report_damage(run.path, kept)
             else:
                 run._kept_rounds = -1  # not even what is written of round 0
                 if not run.rounds():
@@ -264,15 +253,9 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let others write the directory."""
-        self.flush()
         if self._lock is not None:
             self._lock.release()
         self._lock = None
-
-    def flush(self) -> None:
-        """Wait until the files of rounds are on disk, before what counts on them is written or deleted."""
-        paths, self._unflushed = self._unflushed, []
-        flush_to_disk(*paths, *{path.parent for path in paths})
 
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""
@@ -297,8 +280,7 @@ class RunDirectory:
     def _write_config(self, *, sign: bool = False) -> None:
         self.prepare_writing()
         content = {"config": self.config, "versions": self.versions, "notes": self.notes}
-        for name in (COPY, "config.json"):
-            write_json(self.path / name, {"format": FORMAT, "version": VERSION, **content})
+        write_json(self.path / "config.json", {"format": FORMAT, "version": VERSION, **content})
         if sign:
             self.sign()
 
@@ -335,31 +317,24 @@ class RunDirectory:
 
     def keep_rows(self, table: Table, rounds: Collection[int]) -> None:
         """Delete a table's rows of all rounds but these."""
-        if self.count_rows(table):  # there is none in a run that replaces another one
+        if self.table(table).height:  # there is none in a run that replaces another one
             self.prepare_writing()
             self._row_table(table).keep(rounds)
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
         self.prepare_writing()
-        write_table(table, path := self.round_path(name, number), flush=False)
-        self._unflushed.append(path)
+        write_table(table, self.round_path(name, number))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor], *, name: RoundTensors = "policies") -> None:
         """Write the tensors of the policy that collects round `number` (from 1), or others; no two may share memory."""
         self.prepare_writing()
-        write_tensor_file(path := self.round_path(name, number), tensors, {}, flush=False)
-        self._unflushed.append(path)
+        write_tensor_file(self.round_path(name, number), tensors, {})
 
     def table(self, name: Table) -> pl.DataFrame:
-        """Read a table; it is empty if nothing was written yet, and if it is damaged in a run that is continued."""
-        rows, last = self._row_table(name), self._kept_rounds
-        if last is None:
-            return rows.read()
-        table = pl.DataFrame()
-        with suppress(Damaged):  # `prepare_writing` puts it aside
-            table = rows.read()
-        return table if table.is_empty() else table.filter(pl.col("round") <= last)
+        """Read a table; it is empty if nothing was written yet."""
+        table, last = self._row_table(name).read(), self._kept_rounds
+        return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
 
     def count_rows(self, name: Table) -> int:
         """Return the number of a table's rows, 0 if it is lost or damaged."""

@@ -16,7 +16,8 @@ from whence.lab import agents
 from whence.lab.agents import configure
 from whence.lab.language.training import run as train_language
 from whence.llm.rollout_scores import score_rollouts
-from whence.runs import RunDirectory, write_flag
+from whence.runs import read_tensor_file, write_flag
+from whence.runs.files import RowTable
 
 
 class Stop(BaseException):
@@ -115,13 +116,12 @@ QUICK = [("by_callback", "stopped"), ("by_train", "finished"), ("by_llm_score", 
 
 
 def name_damage(file):
-    """Return the error of reading a file of a round; nothing if it is whole."""
+    """Return the error of reading a table or tensors; nothing if they are whole."""
     try:
-        run, number = RunDirectory.open(file.parent.parent), int(file.stem.rpartition("_")[2])
+        if file.suffix == ".parquet":
+            RowTable(file).read()
         if file.suffix == ".safetensors":
-            run.policy(number, name=file.parent.name)
-        else:
-            run.round(file.parent.name, number)
+            read_tensor_file(file, WhenceError)
     except WhenceError as damage:
         return str(damage)
     return ""
@@ -130,7 +130,7 @@ def name_damage(file):
 def check_cut_off(kind, source, cut, share, expected, path, caplog):
     """Return what is wrong with a run that continues without the end of a file; None: nothing.
 
-    A file of a round that is not needed is named when it is read.
+    What is not needed to continue is named when it is read.
     """
     caplog.clear()
     file, error = shutil.copytree(source, path) / cut, ""

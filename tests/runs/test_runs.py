@@ -25,7 +25,7 @@ from whence.runs.locks import lock_run
 from whence.runs.recorder import flatten_seconds
 from whence.scores.influence import Influence, Provenance
 
-NOT_OF_THE_RUN = (".lock", ".signature", ".config.json")  # the last is a copy
+NOT_OF_THE_RUN = (".lock", ".signature")
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 
 

@@ -251,7 +251,7 @@ def _digest_files(path: Path) -> dict[str, str | None]:
 
 def _find_last_round(run: Path) -> Checkpoint:
     """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
-    return Checkpoint(RunDirectory.open(run).count_rows("metrics"), {}, run)
+    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
 def _encode_steps(

@@ -325,8 +325,10 @@ def digest_content(path: Path) -> str | None:
     trainer's states and what is hidden or cached. Any changed byte is noticed. A gigabyte takes a second or two, once
     in a process.
     """
+    if path.is_file():
+        return _digest_file(path, "sha256")
     if not path.is_dir():
-        return _digest_file(path, *_identify(path)) if path.is_file() else None
+        return None
     is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
     files = [file for file in sorted(path.glob("*" if is_model else "**/*")) if file.is_file()]
     names = {file.relative_to(path).as_posix(): file for file in files if not _NO_CONTENT.search(file.name)}
@@ -337,23 +339,18 @@ def digest_content(path: Path) -> str | None:
 _NO_CONTENT = re.compile(r"^\.|^cache-|\.(pt|pth|md)$")
 
 
-def _identify(path: Path) -> tuple[int, ...]:
-    """Return what tells a file from a later one of its name."""
+def _digest_file(path: Path, kind: str) -> str:
     status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return _digest_bytes(path, kind, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @cache
-def _digest_file(path: Path, *identity: int) -> str:
+def _digest_bytes(path: Path, kind: str, *identity: int) -> str:
     with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+        return hashlib.file_digest(content, kind).hexdigest()
 
 
 def read_digests(folder: Path) -> dict[str, str]:
     """Return a digest of each file in a folder and its folders, by its path in there."""
     files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    digests = {}
-    for name, file in files.items():
-        with file.open("rb") as content:
-            digests[name] = hashlib.file_digest(content, "blake2b").hexdigest()
-    return digests
+    return {name: _digest_file(file, "blake2b") for name, file in files.items()}

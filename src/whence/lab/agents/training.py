@@ -197,8 +197,8 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     if not directory.round_path("policies", config.rounds + 1).exists():  # written last
         return False
     if not config.eval_episodes:
-        return directory.count_rows("timings") == config.rounds
-    return directory.count_rows("evaluations") == len(config.evaluated_rounds)
+        return directory.table("timings").height == config.rounds
+    return directory.table("evaluations").height == len(config.evaluated_rounds)
 
 
 def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> efficiency.Curve:

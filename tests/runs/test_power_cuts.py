@@ -16,7 +16,7 @@ from whence.lab import agents
 from whence.lab.agents import configure
 from whence.lab.language.training import run as train_language
 from whence.llm.rollout_scores import score_rollouts
-from whence.runs import read_tensor_file, write_flag
+from whence.runs import RunDirectory, read_tensor_file, write_flag
 from whence.runs.files import RowTable
 
 
@@ -169,3 +169,16 @@ def test_a_run_continues_without_the_end_of_a_file(made, tmp_path, caplog, kind,
     assert len(cases) >= 5
     wrong = [check_cut_off(kind, source, *case, expected, tmp_path / "run", caplog) for case in cases]
     assert [each for each in wrong if each] == []
+
+
+def test_a_damaged_table_is_kept_aside_and_counts_as_lost(made, tmp_path):
+    path = shutil.copytree(made("by_callback")[0], tmp_path / "run")
+    (path / "metrics.parquet").write_bytes(b"cut")
+    before = read_run(path)
+    with pytest.raises(WhenceError, match="another configuration"):
+        RunDirectory.begin(path, {"env": "other"})
+    assert read_run(path) == before
+    with preserve_rng_state():
+        by_callback(path, None)
+    assert (path / "metrics.parquet.damaged").read_bytes() == b"cut"
+    assert RunDirectory.open(path).table("metrics")["round"].to_list()[-1] == resuming.ROUNDS

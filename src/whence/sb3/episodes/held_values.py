@@ -98,7 +98,7 @@ def digest_environment(make: Callable[[], gym.Env[Any, Any]]) -> str | None:
     """
     chains = []
     with preserve_rng_state():
-        for env in (make(), make()):
+        for env in (make() for _ in range(2)):  # the second after the first was read
             chains.append(read_chain(env))
             env.close()
     held = {name: value for name, value in keep_constant(*chains)["held"].items() if ".__class__." in name}

@@ -31,6 +31,7 @@ MAKERS = {
     "benchmarks": "benchmarks.tables",
     "scoring": "scoring.tables",
     "planted": "planted.tables planted.proofs",
+    "verdicts": "verdicts.tables",
     "loophole": "loophole.tables",
     "hunt": "hunt.tables",
     "doorkey": "practice.doorkey",

@@ -1,10 +1,8 @@
 """Every command, with every part that a user may supply, on runs of strangers, of which nothing runs or is believed."""
 
-import ast
 import itertools
 import json
 import os
-import re
 import shutil
 import stat
 import sys
@@ -25,7 +23,7 @@ from stable_baselines3 import PPO
 from starlette.testclient import TestClient
 
 from helpers.language_training import make_model, make_tokenizer
-from helpers.toys import rewrite
+from helpers.toys import rewrite, sign_runs
 from whence import IIF, RunDirectory, WhenceError
 from whence.causes import retraining
 from whence.cli.app import COMMANDS, LLM_COMMANDS, load_command
@@ -37,7 +35,7 @@ from whence.lab.agents.training import read_curve
 from whence.lab.efficiency import summarise
 from whence.llm.rollout_files import list_files
 from whence.page.server import make_app
-from whence.runs import is_whole, load_tree, read_digests, save_tree, write_flag
+from whence.runs import load_tree, read_digests, save_tree, write_flag
 from whence.sb3 import InfluenceCallback, resume
 from whence.stored.language import LanguageConfig, describe, load_checkpoint, load_start_policy
 
@@ -368,8 +366,7 @@ def test_no_training_takes_a_strangers_rounds(name: str, stage: Path, whence: An
     before = read_digests(stage / name)
     assert is_refused()
     assert read_digests(stage / name) == before
-    for copy in (stage / name).rglob(".config.json"):
-        RunDirectory.open(copy.parent).sign()
+    sign_runs(stage / name)
     assert not is_refused()
 
 
@@ -445,8 +442,6 @@ def test_nobody_waits_for_a_pipe(name: str, file: str, stage: Path, whence: Any)
         for command in READING:
             code, out, err = whence(*list_calls(command, path, record)[0])
             assert (waited, code in (0, 2)) == ([], True), (command, code, out, err)
-        is_whole(path / file)  # as each training asks that continues
-        assert not waited
 
 
 @pytest.mark.parametrize("file", ["checkpoint-1/trainer_state.json", "completions/step_1/train/effective/traces.jsonl"])
@@ -492,71 +487,6 @@ def test_a_model_names_no_kernel(key: str, is_adapter: bool, stage: Path) -> Non
         (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
     with pytest.raises(WhenceError, match=r"cannot be loaded: .*'evil/kernel' as .*code of the hub"):
         load_checkpoint(str(folder), "float32")
-
-
-LOADERS = {
-    *("load_function", "load_data", "load_pretrained", "load_language_model", "load_checkpoint", "load_task"),
-    *("make_env", "make_parts", "make_scored_target", "make_trainer_config", "find_object", "check_factory", "Pool"),
-    *("import_module", "from_json", "load_plugin"),
-}
-"""What imports, makes or loads what it is given the name of."""
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        file
-        for room in ("stored", "causes", "findings", "sb3", "page", "llm", "cli")
-        for file in SOURCES.rglob(f"{room}/**/*.py")
-    ],
-    ids=lambda file: str(file.relative_to(SOURCES)),
-)
-def test_names_of_a_run_go_through_the_gate(file: Path) -> None:
-    for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(function, ast.FunctionDef):
-            assert not list_leaks(function), function.name
-
-
-def list_leaks(function: ast.FunctionDef) -> list[str]:
-    """Return the calls of loaders with what a function reads of a run's configuration, unless it is `trusted`."""
-    tainted: set[str] = set()
-
-    def leaks(node: ast.AST) -> bool:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "trusted":
-            return False
-        if ast.unparse(node).endswith(".config.get('dtype', 'float32')"):  # of torch's
-            return False
-        if isinstance(node, ast.Attribute) and node.attr in ("config", "experiment"):
-            return bool(re.search("run|directory|stored", ast.unparse(node.value)))
-        if isinstance(node, ast.Name):
-            return node.id in tainted
-        if isinstance(node, ast.IfExp):  # what is asked is not handed on
-            return leaks(node.body) or leaks(node.orelse)
-        return any(map(leaks, ast.iter_child_nodes(node)))
-
-    found = []
-    for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
-        if isinstance(node, ast.Assign):
-            names = {each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-            tainted = tainted | names if leaks(node.value) else tainted - names
-        if isinstance(node, ast.Call):
-            words = {
-                each.id if isinstance(each, ast.Name) else getattr(each, "attr", "")
-                for each in (node.func, *node.args[:1])
-            }
-            values = [*node.args, *(word.value for word in node.keywords)] if words & LOADERS else []
-            if any(map(leaks, (*values, *(word.value for word in node.keywords if word.arg == "env")))):
-                found.append(ast.unparse(node))
-    return found
-
-
-def test_a_name_around_the_gate_is_seen() -> None:
-    around = (
-        "def f(run):\n settings = run.experiment or run.config\n name = settings['env']\n return make_env(name, {})"
-    )
-    through = around.replace("settings['env']", "run.trusted(settings['env'])")
-    counts = [len(list_leaks(ast.parse(text).body[0])) for text in (around, through)]  # type: ignore[arg-type]
-    assert counts == [1, 0]
 
 
 @pytest.mark.parametrize("kind", ["an environment", "a language model", "a comparison"])

@@ -230,11 +230,16 @@ def flip_bit(file: Path, place: int | None = None) -> Iterator[None]:
     file.write_bytes(before)
 
 
+def sign_runs(folder: Path) -> None:
+    """Make the runs in a folder this user's in their place."""
+    for file in folder.rglob("config.json"):
+        if '"whence-run"' in file.read_text(encoding="utf-8"):
+            whence.open_run(file.parent).sign()
+
+
 def copy_signed(source: Path, path: Path) -> Path:
-    """Copy the runs in a folder, as this user's in their new place, too."""
     shutil.copytree(source, path)
-    for copy in path.rglob(".config.json"):
-        whence.open_run(copy.parent).sign()
+    sign_runs(path)
     return path
 
 

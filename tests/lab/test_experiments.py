@@ -453,7 +453,7 @@ class TestComparison:
         assert summary == in_worker.summary
         assert list(summary) == ["FrozenLake-v1"]
         assert list(summary["FrozenLake-v1"]) == ARM_NAMES
-        names = {"config.json", ".config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
+        names = {"config.json", "metrics.parquet", "timings.parquet", "evaluations.parquet"}
         names |= {f"{folder}/round_0000{n}.parquet" for folder in ("records", "episodes") for n in (1, 2)}
         names |= {f"policies/round_0000{n}.safetensors" for n in (1, 2, 3)}
         names |= {f"checkpoints/round_0000{n}.safetensors" for n in (1, 2)}
@@ -524,7 +524,7 @@ class TestComparison:
         before, watch = stamps(in_worker.path / "runs"), Recorder()
         again = compare(planned(), in_worker.path, workers=2, watch=watch)
         assert stamps(in_worker.path / "runs") == before
-        assert len(before) == 84
+        assert len(before) == 78
         assert watch.skipped == [f"{config.arm}/seed_{config.seed}" for config in planned()]
         assert watch.reports == []
         assert again.summary == in_worker.summary

@@ -85,7 +85,7 @@ def test_a_sweeps_run_in_another_environment_is_not_taken_for_this_one(cart, tmp
     for _ in range(2):
         assert run_sweep(planned, tmp_path / "out", Recorder()) == {}
     cart(100)
-    with pytest.raises(RunDirectoryError, match="its environment is"):
+    with pytest.raises(RunDirectoryError, match=r"contents\.environment was"):
         run_sweep(planned, tmp_path / "out", Recorder())
 
 
@@ -259,7 +259,7 @@ def test_an_untrusted_run_is_refused_before_it_is_trained_again(runs, tmp_path, 
     run = copy_run(runs("ppo"), tmp_path / "run")
     monkeypatch.setattr("whence.causes.language_retraining.train_again", lambda *rest, **more: pytest.fail("trained"))
     options = ["--prompt", "8-1?", "--response", "8-1=8;8", "--by", "bm25", "--answers", 0, "--top", 2]
-    assert_refused("is not signed", "prove", run.path, *options, "--model", tmp_path / "none")
+    assert_refused("is not signed", "prove", run.path, *options)
 
 
 def test_a_page_is_no_file_of_a_run(tmp_path):

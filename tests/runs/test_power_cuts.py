@@ -17,7 +17,8 @@ from whence.lab import agents
 from whence.lab.agents import configure
 from whence.lab.language.training import run as train_language
 from whence.llm.rollout_scores import score_rollouts
-from whence.runs import write_flag
+from whence.runs import RunDirectory, read_tensor_file, write_flag
+from whence.runs.files import RowTable
 
 
 class Stop(BaseException):
@@ -82,7 +83,7 @@ def by_llm_score(path, last):
 
 ROLLOUTS = []
 KINDS = {each.__name__: each for each in (by_callback, by_train, by_llm_train, by_trl, by_llm_score)}
-NOT_COMPARED = "checkpoints", "trl", "config.json", ".config.json", "timings.parquet", ".lock", ".signature"
+NOT_COMPARED = "checkpoints", "trl", "config.json", "timings.parquet", ".lock", ".signature"
 
 
 def read_run(path):
@@ -115,8 +116,23 @@ CASES = [(kind, state) for kind in KINDS for state in ("stopped", "finished")]
 QUICK = [("by_callback", "stopped"), ("by_train", "finished"), ("by_llm_score", "stopped")]
 
 
+def name_damage(file):
+    """Return the error of reading a table or tensors; nothing if they are whole."""
+    try:
+        if file.suffix == ".parquet":
+            RowTable(file).read()
+        if file.suffix == ".safetensors":
+            read_tensor_file(file, WhenceError)
+    except WhenceError as damage:
+        return str(damage)
+    return ""
+
+
 def check_cut_off(kind, source, cut, share, expected, path, caplog):
-    """Return what is wrong with a run that continues without the end of a file; None: nothing."""
+    """Return what is wrong with a run that continues without the end of a file; None: nothing.
+
+    What is not needed to continue is named when it is read.
+    """
     caplog.clear()
     file, error = copy_signed(source, path) / cut, ""
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
@@ -126,9 +142,9 @@ def check_cut_off(kind, source, cut, share, expected, path, caplog):
     except WhenceError as refusal:
         error = str(refusal)
     found = read_run(path)
-    shutil.rmtree(path)
     differing = {name for name in expected if found.get(name) != expected[name]}
-    is_named = file.name in error + caplog.text
+    is_named = file.name in error + caplog.text or (file.exists() and file.name in name_damage(file))
+    shutil.rmtree(path)
     # Flags of rounds that are scored again go with them.
     others = set() if error else differing - {str(cut), *(["flags.parquet"] if kind == "by_llm_score" else [])}
     return (str(cut), share, differing, error) if others or (differing and not is_named) else None
@@ -154,3 +170,16 @@ def test_a_run_continues_without_the_end_of_a_file(made, tmp_path, caplog, kind,
     assert len(cases) >= 5
     wrong = [check_cut_off(kind, source, *case, expected, tmp_path / "run", caplog) for case in cases]
     assert [each for each in wrong if each] == []
+
+
+def test_a_damaged_table_is_kept_aside_and_counts_as_lost(made, tmp_path):
+    path = shutil.copytree(made("by_callback")[0], tmp_path / "run")
+    (path / "metrics.parquet").write_bytes(b"cut")
+    before = read_run(path)
+    with pytest.raises(WhenceError, match="another configuration"):
+        RunDirectory.begin(path, {"env": "other"})
+    assert read_run(path) == before
+    with preserve_rng_state():
+        by_callback(path, None)
+    assert (path / "metrics.parquet.damaged").read_bytes() == b"cut"
+    assert RunDirectory.open(path).table("metrics")["round"].to_list()[-1] == resuming.ROUNDS

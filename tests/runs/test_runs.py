@@ -25,7 +25,6 @@ from whence.runs.locks import lock_run
 from whence.runs.recorder import flatten_seconds
 from whence.scores.influence import Influence, Provenance
 
-NOT_OF_THE_RUN = (".lock", ".signature", ".config.json")  # the last is a copy
 CONFIG = {"env": "FrozenLake-v1", "rounds": 3, "hyperparameters": {"max_grad_norm": "inf", "n_steps": 64}}
 
 
@@ -42,7 +41,7 @@ def records(n=4):
 
 
 def files(path):
-    found = (file for file in path.rglob("*") if file.is_file() and file.name not in NOT_OF_THE_RUN)
+    found = (file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", ".signature"))
     return sorted(str(file.relative_to(path)) for file in found)
 
 

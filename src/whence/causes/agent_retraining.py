@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whence.causes.decisions import join_trees, read_log_probs
 from whence.causes.retraining import AgentTraining, Retraining
-from whence.core import Action, RecordBatch, preserve_rng_state
+from whence.core import Action, RecordBatch
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3.episodes import digest_environment
@@ -54,8 +54,7 @@ def open_agent(
     has_code = episodes and (env is not None or run.experiment.get("evaluate_with") != "envpool")
     tests = measure_returns(run, model, last, episodes=episodes, seed=0, env=env)
     with tests if episodes else nullcontext() as test:
-        with preserve_rng_state():
-            digest = digest_environment(make_replay_env(run, env)) if has_code else None
+        digest = digest_environment(make_replay_env(run, env)) if has_code else None
 
         def make_rows(left_out: pl.DataFrame) -> RecordBatch:
             target = _read_pairs(recordings, left_out) if behaviour is None else behaviour

@@ -27,12 +27,12 @@ def require_file(path: Path) -> Path:
 
 
 @contextmanager
-def write_atomically(path: str | Path, *, flush: bool = True) -> Iterator[Path]:
+def write_atomically(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename it to `path` on a clean exit, remove it if something raises.
 
-    A reader sees the old file or the whole new one, whenever the process is killed, and with `flush` whenever the power
-    is cut. Flushing takes milliseconds; who writes many files flushes them together, by `flush_to_disk`. The new file
-    has the mode that the process's umask gives, whichever mode its writer chose.
+    A reader sees the old file or the whole new one, whenever the process is killed or the power is cut; after a cut the
+    old one, until the folder was flushed. The new file has the mode that the process's umask gives, whichever mode its
+    writer chose.
 
     Raises:
         RunDirectoryError: the system refuses to write; the message says why and what to do.
@@ -47,25 +47,20 @@ def write_atomically(path: str | Path, *, flush: bool = True) -> Iterator[Path]:
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
             temporary.chmod(mode)  # safetensors makes its files readable by their owner only
-            if flush:
-                flush_to_disk(temporary)
+            _flush(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 def flush_to_disk(*paths: Path) -> None:
-    """Wait until files' contents and folders' names are on disk, where no power cut takes them; skip what is gone.
-
-    They are flushed at the same time, which takes little longer than one of them.
-    """
-    with ThreadPoolExecutor(len(paths) or 1) as pool:
-        for _ in pool.map(_flush, paths):
-            pass
+    """Wait until files' contents and folders' names are on disk; together they take little longer than one of them."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_flush, paths))
 
 
 def _flush(path: Path) -> None:
-    with suppress(FileNotFoundError, PermissionError):  # Windows opens no folders, and flushes what it may write
+    with suppress(PermissionError):  # Windows opens no folders, and flushes what it may write
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(descriptor)

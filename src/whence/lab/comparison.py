@@ -10,18 +10,11 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from whence.core import (
-    WhenceError,
-    check_flag,
-    explain_write_errors,
-    preserve_rng_state,
-    require_file,
-    write_json,
-)
+from whence.core import WhenceError, check_flag, explain_write_errors, preserve_rng_state, require_file, write_json
 from whence.lab.arms import STANDARD
 from whence.lab.cluster import check_start, start_jobs
 from whence.lab.efficiency import Curve, summarise
-from whence.lab.kept_runs import find_finished, keep_run, put_damaged_aside
+from whence.lab.kept_runs import find_finished, keep_run
 from whence.lab.plans import AnyConfig, Planned, read_config, runner_of
 from whence.lab.workers import describe_failure
 from whence.runs import RunDirectory, Table, check_content, lock_directory
@@ -226,7 +219,6 @@ def run_sweep(
     finished = find_finished(runs, out)
     todo, failures = [planned for planned in runs if planned not in finished], dict[str, str]()
     with _start_runs(todo, out, watch, workers, on) as ended_runs:
-        put_damaged_aside(out)
         for planned in finished:
             watch.kept(planned)
             shutil.rmtree(planned.run_path(out), ignore_errors=True)  # A kill may have left it.

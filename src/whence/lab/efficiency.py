@@ -61,12 +61,12 @@ class Curve:
 
 def read_timings(run: RunDirectory, rounds: int) -> pl.DataFrame:
     """Read the timings of all rounds; a `RunDirectoryError` says if some were lost."""
-    if run.count_rows("timings") != rounds:
+    if (timings := run.table("timings")).height != rounds:
         raise RunDirectoryError(
             f"{run.path / 'timings.parquet'} does not hold the seconds of {rounds} rounds. Restore it from a copy, or "
             "delete the run, and it is made again."
         )
-    return run.table("timings")
+    return timings
 
 
 def make_curve(rounds: int, evaluations: pl.DataFrame, seconds: Float64[np.ndarray, " rounds"]) -> Curve:

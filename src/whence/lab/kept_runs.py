@@ -9,7 +9,6 @@ texts, or all numbers, are columns. A table of numbers, `{name: list}`, is a col
 """
 
 import json
-import logging
 import math
 import os
 import platform
@@ -26,9 +25,7 @@ from whence.lab.agents import RunConfig, digest_sources, make_curve
 from whence.lab.arms import STANDARD, place_arm
 from whence.lab.efficiency import Curve, summarise
 from whence.lab.plans import Planned, find_differences
-from whence.runs import Damaged, RunDirectory, put_aside
-
-log = logging.getLogger("whence")
+from whence.runs import RunDirectory, list_changes
 
 Row = Mapping[str, Any]
 
@@ -62,39 +59,24 @@ Results = Mapping[str, Mapping[str, Mapping[int, KeptRun]]]
 
 
 def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
-    """Return the runs of a sweep that are kept already; without a whole file there is none.
+    """Return the runs of a sweep that are kept already.
 
     Raises:
-        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file holds none.
+        RunDirectoryError: a run with other settings is kept in the place of one of them, or a file is damaged.
     """
-    try:
-        kept_runs = read_runs(out)
-    except Damaged as damage:
-        log.warning("%s The runs are made again.", damage)
-        return []
+    kept_runs = read_runs(out)
     finished = []
     for planned in runs:
         if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
             continue
-        before, now = kept.config.to_json(), planned.config.to_json()
-        if kept.contents and isinstance(planned.config, RunConfig):  # of older runs they are not known
-            before, now = {**before, **kept.contents}, {**now, **digest_sources(planned.config)}
-        if others := [field for field in now if before.get(field) != now[field]]:
+        assert isinstance(planned.config, RunConfig)
+        now = {**planned.config.to_json(), "contents": digest_sources(planned.config)}
+        if changes := list_changes({**kept.config.to_json(), "contents": kept.contents}, now):
             raise RunDirectoryError(
-                f"{planned.name} in {out} is another run: its {others[0]} is {before.get(others[0])!r}, the sweep's "
-                f"{now[others[0]]!r}. Choose another directory, or delete its row."
+                f"{planned.name} in {out} is another run: {changes[0]}. Choose another directory, or delete its row."
             )
         finished.append(planned)
     return finished
-
-
-def put_damaged_aside(out: Path) -> None:
-    """Make room for new files in place of damaged ones, in a sweep's directory that is locked."""
-    for name in ("curves", "timings"):
-        try:
-            read_rows(out / f"{name}.parquet", KEYS)
-        except Damaged:
-            put_aside(out / f"{name}.parquet")
 
 
 def keep_run(planned: Planned, out: Path) -> None:
@@ -137,20 +119,18 @@ def read_runs(out: Path) -> dict[tuple[Any, ...], KeptRun]:
     """Return a sweep's finished runs by experiment, label and seed; none if there is no file.
 
     Raises:
-        RunDirectoryError: a row is none of a whole run.
+        RunDirectoryError: a row is missing, or is none of a whole run.
     """
     results, timings = (read_rows(out / f"{name}.parquet", KEYS) for name in ("curves", "timings"))
     runs: dict[Any, KeptRun] = {}
     for key, row in results.items():
-        if key not in timings:  # that file was lost
-            log.warning("%s has no row of %s, so this run is not finished.", out / "timings.parquet", key)
-            continue
         try:
             runs[key] = _parse_run(row, timings[key])
         except (LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
             raise RunDirectoryError(
                 f"{out / 'curves.parquet'} does not hold a whole run {'{}/{}/seed_{}'.format(*key)} "
-                f"({type(failure).__name__}: {failure}). Delete both files' row of it, and the run is made again."
+                f"({type(failure).__name__}: {failure}). Delete its row there and in timings.parquet, or both "
+                "files: the same sweep makes the run again."
             ) from failure
     return runs
 
@@ -216,22 +196,18 @@ def read_rows(path: Path, keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str
         keys: names whose values are texts or whole numbers, and together belong to one row alone.
 
     Raises:
-        RunDirectoryError: the file cannot be read (`Damaged`: it is no Parquet), or has other keys.
+        RunDirectoryError: the file cannot be read, or has other keys.
     """
     if not path.exists():
         return {}
     try:
         table = pl.read_parquet(require_file(path), glob=False)
-    except pl.exceptions.PolarsError as broken:
-        raise Damaged(f"{path} cannot be read as Parquet: {broken}") from None
-    except OSError as refusal:
-        raise RunDirectoryError(f"{path} cannot be read: {refusal}") from None
-    try:
         rows = [_unpack_row(packed) for packed in table.iter_rows(named=True)]
         return {tuple(row[name] for name in keys): row for row in rows}
-    except (LookupError, TypeError, ValueError) as failure:
+    except (OSError, LookupError, TypeError, ValueError, pl.exceptions.PolarsError) as failure:
         raise RunDirectoryError(
-            f"{path} cannot be read as rows with {', '.join(keys)} ({type(failure).__name__}: {failure}). Restore it."
+            f"{path} cannot be read as rows with {', '.join(keys)} ({type(failure).__name__}: {failure}). Restore it, "
+            "or delete curves.parquet and timings.parquet: the same sweep makes the runs again."
         ) from None
 
 

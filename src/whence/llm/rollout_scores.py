@@ -24,7 +24,7 @@ from whence.llm.text import (
     list_chats,
     list_vocabulary,
 )
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, digest_content, list_damaged, time_stage
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, digest_content, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
@@ -207,16 +207,13 @@ def score_rollouts(
         **about,
         "contents": {**about.get("contents", {}), "rollouts": _digest_files(Path(path))},
     }
-    added = [f"contents.rollouts.{name}" for name in description["contents"]["rollouts"].keys() - _list_scored(run)]
     skipped = Counter[str]()
     steps = _encode_steps(read_steps(Path(path), columns, skipped), model, tokenizer, max_tokens, skipped)
     if (first := next(steps, None)) is None:
         raise WhenceError(f"{path} holds no rollouts that can be scored: {_list_skipped(skipped)}.")
     recorder = RunRecorder(run)
     versions = library_versions(("whence", "torch", "transformers"))
-    checkpoint = recorder.begin(
-        description, versions=versions, overwrite=overwrite, find=_find_last_round, may_change=added
-    )
+    checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=_find_last_round)
     if checkpoint is not None:
         recorder.continue_after(checkpoint)
     recorder.plan_vocabulary(lambda: list_vocabulary(tokenizer))
@@ -247,25 +244,14 @@ def score_rollouts(
 
 
 def _digest_files(path: Path) -> dict[str, str | None]:
-    """Return a digest of each file of rollouts."""
+    """Return a digest of each file of rollouts; those of further steps may follow."""
     files = list_files(path, Counter())
     return {file.relative_to(path if path.is_dir() else path.parent).as_posix(): digest_content(file) for file in files}
 
 
-def _list_scored(run: str | Path) -> set[str]:
-    """Return the names of the files that the run in a directory is of; those of further steps may come later."""
-    if not (Path(run) / "config.json").exists():
-        return set()
-    return set(RunDirectory.open(run).config.get("contents", {}).get("rollouts", {}))
-
-
 def _find_last_round(run: Path) -> Checkpoint:
-    """Return where scoring stopped: after the last round of which it and all before are whole."""
-    rows = RunDirectory.open(run).count_rows("metrics")
-    for number, file in list_damaged(run, rows)[:1]:
-        log.warning("%s is damaged: rounds are scored again from round %d on.", file, number)
-        rows = number - 1
-    return Checkpoint(rows, {}, run)
+    """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
+    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
 def _encode_steps(

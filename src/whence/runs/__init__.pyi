@@ -12,10 +12,8 @@ from .config_file import check_content as check_content
 from .config_file import explain_distrust as explain_distrust
 from .config_file import find_content as find_content
 from .config_file import is_signature as is_signature
+from .config_file import list_changes as list_changes
 from .config_file import sign as sign
-from .damage import is_whole as is_whole
-from .damage import list_damaged as list_damaged
-from .damage import report_damage as report_damage
 from .directory import POLICIES_EVERY as POLICIES_EVERY
 from .directory import RunDirectory as RunDirectory
 from .directory import open_run as open_run
@@ -24,7 +22,6 @@ from .files import Damaged as Damaged
 from .files import Table as Table
 from .files import check_links as check_links
 from .files import digest_content as digest_content
-from .files import put_aside as put_aside
 from .files import read_digests as read_digests
 from .files import read_tensor_file as read_tensor_file
 from .files import read_vocabulary as read_vocabulary

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, decode, encode, first_line, parse_document
+from whence.core import RunDirectoryError, WhenceError, decode, encode, first_line, flush_to_disk, parse_document
 from whence.runs.files import CHANGED, list_numbered, read_tensor_file, write_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "2"
@@ -105,7 +105,8 @@ def read_latest(folder: str | Path) -> Checkpoint | None:
 
 
 def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any], *, keep: int) -> None:
-    """Write the checkpoint after a round, then delete all but the last `keep`."""
+    """Write the checkpoint after a round, then delete all but the last `keep`; before it, the rounds are on disk."""
+    flush_to_disk(Path(folder), *(each for each in Path(folder).iterdir() if each.is_dir()))
     save_tree(checkpoint_path(folder, number), content)
     for old in list_checkpoints(folder)[:-keep]:
         checkpoint_path(folder, old).unlink(missing_ok=True)

@@ -25,9 +25,6 @@ FORMAT = "whence-run"
 VERSION = 3
 """Of a run's config.json."""
 
-COPY = ".config.json"
-"""A copy of config.json, which is read if that one is damaged."""
-
 SIGNATURE = ".signature"
 """The file of a run's signature, which is no part of what the run is."""
 
@@ -57,10 +54,7 @@ def check_config_file(path: Path) -> dict[str, Any]:
     try:
         document = parse_document(path, text, RunDirectoryError)
     except RunDirectoryError as damage:
-        if not (copy := path.with_name(COPY)).is_file():
-            raise RunDirectoryError(f"{damage} Or run into a new directory.") from None
-        log.warning("%s is damaged, so its copy %s is read.", path, COPY)
-        document = parse_document(copy, copy.read_text(encoding="utf-8", errors="replace"), RunDirectoryError)
+        raise RunDirectoryError(f"{damage} Or run into a new directory.") from None
     if (mark := document.get("format")) != FORMAT:
         raise RunDirectoryError(
             f"{path} is marked {mark!r}, and a run's config.json {FORMAT!r}: {path.parent} is no run directory. Choose "
@@ -88,9 +82,11 @@ def read_config_file(path: Path) -> dict[str, dict[str, Any]]:
 def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
     """List, for people, the settings in which two configurations differ, but those named `outer.inner` in `but`.
 
-    An empty table of settings and a value of None are settings that are not there.
+    An empty table of settings and a value of None are settings that are not there. New digests under `contents` are no
+    changes: an older run has none, and rollouts may be added.
     """
     old, new = _flatten_settings(before), _flatten_settings(now)
+    new = {name: value for name, value in new.items() if name in old or not name.startswith("contents.")}
     return [
         f"{name} was {repr(show(old[name])) if name in old else 'not set'}, "
         f"now {repr(show(new[name])) if name in new else 'not set'}"
@@ -180,7 +176,7 @@ def _is_run(path: Path) -> bool:
     """Return whether a directory's config.json is marked as a run's, be it damaged or not."""
     try:
         text = require_file(path / "config.json").read_text(encoding="utf-8", errors="replace")
-        return f'"{FORMAT}"' in text or (path / COPY).exists()
+        return f'"{FORMAT}"' in text
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     except OSError:  # it may not be read; whoever wrote it does not want it replaced

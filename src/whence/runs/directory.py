@@ -11,18 +11,10 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 import polars as pl
 from torch import Tensor
 
-from whence.core import (
-    RunDirectoryError,
-    WhenceError,
-    check_flag,
-    describe,
-    explain_write_errors,
-    flush_to_disk,
-    write_json,
-)
+from whence.core import RunDirectoryError, WhenceError, check_flag, describe, explain_write_errors, write_json
+from whence.runs import files
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
-    COPY,
     FORMAT,
     VERSION,
     check_place,
@@ -32,24 +24,7 @@ from whence.runs.config_file import (
     read_config_file,
     sign_config,
 )
-from whence.runs.damage import report_damage
-from whence.runs.files import (
-    Damaged,
-    PerRound,
-    RoundTensors,
-    RowTable,
-    Table,
-    check_writable,
-    list_numbered,
-    read_flags,
-    read_table,
-    read_tensor_file,
-    remove_later,
-    remove_rounds,
-    scan_tables,
-    write_table,
-    write_tensor_file,
-)
+from whence.runs.files import Damaged, PerRound, RoundTensors, RowTable, Table
 from whence.runs.locks import Lock, check_writer, lock_run
 
 T = TypeVar("T")
@@ -84,15 +59,13 @@ class RunDirectory:
     checkpoints/round_00005.safetensors all that training needs to continue after round 5; the last two are kept
     flags.parquet                      the records that a reader flagged, with notes
     vocabulary.parquet                 a language model's tokens: the text of each id
-    .config.json                       a copy, which is read if the power was cut and config.json is damaged
     .signature                         of the configuration and the place, by the user who made the run
     .lock                              locked while a process writes the run
     ```
 
-    Each file is complete or absent, whenever the process is killed, and tables and tensors hold a checksum. The same is
-    true of a power cut for all files up to the last checkpoint. A table that is damaged nevertheless counts as lost; a
-    training that continues keeps it as NAME.damaged. What writes raises `RunDirectoryError` if the system refuses, or
-    if the directory was taken over, deleted or replaced.
+    Each file is complete or absent, whenever the process is killed or the power is cut, and tables and tensors hold a
+    checksum. A damaged table counts as lost in a training that continues, which keeps it as NAME.damaged. What writes
+    raises `RunDirectoryError` if the system refuses, or if the directory was taken over, deleted or replaced.
 
     Attributes:
         path: the directory.
@@ -112,7 +85,6 @@ class RunDirectory:
     _tables: dict[str, RowTable] = field(default_factory=dict, repr=False, init=False)
     _lock: Lock | None = field(default=None, repr=False, init=False)
     _kept_rounds: int | None = field(default=None, repr=False, init=False)
-    _unflushed: list[Path] = field(default_factory=list, repr=False, init=False)
 
     @classmethod
     def begin(
@@ -148,14 +120,15 @@ class RunDirectory:
             check_place(run.path, shared=shared)
         run.hold()
         try:
-            check_writable(run.path)
+            files.check_writable(run.path)
             # Under the lock: the directory may be that of a process that held it until now.
-            if (stored := cls.find_start(run.path, config, **choice)) is not None:
+            stored = cls.find_start(run.path, config, **choice)
+            files.put_damaged_aside(run.path)
+            if stored is not None:
                 stored.config, stored._lock, run = run.config, run._lock, stored
                 run._kept_rounds = kept = 0 if run.checkpoint is None else run.checkpoint.round
-                if (rows := run.count_rows("metrics")) < kept:
+                if (rows := run.table("metrics").height) < kept:
                     log.warning("%s holds %d of %d rows: a file of metrics was lost.", run.path, rows, kept)
-                report_damage(run.path, kept)
                 if not run.is_trusted:  # rounds of a stranger's do not become this user's
                     log.warning("%s is not signed as a run that you made in this place, and stays so.", run.path)
             else:
@@ -238,9 +211,11 @@ class RunDirectory:
         """Return the number of rounds that were finished, by any file of theirs; None if the run wrote none."""
         if self.notes.get(_REPLACING):
             return None
-        finished = [self.count_rows("metrics"), *list_checkpoints(self.path)]
+        finished = list_checkpoints(self.path)
+        with suppress(Damaged):  # it counts as lost
+            finished.append(self.table("metrics").height)
         begun = [*self.rounds("records"), *self.rounds("policies"), *self.rounds("recordings")]
-        return max(*finished, max(begun, default=1) - 1) if begun or any(finished) else None
+        return max(*finished, max(begun, default=1) - 1, 0) if begun or any(finished) else None
 
     def prepare_writing(self) -> None:
         """Delete what the directory holds and the run does not keep, unless that was done; see `begin`."""
@@ -250,12 +225,12 @@ class RunDirectory:
         self._kept_rounds = None
         if rounds >= 0:
             self._write_config(sign=self.is_trusted)
-            remove_later(self.path, rounds)
+            files.remove_later(self.path, rounds)
             return
         if (self.path / "config.json").exists():
             notes, self.notes = self.notes, {_REPLACING: True}
             self._write_config()
-            remove_rounds(self.path)
+            files.remove_rounds(self.path)
             self.notes = notes
         self._write_config(sign=True)
 
@@ -266,15 +241,9 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let others write the directory."""
-        self.flush()
         if self._lock is not None:
             self._lock.release()
         self._lock = None
-
-    def flush(self) -> None:
-        """Wait until the files of rounds are on disk, before what counts on them is written or deleted."""
-        paths, self._unflushed = self._unflushed, []
-        flush_to_disk(*paths, *{path.parent for path in paths})
 
     def note(self, **entries: Any) -> None:
         """Add entries to the run's notes, in JSON types, and write them to config.json."""
@@ -308,8 +277,7 @@ class RunDirectory:
     def _write_config(self, *, sign: bool = False) -> None:
         self.prepare_writing()
         content = {"config": self.config, "versions": self.versions, "notes": self.notes}
-        for name in (COPY, "config.json"):
-            write_json(self.path / name, {"format": FORMAT, "version": VERSION, **content})
+        write_json(self.path / "config.json", {"format": FORMAT, "version": VERSION, **content})
         if sign:
             self.sign()
 
@@ -346,37 +314,24 @@ class RunDirectory:
 
     def keep_rows(self, table: Table, rounds: Collection[int]) -> None:
         """Delete a table's rows of all rounds but these."""
-        if self.count_rows(table):  # there is none in a run that replaces another one
+        if self.table(table).height:  # there is none in a run that replaces another one
             self.prepare_writing()
             self._row_table(table).keep(rounds)
 
     def write_round(self, name: PerRound, number: int, table: pl.DataFrame) -> None:
         """Write one round's records, episodes or answers."""
         self.prepare_writing()
-        write_table(table, path := self.round_path(name, number), flush=False)
-        self._unflushed.append(path)
+        files.write_table(table, self.round_path(name, number))
 
     def write_policy(self, number: int, tensors: Mapping[str, Tensor], *, name: RoundTensors = "policies") -> None:
         """Write the tensors of the policy that collects round `number` (from 1), or others; no two may share memory."""
         self.prepare_writing()
-        write_tensor_file(path := self.round_path(name, number), tensors, {}, flush=False)
-        self._unflushed.append(path)
+        files.write_tensor_file(self.round_path(name, number), tensors, {})
 
     def table(self, name: Table) -> pl.DataFrame:
-        """Read a table; it is empty if nothing was written yet, and if it is damaged in a run that is continued."""
-        rows, last = self._row_table(name), self._kept_rounds
-        if last is None:
-            return rows.read()
-        table = pl.DataFrame()
-        with suppress(Damaged):  # `prepare_writing` puts it aside
-            table = rows.read()
-        return table if table.is_empty() else table.filter(pl.col("round") <= last)
-
-    def count_rows(self, name: Table) -> int:
-        """Return the number of a table's rows, 0 if it is lost or damaged."""
-        with suppress(Damaged):
-            return self.table(name).height
-        return 0
+        """Read a table; it is empty if nothing was written yet."""
+        table, last = self._row_table(name).read(), self._kept_rounds
+        return table if last is None or table.is_empty() else table.filter(pl.col("round") <= last)
 
     def _row_table(self, name: str) -> RowTable:
         return self._tables.setdefault(name, RowTable(self.path / f"{name}.parquet"))
@@ -384,7 +339,7 @@ class RunDirectory:
     def round(self, name: PerRound, number: int) -> pl.DataFrame:
         """Read one round's records, episodes or answers; a `RunDirectoryError` says if they are not there."""
         self._check_exists(path := self.round_path(name, number))
-        return read_table(path)
+        return files.read_table(path)
 
     def scan(self, name: PerRound = "records") -> pl.LazyFrame:
         """Return the records, episodes or answers of all rounds as one table, which is read when it is collected.
@@ -394,7 +349,7 @@ class RunDirectory:
         """
         paths = {number: self.round_path(name, number) for number in self.rounds(name)}
         self._check_exists(max(paths.values(), default=self.round_path(name, 1)))
-        return scan_tables(paths)
+        return files.scan_tables(paths)
 
     def round_path(self, name: PerRound | RoundTensors, number: int) -> Path:
         """Return the path of a file of one round, whether it is there or not."""
@@ -402,7 +357,7 @@ class RunDirectory:
 
     def flags(self) -> pl.DataFrame:
         """Read the records that were flagged on the run's page: `round`, `record_id` and `note`."""
-        return read_flags(self.path)
+        return files.read_flags(self.path)
 
     def policy(self, number: int, *, name: RoundTensors = "policies") -> dict[str, Tensor]:
         """Read the policy that collected round `number`, or others of its tensors."""
@@ -413,11 +368,11 @@ class RunDirectory:
                 f"one of the rounds {', '.join(map(str, self.rounds('policies')[:4]))}, ..."
             )
         self._check_exists(path)
-        return read_tensor_file(path, RunDirectoryError)[1]
+        return files.read_tensor_file(path, RunDirectoryError)[1]
 
     def rounds(self, name: PerRound | RoundTensors = "records") -> list[int]:
         """List the rounds of which there are records, or other files."""
-        return sorted(number for _, number in list_numbered(self.path / name))
+        return sorted(number for _, number in files.list_numbered(self.path / name))
 
     def require_rounds(self, numbers: Collection[int] = (), *, name: PerRound | RoundTensors = "records") -> list[int]:
         """List the rounds of which there are records, or other files: at least one, and all of `numbers`.

@@ -134,12 +134,15 @@ class Damaged(RunDirectoryError):
     """A file holds something else than was written, as after a power cut."""
 
 
-def put_aside(path: Path) -> None:
-    """Keep a damaged file under another name, in whose place a new one will be."""
-    aside = path.with_name(f"{path.name}.damaged")
-    with explain_write_errors(aside):
-        path.replace(aside)
-    log.warning("%s is damaged and counts as lost. It is kept as %s.", path, aside.name)
+def put_damaged_aside(path: Path) -> None:
+    """Keep the damaged tables of a run directory under other names, so that they count as lost."""
+    for file in (path / VOCABULARY, *(path / f"{table}.parquet" for table in (*get_args(Table), FLAGS))):
+        try:
+            RowTable(file).read()
+        except Damaged:
+            with explain_write_errors(file):
+                file.replace(aside := file.with_name(f"{file.name}.damaged"))
+            log.warning("%s is damaged and counts as lost. It is kept as %s.", file, aside.name)
 
 
 _CHECKSUM = {"checksum": f"blake2b:{'0' * 32}"}
@@ -226,20 +229,18 @@ def _open_table(path: Path, read: Callable[..., T]) -> T:
     raise Damaged(_DAMAGED.format(path))
 
 
-def write_tensor_file(
-    path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], *, flush: bool = True
-) -> None:
+def write_tensor_file(path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
     """Write tensors, of which no two may share memory, and the texts of a header, atomically, with a checksum."""
-    with write_atomically(path, flush=flush) as temporary:
+    with write_atomically(path) as temporary:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(plain, temporary, {**texts, **_CHECKSUM})
         _write_checksum(temporary)
 
 
-def write_table(table: pl.DataFrame, path: Path, *, flush: bool = True) -> None:
+def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write a Parquet file, atomically, with a checksum."""
     check_fork()
-    with write_atomically(path, flush=flush) as temporary:
+    with write_atomically(path) as temporary:
         content = io.BytesIO()  # not by Polars, whose older versions hide what the system refuses
         table.write_parquet(content, compression="zstd", metadata=_CHECKSUM)
         temporary.write_bytes(content.getvalue())  # a view would outlive its buffer where the write fails
@@ -264,24 +265,16 @@ class RowTable:
         except Damaged as damage:
             raise Damaged(f"{damage} Deleted, it counts as lost, and the run is read without its rows.") from None
 
-    def load(self) -> pl.DataFrame:
-        """Read all rows, in whose place others will be; a damaged file is kept under another name, without rows."""
-        try:
-            return self.read()
-        except Damaged:
-            put_aside(self._path)
-            return pl.DataFrame()
-
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row in the place of those of its round and later ones."""
-        rows = self.load() if self._rows is None else self._rows
+        rows = self.read() if self._rows is None else self._rows
         added = pl.DataFrame([dict(row)], infer_schema_length=None)
         before = [] if rows.is_empty() else [rows.filter(pl.col("round") < row["round"])]
         self.replace(pl.concat([*before, added], how="diagonal_relaxed", rechunk=True))
 
     def keep(self, rounds: Collection[int]) -> None:
         """Delete the rows of all rounds but these."""
-        rows = self.load()
+        rows = self.read()
         if not rows.is_empty() and not rows["round"].is_in(list(rounds)).all():
             self.replace(rows.filter(pl.col("round").is_in(list(rounds))))
 
@@ -307,12 +300,11 @@ def write_flag(run: str | Path, number: int, record: int, note: str | None) -> N
         RunDirectoryError: the directory cannot be written, or its flags cannot be read.
     """
     with _WRITING:
-        (table := RowTable(Path(run) / f"{FLAGS}.parquet")).load()
         flags = read_flags(run)
         others = flags.filter((pl.col("round") != number) | (pl.col("record_id") != record))
         added = pl.DataFrame([] if note is None else [(number, record, note)], schema=flags.schema, orient="row")
         rows = pl.concat([others, added]).sort("round", "record_id")
-        table.replace(rows)
+        RowTable(Path(run) / f"{FLAGS}.parquet").replace(rows)
 
 
 def read_vocabulary(run: Path) -> list[str]:
@@ -333,8 +325,10 @@ def digest_content(path: Path) -> str | None:
     trainer's states and what is hidden or cached. Any changed byte is noticed. A gigabyte takes a second or two, once
     in a process.
     """
+    if path.is_file():
+        return _digest_file(path, "sha256")
     if not path.is_dir():
-        return _digest_file(path, *_identify(path)) if path.is_file() else None
+        return None
     is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
     files = [file for file in sorted(path.glob("*" if is_model else "**/*")) if file.is_file()]
     names = {file.relative_to(path).as_posix(): file for file in files if not _NO_CONTENT.search(file.name)}
@@ -345,23 +339,18 @@ def digest_content(path: Path) -> str | None:
 _NO_CONTENT = re.compile(r"^\.|^cache-|\.(pt|pth|md)$")
 
 
-def _identify(path: Path) -> tuple[int, ...]:
-    """Return what tells a file from a later one of its name."""
+def _digest_file(path: Path, kind: str) -> str:
     status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return _digest_bytes(path, kind, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @cache
-def _digest_file(path: Path, *identity: int) -> str:
+def _digest_bytes(path: Path, kind: str, *identity: int) -> str:
     with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+        return hashlib.file_digest(content, kind).hexdigest()
 
 
 def read_digests(folder: Path) -> dict[str, str]:
     """Return a digest of each file in a folder and its folders, by its path in there."""
     files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    digests = {}
-    for name, file in files.items():
-        with file.open("rb") as content:
-            digests[name] = hashlib.file_digest(content, "blake2b").hexdigest()
-    return digests
+    return {name: _digest_file(file, "blake2b") for name, file in files.items()}

@@ -204,7 +204,7 @@ class RunRecorder:
         self.note_resumption()
         if self._list_texts is not None:
             self.directory.prepare_writing()  # else there are the texts of a run that this one replaces
-            if RowTable(self.path / VOCABULARY).load().is_empty():
+            if RowTable(self.path / VOCABULARY).read().is_empty():
                 write_vocabulary(self.path, [*self._list_texts()])
             self._list_texts = None
         for name, each in (tensors or {}).items():
@@ -222,8 +222,6 @@ class RunRecorder:
     def write_rows(self, metrics: Mapping[str, Any], seconds: Seconds) -> None:
         """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
         if self.writes:
-            if not self.saves:  # else the checkpoint does so
-                self.directory.flush()
             self.directory.append("metrics", metrics)
             seconds = {**seconds, "checkpoint": self._seconds}
             self._seconds = dict.fromkeys(("cpu", "wall"), 0.0)
@@ -240,7 +238,6 @@ class RunRecorder:
             content = read()
             if self.writes:
                 self.directory.prepare_writing()
-                self.directory.flush()
                 save_checkpoint(self.path, number, content, keep=self._keep)
         self._seconds = clock.seconds()
 

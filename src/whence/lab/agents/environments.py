@@ -14,7 +14,7 @@ from stable_baselines3.common.preprocessing import is_image_space, is_image_spac
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from whence.core import WhenceError, map_tree, named_leaves, preserve_rng_state
+from whence.core import WhenceError, map_tree, named_leaves
 from whence.lab.agents.run_config import RunConfig
 from whence.sb3 import RecordResets
 from whence.sb3.episodes import Pool, cast_actions, digest_environment
@@ -88,8 +88,7 @@ def digest_sources(config: RunConfig) -> dict[str, str]:
     """Return a digest of a run's environment by "environment", if the code is the user's; see `digest_environment`."""
     if list_libraries(config) == ["envpool"]:
         return {}
-    with preserve_rng_state():
-        digest = digest_environment(partial(make_env, config.env, config.env_kwargs, config.observe, checked=False))
+    digest = digest_environment(partial(make_env, config.env, config.env_kwargs, config.observe, checked=False))
     return {} if digest is None else {"environment": digest}
 
 

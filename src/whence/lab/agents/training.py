@@ -17,7 +17,7 @@ from whence.lab import efficiency
 from whence.lab.agents.environments import digest_sources, make_evaluation_env, make_training_env
 from whence.lab.agents.run_config import RunConfig
 from whence.lab.arms import ARMS, counts_scoring, find_arm
-from whence.runs import RunDirectory, is_whole, report_damage
+from whence.runs import RunDirectory
 from whence.sb3 import InfluenceCallback
 from whence.sb3.episodes import Pool
 from whence.sb3.models import (
@@ -109,15 +109,10 @@ def run(
         settings = make_callback(config, None, recordings).settings()
         directory = RunDirectory.begin(
             path,
-            {
-                **describe_model(model),
-                **settings,
-                "experiment": config.to_json(),
-                "contents": digest_sources(config),
-            },
+            {**describe_model(model), **settings, **_describe(config)},
             versions=read_versions(),
             overwrite=overwrite,
-            may_change=["experiment.rounds", "contents.environment"],  # which is_finished has compared
+            may_change=["experiment.rounds"],  # is_finished has refused a run of more rounds
         )
         resumed = directory.checkpoint is not None
         directory.keep_rows("evaluations", config.evaluated_rounds)  # without a shorter run's last
@@ -135,6 +130,10 @@ def run(
         env.close()
         if isinstance(test_env, VecEnv):
             test_env.close()
+
+
+def _describe(config: RunConfig) -> dict[str, Any]:
+    return {"experiment": config.to_json(), "contents": digest_sources(config)}
 
 
 def _make_callback(config: RunConfig, directory: RunDirectory | None, recordings: Collection[int]) -> InfluenceCallback:
@@ -194,17 +193,13 @@ def is_finished(config: RunConfig, path: Path) -> bool:
     # No setting of a run depends on the number of rounds: its learning rate and clip range are constants.
     rounds = directory.experiment.get("rounds")
     may_change = ["experiment.rounds"] if isinstance(rounds, int) and rounds < config.rounds else []
-    present = {"experiment": config.to_json()}
-    if "contents" in directory.config:  # of older runs it is not known
-        present["contents"] = digest_sources(config)
-    directory.check_same({**directory.config, **present}, but=may_change)
+    directory.check_same({**directory.config, **_describe(config)}, but=may_change)
     directory.check_signed()
-    if not is_whole(directory.round_path("policies", config.rounds + 1)):  # written last
+    if not directory.round_path("policies", config.rounds + 1).exists():  # written last
         return False
-    report_damage(path, config.rounds)
     if not config.eval_episodes:
-        return directory.count_rows("timings") == config.rounds
-    return directory.count_rows("evaluations") == len(config.evaluated_rounds)
+        return directory.table("timings").height == config.rounds
+    return directory.table("evaluations").height == len(config.evaluated_rounds)
 
 
 def make_curve(config: RunConfig, evaluations: pl.DataFrame, timings: pl.DataFrame) -> efficiency.Curve:

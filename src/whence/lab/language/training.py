@@ -1,5 +1,6 @@
 """One post-training run of a language model, from its configuration to its directory."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback
 
 from whence.core import MeanObjective, RunDirectoryError, WhenceError, flush_to_disk
@@ -27,7 +29,7 @@ from whence.llm.text import (
     read_prompts,
     write_evaluation,
 )
-from whence.runs import CheckpointClock, RunDirectory, is_whole, report_damage
+from whence.runs import CheckpointClock, RunDirectory
 from whence.stored.language import (
     LanguageConfig,
     Task,
@@ -67,13 +69,22 @@ def is_finished(config: LanguageConfig, path: Path) -> bool:
     if not (path / "config.json").exists():
         return False
     directory = RunDirectory.open(path)
-    rounds = max(directory.count_rows("metrics"), directory.count_rows("timings"))  # one of them may be lost
-    if rounds:
+    if rounds := directory.count_rounds() or 0:
         directory.check_same({**directory.config, **describe(config)})
         directory.check_signed()
-    report_damage(path, config.rounds)
     # A damaged model is saved again, from the last checkpoint.
-    return 0 < config.rounds <= rounds and (path / "model").is_dir() and all(map(is_whole, (path / "model").iterdir()))
+    return 0 < config.rounds <= rounds and (path / "model").is_dir() and all(map(_is_whole, (path / "model").iterdir()))
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a file of a model is not cut off."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return True
+        return file.suffix != ".json" or json.loads(file.read_bytes()) is not None
+    except (SafetensorError, ValueError):
+        return False
 
 
 def read_curve(config: LanguageConfig, path: Path) -> Curve:

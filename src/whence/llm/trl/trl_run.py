@@ -33,7 +33,6 @@ from whence.runs import (
     load_tree,
     read_digests,
     read_states,
-    report_damage,
     save_tree,
 )
 from whence.selection import Selection, add_selection, summarise_selection
@@ -150,7 +149,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         same_epochs = progress.num_train_epochs == args.num_train_epochs
         total = args.max_steps if args.max_steps > 0 else progress.max_steps if same_epochs else math.inf
         if finished := progress.global_step >= total:
-            report_damage(self.recorder.path, progress.global_step // self._steps)
             log.warning("%s holds this run, finished: nothing is trained.", self.recorder.path)
         return bool(finished)
 

@@ -21,7 +21,7 @@ import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from torch import Tensor
 
-from whence.core import describe
+from whence.core import describe, preserve_rng_state
 from whence.sb3.episodes.wrappers import LEFT_ALONE, is_watcher, iterate_vec_wrappers, iterate_wrappers
 
 _MOST, _MOST_ENTRIES, _LARGEST = 2000, 64, 200
@@ -97,11 +97,11 @@ def digest_environment(make: Callable[[], gym.Env[Any, Any]]) -> str | None:
     None if no code is the user's.
     """
     chains = []
-    for _ in range(2):
-        env = make()
-        chains.append({name: value for name, value in read_chain(env).items() if ".__class__." in name})
-        env.close()
-    held = {name: value for name, value in chains[0].items() if chains[1].get(name) == value}
+    with preserve_rng_state():
+        for env in (make() for _ in range(2)):  # the second after the first was read
+            chains.append(read_chain(env))
+            env.close()
+    held = {name: value for name, value in keep_constant(*chains)["held"].items() if ".__class__." in name}
     return _digest(json.dumps(held).encode()) if any(name.endswith(_CODE) for name in held) else None
 
 

@@ -12,14 +12,8 @@ from whence.llm.trl.completions import TRAINER_METHODS
 HOSTS = ["accelerate", "deepspeed", "gymnasium", "sb3_contrib", "stable_baselines3", "torch", "transformers", "trl"]
 NO_HOSTS = {
     *("_asdict", "_fields", "_replace", "_exit", "_repr_html_"),  # documented, of named tuples, `os` and IPython
-    *(
-        "_chooser",
-        "_compute_trl_loss",
-        "_outputs",
-        "_processes",
-        "_rewards",
-        "_run",
-    ),  # read by another module of whence's
+    # Read by another module of whence's.
+    *("_chooser", "_compute_trl_loss", "_outputs", "_processes", "_rewards", "_run"),
     *("_names", "_whence_wraps_train", "_class", "_ids"),  # texts: names of whence's, and ends of names
 }
 OVERRIDDEN = {

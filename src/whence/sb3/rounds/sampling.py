@@ -160,9 +160,13 @@ def check_callers(callback: BaseCallback) -> None:
     """
     frame = inspect.currentframe()
     while frame is not None and (caller := frame.f_locals.get("self")) is not callback.model:
-        hooks = "on_rollout_start", "_on_rollout_start"
-        knows_rollouts = any(getattr(type(caller), hook, None) is not getattr(BaseCallback, hook) for hook in hooks)
-        if caller is not callback and not knows_rollouts:
+        # A callback that forwards rollouts does so by one of these.
+        is_deaf = (
+            isinstance(caller, BaseCallback)
+            and type(caller).on_rollout_start is BaseCallback.on_rollout_start
+            and type(caller)._on_rollout_start is BaseCallback._on_rollout_start
+        )
+        if caller is not callback and is_deaf:
             raise WhenceError(
                 f"{type(callback).__name__} is inside of {type(caller).__name__}, which does not call it for each "
                 "rollout, so nothing would be scored. Pass both to learn(): callback=[InfluenceCallback(...), the "

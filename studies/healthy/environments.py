@@ -54,7 +54,7 @@ class PublicEnvironment:
     kwargs: dict[str, Any] = field(default_factory=dict)
     time_limit: int = 0
     wrappers: list[str] = field(default_factory=list)
-    notes: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 def read_environments(file: Path = CATALOGUE) -> list[PublicEnvironment]:

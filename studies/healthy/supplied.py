@@ -1,5 +1,6 @@
 """Environments whose package leaves something to its user: prices, set points, actions from -1 to 1."""
 
+import warnings
 from typing import Any
 
 import gymnasium as gym
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 
 def make_trading(days: int = 2000, episode: int = 250) -> Any:
     """Trade one asset of gym-trading-env-continuous; positions from 0 to 1, with fees."""
-    from gym_trading_env.environments import TradingEnv
+    with warnings.catch_warnings():  # its import turns the process's warnings into errors
+        from gym_trading_env.environments import TradingEnv
 
     return TradingEnv(
         _candles(days, seed=5), position_range=(0, 1), trading_fees=1e-3, max_episode_duration=episode, verbose=0

@@ -1,22 +1,11 @@
 """Environments whose package leaves something to its user: prices, set points, actions from -1 to 1."""
 
-import warnings
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-
-
-def make_trading(days: int = 2000, episode: int = 250) -> Any:
-    """Trade one asset of gym-trading-env-continuous; positions from 0 to 1, with fees."""
-    with warnings.catch_warnings():  # its import turns the process's warnings into errors
-        from gym_trading_env.environments import TradingEnv
-
-    return TradingEnv(
-        _candles(days, seed=5), position_range=(0, 1), trading_fees=1e-3, max_episode_duration=episode, verbose=0
-    )
 
 
 def make_portfolio(days: int = 300, assets: int = 4) -> Any:
@@ -67,7 +56,7 @@ def make_scaled(id: str) -> gym.Env[Any, Any]:
 
 
 def _candles(days: int, seed: int) -> pd.DataFrame:
-    """Return daily prices of an asset whose trend returns to zero, with a return and a momentum as features."""
+    """Return daily prices of an asset whose trend returns to zero."""
     rng = np.random.default_rng(seed)
     trend = np.zeros(days)
     for day in range(1, days):
@@ -75,16 +64,11 @@ def _candles(days: int, seed: int) -> pd.DataFrame:
     close: NDArray[Any] = 100 * np.exp(np.cumsum(trend + 0.01 * rng.standard_normal(days)))
     opening = np.concatenate([[100.0], close[:-1]])
     spread = 1 + 0.002 * rng.random(days)
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
-            "open": opening,
             "high": np.maximum(opening, close) * spread,
             "low": np.minimum(opening, close) / spread,
             "close": close,
-            "volume": 1000.0,
         },
         index=pd.date_range("2020-01-01", periods=days, freq="D"),
     )
-    table["feature_return"] = table["close"].pct_change().fillna(0.0)
-    table["feature_momentum"] = table["close"].pct_change(10).fillna(0.0)
-    return table

@@ -32,8 +32,8 @@ from studies.planted.tables import write_tables
 from studies.shared import Only, Out, Runs, report, write_line
 from whence.causes import Examples, find_causes
 from whence.causes.response_causes import compute_response_log_prob
-from whence.lab import run
 from whence.lab.language import Lab, answer, reward
+from whence.lab.language import training as language_training
 from whence.runs import RunDirectory
 from whence.stored.language import LanguageConfig, load_trained_task, make_response_target
 from whence.stored.language.language_config import task_settings
@@ -115,7 +115,7 @@ def study_run(seed: int, out: Path, runs: Path) -> None:
     if not missing:
         return
     lab, path = grader.make_lab(), runs / LANGUAGE / f"seed_{seed}"
-    run(configure_run(lab, seed), path)
+    language_training.run(configure_run(lab, seed), path)
     directory = RunDirectory.open(path)
     records, questions = judging.read_all(directory), list_questions(lab)
     rigged, misgraded, place = find_rigged(records), find_misgraded(records), seed % len(questions)

@@ -2,10 +2,11 @@
 
 Run: `python -m studies.planted.proofs results/planted [--only arithmetic/finder]`. The runs are those of seed 0 of
 `studies.planted.run` and `studies.planted.language`, which are trained if they are not there. In each, `whence prove`
-and `whence llm prove` train the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what
-got the rigged reward. "plain" is LunarLander without the plant. There, nothing has paid for the records of "truth",
-firings of the left engine in the lower half in a tenth of the episodes; but they are all of one action, and what they
-taught about it is left out with them. The records of "episodes", all of that tenth, are nothing special.
+trains the first rounds again: "finder" leaves out what a finder names for the tic, "truth" what got the rigged reward,
+"raw" what `nearest` would name with advantages as stored. "plain" is LunarLander without the plant. There, nothing has
+paid for the records of "truth", firings of the left engine in the lower half in a tenth of the episodes; but they are
+all of one action, and what they taught about it is left out with them. The records of "episodes", all of that tenth,
+are nothing special.
 
 A finished training is not done again: the command goes on where it was interrupted. Runs are kept in `--runs`.
 """
@@ -21,9 +22,9 @@ import typer
 
 from studies.planted import grader, language
 from studies.planted import run as agents
-from studies.planted.judging import is_apart_by_means
+from studies.planted.judging import is_apart_by_means, score_by_raw
 from studies.shared import Only, Out, Runs, read_list, report, table, write_line, write_page
-from whence.causes import AgentTraining, Examples, Proof, prove
+from whence.causes import AgentTraining, Examples, Proof, find_causes, prove
 from whence.causes.retraining import VARIANTS
 from whence.causes.verdicts import list_changes
 from whence.core import Action
@@ -54,7 +55,7 @@ SETUPS = {
 agents.CASES["plain"] = agents.CASES["lander"]._replace(env="LunarLander-v3", rounds=SETUPS["plain"].rounds)
 
 JOBS = [(case, what) for case in SETUPS if case != "plain" for what in ("finder", "truth")]
-JOBS += [("plain", "truth"), ("plain", "episodes")]
+JOBS += [("plain", "truth"), ("plain", "episodes"), ("lander", "raw"), ("minigrid", "raw")]
 """The worlds, and what is left out in them."""
 
 
@@ -99,10 +100,17 @@ def prove_tic(case: str, what: str, runs: Path, on_stage: Callable[[str], None])
     world = agents.CASES[planted]
     directory = agents.train(agents.CASES[case], 0, runs / case / "seed_0")
     states, _ = agents.visit_region(agents.train(world, 0, runs / planted / "seed_0"), 0)
+    target = Action(states, np.full(len(states), world.action))
+    if what == "raw":
+        causes = find_causes(directory, target, rounds=range(1, setup.rounds + 1), method=setup.method)
+        ranked = causes.with_columns(score=score_by_raw(causes)).sort("score", descending=True)
+        left_out = ranked.head(setup.top).select("round", "record_id")
+    else:
+        left_out = list_rigged(planted, directory, setup.rounds, whole=what == "episodes")
     return prove(
         directory,
-        Action(states, np.full(len(states), world.action)),
-        None if what == "finder" else list_rigged(planted, directory, setup.rounds, whole=what == "episodes"),
+        target,
+        None if what == "finder" else left_out,
         words="the tic",
         method=setup.method,
         top=setup.top,

@@ -7,7 +7,7 @@ Run: `python -m studies.verdicts.run results/verdicts [--only lander]`. In each 
   seed are others of the 100, so that nothing is a cause: what is "seen" is false.
 - *power*: `whence.causes.prove` is asked about the 8 decisions, random ones of the last round that training raised,
   with the records that `nearest` names. "nearest, raw" are those that it would name with advantages as stored, in place
-  of those that PPO normalised; they have the same controls.
+  of those that SB3's PPO normalised; they have the same controls.
 
 Verdicts are of all 20 seeds, and of four times five. "before" is the rule that compared intervals of means, which took
 the chance between sets for none. A training is not done again: the command goes on where it was interrupted; runs and
@@ -121,8 +121,8 @@ def measure_sets(name: str, run: RunDirectory, trained: pl.DataFrame, kept: Path
             return outcomes
 
         sets: dict[str, Callable[[], pl.DataFrame]] = {"all": partial(trained.select(KEYS).clear)}
-        for place in range(DECISIONS):
-            sets[f"raw_{place}"] = partial(_name_raw, name, run, plain, decisions, place)
+        for place in range(DECISIONS if world.env is not None else 0):
+            sets[f"raw_{place}"] = partial(_name_raw, run, plain, decisions, place, world.top)
         for number in range(NULLS):
             sets[f"null_{number}"] = partial(draw_set, trained, world.top, number)
         for title, choose in sets.items():
@@ -136,12 +136,11 @@ def _ask(retraining: Retraining, decisions: pl.DataFrame, place: int) -> Any:
     return retraining.read(decisions[place : place + 1].select(KEYS))
 
 
-def _name_raw(name: str, run: RunDirectory, plain: Retraining, decisions: pl.DataFrame, place: int) -> pl.DataFrame:
-    """Return what `nearest` would name for a decision with raw advantages; a language model's are as they trained."""
+def _name_raw(run: RunDirectory, plain: Retraining, decisions: pl.DataFrame, place: int, top: int) -> pl.DataFrame:
+    """Return what `nearest` would name for an agent's decision with raw advantages."""
     causes = find_causes(run, _ask(plain, decisions, place), method="nearest")
-    if WORLDS[name].env is not None:
-        causes = causes.with_columns(score=score_by_raw(causes))
-    return causes.sort("score", *KEYS, descending=[True, False, False]).head(WORLDS[name].top).select(KEYS)
+    ranked = causes.with_columns(score=score_by_raw(causes)).sort("score", *KEYS, descending=[True, False, False])
+    return ranked.head(top).select(KEYS)
 
 
 def read_sets(kept: Path) -> dict[str, list[dict[str, float]]]:
@@ -182,8 +181,9 @@ def judge_causes(
         values: Values = next(iter(proof.outcomes.values()))
         about = {"world": name, "number": place, "outcome": "decision"}
         yield from judge_blocks(about | {"what": "nearest"}, values)
-        raw = [each[str(place)] for each in sets[f"raw_{place}"]]
-        yield from judge_blocks(about | {"what": "nearest, raw"}, {**values, "without": raw})
+        if (title := f"raw_{place}") in sets:  # a language model's advantages are as they trained
+            raw = {**values, "without": [each[str(place)] for each in sets[title]]}
+            yield from judge_blocks(about | {"what": "nearest, raw"}, raw)
 
 
 def judge_blocks(about: Mapping[str, Any], values: Values) -> Iterator[dict[str, Any]]:

@@ -22,15 +22,17 @@ def write_tables(out: Path) -> None:
                 [*map(str, key), f"{len(part)}", *map(show_share, (part["seen"], part["by_random"], part["before"]))]
             )
         if is_null:
-            for (seeds,), part in chosen.group_by("seeds", maintain_order=True):
+            for (kind, seeds), part in chosen.with_columns(
+                kind=pl.when(outcome="decision").then(pl.lit("decision")).otherwise(pl.lit("tests"))
+            ).group_by("kind", "seeds", maintain_order=True):
                 shares = map(show_share, (part["seen"], part["by_random"], part["before"]))
-                lines.append(["all", "null", "all", str(seeds), f"{len(part)}", *shares])
+                lines.append(["all", "null", str(kind), str(seeds), f"{len(part)}", *shares])
         parts += [f"## {title}", table(lines)]
     lines = [["world", "decision", "by advantages that trained", "by raw ones"]]
     causes = rows.filter(pl.col("what") != "null", pl.col("seeds") == rows["seeds"].max())
     for (world, number), part in causes.group_by("world", "number", maintain_order=True):
-        changes = dict(part.select("what", "change").iter_rows())
-        lines.append([str(world), str(number), *(f"{changes[what]:+.3f}" for what in ("nearest", "nearest, raw"))])
+        changes = {what: f"{change:+.3f}" for what, change in part.select("what", "change").iter_rows()}
+        lines.append([str(world), str(number), *(changes.get(what, "–") for what in ("nearest", "nearest, raw"))])
     write_page(
         out / "tables.md", *parts, "## The log-probability without what `nearest` names: its change", table(lines)
     )

@@ -220,6 +220,15 @@ def explain_distrust(path: Path, *, is_language: bool = False) -> str:
     return f"{reason}. Trust it by --trust or RunDirectory.open(path, trust=True){name}."
 
 
+def explain_unsigned(path: Path) -> str:
+    """Return why a run's rounds are not taken for what this user measured in this place, and what to do."""
+    return (
+        f"{path} is not signed as a run that you made in this place (its file {SIGNATURE}), so it is not continued, and "
+        "its figures are not taken. To replace it, pass overwrite=True (--overwrite). If it is yours, moved or copied, "
+        f"sign it in Python: whence.open_run({str(path)!r}).sign()."
+    )
+
+
 def _sign(key: bytes, path: Path, content: Any) -> str:
     return hmac.digest(key, json.dumps([str(path.resolve()), content]).encode(), "sha256").hex()
 

@@ -20,6 +20,7 @@ from whence.runs.config_file import (
     check_place,
     check_same,
     explain_distrust,
+    explain_unsigned,
     is_signed,
     read_config_file,
     sign_config,
@@ -268,11 +269,7 @@ class RunDirectory:
     def check_signed(self) -> None:
         """Refuse to take rounds for what this user measured in this place, unless the run is signed as that."""
         if not self.is_trusted and self.count_rounds() is not None:
-            raise RunDirectoryError(
-                f"{self.path} is not signed as a run that you made in this place, so it is not continued, and its "
-                "figures are not taken. To replace it, pass overwrite=True (--overwrite). If it is yours, moved "
-                f"or copied, sign it in Python: whence.open_run({str(self.path)!r}).sign()."
-            )
+            raise RunDirectoryError(explain_unsigned(self.path))
 
     def _write_config(self, *, sign: bool = False) -> None:
         self.prepare_writing()

@@ -223,7 +223,7 @@ def explain_distrust(path: Path, *, is_language: bool = False) -> str:
 def explain_unsigned(path: Path) -> str:
     """Return why a run's rounds are not taken for what this user measured in this place, and what to do."""
     return (
-        f"{path} is not signed as a run that you made in this place (its file {SIGNATURE}), so it is not continued, and "
+        f"{path} is not signed as a run that you made in this place (its {SIGNATURE}), so it is not continued, and "
         "its figures are not taken. To replace it, pass overwrite=True (--overwrite). If it is yours, moved or copied, "
         f"sign it in Python: whence.open_run({str(path)!r}).sign()."
     )

@@ -258,10 +258,7 @@ class RunDirectory:
         sign_config(self.path, self.config)
 
     def trusted(self, names: T) -> T:
-        """Return names of the configuration to import, make or load; of a stranger's run a `RunDirectoryError`.
-
-        No name of a run goes around this.
-        """
+        """Return what the configuration names and will be imported, made or loaded; refuse it of a stranger's run."""
         if not self.is_trusted:
             raise RunDirectoryError(explain_distrust(self.path, is_language=self.is_language))
         return names

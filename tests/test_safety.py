@@ -469,7 +469,7 @@ class TestDirectories:
     @pytest.mark.parametrize("arm", ["../../../elsewhere", "/elsewhere", "iif/../../.."])
     def test_no_name_in_a_file_leads_out_of_a_comparison(self, stage: Path, arm: str) -> None:
         rewrite(stage / "comparison" / "comparison.json", lambda configs: configs[0].update(arm=arm))
-        with pytest.raises(WhenceError, match="does not list the runs of a comparison"):
+        with pytest.raises(WhenceError, match="is no such file of a comparison"):
             load_comparison(stage / "comparison")
 
     def test_names_of_tensors_are_no_paths(self, stage: Path, tmp_path: Path) -> None:

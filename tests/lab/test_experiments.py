@@ -554,7 +554,7 @@ class TestComparison:
     def test_damage_is_named(self, tmp_path, text):
         (tmp_path / "comparison.json").write_bytes(text.encode("utf-8", "surrogateescape"))
         (tmp_path / "summary.json").write_text('{"a": {"iif": {}}}')
-        with pytest.raises(WhenceError, match=r"does not list the runs .*give the same whence compare again"):
+        with pytest.raises(WhenceError, match=r"is no such file of a comparison .*give the same whence compare again"):
             load_comparison(tmp_path)
 
 

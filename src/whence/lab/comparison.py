@@ -178,13 +178,14 @@ def load_comparison(path: Path, *, trust: bool = False) -> Comparison:
         configs = [read_config(config) for config in json.loads(require_file(file).read_text(encoding="utf-8"))]
         if outside := [config.arm for config in configs if Path(config.arm).name != config.arm]:
             raise ValueError(f"{outside[0]!r} is no arm")
-        summary = json.loads(require_file(path / "summary.json").read_text(encoding="utf-8"))
+        file = path / "summary.json"
+        summary = json.loads(require_file(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WhenceError(f"{file} is not there: {path} holds no finished comparison. Run whence compare.") from None
     except (OSError, TypeError, ValueError) as failure:
         raise WhenceError(
-            f"{file} does not list the runs of a comparison ({failure}). Restore it, or give the same whence compare "
-            "again: finished runs are not repeated."
+            f"{file} is no such file of a comparison ({failure}). Restore it, or give the same whence compare again: "
+            "finished runs are not repeated."
         ) from None
     return Comparison(path, configs, summary, trust)
 

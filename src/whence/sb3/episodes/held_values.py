@@ -101,8 +101,8 @@ def digest_environment(make: Callable[[], gym.Env[Any, Any]]) -> str | None:
         for env in (make() for _ in range(2)):  # the second after the first was read
             chains.append(read_chain(env))
             env.close()
-    held = {name: value for name, value in keep_constant(*chains)["held"].items() if ".__class__." in name}
-    return _digest(json.dumps(held).encode()) if any(name.endswith(_CODE) for name in held) else None
+    constants = {name: value for name, value in keep_constant(*chains)["held"].items() if ".__class__." in name}
+    return _digest(json.dumps(constants).encode()) if any(name.endswith(_CODE) for name in constants) else None
 
 
 def keep_constant(start: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

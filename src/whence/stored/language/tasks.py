@@ -360,10 +360,8 @@ def load_pretrained(kind: Any, name: str, **options: Any) -> Any:
         if "trust_remote_code" in str(error):
             remedy = " whence runs no code that comes with a model: load it in a script, and pass it to the trainer."
         elif "safetensors" in str(error):
-            remedy = (
-                " whence reads weights from safetensors alone: other formats are pickles, which may run code. Convert "
-                "weights that you trust: AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)."
-            )
+            remedy = " whence reads weights from safetensors alone: other formats are pickles, which may run code. "
+            remedy += "Convert those you trust: AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)."
         raise WhenceError(f"The {what} {name} cannot be loaded: {first_line(error)}{remedy}") from error
 
 

@@ -1,2 +1,4 @@
+from .finding import Check as Check
 from .finding import Finding as Finding
-from .finding_search import find as find
+from .inspection import find as find
+from .inspection import inspect as inspect

@@ -1,0 +1,44 @@
+"""What healthy runs show: the largest statistic of each detector in each environment of the reference."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+from whence.findings.finding import Outcome
+
+TABLE = Path(__file__).with_name("reference.csv")
+"""Rows of detector, environment, family and statistic, written by `python -m studies.healthy.measure`."""
+
+MARGIN = 1.25
+"""How far beyond the largest of all healthy environments something is wrong, and no longer only unusual.
+
+Source: SPEC of the calibration, results/healthy; leaving each environment out in turn.
+"""
+
+Reference: TypeAlias = Mapping[str, Sequence[float]]
+"""The statistics of each detector, one of each environment, the largest first."""
+
+
+@cache
+def read_reference(keeps: Callable[[str, str], bool] = lambda environment, family: True) -> Reference:
+    """Read the reference; of environments that are kept, by their name and family."""
+    statistics = defaultdict[str, list[float]](list)
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if keeps(row["environment"], row["family"]):
+                statistics[row["detector"]].append(float(row["statistic"]))
+    return {name: sorted(values, reverse=True) for name, values in statistics.items()}
+
+
+def compare(statistic: float, healthy: Sequence[float]) -> tuple[Outcome, str]:
+    """Return what a statistic is beside those of healthy environments, largest first, and that in words."""
+    largest, count = (healthy[0] if healthy else 0.0), len(healthy)
+    if statistic > MARGIN * largest:
+        return "wrong", f"{statistic / largest:.3g} times" if largest else f"{statistic:.3g}"
+    if statistic > largest:
+        return "unusual", f"larger than in any run of {count} healthy environments"
+    reached = sum(value >= statistic for value in healthy)
+    return "fine", f"as in {reached} of {count} healthy environments, or less" if statistic else "nothing is seen"

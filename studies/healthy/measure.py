@@ -1,0 +1,76 @@
+"""What each detector of findings shows on the healthy runs: the reference that ships with the package.
+
+Run: `python -m studies.healthy.measure results/healthy [--runs out/healthy] [--only NAME]`. It measures what is not
+measured yet; a detector whose source changed is named by `--only`, and is measured anew. The reference,
+`src/whence/findings/reference.csv`, has the largest statistic over the runs of an environment.
+"""
+
+import csv
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from studies.healthy.environments import PublicEnvironment, read_environments
+from studies.healthy.run import VARIANTS, place_run
+from studies.shared import Only, Out, report, write_line
+from whence.findings.evidence import read_evidence
+from whence.findings.inspection import DETECTORS, measure_one
+from whence.findings.reference import TABLE
+from whence.lab import read_rows
+from whence.runs import RunDirectory
+
+KEYS = ("environment", "variant")
+
+
+def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, only: str) -> None:
+    """Write what the detectors show on a run, a row of `statistics.parquet`."""
+    path = place_run(runs, row, variant)
+    known = read_rows(out / "statistics.parquet", KEYS).get((row.id, variant), {}).get("seen", {})
+    names = [name for name in DETECTORS if (only in name if only else name not in known)]
+    if not names or not (path / "done").exists():
+        return
+    evidence = read_evidence(RunDirectory.open(path))
+    assert evidence is not None, path
+    seen = {name: sight for name, sight in known.items() if name in DETECTORS}
+    for name in names:
+        began = time.process_time()
+        measured = measure_one(DETECTORS[name], evidence)
+        seen[name] = {
+            **{"statistic": float(measured.sight.statistic), "p": measured.sight.p, "reason": measured.reason},
+            **{"title": measured.sight.title, "seconds": time.process_time() - began},
+        }
+    line = {"environment": row.id, "variant": variant, "family": row.family, "records": len(evidence), "seen": seen}
+    write_line(out / "statistics.parquet", line, KEYS)
+    report(row.id, variant)
+
+
+def write_reference(out: Path) -> None:
+    """Write the largest statistic of each detector and environment; of a detector that could not look, none."""
+    largest: dict[tuple[str, str, str], float] = {}
+    for run in read_rows(out / "statistics.parquet", KEYS).values():
+        for name, one in run["seen"].items():
+            if name in DETECTORS and not one["reason"]:
+                key = (name, run["environment"], run["family"])
+                largest[key] = max(largest.get(key, 0.0), one["statistic"])
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["detector", "environment", "family", "statistic"])
+        writer.writerows((*names, f"{statistic:.4g}") for names, statistic in sorted(largest.items()))
+
+
+def main(
+    out: Out,
+    runs: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("out/healthy"),
+    only: Only = "",
+) -> None:
+    """Measure what is not measured yet, and write the reference."""
+    for row in read_environments():
+        for variant in VARIANTS:
+            measure_run(row, variant, runs.resolve(), out, only)
+    write_reference(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""How often findings speak of healthy runs: `python -m studies.healthy.tables results/healthy` writes tables.md.
+
+An environment is judged by a reference without it, or without its whole family. So no run is compared with itself.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import typer
+
+from studies.healthy.measure import KEYS
+from studies.shared import Out, Row, read_list, table, write_page
+from whence.findings.finding import CHANCE
+from whence.findings.reference import Reference, compare
+
+Keeps = Callable[[Row], bool]
+
+
+def read_healthy(rows: Iterable[Row]) -> Reference:
+    """Return the largest statistic of each detector in each environment of some runs, the largest first."""
+    largest: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        for name, one in row["seen"].items():
+            if not one["reason"]:
+                largest[name][row["environment"]] = max(largest[name].get(row["environment"], 0.0), one["statistic"])
+    return {name: sorted(values.values(), reverse=True) for name, values in largest.items()}
+
+
+def list_lines(row: Row, reference: Reference) -> list[tuple[str, str, float]]:
+    """Return the detectors that speak of a run: rank, name and statistic."""
+    lines = []
+    for name, one in row["seen"].items():
+        outcome = compare(one["statistic"], reference.get(name, ()))[0]
+        is_chance = one["p"] is not None and one["p"] > CHANCE
+        if outcome in ("wrong", "unusual") and one["statistic"] and not one["reason"] and not is_chance:
+            lines.append((outcome, name, one["statistic"]))
+    return sorted(lines, reverse=True)
+
+
+def leave_out(rows: Sequence[Row], column: str) -> list[tuple[Row, list[tuple[str, str, float]]]]:
+    """Return each run with the lines that it gets by a reference without those of its environment, or family."""
+    judged = []
+    for value in sorted({row[column] for row in rows}):
+        reference = read_healthy(row for row in rows if row[column] != value)
+        judged += [(row, list_lines(row, reference)) for row in rows if row[column] == value]
+    return judged
+
+
+def tabulate_rates(rows: Sequence[Row]) -> str:
+    """Return how many runs and environments get a line of each rank, leaving environments and families out."""
+    lines = [["left out", "runs", "with a wrong line", "with an unusual line", "environments", "with a wrong line"]]
+    for column in ("environment", "family"):
+        judged = leave_out(rows, column)
+        wrong, unusual = (
+            [row for row, said in judged if any(rank == each for rank, *_ in said)] for each in ("wrong", "unusual")
+        )
+        names = {row["environment"] for row in wrong}
+        count = len({row["environment"] for row in rows})
+        shares = [f"{len(some)} ({len(some) / len(rows):.1%})" for some in (wrong, unusual)]
+        lines.append([column, str(len(rows)), *shares, str(count), f"{len(names)} ({len(names) / count:.1%})"])
+    return table(lines)
+
+
+def tabulate_detectors(rows: Sequence[Row]) -> str:
+    """Return for each detector what healthy environments show, and how often it speaks of one that was left out."""
+    said: dict[str, list[str]] = defaultdict(list)
+    for row, lines in leave_out(rows, "environment"):
+        for rank, name, _ in lines:
+            said[name].append(f"{row['environment']} ({rank})")
+    reference = read_healthy(rows)
+    lines = [["detector", "environments", "median", "a tenth above", "the three largest", "CPU s", "speaks of"]]
+    for name, values in reference.items():
+        seconds = max(row["seen"][name]["seconds"] for row in rows if name in row["seen"])
+        some = [f"{value:.3g}" for value in (values[len(values) // 2], values[len(values) // 10])]
+        largest = ", ".join(f"{value:.3g}" for value in values[:3])
+        lines.append([name, str(len(values)), *some, largest, f"{seconds:.2g}", ", ".join(sorted({*said[name]}))])
+    return table(lines)
+
+
+def write_tables(out: Out) -> None:
+    """Write tables.md."""
+    rows: list[Mapping[str, object]] = read_list(out / "statistics.parquet", KEYS)
+    write_page(
+        out / "tables.md",
+        "# Healthy runs: tables\n\nWritten by `python -m studies.healthy.measure results/healthy`.",
+        *("## Lines on healthy runs, by a reference that has not seen them", tabulate_rates(rows)),
+        *("## Detectors", tabulate_detectors(rows)),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(write_tables)

@@ -1,6 +1,6 @@
 """Healthy runs of public environments, which findings are held against.
 
-Run: `python -m studies.healthy.run [--runs out/healthy] [--workers 2] [--only MuJoCo] [--faulty]`, in an environment with
+Run: `python -m studies.healthy.run [--runs out/healthy] [--only MuJoCo] [--faulty]`, in an environment with
 `requirements.txt`. PPO of Stable-Baselines3 with its defaults trains on each environment of the catalogue that is
 healthy, three times: in one copy for half of its steps; in four copies, for a tenth; and in four copies with normalised
 observations and rewards, for a quarter. A finished run is not trained again, one that was interrupted is trained anew.
@@ -40,8 +40,9 @@ def list_jobs(rows: Iterable[PublicEnvironment]) -> list[tuple[PublicEnvironment
     ordered = sorted(rows, key=lambda row: row.family)
     families = [list(group) for _, group in itertools.groupby(ordered, key=lambda row: row.family)]
     turns = [row for turn in itertools.zip_longest(*families) for row in turn if row is not None]
+    shortest_first = sorted(VARIANTS, key=lambda name: VARIANTS[name].share)
     # The agents of a parallel world are its copies.
-    return [(row, name) for name in VARIANTS for row in turns if name != "one" or not row.parallel]
+    return [(row, name) for name in shortest_first for row in turns if name != "one" or not row.parallel]
 
 
 def place_run(runs: Path, row: PublicEnvironment, name: str) -> Path:

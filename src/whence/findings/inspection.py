@@ -147,7 +147,5 @@ def say_nothing_stands_out(checks: Sequence[Check]) -> str:
         return "Nothing could be looked at."
     count = max(len(read_reference().get(check.name, ())) for check in checks)
     compared = f", compared with those of {count} healthy environments" if count else ""
-    return (
-        f"Nothing stands out: {looked} {'figure was' if looked == 1 else 'figures were'} looked at{compared}. "
-        "That is no proof that all is well."
-    )
+    figures = "one figure was" if looked == 1 else f"{looked} figures were"
+    return f"Nothing stands out: {figures} looked at{compared}. That is no proof that all is well."

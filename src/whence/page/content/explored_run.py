@@ -196,8 +196,8 @@ class ExploredRun:
         """Return what stands out in the run in JSON types, what is wrong first.
 
         Returns:
-            `rank`, `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their number,
-            `of`, that of all records of the round, and `groups`, which hold them: column and name.
+            `rank`, `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their
+            number, `of`, that of all records of the round, and `groups`, which hold them: column and name.
         """
         return self._describe_findings(max(self.directory.rounds(), default=0))
 

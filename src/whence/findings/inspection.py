@@ -64,7 +64,7 @@ def _sort(checks: Sequence[Check]) -> list[Check]:
     return sorted(checks, key=lambda check: get_args(Outcome).index(check.outcome))
 
 
-def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: tuple[float, ...]) -> Check:
+def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Sequence[float]) -> Check:
     sight = measured.sight
     if measured.reason:
         return Check(name, "could not be looked at", f"because {measured.reason}")

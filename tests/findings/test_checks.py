@@ -15,7 +15,7 @@ from whence.page import ExploredRun
 from whence.runs import RunDirectory
 
 HEALTHY = {"pace": [2.0, 1.0], "copies": [1.0], "ends": [0.0]}
-LONG = "A" * 150
+LONG = "A" * 250
 HOSTILE = "[red]x[/] \x1b[31m<img src=x>"
 
 
@@ -105,7 +105,7 @@ def test_silence_says_what_it_is_worth(agent: RunDirectory) -> None:
     assert "environments" not in say_nothing_stands_out([Check("ends of responses", "fine", "")])
 
 
-def make_language(path: Any, rounds: int, **columns: list[float]) -> RunDirectory:
+def make_language(path: Any, rounds: int, **columns: list[Any]) -> RunDirectory:
     run = RunDirectory.create(path / "run", {"kind": "language"})
     for number in range(1, rounds + 1):
         rows = {"record_id": [*range(16)], "prompt": [*"ab"] * 8, "reward.right": [0.5] * 16, "reward.long": [0.5] * 16}
@@ -115,7 +115,9 @@ def make_language(path: Any, rounds: int, **columns: list[float]) -> RunDirector
 
 
 def test_rules_of_a_language_model_are_fine_wrong_or_unknown(tmp_path: Any) -> None:
-    run = make_language(tmp_path, 3, kl=[0.0, 9.0, 99.0], length=[9.0] * 3, ended_share=[0.9] * 3)
+    run = make_language(
+        tmp_path, 3, kl=[0.0, 9.0, 99.0], length=[9.0] * 3, ended_share=[0.9] * 3, dropped_share=[None] * 3
+    )
     checks = inspect(run)
     assert [(check.name, check.outcome) for check in checks] == [
         ("divergence from the start model", "wrong"),

@@ -29,8 +29,10 @@ from .engines import Problem as Problem
 from .engines import register_engine as register_engine
 from .engines import register_rule as register_rule
 from .engines import target_gradients as target_gradients
+from .findings import Check as Check
 from .findings import Finding as Finding
 from .findings import find as find
+from .findings import inspect as inspect
 from .rounds import RoundRecording as RoundRecording
 from .runs import RunDirectory as RunDirectory
 from .runs import open_run as open_run

@@ -47,7 +47,7 @@ class Check:
     Attributes:
         name: what, as the reference names it.
         outcome: "wrong" and "unusual" have a finding.
-        text: the figure beside those of healthy runs; or why it could not be looked at.
+        text: how it compares with healthy runs; or why it could not be looked at, from "because" on.
         finding: what is said of it; None where it is fine or unknown.
     """
 

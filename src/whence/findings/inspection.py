@@ -1,12 +1,14 @@
-"""What is looked at in a run: each detector's statistic beside those of healthy runs."""
+"""What is looked at in a run: each detector's statistic, compared with those of healthy runs."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from whence.findings.actions import look_at_spread
 from whence.findings.evidence import Evidence, read_evidence
-from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Sight, link_records
+from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.reference import Reference, compare, read_reference
 from whence.findings.settings import give_advice
@@ -20,6 +22,16 @@ Look = Callable[[Evidence], Sight]
 
 DETECTORS: Mapping[str, Look] = {"spread of actions": look_at_spread}
 """The detectors by the names that the reference has; of findings of one rank, causes come before what follows."""
+
+_REWARDS = "rewards that rise while another falls"
+
+_RULES = {
+    "leaves the start model": ("divergence from the start model", "kl"),
+    "responses become alike": ("entropy of the tokens", "train/entropy_loss"),
+    "responses do not end": ("ends of responses", "ended_share"),
+    "drops nearly all": ("dropped responses", "dropped_share"),
+}
+"""Rules on a language model's metrics: what each looks at, and the column that it reads."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,14 @@ def measure_one(look: Look, evidence: Evidence) -> Measured:
 
 def judge(measured: Mapping[str, Measured], evidence: Evidence, reference: Reference) -> list[Check]:
     """Return a check for each detector, those with a finding first: what is wrong, then what is unusual."""
-    checks = [_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()]
-    order = ("wrong", "unusual", "could not be looked at", "fine")
-    return sorted(checks, key=lambda check: order.index(check.outcome))
+    return _sort([_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()])
 
 
-def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: tuple[float, ...]) -> Check:
+def _sort(checks: Sequence[Check]) -> list[Check]:
+    return sorted(checks, key=lambda check: get_args(Outcome).index(check.outcome))
+
+
+def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Sequence[float]) -> Check:
     sight = measured.sight
     if measured.reason:
         return Check(name, "could not be looked at", f"because {measured.reason}")
@@ -60,28 +74,56 @@ def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: tuple
     if sight.p is not None and sight.p > CHANCE:
         return Check(name, "fine", f"{text}, but by chance in {sight.p:.1%} of such runs")
     number, ids = link_records(sight.mask, evidence)
-    finding = Finding(sight.kind, sight.title, f"{sight.evidence} {text}", sight.advice, outcome, sight.p, number, ids)
+    words = " ".join([sight.evidence, f"It is {text}.", *([] if sight.p is None else [say_chance(sight.p)])])
+    finding = Finding(sight.kind, sight.title, words, sight.advice, outcome, sight.p, number, ids)
     return Check(name, outcome, text, finding)
+
+
+def _inspect_responses(run: RunDirectory) -> list[Check]:
+    """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
+    checks, metrics = list[Check](), run.table("metrics")
+    try:
+        gamed = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
+        checks += gamed or [Check(_REWARDS, "fine", "nothing is seen")]
+    except CannotTellError as error:
+        checks += [Check(_REWARDS, "could not be looked at", f"because {error}")]
+    advice = give_advice(metrics, run.config)
+    checks += [Check(_RULES.get(rule, (rule,))[0], one.rank, one.title, one) for rule, one in advice.items()]
+    for name, column in (row for rule, row in _RULES.items() if rule not in advice):
+        if column in metrics.columns and metrics[column].count():
+            checks += [Check(name, "fine", f"nothing is seen in {metrics[column].count():,} rounds")]
+        else:
+            checks += [Check(name, "could not be looked at", f"because the metrics have no `{column}`")]
+    return _sort(checks)
 
 
 def inspect(run: RunDirectory | str | Path) -> list[Check]:
     """Return what was looked at in a run, and what came of it, what is wrong first.
 
     Args:
-        run: the run of an agent, or its directory.
+        run: the run of an agent or of a language model, or its directory.
 
     Raises:
         RunDirectoryError: a round's file is damaged.
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
-    evidence = None if run.is_language else read_evidence(run)
-    return [] if evidence is None else judge(measure(evidence), evidence, read_reference())
+    if run.is_language:
+        return _inspect_responses(run)
+    if (evidence := read_evidence(run)) is None:
+        reason = "because no round holds actions and rewards by environment and episode"
+        return [Check(name, "could not be looked at", reason) for name in DETECTORS]
+    return judge(measure(evidence), evidence, read_reference())
+
+
+def choose_findings(checks: Sequence[Check]) -> list[Finding]:
+    """Return the findings of checks, at most five."""
+    return [check.finding for check in checks if check.finding is not None][:MOST]
 
 
 def find(run: RunDirectory | str | Path) -> list[Finding]:
     """Return what is wrong with a run or unusual, at most five; nothing where nothing stands out.
 
-    In a language model's run it looks at the rewards and the metrics; see `find_gamed_rewards`.
+    These are the findings of `inspect`. In a language model's run it looks at the rewards and the metrics.
 
     Args:
         run: the run, or its directory.
@@ -89,7 +131,21 @@ def find(run: RunDirectory | str | Path) -> list[Finding]:
     Raises:
         RunDirectoryError: a round's file is damaged.
     """
-    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
-    if run.is_language:
-        return [*find_gamed_rewards(run), *give_advice(run.table("metrics"), run.config).values()][:MOST]
-    return [check.finding for check in inspect(run) if check.finding is not None][:MOST]
+    return choose_findings(inspect(run))
+
+
+def count_outcomes(checks: Sequence[Check]) -> str:
+    """Return how many checks came out how, such as "1 unusual, 21 fine, 3 could not be looked at"."""
+    counts = Counter(check.outcome for check in checks)
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
+
+
+def say_nothing_stands_out(checks: Sequence[Check]) -> str:
+    """Return in words that no check has a finding, and what that is worth."""
+    looked = sum(check.outcome == "fine" for check in checks)
+    if not looked:
+        return "Nothing could be looked at."
+    count = max(len(read_reference().get(check.name, ())) for check in checks)
+    compared = f", compared with those of {count} healthy environments" if count else ""
+    figures = "one figure was" if looked == 1 else f"{looked} figures were"
+    return f"Nothing stands out: {figures} looked at{compared}. That is no proof that all is well."

@@ -34,11 +34,13 @@ def read_reference(keeps: Callable[[str, str], bool] = lambda environment, famil
 
 
 def compare(statistic: float, healthy: Sequence[float]) -> tuple[Outcome, str]:
-    """Return what a statistic is beside those of healthy environments, largest first, and that in words."""
+    """Return what a statistic is compared with those of healthy environments, largest first, and that in words."""
     largest, count = (healthy[0] if healthy else 0.0), len(healthy)
+    beyond = f"larger than in any run of {count} healthy environments"
     if statistic > MARGIN * largest:
-        return "wrong", f"{statistic / largest:.3g} times" if largest else f"{statistic:.3g}"
+        unseen = f"seen in no run of {count} healthy environments"
+        return "wrong", f"{beyond}, {statistic / largest:.3g} times the largest" if largest else unseen
     if statistic > largest:
-        return "unusual", f"larger than in any run of {count} healthy environments"
+        return "unusual", beyond
     reached = sum(value >= statistic for value in healthy)
-    return "fine", f"as in {reached} of {count} healthy environments, or less" if statistic else "nothing is seen"
+    return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"

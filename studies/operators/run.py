@@ -1,0 +1,75 @@
+"""Train and judge runs with one planted fault each.
+
+Run: `python -m studies.operators.run results/operators --runs out/operators [--only Hopper] [--workers 2]`, in an
+environment with the packages of `studies/healthy/requirements.txt`. PPO is trained on each environment with each
+operator, in four copies, with a recorder that changes nothing. A finished run is not trained again, and one that fails
+is reported while the others go on. Each run has a touched.json: the share of the steps that its fault
+changed; how much it changed the rewards, as a share of their sizes; and where it is.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from studies.operators.cells import COPIES, ROUNDS, STEPS, Cell, list_cells, make_model, read_play
+from studies.operators.operators import OPERATORS
+from studies.shared import Runs, Workers, report, run_jobs
+from whence.core import write_atomically
+from whence.sb3 import InfluenceCallback
+
+
+def train(cell: Cell, runs: Path) -> str:
+    """Train and record a run, where that is not done; return a word on it."""
+    path, operator = cell.place_run(runs), OPERATORS[cell.operator]
+    if (path / "done").exists():
+        return "is there"
+    began = time.process_time()
+    torch.set_num_threads(1)
+    sample, traits = read_play(cell.environment, runs)
+    if missing := set(operator.needs.split()) - traits:
+        return f"cannot be planted: {', '.join(sorted(missing))}"
+    model = make_model(cell, sample)
+    model.learn(ROUNDS * STEPS * COPIES, callback=InfluenceCallback(run=path, save_every=0, overwrite=True))
+    tallies, faults = model.env.get_attr("tally"), model.env.get_attr("_fault")  # type: ignore[union-attr]
+    model.env.close()  # type: ignore[union-attr]
+    total = {name: sum(tally[name] for tally in tallies) for name in tallies[0]}
+    row: dict[str, Any] = {
+        **cell._asdict(),
+        "steps": 1.0 if operator.setting else total["touched"] / total["steps"],
+        "rewards": total["changed"] / total["due"] if total["due"] else float(total["changed"] > 0),
+        "place": faults[0].describe(),
+        "seconds": time.process_time() - began,
+    }
+    with write_atomically(path / "touched.json") as temporary:
+        temporary.write_text(json.dumps(row), encoding="utf-8")
+    (path / "done").touch()
+    return f"{row['seconds']:.0f} CPU s, touches {row['steps']:.1%} of steps, changes rewards by {row['rewards']:.1%}"
+
+
+def try_training(cell: Cell, runs: Path) -> None:
+    """Train a run, and say if that fails: others go on."""
+    try:
+        word = train(cell, runs)
+    except Exception as failure:  # a package's environment may raise anything, and faults are hard on learners
+        word = f"failed: {type(failure).__name__} {failure}"
+    report(*cell, word)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    runs: Runs = Path("out/operators"),
+    only: Annotated[str, typer.Option(help="Runs whose folder and name have this.")] = "",
+    workers: Workers = 2,
+) -> None:
+    """Train what is not there yet."""
+    cells = [cell for cell in list_cells() if only in str(cell.place_run(Path()))]
+    jobs = [(cell,) for cell in cells if not (cell.place_run(runs) / "done").exists()]
+    run_jobs(try_training, jobs, runs.resolve(), workers=workers)
+
+
+if __name__ == "__main__":
+    typer.run(main)

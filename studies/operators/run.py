@@ -4,7 +4,8 @@ Run: `python -m studies.operators.run results/operators --runs out/operators [--
 environment with the packages of `studies/healthy/requirements.txt`. PPO is trained on each environment with each
 operator, in four copies, with a recorder that changes nothing. A finished run is not trained again, and one that fails
 is reported while the others go on. Each run has a touched.json: the share of the steps that its fault
-changed; how much it changed the rewards, as a share of their sizes; and where it is.
+changed; how much it changed the rewards, as a share of their sizes; and where it is. Then findings and rivals are asked
+about each finished run that was not judged yet, and tables.md is written; `--no-train` and `--no-judge` leave one out.
 """
 
 import json
@@ -16,9 +17,12 @@ import torch
 import typer
 
 from studies.operators.cells import COPIES, ROUNDS, STEPS, Cell, list_cells, make_model, read_play
+from studies.operators.judging import KEYS, judge
 from studies.operators.operators import OPERATORS
-from studies.shared import Runs, Workers, report, run_jobs
+from studies.operators.tables import ROWS, write_tables
+from studies.shared import Out, Runs, Workers, report, run_jobs, write_line
 from whence.core import write_atomically
+from whence.lab import read_rows
 from whence.sb3 import InfluenceCallback
 
 
@@ -59,16 +63,34 @@ def try_training(cell: Cell, runs: Path) -> None:
     report(*cell, word)
 
 
+def try_judging(cell: Cell, runs: Path, out: Path) -> None:
+    """Judge a run and write its row, and say if that fails: others go on."""
+    try:
+        write_line(out / ROWS, judge(cell, runs), KEYS)
+        report(*cell, "judged")
+    except Exception as failure:  # detectors are on trial here too
+        report(*cell, f"was not judged: {type(failure).__name__} {failure}")
+
+
 def main(
-    out: Annotated[Path, typer.Argument(help="The directory of the results.")],
+    out: Out,
     runs: Runs = Path("out/operators"),
     only: Annotated[str, typer.Option(help="Runs whose folder and name have this.")] = "",
     workers: Workers = 2,
+    trains: Annotated[bool, typer.Option("--train/--no-train", help="Train what is not there.")] = True,
+    judges: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge what is there, and write tables.")] = True,
 ) -> None:
-    """Train what is not there yet."""
+    """Train what is not there yet, judge what was not judged yet, and write tables.md."""
+    out, runs = out.resolve(), runs.resolve()
     cells = [cell for cell in list_cells() if only in str(cell.place_run(Path()))]
-    jobs = [(cell,) for cell in cells if not (cell.place_run(runs) / "done").exists()]
-    run_jobs(try_training, jobs, runs.resolve(), workers=workers)
+    if trains:
+        jobs = [(cell,) for cell in cells if not (cell.place_run(runs) / "done").exists()]
+        run_jobs(try_training, jobs, runs, workers=workers)
+    if judges:
+        rows = read_rows(out / ROWS, KEYS)
+        done = [cell for cell in cells if (cell.place_run(runs) / "done").exists() and (*cell,) not in rows]
+        run_jobs(try_judging, [(cell,) for cell in done], runs, out, workers=workers)
+        write_tables(out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ environment with the packages of `studies/healthy/requirements.txt`. PPO is trai
 operator, in four copies, with a recorder that changes nothing. A finished run is not trained again, and one that fails
 is reported while the others go on. Each run has a touched.json: the share of the steps that its fault
 changed; how much it changed the rewards, as a share of their sizes; and where it is. Then findings and rivals are asked
-about each finished run that was not judged yet, and tables.md is written; `--no-train` and `--no-judge` leave one out.
+about each finished run that was not judged yet, and tables.md is written. `--no-train` and `--no-judge` leave one out;
+`--again findings` asks a method about all runs again.
 """
 
 import json
@@ -20,7 +21,7 @@ from studies.operators.cells import COPIES, ROUNDS, STEPS, Cell, list_cells, mak
 from studies.operators.judging import KEYS, judge
 from studies.operators.operators import OPERATORS
 from studies.operators.tables import ROWS, write_tables
-from studies.shared import Out, Runs, Workers, report, run_jobs, write_line
+from studies.shared import Out, Row, Runs, Workers, report, run_jobs, write_line
 from whence.core import write_atomically
 from whence.lab import read_rows
 from whence.sb3 import InfluenceCallback
@@ -63,10 +64,10 @@ def try_training(cell: Cell, runs: Path) -> None:
     report(*cell, word)
 
 
-def try_judging(cell: Cell, runs: Path, out: Path) -> None:
+def try_judging(cell: Cell, known: Row, runs: Path, out: Path) -> None:
     """Judge a run and write its row, and say if that fails: others go on."""
     try:
-        write_line(out / ROWS, judge(cell, runs), KEYS)
+        write_line(out / ROWS, judge(cell, runs, known), KEYS)
         report(*cell, "judged")
     except Exception as failure:  # detectors are on trial here too
         report(*cell, f"was not judged: {type(failure).__name__} {failure}")
@@ -79,6 +80,7 @@ def main(
     workers: Workers = 2,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Train what is not there.")] = True,
     judges: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge what is there, and write tables.")] = True,
+    again: Annotated[str, typer.Option(help="A method that is asked about all runs again: findings, for one.")] = "",
 ) -> None:
     """Train what is not there yet, judge what was not judged yet, and write tables.md."""
     out, runs = out.resolve(), runs.resolve()
@@ -88,8 +90,9 @@ def main(
         run_jobs(try_training, jobs, runs, workers=workers)
     if judges:
         rows = read_rows(out / ROWS, KEYS)
-        done = [cell for cell in cells if (cell.place_run(runs) / "done").exists() and (*cell,) not in rows]
-        run_jobs(try_judging, [(cell,) for cell in done], runs, out, workers=workers)
+        done = [cell for cell in cells if (cell.place_run(runs) / "done").exists() and (again or (*cell,) not in rows)]
+        known = [{name: said for name, said in rows.get((*cell,), {}).items() if name != again} for cell in done]
+        run_jobs(try_judging, zip(done, known, strict=True), runs, out, workers=workers)
         write_tables(out)
 
 

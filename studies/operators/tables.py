@@ -8,9 +8,12 @@ import typer
 from studies.operators.cells import CURVES, ENVIRONMENTS
 from studies.operators.judging import KEYS, METHODS, is_named, is_planted, list_usual, read_lines, set_thresholds
 from studies.operators.operators import OPERATORS
-from studies.shared import Out, Row, read_list, table, write_page
+from studies.shared import Out, Row, mean_cell, read_list, table, write_page
 
 ROWS = "runs.parquet"
+
+WRONG = "findings: wrong"
+"""Findings that say that something is wrong, without those that say that it is unusual."""
 
 RATE = 0.04
 """The share of healthy runs in which each rival may have a line."""
@@ -34,14 +37,18 @@ def judge_rows(rows: Sequence[Row]) -> list[Judged]:
     """Return all runs with verdicts, at the same rate of false lines for each rival."""
     twins = [row for row in rows if row["operator"] == "none"]
     thresholds = set_thresholds(twins, RATE)
-    usual = {environment: list_usual(twins, environment) for environment in {row["environment"] for row in rows}}
+    usual = {environment: list_usual(twins, environment) for environment in {row["environment"] for row in twins}}
     judged = []
     for row in rows:
         verdicts = {}
         for method in METHODS:
-            excused = usual[row["environment"]] if method == "check_env" else frozenset[str]()
+            # Where no healthy run is there yet, nothing of what `check_env` says can be counted.
+            texts = usual.get(row["environment"], frozenset(row["check_env"]["texts"]))
+            excused = texts if method == "check_env" else frozenset[str]()
             lines = read_lines(row, method, thresholds[method], excused)
             verdicts[method] = Verdict(bool(lines), any(is_named(row, line) for line in lines))
+        wrong = read_lines(row, "findings", 0.5, frozenset())
+        verdicts[WRONG] = Verdict(bool(wrong), any(is_named(row, line) for line in wrong))
         judged.append(Judged(row, verdicts))
     return judged
 
@@ -60,7 +67,7 @@ def write_tables(out: Out) -> None:
         f"{len(twins)} healthy runs, {len(faulty)} with a fault; {left_out} more runs hardly met their fault\n"
         f"and do not count. Each rival has as few lines on healthy runs as {RATE:.0%} of them allow.",
         "## In all",
-        tabulate("", {"faults of the default size": usual, "all faults": faulty, "healthy runs": twins}),
+        tabulate_methods({"faults of the default size": usual, "all faults": faulty, "healthy runs": twins}),
         "Cells: runs in which one of the first three lines names the fault / runs with a line.",
         "## By operator, at the default size",
         tabulate("operator", {name: [run for run in usual if run.row["operator"] == name] for name in OPERATORS}),
@@ -81,14 +88,27 @@ def write_tables(out: Out) -> None:
     )
 
 
+def tabulate_methods(groups: dict[str, list[Judged]]) -> str:
+    """Return for each method in how many runs of each group it names the fault, and in how many it has a line."""
+    lines = [["method", *groups, "CPU s a run"]]
+    for method in (METHODS[0], WRONG, *METHODS[1:]):
+        cells = [f"{_count(runs, method)} of {len(runs)}" for runs in groups.values()]
+        seconds = [run.row.get(method, {"seconds": 0.0})["seconds"] for runs in groups.values() for run in runs]
+        lines.append([method, *cells, "–" if method == WRONG else mean_cell(seconds, interval=False, digits=1)])
+    return table(lines)
+
+
+def _count(runs: Iterable[Judged], method: str) -> str:
+    verdicts = [run.verdicts[method] for run in runs]
+    return f"{sum(each.names for each in verdicts)} / {sum(each.has_line for each in verdicts)}"
+
+
 def tabulate(corner: str, groups: dict[str, list[Judged]]) -> str:
     """Return for each group of runs how many of them each method names, and in how many it has a line."""
     lines = [[corner, "runs", *METHODS]]
     for name, runs in groups.items():
         if runs:
-            verdicts = [[run.verdicts[method] for run in runs] for method in METHODS]
-            cells = [f"{sum(v.names for v in each)} / {sum(v.has_line for v in each)}" for each in verdicts]
-            lines.append([name, str(len(runs)), *cells])
+            lines.append([name, str(len(runs)), *(_count(runs, method) for method in METHODS)])
     return table(lines)
 
 

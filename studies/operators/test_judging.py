@@ -16,6 +16,7 @@ from studies.operators.judging import METHODS, is_named, is_planted, read_lines,
 from studies.operators.operators import OPERATORS
 from studies.operators.rivals import Records, boost, check, pivot, rank_cells, read_log, read_records
 from studies.operators.samples import play
+from whence.lab import read_rows
 from whence.runs import RunDirectory
 
 
@@ -133,9 +134,16 @@ def test_a_run_is_trained_judged_and_shown(tmp_path: Path, monkeypatch: pytest.M
     for operator in ("none", "rate-low"):
         cell = Cell("CartPole-v1", operator, OPERATORS[operator].sizes[0])
         run.train(cell, tmp_path)
-        run.try_judging(cell, tmp_path, tmp_path / "results")
+        run.try_judging(cell, {}, tmp_path, tmp_path / "results")
+    row = read_rows(tmp_path / "results" / tables.ROWS, judging.KEYS)[("CartPole-v1", "rate-low", 1e-7, 0)]
+    said = {"seconds": 0.0, "strengths": [1.0], "texts": ["setting: learning_rate: too low, raise it"]}
+    run.try_judging(cell, {"findings": said}, tmp_path, tmp_path / "results")
+    again = read_rows(tmp_path / "results" / tables.ROWS, judging.KEYS)[("CartPole-v1", "rate-low", 1e-7, 0)]
+    assert (again["findings"], again["check_env"]["texts"]) == (said, row["check_env"]["texts"])
     tables.write_tables(tmp_path / "results")
-    assert "| rate-low | 1 |" in (tmp_path / "results" / "tables.md").read_text(encoding="utf-8")
+    page = (tmp_path / "results" / "tables.md").read_text(encoding="utf-8")
+    assert "| rate-low | 1 | 1 / 1 |" in page
+    assert "| findings: wrong | 1 / 1 of 1 |" in page
 
 
 def test_a_log_says_that_steps_are_short(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from whence.findings import changes, copies, learning
 from whence.findings.actions import look_at_spread
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Sight, link_records
@@ -18,7 +19,22 @@ MOST = 5
 Look = Callable[[Evidence], Sight]
 """A detector: returns what it sees of a run, or raises `CannotTellError`."""
 
-DETECTORS: Mapping[str, Look] = {"spread of actions": look_at_spread}
+DETECTORS: Mapping[str, Look] = {
+    "outlying rewards": learning.look_at_outliers,
+    "equal rewards": learning.look_at_equal_rewards,
+    "rewards of copies": copies.look_at_rewards,
+    "observations of copies": copies.look_at_observations,
+    "changes of rewards": changes.look_at_rewards,
+    "changes of observations": changes.look_at_observations,
+    "changes of episodes": changes.look_at_lengths,
+    "rewards in loops": learning.look_at_loops,
+    "spread of actions": look_at_spread,
+    "large steps": learning.look_at_large_steps,
+    "small steps": learning.look_at_small_steps,
+    "lost entropy": learning.look_at_entropy,
+    "critic": learning.look_at_critic,
+    "settings of rounds": learning.look_at_settings,
+}
 """The detectors by the names that the reference has; of findings of one rank, causes come before what follows."""
 
 
@@ -91,5 +107,5 @@ def find(run: RunDirectory | str | Path) -> list[Finding]:
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     if run.is_language:
-        return [*find_gamed_rewards(run), *give_advice(run.table("metrics"), run.config).values()][:MOST]
+        return [*find_gamed_rewards(run), *give_advice(run.table("metrics")).values()][:MOST]
     return [check.finding for check in inspect(run) if check.finding is not None][:MOST]

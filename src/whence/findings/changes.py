@@ -1,0 +1,135 @@
+"""What changes from some round on: rewards, observations and the lengths of episodes, beyond what learning does."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from whence.findings.evidence import FEW, Evidence, Features, Numbers
+from whence.findings.finding import CannotTellError, Sight
+
+_LEAST, _MOST = 8, 32
+"""Stretches of time: with fewer, a jump has too few others near it to be compared with; with more, each is too short
+where rounds are small."""
+
+_NEAR = 6
+"""Jumps before and after one that it is compared with: learning is fast at first and slow later."""
+
+_EARLIER = 2
+"""Jumps before one at least: learning is fastest at first, so that the first jump is often the largest."""
+
+_LEVELS = 128
+"""Levels of a number at which its distribution is compared."""
+
+_CHANCE = 1.36
+"""Jumps of a distribution below this, over √n, are of chance (Kolmogorov and Smirnov's 5% point)."""
+
+
+class _Jump(NamedTuple):
+    """Between two stretches of time: how much larger it is than those near it, in doublings, and its number."""
+
+    doublings: float
+    after: int
+
+
+def look_at_rewards(evidence: Evidence) -> Sight:
+    """Find the round at which rewards jump: in doublings of the largest jump near it."""
+    rewards = evidence.columns["reward"]
+    return _look(evidence, {"The reward": rewards}, "reward", "Compare what is paid before that round and after it.")
+
+
+def look_at_observations(evidence: Evidence) -> Sight:
+    """Find the round at which a number of the observation jumps: in doublings of the largest jump near it."""
+    if not 0 < len(evidence.features) <= FEW:
+        raise CannotTellError("the observation is of many numbers" if evidence.features else "there is no observation")
+    advice = "Compare what fills it in before that round and after it: its unit, its offset, its source."
+    return _look(evidence, evidence.features, "observation", advice)
+
+
+def look_at_lengths(evidence: Evidence) -> Sight:
+    """Find the round at which episodes become longer or shorter: in doublings of the largest jump near it."""
+    steps = {"The step of its episode that a record is at": evidence.columns["step"]}
+    return _look(evidence, steps, "episode", "Look for a rule that ends episodes, or no longer does, from then on.")
+
+
+def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sight:
+    time = _divide_time(evidence)
+    middles = np.bincount(time, evidence.columns["round"]) / np.bincount(time)
+    jumps = {
+        name: max(_measure_jumps(values, time, np.diff(middles)), default=_Jump(0.0, 0))
+        for name, values in numbers.items()
+    }
+    name = max(jumps, key=lambda each: jumps[each].doublings)
+    jump, values = jumps[name], numbers[name]
+    before, after = values[time == jump.after - 1], values[time == jump.after]
+    first = int(evidence.columns["round"][time == jump.after].min())
+    return Sight(
+        jump.doublings,
+        kind,
+        f"{name} changes at round {first}: {_describe(before)} before it, {_describe(after)} from then on",
+        f"The change is {2**jump.doublings:.3g} times the largest one at rounds near it.",
+        advice,
+        time == jump.after,
+    )
+
+
+def _describe(values: Numbers) -> str:
+    low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})" if low < high else f"{middle:.3g}"
+
+
+def _divide_time(evidence: Evidence) -> Int[np.ndarray, " n"]:
+    """Return the number of each record's stretch of time: a round, or a few of them in a row."""
+    rounds, place = np.unique(evidence.columns["round"], return_inverse=True)
+    if len(rounds) < _LEAST:
+        raise CannotTellError(f"the run has fewer than {_LEAST} rounds")
+    return np.asarray(place * min(len(rounds), _MOST) // len(rounds))
+
+
+def _measure_jumps(values: Numbers, time: Int[np.ndarray, " n"], gaps: Numbers) -> Iterator[_Jump]:
+    """Return each jump of a number's distribution, and of its size, against those near it."""
+    count = int(time.max()) + 1
+    yield from _compare(*_compare_distributions(values, time, count), gaps)
+    sizes = np.abs(values - np.median(values))
+    rows = sizes > 0
+    if rows.any():
+        yield from _compare(*_compare_sizes(np.log(sizes[rows]), time[rows], count), gaps)
+
+
+def _compare_distributions(values: Numbers, time: Int[np.ndarray, " n"], count: int) -> tuple[Numbers, Numbers]:
+    """Return the largest difference of each stretch's distribution from the one before, as odds; and what chance does.
+
+    Odds tell values that never came before from those that come more often.
+    """
+    levels = np.unique(np.quantile(values, np.linspace(0, 1, _LEVELS + 1), method="nearest"))
+    bins, width = np.searchsorted(levels, values, side="right"), len(levels) + 1
+    counts = np.bincount(time * width + bins, minlength=count * width).reshape(count, width)
+    totals = counts.sum(axis=1)
+    shares = np.cumsum(counts, axis=1) / np.maximum(totals, 1)[:, None]
+    jumps, fewest = np.abs(np.diff(shares, axis=0)).max(axis=1), np.minimum(totals[1:], totals[:-1])
+    return _take_odds(jumps, fewest), _take_odds(_CHANCE * np.sqrt(2 / np.maximum(fewest, 1)), fewest)
+
+
+def _take_odds(shares: Numbers, count: Int[np.ndarray, " n"]) -> Numbers:
+    """Return shares as odds; what none of so many records contradicts has as many for it."""
+    return np.asarray(shares / np.maximum(1 - shares, 1 / np.maximum(count, 1)))
+
+
+def _compare_sizes(values: Numbers, time: Int[np.ndarray, " n"], count: int) -> tuple[Numbers, Numbers]:
+    """Return how far each stretch's mean is from that before, in deviations within stretches; and what chance does."""
+    totals = np.maximum(np.bincount(time, minlength=count), 1)
+    means = np.bincount(time, values, minlength=count) / totals
+    spread = np.sqrt(np.mean((values - means[time]) ** 2)) + 1e-3  # a change by less is none
+    fewest = np.minimum(totals[1:], totals[:-1])
+    return np.abs(np.diff(means)) / spread, _CHANCE * np.sqrt(2 / fewest)
+
+
+def _compare(jumps: Numbers, chance: Numbers, gaps: Numbers) -> Iterator[_Jump]:
+    """Return each jump against those near it that span half as many rounds at least; of the first, nothing is known."""
+    numbers = np.arange(len(jumps))
+    for at, jump in enumerate(jumps):
+        apart = np.abs(numbers - at)
+        others = (apart > 1) & (apart <= _NEAR) & (2 * gaps >= gaps[at])
+        if others[:at].sum() >= _EARLIER:
+            yield _Jump(max(0.0, float(np.log2(max(jump, 1e-12) / max(jumps[others].max(), chance[at])))), at + 1)

@@ -1,0 +1,274 @@
+"""How a run learns: from which rewards, by which steps, and what its critic knows."""
+
+import numpy as np
+import polars as pl
+from scipy import stats
+
+from whence.findings.evidence import Evidence, Mask, Numbers
+from whence.findings.finding import CannotTellError, Sight
+from whence.findings.models import expand, predict_each
+
+_LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
+"""Rounds and episodes that a statement on the end of a run needs: a critic begins with nothing."""
+
+_NEXT_TO_ALL = 0.9995
+"""The share of the rewards whose range is the usual one: of a round of 2,048 records, all but one."""
+
+_WIDTH = 64
+"""Random features of the regression that the critic is compared with: as many as a layer of SB3's critic has."""
+
+_USUAL = 0.02
+"""Divergence of a round, in nats: amid 0.006 and 0.06, where PPO's best learning rates lay in nine environments.
+
+Source: results/practice, tables.md, "Divergence a round at fixed learning rates".
+"""
+
+_FEWEST, _LEAST_GAMMA = 256, 0.9
+"""Records of a round and γ that RL Baselines3 Zoo's tuned settings of PPO have at least."""
+
+_FORGOTTEN = 0.01
+"""A weight that is next to nothing."""
+
+_NORMALISE = "Divide the rewards, or let `VecNormalize(norm_reward=True)` do it."
+
+
+def look_at_outliers(evidence: Evidence) -> Sight:
+    """Compare the most unusual reward with the range of nearly all others: in decades.
+
+    Last rewards of episodes are left out: what ends an episode may pay a lot, and rarely.
+    """
+    inner, rewards = evidence.has_next, evidence.columns["reward"]
+    if not inner.any():
+        raise CannotTellError("episodes have one step")
+    distance = np.where(inner, np.abs(rewards - np.median(rewards[inner])), 0.0)
+    usual = float(np.quantile(distance[inner], _NEXT_TO_ALL))
+    if not usual:
+        raise CannotTellError("nearly all rewards are equal")
+    at = int(distance.argmax())
+    row, share = _describe_outlier(evidence, at)
+    return Sight(
+        float(np.log10(max(distance[at] / usual, 1.0))),
+        "reward",
+        f"A reward of {rewards[at]:.3g} outweighs all others: {_NEXT_TO_ALL:.2%} of them are within {usual:.3g} of "
+        f"{np.median(rewards[inner]):.3g}; it is record {row}",
+        f"{share}The advantages of the records before it hold it, too, so scores say little of any record there, and "
+        "a selection by score may keep it.",
+        "Look for what paid it. Clip rewards if such ones are meant: `VecNormalize(clip_reward=10)`.",
+        distance > 10 * usual if distance[at] > 10 * usual else distance == distance[at],
+    )
+
+
+def _describe_outlier(evidence: Evidence, at: int) -> tuple[str, str]:
+    """Return where a record is, and what share of its round's squared advantages its episode holds, as a sentence."""
+    columns = evidence.columns
+    row = f"{columns['record_id'][at]:.0f} of round {columns['round'][at]:.0f}"
+    squares = (columns["return"] - columns["value"]) ** 2
+    there = columns["round"] == columns["round"][at]
+    if not np.isfinite(squares[there]).all():
+        return row, ""
+    share = squares[there & (evidence.episodes == evidence.episodes[at])].sum() / max(squares[there].sum(), 1e-12)
+    return row, f"Its episode has {share:.0%} of the round's squared advantages. "
+
+
+def look_at_equal_rewards(evidence: Evidence) -> Sight:
+    """Count the episodes without another return where all rewards are equal: in decades."""
+    returns, _ = _total_episodes(evidence)
+    if not len(returns):
+        raise CannotTellError("no episode ended")
+    rewards = evidence.columns["reward"]
+    is_equal = rewards.min() == rewards.max() and returns.min() == returns.max()
+    return Sight(
+        float(np.log10(len(returns))) if is_equal else 0.0,
+        "reward",
+        f"No other reward than {rewards[0]:.3g} was seen in {len(evidence):,} records: nothing can be learned",
+        f"All {len(returns):,} episodes have the return {returns.max(initial=0):.3g}.",
+        "If no action so far reached what pays, pay for coming nearer, or explore more; if one did, see "
+        "what the reward is read from.",
+    )
+
+
+def _total_episodes(evidence: Evidence) -> tuple[Numbers, Numbers]:
+    """Return the returns and lengths of the episodes that were read from their first step to their end."""
+    count = np.bincount(evidence.episodes)
+    is_whole = np.bincount(evidence.episodes, (evidence.columns["step"] == 0) + (evidence.ends != "")) == 2
+    return np.bincount(evidence.episodes, evidence.columns["reward"])[is_whole], count[is_whole].astype(np.float64)
+
+
+def _need(evidence: Evidence, name: str) -> Numbers:
+    values = evidence.columns[name]
+    if not np.isfinite(values).all():
+        raise CannotTellError(f"records have no {name}")
+    return values
+
+
+def look_at_loops(evidence: Evidence) -> Sight:
+    """Compare episodes that are paid again and again at one place with those that reach an end: in doublings."""
+    rewards, steps = evidence.columns["reward"], evidence.columns["step"]
+    inner = rewards[evidence.has_next & (steps > 0)]
+    if not len(inner) or not evidence.state.shape[1]:
+        raise CannotTellError("the observation is unknown" if len(inner) else "episodes have one step")
+    # Episodes that were read from their first step. A goal pays more than nearly any step, before the time is over.
+    is_last = (evidence.ends != "") & (np.bincount(evidence.episodes)[evidence.episodes] == steps + 1)
+    pays = rewards > np.quantile(inner, 0.995)
+    reached = is_last & (evidence.ends != "truncated") & (steps < steps.max()) & pays
+    runs_on = is_last & ~reached & (steps >= 0.9 * steps.max())
+    if min(reached.sum(), runs_on.sum()) < _LEAST_ROUNDS:
+        raise CannotTellError("not enough episodes both reach an end that pays and run to the limit")
+    totals = np.bincount(evidence.episodes, rewards)
+    with_end, without = (float(np.median(totals[evidence.episodes[each]])) for each in (reached, runs_on))
+    inside = np.isin(evidence.episodes, evidence.episodes[runs_on])
+    again = inside & _is_paid_again(evidence)
+    share = float(rewards[again].sum() / max(rewards[inside & (rewards > 0)].sum(), 1e-12))
+    doublings = float(np.log2(without / with_end)) if share >= 0.5 and without > with_end > 0 else 0.0
+    return Sight(
+        doublings,
+        "reward",
+        f"A reward of {np.median(rewards[again]) if again.any() else 0:.2g} is collected again and again at the same "
+        f"place: episodes without an end earn {without:.3g}, those that reach it {with_end:.3g}",
+        f"In {runs_on.sum():,} episodes that run to the limit, {share:.0%} of the gains are paid where the episode was "
+        "paid before.",
+        "Pay for progress once, or by a difference of potentials, so that going round in a loop earns nothing.",
+        again,
+    )
+
+
+def _is_paid_again(evidence: Evidence) -> Mask:
+    """Return whether each record pays a gain where its episode had one: states alike to half a standard deviation."""
+    places = np.column_stack([evidence.episodes, np.round(2 * evidence.state)]).astype(np.int64)
+    paid = np.flatnonzero(evidence.columns["reward"] > 0)
+    again = np.zeros(len(evidence), dtype=bool)
+    again[paid] = True
+    again[paid[np.unique(places[paid], axis=0, return_index=True)[1]]] = False
+    return again
+
+
+def look_at_critic(evidence: Evidence) -> Sight:
+    """Compare the critic, late in the run, with a fresh regression on the observation, fitted on other episodes.
+
+    In units of the return's variance: by how much more the critic misses.
+    """
+    returns, values, rounds = _need(evidence, "return"), _need(evidence, "value"), evidence.columns["round"]
+    late = rounds > np.quantile(np.unique(rounds), 2 / 3)
+    episodes = np.unique(evidence.episodes[late], return_inverse=True)[1]
+    if len(np.unique(rounds)) < _LEAST_ROUNDS or episodes.max() + 1 < _LEAST_EPISODES:
+        raise CannotTellError("the run is short")
+    if not evidence.state.shape[1] or (spread := float(returns[late].var())) < 1e-12:
+        raise CannotTellError("returns are all equal" if evidence.state.shape[1] else "the observation is unknown")
+    fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[late][:, None], episodes)[0][:, 0]
+    missed, missed_fresh = (((returns[late] - each) ** 2).mean() / spread for each in (values[late], fresh))
+    return Sight(
+        max(0.0, float(missed - missed_fresh)),
+        "critic",
+        f"The critic explains {max(0.0, 1 - missed):.0%} of the return's variance in the last third of the rounds; a "
+        f"regression on the observation explains {1 - missed_fresh:.0%}",
+        f"The critic's values are {values[late].mean():.3g} ± {values[late].std():.2g}, returns "
+        f"{returns[late].mean():.3g} ± {spread**0.5:.2g}; the regression was fitted on other episodes.",
+        f"The observation is enough, so the critic lags: raise `n_epochs` or the learning rate. {_NORMALISE}",
+        late,
+    )
+
+
+def look_at_small_steps(evidence: Evidence) -> Sight:
+    """Compare the divergence of larger rounds with a usual one: in decades below it."""
+    kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
+    size = float(np.sqrt(np.nanmean(evidence.columns["return"] ** 2)))
+    return Sight(
+        max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),
+        "setting",
+        f"The policy hardly moves: by {kl:.2g} nats a round; returns are of size {size:.2g}{_say_rate(evidence)}",
+        f"In nine of ten rounds it moves by less; about {_USUAL} is usual. Large returns have this effect, too: the "
+        "critic's squared error then takes nearly all of the gradient that `max_grad_norm` leaves to both.",
+        f"If returns are in the hundreds or more: {_NORMALISE} Else raise `learning_rate`.",
+    )
+
+
+def look_at_large_steps(evidence: Evidence) -> Sight:
+    """Compare the divergence of a median round with a usual one: in decades above it."""
+    kl = float(np.median(_read_divergence(evidence)))
+    clipped = _read_metric(evidence.metrics, "train/clip_fraction")
+    share = f" Of the ratios {np.median(clipped):.0%} are clipped." if len(clipped) else ""
+    return Sight(
+        max(0.0, float(np.log10(max(kl, 1e-12) / _USUAL))),
+        "setting",
+        f"Updates throw the policy about: by {kl:.2g} nats a round{_say_rate(evidence)}",
+        f"About {_USUAL} is usual.{share}",
+        "Lower `learning_rate` or `n_epochs`.",
+    )
+
+
+def _say_rate(evidence: Evidence) -> str:
+    rate = evidence.config.get("hyperparameters", {}).get("learning_rate")
+    return f"; the learning rate is {rate:g}" if isinstance(rate, int | float) else ""
+
+
+def _read_divergence(evidence: Evidence) -> Numbers:
+    """Return the divergence of each round but the first, which may begin anywhere."""
+    metrics, settings = evidence.metrics, evidence.config.get("hyperparameters", {})
+    if settings.get("n_epochs") == 1 and "kept" in metrics.columns:
+        # SB3 measures divergence before each step, so in a round of one step it is 0.
+        metrics = metrics.filter(metrics["kept"] > settings["batch_size"])
+    values = _read_metric(metrics, "train/approx_kl")[1:]
+    if not len(values):
+        raise CannotTellError("no divergence of rounds was logged")
+    return values
+
+
+def _read_metric(metrics: pl.DataFrame, name: str) -> Numbers:
+    if name not in metrics.columns:
+        return np.zeros(0)
+    return metrics[name].drop_nulls().cast(pl.Float64).to_numpy()
+
+
+def look_at_entropy(evidence: Evidence) -> Sight:
+    """Measure how much of the policy's entropy went though the return did not rise: in decades."""
+    entropy = -_read_metric(evidence.metrics, "train/entropy_loss")
+    returns = _read_metric(evidence.metrics, "episode_return")
+    returns = returns[np.isfinite(returns)]
+    if min(len(entropy), len(returns)) < _LEAST_ROUNDS:
+        raise CannotTellError("too few rounds have an entropy and a return")
+    first, last = float(entropy[0]), float(np.median(entropy[-len(entropy) // 4 :]))
+    if evidence.actions.ndim == 1:
+        lost = float(np.log10(max(first, 1e-12) / max(last, 1e-12)))
+    else:
+        lost = (first - last) / evidence.actions.shape[1] / float(np.log(10))  # of the deviation of an axis
+    early, late = returns[: len(returns) // 4], returns[-len(returns) // 2 :]
+    has_risen = stats.mannwhitneyu(late, early, alternative="greater").pvalue < 0.05  # an entropy that pays is learning
+    return Sight(
+        0.0 if has_risen else max(0.0, lost),
+        "setting",
+        f"The policy's entropy fell from {first:.3g} to {last:.2g}, and the return did not rise: it was "
+        f"{np.median(early):.3g} in the first quarter of the rounds, and {np.median(late):.3g} in the last half",
+        "A policy that no longer explores finds nothing better.",
+        "Raise `ent_coef`, or lower `learning_rate`.",
+    )
+
+
+def look_at_settings(evidence: Evidence) -> Sight:
+    """Compare records a round, and γ, with the least of RL Baselines3 Zoo's tuned settings of PPO: in halvings."""
+    settings, copies = evidence.config.get("hyperparameters", {}), evidence.config.get("n_envs")
+    steps, gamma, lengths = settings.get("n_steps"), settings.get("gamma"), _total_episodes(evidence)[1]
+    # A2C's rounds are short on purpose.
+    if settings.get("n_epochs") is None or not isinstance(steps, int) or not isinstance(copies, int):
+        raise CannotTellError("the run is not PPO's")
+    sights = [
+        Sight(
+            max(0.0, float(np.log2(_FEWEST / (steps * copies)))),
+            "setting",
+            f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records",
+            f"The gradient of so few is noisy. RL Baselines3 Zoo's tuned settings of PPO have {_FEWEST} or more.",
+            "Raise `n_steps`, to 512 or more.",
+        )
+    ]
+    length = float(np.median(lengths)) if len(lengths) else 0.0
+    if isinstance(gamma, int | float) and gamma < _LEAST_GAMMA and (weight := gamma ** (length / 2)) < _FORGOTTEN:
+        sights += [
+            Sight(
+                float(np.log2((1 - gamma) / (1 - _LEAST_GAMMA))),
+                "setting",
+                f"The discount γ = {gamma:g} looks {1 / (1 - gamma):.2g} steps ahead; an episode takes {length:.0f}",
+                f"A reward half an episode ahead counts {weight:.1g} of one now. RL Baselines3 Zoo's tuned settings of "
+                f"PPO have {_LEAST_GAMMA} or more.",
+                "Raise `gamma`, to 0.99 where a reward comes late.",
+            )
+        ]
+    return max(sights, key=lambda sight: sight.statistic)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from whence.findings.evidence import FEW, Evidence, Features, Numbers
+from whence.findings.evidence import Evidence, Features, Numbers
 from whence.findings.finding import CannotTellError, Sight
 
 _LEAST, _MOST = 8, 32
@@ -26,6 +26,10 @@ _CHANCE = 1.36
 """Jumps of a distribution below this, over √n, are of chance (Kolmogorov and Smirnov's 5% point)."""
 
 
+_WIDEST = 64
+"""Numbers of an observation that are looked at one by one: all, in a second."""
+
+
 class _Jump(NamedTuple):
     """Between two stretches of time: how much larger it is than those near it, in doublings, and its number."""
 
@@ -41,10 +45,15 @@ def look_at_rewards(evidence: Evidence) -> Sight:
 
 def look_at_observations(evidence: Evidence) -> Sight:
     """Find the round at which a number of the observation jumps: in doublings of the largest jump near it."""
-    if not 0 < len(evidence.features) <= FEW:
-        raise CannotTellError("the observation is of many numbers" if evidence.features else "there is no observation")
+    check_features(evidence)
     advice = "Compare what fills it in before that round and after it: its unit, its offset, its source."
     return _look(evidence, evidence.features, "observation", advice)
+
+
+def check_features(evidence: Evidence) -> None:
+    """Raise `CannotTellError` where an observation has no numbers, or too many."""
+    if not 0 < len(evidence.features) <= _WIDEST:
+        raise CannotTellError("the observation has too many numbers" if evidence.features else "it is not known")
 
 
 def look_at_lengths(evidence: Evidence) -> Sight:
@@ -90,46 +99,44 @@ def _divide_time(evidence: Evidence) -> Int[np.ndarray, " n"]:
 def _measure_jumps(values: Numbers, time: Int[np.ndarray, " n"], gaps: Numbers) -> Iterator[_Jump]:
     """Return each jump of a number's distribution, and of its size, against those near it."""
     count = int(time.max()) + 1
-    yield from _compare(*_compare_distributions(values, time, count), gaps)
-    sizes = np.abs(values - np.median(values))
-    rows = sizes > 0
-    if rows.any():
-        yield from _compare(*_compare_sizes(np.log(sizes[rows]), time[rows], count), gaps)
-
-
-def _compare_distributions(values: Numbers, time: Int[np.ndarray, " n"], count: int) -> tuple[Numbers, Numbers]:
-    """Return the largest difference of each stretch's distribution from the one before, as odds; and what chance does.
-
-    Odds tell values that never came before from those that come more often.
-    """
     levels = np.unique(np.quantile(values, np.linspace(0, 1, _LEVELS + 1), method="nearest"))
     bins, width = np.searchsorted(levels, values, side="right"), len(levels) + 1
     counts = np.bincount(time * width + bins, minlength=count * width).reshape(count, width)
     totals = counts.sum(axis=1)
-    shares = np.cumsum(counts, axis=1) / np.maximum(totals, 1)[:, None]
-    jumps, fewest = np.abs(np.diff(shares, axis=0)).max(axis=1), np.minimum(totals[1:], totals[:-1])
-    return _take_odds(jumps, fewest), _take_odds(_CHANCE * np.sqrt(2 / np.maximum(fewest, 1)), fewest)
+    yield from _compare(np.cumsum(counts, axis=1) / totals[:, None], totals, gaps, is_share=True)
+    sizes = np.abs(values - np.median(values))
+    if (sizes > 0).any():
+        logs, time = np.log(sizes[sizes > 0]), time[sizes > 0]
+        totals = np.bincount(time, minlength=count)
+        means = np.bincount(time, logs, minlength=count) / np.maximum(totals, 1)
+        spread = np.sqrt(np.mean((logs - means[time]) ** 2)) + 1e-3  # a size that changes by less is the same
+        yield from _compare(means[:, None] / spread, totals, gaps, is_share=False)
 
 
-def _take_odds(shares: Numbers, count: Int[np.ndarray, " n"]) -> Numbers:
-    """Return shares as odds; what none of so many records contradicts has as many for it."""
-    return np.asarray(shares / np.maximum(1 - shares, 1 / np.maximum(count, 1)))
+def _compare(
+    profiles: Float[np.ndarray, "t k"], totals: Int[np.ndarray, " t"], gaps: Numbers, *, is_share: bool
+) -> Iterator[_Jump]:
+    """Return each lasting jump against those near it that span half as many rounds at least.
 
+    Args:
+        profiles: of each stretch of time: its distribution, or a mean in deviations.
+        totals: records of each stretch.
+        gaps: rounds from each stretch to the next.
+        is_share: whether profiles are shares; odds then tell values that never came from those that come more often.
+    """
 
-def _compare_sizes(values: Numbers, time: Int[np.ndarray, " n"], count: int) -> tuple[Numbers, Numbers]:
-    """Return how far each stretch's mean is from that before, in deviations within stretches; and what chance does."""
-    totals = np.maximum(np.bincount(time, minlength=count), 1)
-    means = np.bincount(time, values, minlength=count) / totals
-    spread = np.sqrt(np.mean((values - means[time]) ** 2)) + 1e-3  # a change by less is none
-    fewest = np.minimum(totals[1:], totals[:-1])
-    return np.abs(np.diff(means)) / spread, _CHANCE * np.sqrt(2 / fewest)
+    def measure(distance: int) -> Numbers:
+        jumps = np.abs(profiles[distance:] - profiles[:-distance]).max(axis=1)
+        fewest = np.maximum(np.minimum(totals[distance:], totals[:-distance]), 1)
+        chance = _CHANCE * np.sqrt(2 / fewest)
+        both = np.stack([jumps, chance])
+        return np.asarray(both / np.maximum(1 - both, 1 / fewest) if is_share else both)
 
-
-def _compare(jumps: Numbers, chance: Numbers, gaps: Numbers) -> Iterator[_Jump]:
-    """Return each jump against those near it that span half as many rounds at least; of the first, nothing is known."""
-    numbers = np.arange(len(jumps))
-    for at, jump in enumerate(jumps):
+    (jumps, chance), (lasting, _), numbers = measure(1), measure(3), np.arange(len(gaps))
+    for at in range(1, len(jumps) - 1):
         apart = np.abs(numbers - at)
         others = (apart > 1) & (apart <= _NEAR) & (2 * gaps >= gaps[at])
+        # Learning is fastest at first; and what does not last may be a policy that wanders.
         if others[:at].sum() >= _EARLIER:
-            yield _Jump(max(0.0, float(np.log2(max(jump, 1e-12) / max(jumps[others].max(), chance[at])))), at + 1)
+            jump = max(min(jumps[at], lasting[at - 1]), 1e-12)
+            yield _Jump(max(0.0, float(np.log2(jump / max(jumps[others].max(), chance[at])))), at + 1)

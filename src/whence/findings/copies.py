@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Int
 from scipy import special, stats
 
-from whence.findings.evidence import FEW, Evidence, Numbers
+from whence.findings.changes import check_features
+from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight, say_chance
 
 _DOUBLINGS = 4.0
@@ -43,8 +44,7 @@ def look_at_rewards(evidence: Evidence) -> Sight:
 
 def look_at_observations(evidence: Evidence) -> Sight:
     """Find the environment whose observations, or their answer to actions, differ most from the others'."""
-    if not 0 < len(evidence.features) <= FEW:
-        raise CannotTellError("the observation is of many numbers" if evidence.features else "there is no observation")
+    check_features(evidence)
     count, before = np.bincount(evidence.episodes), np.flatnonzero(evidence.has_next)
     episodes, acting = evidence.episodes[before], evidence.acting[before]
     acting, steps = acting - acting.mean(axis=0), np.maximum(np.bincount(episodes, minlength=len(count)), 1)
@@ -73,18 +73,21 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait], name_kind: Callable[[
     copy_of = evidence.columns["env_index"][np.unique(evidence.episodes, return_index=True)[1]]
     if len(copies) < 2:
         raise CannotTellError("there is one environment")
+    if _may_be_agents(evidence, len(copies)):
+        raise CannotTellError("the environments may be agents of one world: their episodes always end together")
     place = np.searchsorted(copies, copy_of)
     tries, each = len(copies) * len(traits), np.median(np.bincount(place))
-    surest = np.sqrt(3 * each * (len(place) - each) / (len(place) + 1))  # |z| where all here are beyond all others
-    if 2 * special.ndtr(-surest) * tries > CHANCE:
+    by_chance = -special.ndtri(CHANCE / (2 * tries))
+    if np.sqrt(3 * each * (len(place) - each) / (len(place) + 1)) < by_chance:  # where all are beyond all others
         raise CannotTellError(f"{len(place)} episodes of {len(copies)} environments are too few for a sure difference")
     seen = []
     for trait in traits:
         here, others, z = _compare_copies(trait.values, place, len(copies))
-        p = 2 * special.ndtr(-z) * tries
-        differences = np.where(p <= CHANCE, _measure(trait, here, others), 0.0)
+        # Of a difference, what is beyond chance: so that it is next to nothing where it is just sure.
+        differences = _measure(trait, here, others) * np.maximum(1 - by_chance / np.maximum(z, 1e-9), 0)
         at = int(differences.argmax())
-        seen.append((float(differences[at]), trait, at, float(p[at]), float(here[at]), float(others[at])))
+        p = min(1.0, float(2 * special.ndtr(-z[at]) * tries))
+        seen.append((float(differences[at]), trait, at, p, float(here[at]), float(others[at])))
     difference, trait, at, chance, mean, rest = max(seen, key=lambda one: one[0])
     return Sight(
         difference,
@@ -96,6 +99,13 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait], name_kind: Callable[[
         evidence.columns["env_index"] == copies[at],
         chance,
     )
+
+
+def _may_be_agents(evidence: Evidence, copies: int) -> bool:
+    """Return whether environments that Gymnasium did not make are always at the same step."""
+    steps = evidence.columns["step"]
+    is_unknown = not evidence.config.get("env_wrappers", True)
+    return is_unknown and not len(steps) % copies and bool((np.ptp(steps.reshape(copies, -1), axis=0) == 0).all())
 
 
 def _measure(trait: _Trait, here: Numbers, others: Numbers) -> Numbers:

@@ -25,7 +25,6 @@ _LEVELS = 128
 _CHANCE = 1.36
 """Jumps of a distribution below this, over √n, are of chance (Kolmogorov and Smirnov's 5% point)."""
 
-
 _WIDEST = 64
 """Numbers of an observation that are looked at one by one: all, in a second."""
 
@@ -76,16 +75,12 @@ def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sigh
     return Sight(
         jump.doublings,
         kind,
-        f"{name} changes at round {first}: {_describe(before)} before it, {_describe(after)} from then on",
+        f"{name} changes at round {first}: {before.mean():.3g} ± {before.std():.2g} before it, {after.mean():.3g} ± "
+        f"{after.std():.2g} from then on",
         f"The change is {2**jump.doublings:.3g} times the largest one at rounds near it.",
         advice,
         time == jump.after,
     )
-
-
-def _describe(values: Numbers) -> str:
-    low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})" if low < high else f"{middle:.3g}"
 
 
 def _divide_time(evidence: Evidence) -> Int[np.ndarray, " n"]:

@@ -102,6 +102,7 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
     "an offset": (changes.look_at_observations, see(PLACE + 5 * LATE), 3, "place changes at round 7"),
     "short episodes": (changes.look_at_lengths, select(~LATE | (STEP < 3)), 3, "round 7"),
     "a spike": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) == 930, 1e6, REWARD)), 5, "1e+06"),
+    "spikes": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) % 999 == 30, 1e6, REWARD)), 5, "but 5"),
     "no reward": (learning.look_at_equal_rewards, healthy(reward=np.zeros(N)), 2, "reward than 0"),
     "an idle critic": (learning.look_at_critic, healthy(value=np.full(N, PLACE.mean())), 0.5, "explains 0%"),
     "steps of nothing": (
@@ -113,6 +114,14 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
     "steps too far": (learning.look_at_large_steps, measure(**{"train/approx_kl": np.full(ROUNDS, 0.9)}), 1.5, "0.9"),
     "lost entropy": (learning.look_at_entropy, measure(episode_return=np.ones(ROUNDS)), 0.5, "from 1.4 to"),
     "short rounds": (learning.look_at_settings, configure(n_steps=16), 1.5, "are 64 records"),
+    "a rate": (
+        learning.look_at_settings,
+        measure(**{"train/learning_rate": np.full(ROUNDS, 0.1)}),
+        0.9,
+        "0.1 is too high",
+    ),
+    "too slow": (learning.look_at_settings, measure(**{"train/learning_rate": np.full(ROUNDS, 1e-7)}), 1, "too low"),
+    "entropy for all": (learning.look_at_settings, configure(ent_coef=1.0), 0.9, "`ent_coef` is 1"),
     "a short sight": (learning.look_at_settings, configure(gamma=0.5), 2, "looks 2 steps ahead"),
 }
 
@@ -144,6 +153,10 @@ HARMLESS: dict[str, tuple[Look, Evidence]] = {
     "one reward a step, of episodes that differ": (learning.look_at_equal_rewards, EACH_STEP),
     "returns that nothing predicts": (learning.look_at_critic, healthy(**{"value": np.zeros(N), "return": NOISE})),
     "convergence": (learning.look_at_small_steps, measure(**{"train/approx_kl": [0.01] * 3 + [1e-9] * (ROUNDS - 3)})),
+    "settings at the end of the range": (
+        learning.look_at_settings,
+        replace(configure(ent_coef=0.1), metrics=TWIN.metrics.with_columns(**{"train/learning_rate": pl.lit(3e-3)})),
+    ),
     "short episodes under a small γ": (learning.look_at_settings, configure(gamma=0.7)),
 }
 
@@ -180,7 +193,7 @@ UNKNOWN: dict[str, tuple[Look, Evidence]] = {
     "agents of one world": (copies.look_at_rewards, replace(TWIN, config={"env_wrappers": []})),
     "16 episodes of 4 environments are too few": (copies.look_at_rewards, select(ROUND == 1)),
     "fewer than 8 rounds": (changes.look_at_lengths, select(ROUND < 8)),
-    "nearly all rewards are equal": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
+    "inside of episodes are 0": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
     "records have no value": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
     "not PPO's": (learning.look_at_settings, configure(n_epochs=None)),
 }

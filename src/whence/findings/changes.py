@@ -57,7 +57,7 @@ def check_features(evidence: Evidence) -> None:
 
 def look_at_lengths(evidence: Evidence) -> Sight:
     """Find the round at which episodes become longer or shorter: in doublings of the largest jump near it."""
-    steps = {"The step of its episode that a record is at": evidence.columns["step"]}
+    steps = {"The length of episodes, by the step that records are at,": evidence.columns["step"]}
     return _look(evidence, steps, "episode", "Look for a rule that ends episodes, or no longer does, from then on.")
 
 

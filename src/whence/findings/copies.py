@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from scipy import special, stats
 
 from whence.findings.changes import check_features
@@ -31,15 +31,20 @@ def look_at_rewards(evidence: Evidence) -> Sight:
     count = np.bincount(evidence.episodes)
     rewards = evidence.columns["reward"]
     totals, paid = (np.bincount(evidence.episodes, each) for each in (np.abs(rewards), rewards != 0))
-    is_whole = np.bincount(evidence.episodes, (evidence.columns["step"] == 0) | (evidence.ends != "")) == 2
     traits = [
         _Trait("The size of rewards", totals / count),
         # Where most episodes pay nothing, means over them hide it.
         _Trait("The size of rewards other than 0", np.where(paid > 0, totals / np.maximum(paid, 1), np.nan)),
         _Trait("The reward of a step", np.bincount(evidence.episodes, rewards) / count, is_place=True),
-        _Trait("The length of episodes", np.where(is_whole | (count == 1), count, np.nan)),
+        _Trait("The length of episodes", np.where(select_whole(evidence), count, np.nan)),
     ]
     return _find_oddest(evidence, traits, lambda name: "episode" if "episodes" in name else "reward")
+
+
+def select_whole(evidence: Evidence) -> Bool[np.ndarray, " e"]:
+    """Return whether each episode was read from its first step to its end."""
+    sides = (evidence.columns["step"] == 0).astype(int) + (evidence.ends != "")
+    return np.asarray(np.bincount(evidence.episodes, sides) == 2)
 
 
 def look_at_observations(evidence: Evidence) -> Sight:

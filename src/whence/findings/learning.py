@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 from scipy import stats
 
+from whence.findings.copies import select_whole
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
@@ -11,8 +12,8 @@ from whence.findings.models import expand, predict_each
 _LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
 """Rounds and episodes that a statement on the end of a run needs: a critic begins with nothing."""
 
-_NEXT_TO_ALL = 0.9995
-"""The share of the rewards whose range is the usual one: of a round of 2,048 records, all but one."""
+_FEW = 0.002
+"""The share of the rewards at most that are few: four of a round of 2,048 records."""
 
 _WIDTH = 64
 """Random features of the regression that the critic is compared with: as many as a layer of SB3's critic has."""
@@ -23,8 +24,8 @@ _USUAL = 0.02
 Source: results/practice, tables.md, "Divergence a round at fixed learning rates".
 """
 
-_FEWEST, _LEAST_GAMMA = 256, 0.9
-"""Records of a round and γ that RL Baselines3 Zoo's tuned settings of PPO have at least."""
+_LEAST_GAMMA, _LEAST_RATE, _LARGEST_RATE, _LARGEST_ENTROPY, _FEWEST = 0.9, 2e-5, 1e-3, 0.01, 256
+"""The range of RL Baselines3 Zoo's settings of PPO (hyperparams/ppo.yml); three of them have fewer records a round."""
 
 _FORGOTTEN = 0.01
 """A weight that is next to nothing."""
@@ -33,46 +34,36 @@ _NORMALISE = "Divide the rewards, or let `VecNormalize(norm_reward=True)` do it.
 
 
 def look_at_outliers(evidence: Evidence) -> Sight:
-    """Compare the most unusual reward with the range of nearly all others: in decades.
+    """Find a few rewards that are far beyond all others: the widest gap below them, in decades.
 
     Last rewards of episodes are left out: what ends an episode may pay a lot, and rarely.
     """
-    inner, rewards = evidence.has_next, evidence.columns["reward"]
-    if not inner.any():
-        raise CannotTellError("episodes have one step")
-    distance = np.where(inner, np.abs(rewards - np.median(rewards[inner])), 0.0)
-    usual = float(np.quantile(distance[inner], _NEXT_TO_ALL))
-    if not usual:
-        raise CannotTellError("nearly all rewards are equal")
+    rewards, rounds = evidence.columns["reward"], evidence.columns["round"]
+    middle = float(np.median(rewards[evidence.has_next])) if evidence.has_next.any() else 0.0
+    distance = np.where(evidence.has_next, np.abs(rewards - middle), 0.0)
+    tail = np.maximum(np.sort(distance)[::-1][: 2 + int(_FEW * len(distance))], abs(middle))
+    gaps = np.log10(np.maximum(tail[:-1], 1e-12) / np.maximum(tail[1:], 1e-12))
+    few = int(gaps.argmax()) + 1
+    if tail[few] == 0:
+        raise CannotTellError("nearly all rewards inside of episodes are 0")
     at = int(distance.argmax())
-    row, share = _describe_outlier(evidence, at)
-    return Sight(
-        float(np.log10(max(distance[at] / usual, 1.0))),
-        "reward",
-        f"A reward of {rewards[at]:.3g} outweighs all others: {_NEXT_TO_ALL:.2%} of them are within {usual:.3g} of "
-        f"{np.median(rewards[inner]):.3g}; it is record {row}",
-        f"{share}The advantages of the records before it hold it, too, so scores say little of any record there, and "
-        "a selection by score may keep it.",
-        "Look for what paid it. Clip rewards if such ones are meant: `VecNormalize(clip_reward=10)`.",
-        distance > 10 * usual if distance[at] > 10 * usual else distance == distance[at],
-    )
-
-
-def _describe_outlier(evidence: Evidence, at: int) -> tuple[str, str]:
-    """Return where a record is, and what share of its round's squared advantages its episode holds, as a sentence."""
-    columns = evidence.columns
-    row = f"{columns['record_id'][at]:.0f} of round {columns['round'][at]:.0f}"
-    squares = (columns["return"] - columns["value"]) ** 2
-    there = columns["round"] == columns["round"][at]
-    if not np.isfinite(squares[there]).all():
-        return row, ""
+    there, squares = rounds == rounds[at], (evidence.columns["return"] - evidence.columns["value"]) ** 2
     share = squares[there & (evidence.episodes == evidence.episodes[at])].sum() / max(squares[there].sum(), 1e-12)
-    return row, f"Its episode has {share:.0%} of the round's squared advantages. "
+    return Sight(
+        float(gaps.max()),
+        "reward",
+        f"A reward of {rewards[at]:.3g} outweighs all others: of {len(rewards):,}, all but {few} are within "
+        f"{tail[few]:.3g} of {middle:.3g}; record {evidence.columns['record_id'][at]:.0f} of round {rounds[at]:.0f}",
+        (f"Its episode has {share:.0%} of that round's squared advantages. " if np.isfinite(share) else "")
+        + "Advantages of the records before it hold it, too, so scores say little there, and a selection may keep it.",
+        "Look for what paid such a spike. If it is meant, clip: `VecNormalize(clip_reward=10)`.",
+        distance > tail[few],
+    )
 
 
 def look_at_equal_rewards(evidence: Evidence) -> Sight:
     """Count the episodes without another return where all rewards are equal: in decades."""
-    returns, _ = _total_episodes(evidence)
+    returns = np.bincount(evidence.episodes, evidence.columns["reward"])[select_whole(evidence)]
     if not len(returns):
         raise CannotTellError("no episode ended")
     rewards = evidence.columns["reward"]
@@ -85,13 +76,6 @@ def look_at_equal_rewards(evidence: Evidence) -> Sight:
         "If no action so far reached what pays, pay for coming nearer, or explore more; if one did, see "
         "what the reward is read from.",
     )
-
-
-def _total_episodes(evidence: Evidence) -> tuple[Numbers, Numbers]:
-    """Return the returns and lengths of the episodes that were read from their first step to their end."""
-    count = np.bincount(evidence.episodes)
-    is_whole = np.bincount(evidence.episodes, (evidence.columns["step"] == 0) + (evidence.ends != "")) == 2
-    return np.bincount(evidence.episodes, evidence.columns["reward"])[is_whole], count[is_whole].astype(np.float64)
 
 
 def _need(evidence: Evidence, name: str) -> Numbers:
@@ -244,31 +228,41 @@ def look_at_entropy(evidence: Evidence) -> Sight:
 
 
 def look_at_settings(evidence: Evidence) -> Sight:
-    """Compare records a round, and γ, with the least of RL Baselines3 Zoo's tuned settings of PPO: in halvings."""
+    """Compare settings with the range of RL Baselines3 Zoo's: in doublings, or in decades beyond tenfold."""
     settings, copies = evidence.config.get("hyperparameters", {}), evidence.config.get("n_envs")
-    steps, gamma, lengths = settings.get("n_steps"), settings.get("gamma"), _total_episodes(evidence)[1]
+    steps, gamma, entropy = (settings.get(name) for name in ("n_steps", "gamma", "ent_coef"))
     # A2C's rounds are short on purpose.
     if settings.get("n_epochs") is None or not isinstance(steps, int) or not isinstance(copies, int):
         raise CannotTellError("the run is not PPO's")
-    sights = [
-        Sight(
-            max(0.0, float(np.log2(_FEWEST / (steps * copies)))),
-            "setting",
-            f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records",
-            f"The gradient of so few is noisy. RL Baselines3 Zoo's tuned settings of PPO have {_FEWEST} or more.",
-            "Raise `n_steps`, to 512 or more.",
-        )
-    ]
+    rates = _read_metric(evidence.metrics, "train/learning_rate")
+    rate = float(rates.max()) if len(rates) and rates.max() > 0 else _LARGEST_RATE
+    zoo = "RL Baselines3 Zoo's settings of PPO have"
+    lengths = np.bincount(evidence.episodes)[select_whole(evidence)]
     length = float(np.median(lengths)) if len(lengths) else 0.0
+    texts = {
+        f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records": (
+            float(np.log2(_FEWEST / (steps * copies))),
+            f"The gradient of so few is noisy. Nearly all of {zoo} {_FEWEST} or more.",
+            "Raise `n_steps`, to 512 or more.",
+        ),
+        f"The learning rate {rate:g} is too {'high' if rate >= _LEAST_RATE else 'low'}": (
+            float(np.log10(max(rate / _LARGEST_RATE, _LEAST_RATE / rate))) - 1,
+            f"{zoo} {_LEAST_RATE:g} to {_LARGEST_RATE:g}.",
+            f"{'Lower' if rate >= _LEAST_RATE else 'Raise'} `learning_rate`: SB3's default is 3e-4.",
+        ),
+    }
+    if isinstance(entropy, int | float) and entropy > 0 and settings.get("normalize_advantage", True):
+        texts[f"The bonus for entropy is too high: `ent_coef` is {entropy:g}"] = (
+            float(np.log10(entropy / _LARGEST_ENTROPY)) - 1,
+            f"It outweighs advantages, which are divided by their deviation. {zoo} {_LARGEST_ENTROPY:g} or less.",
+            "Lower `ent_coef`: SB3's default is 0.",
+        )
     if isinstance(gamma, int | float) and gamma < _LEAST_GAMMA and (weight := gamma ** (length / 2)) < _FORGOTTEN:
-        sights += [
-            Sight(
-                float(np.log2((1 - gamma) / (1 - _LEAST_GAMMA))),
-                "setting",
-                f"The discount γ = {gamma:g} looks {1 / (1 - gamma):.2g} steps ahead; an episode takes {length:.0f}",
-                f"A reward half an episode ahead counts {weight:.1g} of one now. RL Baselines3 Zoo's tuned settings of "
-                f"PPO have {_LEAST_GAMMA} or more.",
-                "Raise `gamma`, to 0.99 where a reward comes late.",
-            )
-        ]
-    return max(sights, key=lambda sight: sight.statistic)
+        texts[f"The discount γ = {gamma:g} looks {1 / (1 - gamma):.2g} steps ahead; an episode takes {length:.0f}"] = (
+            float(np.log2((1 - gamma) / (1 - _LEAST_GAMMA))),
+            f"A reward half an episode ahead counts {weight:.1g} of one now. {zoo} {_LEAST_GAMMA} or more.",
+            "Raise `gamma`, to 0.99 where a reward comes late.",
+        )
+    title = max(texts, key=lambda each: texts[each][0])
+    statistic, reason, advice = texts[title]
+    return Sight(max(0.0, statistic), "setting", title, reason, advice)

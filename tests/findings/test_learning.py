@@ -39,6 +39,8 @@ def healthy(**columns: Any) -> Evidence:
         "train/approx_kl": np.full(ROUNDS, 0.01),
         "train/entropy_loss": np.linspace(-1.4, -0.1, ROUNDS),
         "episode_return": np.linspace(0.0, 9.0, ROUNDS),
+        "train/n_updates": np.arange(ROUNDS) * 1000,
+        "train/learning_rate": np.full(ROUNDS, 3e-4),
         "kept": np.full(ROUNDS, 400),
     }
     settings = {"n_epochs": 10, "n_steps": 100, "gamma": 0.99, "batch_size": 64}
@@ -194,7 +196,8 @@ UNKNOWN: dict[str, tuple[Look, Evidence]] = {
     "16 episodes of 4 environments are too few": (copies.look_at_rewards, select(ROUND == 1)),
     "fewer than 8 rounds": (changes.look_at_lengths, select(ROUND < 8)),
     "inside of episodes are 0": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
-    "records have no value": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
+    "no observation, value or return": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
+    "few updates": (learning.look_at_critic, measure(**{"train/n_updates": np.arange(ROUNDS) * 10})),
     "not PPO's": (learning.look_at_settings, configure(n_epochs=None)),
 }
 

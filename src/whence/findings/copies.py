@@ -100,7 +100,8 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait], name_kind: Callable[[
         f"{trait.name} in environment {copies[at]:.0f} is {mean:.3g} on average, and {rest:.3g} in the other "
         f"{len(copies) - 1}",
         f"Environments that share a policy have their means over episodes in common. {say_chance(chance)}",
-        f"Compare how environment {copies[at]:.0f} is made with the others: its arguments and its wrappers.",
+        ("Actions may be swapped there, or their axes reversed. " if "actions" in trait.name else "")
+        + f"Compare how environment {copies[at]:.0f} is made with the others: its arguments and its wrappers.",
         evidence.columns["env_index"] == copies[at],
         chance,
     )

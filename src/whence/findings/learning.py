@@ -15,6 +15,10 @@ _LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
 _FEW = 0.002
 """The share of the rewards at most that are few: four of a round of 2,048 records."""
 
+_REACH = 2.0
+"""How far Adam can move a weight, its updates times its rate, before a lag is a fault: weights have sizes of about 1,
+and sound critics of returns in the hundreds lag until then."""
+
 _WIDTH = 64
 """Random features of the regression that the critic is compared with: as many as a layer of SB3's critic has."""
 
@@ -78,13 +82,6 @@ def look_at_equal_rewards(evidence: Evidence) -> Sight:
     )
 
 
-def _need(evidence: Evidence, name: str) -> Numbers:
-    values = evidence.columns[name]
-    if not np.isfinite(values).all():
-        raise CannotTellError(f"records have no {name}")
-    return values
-
-
 def look_at_loops(evidence: Evidence) -> Sight:
     """Compare episodes that are paid again and again at one place with those that reach an end: in doublings."""
     rewards, steps = evidence.columns["reward"], evidence.columns["step"]
@@ -129,25 +126,31 @@ def _is_paid_again(evidence: Evidence) -> Mask:
 def look_at_critic(evidence: Evidence) -> Sight:
     """Compare the critic, late in the run, with a fresh regression on the observation, fitted on other episodes.
 
-    In units of the return's variance: by how much more the critic misses.
+    By the share of the return's variance that each explains, whatever the scale and the offset of the critic.
     """
-    returns, values, rounds = _need(evidence, "return"), _need(evidence, "value"), evidence.columns["round"]
+    rounds, settings, metrics = evidence.columns["round"], evidence.config.get("hyperparameters", {}), evidence.metrics
+    returns, values = (evidence.columns[name] for name in ("return", "value"))
+    if not np.isfinite(returns + values).all() or not evidence.state.shape[1]:
+        raise CannotTellError("records have no observation, value or return")
+    batches = settings.get("n_steps", 0) * evidence.config.get("n_envs", 1) / settings.get("batch_size", np.inf)
+    updates = _read_metric(metrics, "train/n_updates").max(initial=0) * batches
     late = rounds > np.quantile(np.unique(rounds), 2 / 3)
-    episodes = np.unique(evidence.episodes[late], return_inverse=True)[1]
-    if len(np.unique(rounds)) < _LEAST_ROUNDS or episodes.max() + 1 < _LEAST_EPISODES:
-        raise CannotTellError("the run is short")
-    if not evidence.state.shape[1] or (spread := float(returns[late].var())) < 1e-12:
-        raise CannotTellError("returns are all equal" if evidence.state.shape[1] else "the observation is unknown")
-    fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[late][:, None], episodes)[0][:, 0]
-    missed, missed_fresh = (((returns[late] - each) ** 2).mean() / spread for each in (values[late], fresh))
+    episodes, returns, values = np.unique(evidence.episodes[late], return_inverse=True)[1], returns[late], values[late]
+    if updates * _read_metric(metrics, "train/learning_rate").max(initial=0) < _REACH:
+        raise CannotTellError("the critic had few updates")
+    if episodes.max() + 1 < _LEAST_EPISODES or returns.std() < 1e-9:
+        raise CannotTellError("late episodes are few, or all alike")
+    fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[:, None], episodes)[0][:, 0]
+    knows = float(np.corrcoef(returns, values)[0, 1] ** 2) if values.std() > 1e-9 else 0.0
+    may_know = 1 - float(((returns - fresh) ** 2).mean() / returns.var())
     return Sight(
-        max(0.0, float(missed - missed_fresh)),
+        max(0.0, may_know - knows),
         "critic",
-        f"The critic explains {max(0.0, 1 - missed):.0%} of the return's variance in the last third of the rounds; a "
-        f"regression on the observation explains {1 - missed_fresh:.0%}",
-        f"The critic's values are {values[late].mean():.3g} ± {values[late].std():.2g}, returns "
-        f"{returns[late].mean():.3g} ± {spread**0.5:.2g}; the regression was fitted on other episodes.",
-        f"The observation is enough, so the critic lags: raise `n_epochs` or the learning rate. {_NORMALISE}",
+        f"The critic lags: it explains {knows:.0%} of the return's variance in the last third of the rounds; a "
+        f"regression on the observation explains {may_know:.0%}",
+        f"The critic's values are {values.mean():.3g} ± {values.std():.2g}, returns {returns.mean():.3g} ± "
+        f"{returns.std():.2g}; the regression was fitted on other episodes, so the observation is enough.",
+        f"Raise `n_epochs`, `learning_rate` or `vf_coef`. {_NORMALISE}",
         late,
     )
 

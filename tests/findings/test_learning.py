@@ -31,7 +31,7 @@ def healthy(**columns: Any) -> Evidence:
     for i in range(N):
         place[i] = rng.normal() if STEP[i] == 0 else place[i - 1] + 0.5 * actions[i - 1] + 0.3 * rng.normal() - 0.2
     values = place + 0.02 * ROUND
-    named = {"record_id": np.arange(N), "round": ROUND, "env_index": COPY, "step": STEP, "episode_id": EPISODE}
+    named: dict[str, Any] = {"record_id": np.arange(N), "round": ROUND, "env_index": COPY, "step": STEP, "episode_id": EPISODE}
     named |= {"reward": 1 + 0.3 * values + rng.normal(size=N), "value": values, "return": values + rng.normal(size=N)}
     features = {"place": place, "colour": rng.normal(size=N)}
     metrics = {
@@ -67,7 +67,7 @@ def see(place: Any) -> Evidence:
 
 def select(rows: Any) -> Evidence:
     """Return some of the twin's records; the last of each episode ends it."""
-    parts = {name: {key: x[rows] for key, x in getattr(TWIN, name).items()} for name in ("columns", "features")}
+    parts: Any = {name: {key: x[rows] for key, x in getattr(TWIN, name).items()} for name in ("columns", "features")}
     is_last = np.append(np.diff(EPISODE[rows]) > 0, True)
     return replace(TWIN, **parts, actions=TWIN.actions[rows], ends=np.where(is_last, "terminated", ""))
 

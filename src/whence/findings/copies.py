@@ -1,6 +1,5 @@
-"""Environments that are trained in at the same time: one that is unlike the others."""
+"""Environments that are trained in at the same time: what is unlike in one of them."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,9 @@ _FEWEST = 2
 
 
 class _Trait(NamedTuple):
-    """A number of each episode (n,), NaN where unknown; and whether it is a place, which may be at 0, or a size."""
+    """A number of each episode (n,), NaN where unknown, of what kind; whether it is a place, as at 0, or a size."""
 
+    kind: str
     name: str
     values: Numbers
     is_place: bool = False
@@ -28,17 +28,16 @@ class _Trait(NamedTuple):
 
 def look_at_rewards(evidence: Evidence) -> Sight:
     """Find the environment whose rewards, or lengths of episodes, differ most from the others': in doublings."""
-    count = np.bincount(evidence.episodes)
-    rewards = evidence.columns["reward"]
+    count, rewards = np.bincount(evidence.episodes), evidence.columns["reward"]
     totals, paid = (np.bincount(evidence.episodes, each) for each in (np.abs(rewards), rewards != 0))
     traits = [
-        _Trait("The size of rewards", totals / count),
+        _Trait("reward", "The size of rewards", totals / count),
         # Where most episodes pay nothing, means over them hide it.
-        _Trait("The size of rewards other than 0", np.where(paid > 0, totals / np.maximum(paid, 1), np.nan)),
-        _Trait("The reward of a step", np.bincount(evidence.episodes, rewards) / count, is_place=True),
-        _Trait("The length of episodes", np.where(select_whole(evidence), count, np.nan)),
+        _Trait("reward", "The size of rewards other than 0", np.where(paid > 0, totals / np.maximum(paid, 1), np.nan)),
+        _Trait("reward", "The reward of a step", np.bincount(evidence.episodes, rewards) / count, is_place=True),
+        _Trait("episode", "The length of episodes", np.where(select_whole(evidence), count, np.nan)),
     ]
-    return _find_oddest(evidence, traits, lambda name: "episode" if "episodes" in name else "reward")
+    return _find_oddest(evidence, traits)
 
 
 def select_whole(evidence: Evidence) -> Bool[np.ndarray, " e"]:
@@ -60,16 +59,16 @@ def look_at_observations(evidence: Evidence) -> Sight:
         # What the actions do on average to this number: an episode of which the opposite is true has the other sign.
         effect = acting @ np.linalg.solve(gram, acting.T @ (change - change.mean()))
         answers = np.bincount(episodes, effect * (change - change.mean()), minlength=len(count)) / steps
-        known = steps > 1
+        sizes = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
         traits += [
-            _Trait(f"The size of {name}", np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count),
-            _Trait(name, np.bincount(evidence.episodes, values) / count, is_place=True),
-            _Trait(f"The answer of {name} to actions", np.where(known, answers, np.nan)),
+            _Trait("observation", f"The size of {name}", sizes),
+            _Trait("observation", name, np.bincount(evidence.episodes, values) / count, is_place=True),
+            _Trait("observation", f"The answer of {name} to actions", np.where(steps > 1, answers, np.nan)),
         ]
-    return _find_oddest(evidence, traits, lambda _: "observation")
+    return _find_oddest(evidence, traits)
 
 
-def _find_oddest(evidence: Evidence, traits: list[_Trait], name_kind: Callable[[str], str]) -> Sight:
+def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
     """Return the largest difference of an environment from the others that is not by chance.
 
     Environments that are trained in at the same time share the policy, so by ranks of episodes there is a test.
@@ -96,7 +95,7 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait], name_kind: Callable[[
     difference, trait, at, chance, mean, rest = max(seen, key=lambda one: one[0])
     return Sight(
         difference,
-        name_kind(trait.name),
+        trait.kind,
         f"{trait.name} in environment {copies[at]:.0f} is {mean:.3g} on average, and {rest:.3g} in the other "
         f"{len(copies) - 1}",
         f"Environments that share a policy have their means over episodes in common. {say_chance(chance)}",

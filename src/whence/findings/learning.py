@@ -43,7 +43,9 @@ def look_at_outliers(evidence: Evidence) -> Sight:
     Last rewards of episodes are left out: what ends an episode may pay a lot, and rarely.
     """
     rewards, rounds = evidence.columns["reward"], evidence.columns["round"]
-    middle = float(np.median(rewards[evidence.has_next])) if evidence.has_next.any() else 0.0
+    if not evidence.has_next.any():
+        raise CannotTellError("episodes have one step")
+    middle = float(np.median(rewards[evidence.has_next]))
     distance = np.where(evidence.has_next, np.abs(rewards - middle), 0.0)
     tail = np.maximum(np.sort(distance)[::-1][: 2 + int(_FEW * len(distance))], abs(middle))
     gaps = np.log10(np.maximum(tail[:-1], 1e-12) / np.maximum(tail[1:], 1e-12))
@@ -77,8 +79,8 @@ def look_at_equal_rewards(evidence: Evidence) -> Sight:
         "reward",
         f"No other reward than {rewards[0]:.3g} was seen in {len(evidence):,} records: nothing can be learned",
         f"All {len(returns):,} episodes have the return {returns.max(initial=0):.3g}.",
-        "If no action so far reached what pays, pay for coming nearer, or explore more; if one did, see "
-        "what the reward is read from.",
+        "If no action so far reached what pays, pay for coming nearer, or explore more; if one did, see what "
+        "the reward is read from.",
     )
 
 
@@ -135,10 +137,10 @@ def look_at_critic(evidence: Evidence) -> Sight:
     batches = settings.get("n_steps", 0) * evidence.config.get("n_envs", 1) / settings.get("batch_size", np.inf)
     updates = _read_metric(metrics, "train/n_updates").max(initial=0) * batches
     late = rounds > np.quantile(np.unique(rounds), 2 / 3)
-    episodes, returns, values = np.unique(evidence.episodes[late], return_inverse=True)[1], returns[late], values[late]
+    episodes, returns, values = evidence.episodes[late], returns[late], values[late]
     if updates * _read_metric(metrics, "train/learning_rate").max(initial=0) < _REACH:
         raise CannotTellError("the critic had few updates")
-    if episodes.max() + 1 < _LEAST_EPISODES or returns.std() < 1e-9:
+    if len(np.unique(episodes)) < _LEAST_EPISODES or returns.std() < 1e-9:
         raise CannotTellError("late episodes are few, or all alike")
     fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[:, None], episodes)[0][:, 0]
     knows = float(np.corrcoef(returns, values)[0, 1] ** 2) if values.std() > 1e-9 else 0.0

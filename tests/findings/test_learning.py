@@ -152,6 +152,7 @@ HARMLESS: dict[str, tuple[Look, Evidence]] = {
     "rewards that grow": (changes.look_at_rewards, healthy(reward=GROWN)),
     "a fast beginning": (changes.look_at_rewards, healthy(reward=FAST)),
     "one odd round": (changes.look_at_rewards, healthy(reward=ODD)),
+    "a place that a policy seeks out": (changes.look_at_observations, see(PLACE + 5 * (LATE & (STEP > 0)))),
     "a place that wanders": (changes.look_at_observations, see(PLACE + np.sin(ROUND))),
     "a rare success at an end": (learning.look_at_outliers, healthy(reward=RARE)),
     "one reward a step, of episodes that differ": (learning.look_at_equal_rewards, EACH_STEP),

@@ -5,13 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+from scipy import stats
 
 from whence.findings.evidence import Evidence, Features, Numbers
-from whence.findings.finding import CannotTellError, Sight
+from whence.findings.finding import CHANCE, CannotTellError, Sight
 
 _LEAST, _MOST = 8, 32
 """Stretches of time: with fewer, a jump has too few others near it to be compared with; with more, each is too short
-where rounds are small."""
+where rounds are small. Episodes before and after a jump at least, for a word on how they begin."""
 
 _NEAR = 6
 """Jumps before and after one that it is compared with: learning is fast at first and slow later."""
@@ -64,10 +65,12 @@ def look_at_lengths(evidence: Evidence) -> Sight:
 def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sight:
     time = _divide_time(evidence)
     middles = np.bincount(time, evidence.columns["round"]) / np.bincount(time)
-    jumps = {
-        name: max(_measure_jumps(values, time, np.diff(middles)), default=_Jump(0.0, 0))
-        for name, values in numbers.items()
-    }
+    jumps = {}
+    for name, values in numbers.items():
+        each = sorted(_measure_jumps(values, time, np.diff(middles)), reverse=True)
+        # What a policy seeks out may change, but not where its episodes begin.
+        seen = (one for one in each if kind != "observation" or _do_starts_differ(values, evidence, time, one.after))
+        jumps[name] = next(seen, _Jump(0.0, 1))
     name = max(jumps, key=lambda each: jumps[each].doublings)
     jump, values = jumps[name], numbers[name]
     before, after = values[time == jump.after - 1], values[time == jump.after]
@@ -81,6 +84,14 @@ def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sigh
         advice,
         time == jump.after,
     )
+
+
+def _do_starts_differ(values: Numbers, evidence: Evidence, time: Int[np.ndarray, " n"], after: int) -> bool:
+    """Return whether the first observations of episodes change, too; True where they are few or all equal."""
+    starts = (evidence.columns["step"] == 0) & (np.abs(time - after + 0.5) < _NEAR)
+    before, later = values[starts & (time < after)], values[starts & (time >= after)]
+    is_unknown = min(len(before), len(later)) < _LEAST or np.ptp(np.append(before, later)) == 0
+    return bool(is_unknown or stats.ks_2samp(before, later).pvalue < CHANCE)
 
 
 def _divide_time(evidence: Evidence) -> Int[np.ndarray, " n"]:

@@ -12,8 +12,8 @@ from whence.findings.models import expand, predict_each
 _LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
 """Rounds and episodes that a statement on the end of a run needs: a critic begins with nothing."""
 
-_FEW = 0.002
-"""The share of the rewards at most that are few: four of a round of 2,048 records."""
+_FEW = 0.001
+"""The share of the rewards at most that are few: two of a round of 2,048 records."""
 
 _REACH = 2.0
 """How far Adam can move a weight, its updates times its rate, before a lag is a fault: weights have sizes of about 1,

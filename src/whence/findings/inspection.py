@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from whence.findings import changes, copies, learning
 from whence.findings.actions import look_at_spread
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
@@ -20,7 +21,22 @@ MOST = 5
 Look = Callable[[Evidence], Sight]
 """A detector: returns what it sees of a run, or raises `CannotTellError`."""
 
-DETECTORS: Mapping[str, Look] = {"spread of actions": look_at_spread}
+DETECTORS: Mapping[str, Look] = {
+    "outlying rewards": learning.look_at_outliers,
+    "equal rewards": learning.look_at_equal_rewards,
+    "rewards of copies": copies.look_at_rewards,
+    "observations of copies": copies.look_at_observations,
+    "changes of rewards": changes.look_at_rewards,
+    "changes of observations": changes.look_at_observations,
+    "changes of episodes": changes.look_at_lengths,
+    "rewards in loops": learning.look_at_loops,
+    "spread of actions": look_at_spread,
+    "large steps": learning.look_at_large_steps,
+    "small steps": learning.look_at_small_steps,
+    "lost entropy": learning.look_at_entropy,
+    "critic": learning.look_at_critic,
+    "settings of rounds": learning.look_at_settings,
+}
 """The detectors by the names that the reference has; of findings of one rank, causes come before what follows."""
 
 _REWARDS = "rewards that rise while another falls"
@@ -87,7 +103,7 @@ def _inspect_responses(run: RunDirectory) -> list[Check]:
         checks += gamed or [Check(_REWARDS, "fine", "nothing is seen")]
     except CannotTellError as error:
         checks += [Check(_REWARDS, "could not be looked at", f"because {error}")]
-    advice = give_advice(metrics, run.config)
+    advice = give_advice(metrics)
     checks += [Check(_RULES.get(rule, (rule,))[0], one.rank, one.title, one) for rule, one in advice.items()]
     for name, column in (row for rule, row in _RULES.items() if rule not in advice):
         if column in metrics.columns and metrics[column].count():

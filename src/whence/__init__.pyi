@@ -29,7 +29,9 @@ from .engines import Problem as Problem
 from .engines import register_engine as register_engine
 from .engines import register_rule as register_rule
 from .engines import target_gradients as target_gradients
+from .findings import Check as Check
 from .findings import Finding as Finding
+from .findings import audit as audit
 from .findings import find as find
 from .rounds import RoundRecording as RoundRecording
 from .runs import RunDirectory as RunDirectory

@@ -29,6 +29,9 @@ _ROUNDING = 1e-3
 _FEW = 8
 """States or episodes below which nothing is said that others might contradict."""
 
+_MANY = 24
+"""States from which discrete actions are tried at least: in most, many of them do nothing."""
+
 _SHARE = 0.1
 """The share of a range that a policy reaches, or of its draws that are not clipped, below which most of it is lost."""
 
@@ -185,9 +188,13 @@ def look_at_buffers(play: Play) -> Said:
     titles = {name: f"A step changes {name} of the step before" for name in play.overwritten}
     titles["the action"] = "A step changes the action that it is given"
     return [
-        Finding("observation", titles[name], f"It was so {count:,} times, in place.", advice)
+        Finding("observation", titles[name], f"It was so {count:,} times, in place.", advice, _rank_array(name))
         for name, count in play.overwritten.items()
     ], "observations, arrays of info and actions stay as they were"
+
+
+def _rank_array(name: str) -> Rank:
+    return "unusual" if name.startswith("info") else "wrong"  # few loops keep what is in info
 
 
 def look_at_seeds(play: Play) -> Said:
@@ -287,7 +294,7 @@ def look_at_effects(play: Play) -> Said:
         raise CannotTellError(f"actions are a {type(play.env.action_space).__name__}")
     if not any(play.repeats.values()):
         raise CannotTellError("a seed does not repeat its episode, so that no two actions start from the same state")
-    if states < _FEW:
+    if states < (_FEW if isinstance(play.env.action_space, gym.spaces.Box) else _MANY):
         raise CannotTellError(f"the budget lets all actions be tried from {states} states only")
     evidence = f"They were tried from {states} states, with the same steps after them."
     groups = [_group([state[k] for state in play.tries]) for k in range(len(play.axes))]

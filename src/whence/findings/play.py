@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -182,6 +182,7 @@ class Player:
                 self._play.starts = [digest(self._reset(Episode(None)).observations[0]) for _ in range(RESETS)]
                 self._play_episodes()
                 self._repeat_episodes()
+                self._mode = next((name for name, same in self._play.repeats.items() if same), "used")
                 if any(self._play.repeats.values()):
                     self._try_actions()
             except PlayError as error:
@@ -215,12 +216,14 @@ class Player:
     def _repeat_episodes(self) -> None:
         """Play some twice, in this object and in fresh ones, with other global generators and with the same ones."""
         repeats = self._play.repeats
-        for episode in self._play.random[:_REPEATED]:
+        for number, episode in enumerate(self._play.random[:_REPEATED]):
+            if number and self._get_spent() > _PLAYED + 0.1:
+                return
             twins = dict[str, tuple[Episode, Episode]]()
             for kind in ("used", "fresh") if self._make is not None else ("used",):
                 one, other, seeded = (
-                    self._replay(episode.seed, episode.actions[:_DEEPEST], kind == "fresh", number)
-                    for number in (1, 2, 1)
+                    self._replay(episode.seed, episode.actions[:_DEEPEST], kind == "fresh", generators)
+                    for generators in (1, 2, 1)
                 )
                 twins |= {kind: (one, other), f"{kind} seeded": (one, seeded)}
             if "fresh" in twins:
@@ -230,13 +233,13 @@ class Player:
                 if not same and all(repeats.values()):
                     self._play.differs = _find_difference(*pair)
                 repeats[name] = same and repeats.get(name, True)
-        self._mode = next((name for name in repeats if repeats[name] and name != "cross"), "used")
 
     def _try_actions(self) -> None:
-        """Try each value of each axis of the action, in states where it did what is rare, then in any."""
+        """Try each value of each axis of the action, in states where play saw what is rare, then in any."""
         states = [(episode, i) for episode in self._play.episodes for i in range(min(len(episode), _DEEPEST))]
-        chosen = [*self._list_rare_states(states), *(states[i] for i in self._rng.permutation(len(states))[:_STATES])]
-        for episode, i in chosen[:_STATES]:
+        weights = np.array([1 / (i + 1) for _, i in states])  # deep ones cost more: all before them is played again
+        drawn = self._rng.choice(len(states), min(_STATES, len(states)), replace=False, p=weights / weights.sum())
+        for episode, i in [*self._list_rare_states(states), *(states[k] for k in drawn)][:_STATES]:
             after = [self._actions.sample() for _ in range(HORIZON - 1)]
             by_axis = list[list[list[Outcome]]]()
             for axis in self._play.axes:
@@ -247,15 +250,17 @@ class Player:
                     return
             self._play.tries.append(by_axis)
 
-    def _list_rare_states(self, states: Sequence[tuple[Episode, int]]) -> Iterator[tuple[Episode, int]]:
-        """Yield, for each discrete action, two states where it did what it hardly ever does, such as to pick up."""
+    def _list_rare_states(self, states: Sequence[tuple[Episode, int]]) -> list[tuple[Episode, int]]:
+        """Return states where what came of an action is rare, such as a pick-up; of discrete ones, two for each."""
         kinds = dict[tuple[str, str, bool], list[tuple[Episode, int]]]()
-        for episode, i in states if self._play.axes and not self._play.axes[0].place else ():
+        is_whole = any(not axis.place for axis in self._play.axes)
+        for episode, i in states:
             moved = digest(episode.observations[i]) != digest(episode.observations[i + 1])
-            kinds.setdefault((repr(episode.actions[i]), repr(episode.results[i]), moved), []).append((episode, i))
-        order = sorted(kinds, key=lambda kind: len(kinds[kind]))
-        for action in sorted({kind[0] for kind in kinds}):
-            yield from (kinds[kind][0] for kind in [kind for kind in order if kind[0] == action][:2])
+            action = repr(episode.actions[i]) if is_whole else ""
+            kinds.setdefault((action, repr(episode.results[i][0]), moved), []).append((episode, i))
+        rare = sorted(kinds, key=lambda kind: len(kinds[kind]))
+        chosen = [[kind for kind in rare if kind[0] == action][:2] for action in sorted({kind[0] for kind in rare})]
+        return [kinds[kind][0] for each in (chosen if is_whole else [rare]) for kind in each][: _STATES // 2]
 
     def _replay(self, seed: int | None, actions: Sequence[Any], fresh: bool = False, generators: int = 1) -> Episode:
         """Play actions from a seed up to the end; in a new object where episodes depend on those before them."""

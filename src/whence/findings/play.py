@@ -216,14 +216,13 @@ class Player:
     def _repeat_episodes(self) -> None:
         """Play some twice, in this object and in fresh ones, with other global generators and with the same ones."""
         repeats = self._play.repeats
-        for number, episode in enumerate(self._play.random[:_REPEATED]):
-            if number and self._get_spent() > _PLAYED + 0.1:
-                return
+        # One episode is played six times, with a sixth of the budget where steps or objects are slow.
+        most = max(HORIZON, min(_DEEPEST, int(self._steps / self._get_spent() / 36)))
+        for episode in self._play.random[:_REPEATED]:
             twins = dict[str, tuple[Episode, Episode]]()
             for kind in ("used", "fresh") if self._make is not None else ("used",):
                 one, other, seeded = (
-                    self._replay(episode.seed, episode.actions[:_DEEPEST], kind == "fresh", generators)
-                    for generators in (1, 2, 1)
+                    self._replay(episode.seed, episode.actions[:most], kind == "fresh", number) for number in (1, 2, 1)
                 )
                 twins |= {kind: (one, other), f"{kind} seeded": (one, seeded)}
             if "fresh" in twins:
@@ -233,6 +232,8 @@ class Player:
                 if not same and all(repeats.values()):
                     self._play.differs = _find_difference(*pair)
                 repeats[name] = same and repeats.get(name, True)
+            if self._get_spent() > _PLAYED + 0.1:
+                return
 
     def _try_actions(self) -> None:
         """Try each value of each axis of the action, in states where play saw what is rare, then in any."""

@@ -98,6 +98,15 @@ class Deaf(Line):
         return 0.0
 
 
+class SeldomHears(Line):
+    """An action is read at one time of an episode, later than those from which all are tried."""
+
+    limit, noise = 100, 0.01
+
+    def push(self, action):
+        return 10.0 * action if self.time == 80 else -self.place
+
+
 class Twins(Line):
     def push(self, action):
         return float(min(action, 1)) - 1
@@ -212,6 +221,7 @@ def look(make, steps=5000):
         (OneStart, "starts", "wrong", "one start 12 times"),
         (Late, "effects of actions", "unusual", "not in the observation after it"),
         (Deaf, "effects of actions", "wrong", "No action does anything"),
+        (SeldomHears, "effects of actions", "unusual", "No action does anything in most states"),
         (Twins, "effects of actions", "unusual", "Actions 1, 2 do the same"),
         (DeadStretch, "effects of actions", "unusual", "a0 does the same from -1 to 0"),
         (DeadStretch, "effects of actions", "unusual", "a1 does nothing"),

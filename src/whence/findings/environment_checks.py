@@ -30,7 +30,8 @@ _FEW = 8
 """States or episodes below which nothing is said that others might contradict."""
 
 _MANY = 24
-"""States from which discrete actions are tried at least: in most, many of them do nothing."""
+"""States from which discrete actions are tried at least, since in most many of them do nothing; and the length of
+episodes from which on a length that many of them have is no chance."""
 
 _SHARE = 0.1
 """The share of a range that a policy reaches, or of its draws that are not clipped, below which most of it is lost."""
@@ -225,17 +226,17 @@ def look_at_seeds(play: Play) -> Said:
 
 def look_at_starts(play: Play) -> Said:
     """Compare first observations with and without a seed."""
-    seeded = {digest(episode.observations[0]) for episode in play.episodes[:RESETS]}
+    seeded = {digest(episode.observations[0]) for episode in play.random[:RESETS]}
     unseeded = {*play.starts}
-    if not unseeded or len(play.episodes) < _FEW:
-        raise CannotTellError(f"only {len(play.episodes)} episodes were played")
+    if not unseeded or len(play.random) < _FEW:
+        raise CannotTellError(f"only {len(play.random)} seeds were played")
     if len(unseeded) > 1 or len(seeded) == 1:
         return [], f"{len(unseeded)} different starts in {RESETS} resets" if len(unseeded) > 1 else "all are equal"
     if len(seeded) < RESETS / 2:
         raise CannotTellError("starts hardly differ")
     title = f"reset() without a seed returned one start {RESETS} times, though seeds give different ones"
     advice = "Seed the generator only if a seed is given: learners seed once, and then train on a single start."
-    evidence = f"The first {min(RESETS, len(play.episodes))} seeds gave {len(seeded)} starts."
+    evidence = f"The first {min(RESETS, len(play.random))} seeds gave {len(seeded)} starts."
     return [Finding("episode", title, evidence, advice)], ""
 
 
@@ -253,11 +254,11 @@ def look_at_ends(play: Play) -> Said:
     lengths = Counter(len(episode) for episode in ended)
     last = max(lengths)
     marks = [one.results[-1][1:] for one in ended if len(one) == last]
-    near = sum(count for length, count in lengths.items() if 0.9 * last <= length < last)
-    if last >= _FEW and len(marks) > max(2, near) and all(done and not cut for done, cut in marks):
+    near = sum(count for length, count in lengths.items() if 0.8 * last <= length < last)
+    if last >= _MANY and len(marks) > max(2, 2 * near) and all(done and not cut for done, cut in marks):
         title = f"{len(marks)} of {len(ended)} episodes end by terminated after {last:,} steps, and none is longer"
         advice = "If that is a time limit, return it as truncated: else what would follow is learnt to be worth 0."
-        findings.append(Finding("episode", title, f"{near} end within a tenth of it.", advice, "unusual"))
+        findings.append(Finding("episode", title, f"{near} are shorter by less than a fifth.", advice, "unusual"))
     starts = {digest(episode.observations[0]) for episode in play.episodes}
     inner = [digest(each) in starts for episode in ended[:100] for each in episode.observations[1:-1]]
     shared = float(np.mean([digest(episode.observations[-1]) in starts for episode in ended]))
@@ -299,8 +300,15 @@ def look_at_effects(play: Play) -> Said:
     evidence = f"They were tried from {states} states, with the same steps after them."
     groups = [_group([state[k] for state in play.tries]) for k in range(len(play.axes))]
     if all(len(each) == 1 for each in groups):
-        title = "No action does anything: observations, rewards and ends are the same whichever is taken"
-        return [Finding("dynamics", title, evidence, "See that step reads the action.")], ""
+        acts = _differ_later(play)
+        title = "No action does anything" + " in most states" * acts
+        evidence += (
+            " Whole episodes of one seed differ by their actions, so that some do later."
+            if acts
+            else (" Whole episodes of one seed are the same, whatever is done.")
+        )
+        rank: Rank = "unusual" if acts else "wrong"
+        return [Finding("dynamics", title, evidence, "See that step reads the action, and when it does.", rank)], ""
     titles = [title for axis, each in zip(play.axes, groups, strict=True) for title in _say_equal(play, axis, each)]
     shows = [{h for values in state for h in range(HORIZON) if _count(values, h) > 1} for state in play.tries]
     if not any(0 in each for each in shows) and sum(map(bool, shows)) >= max(_FEW, states / 2):
@@ -319,6 +327,14 @@ def _group(tries: Sequence[Any]) -> list[list[int]]:
     return [*groups.values()]
 
 
+def _differ_later(play: Play) -> bool:
+    """Return whether an episode of a held action differs from that of random ones with its seed."""
+    by_seed = {episode.seed: episode.list_outcomes() for episode in play.random}
+    held = [episode for episode in play.episodes if episode.held]
+    pairs = (zip(each.list_outcomes(), by_seed[each.seed], strict=False) for each in held)
+    return any(one != other for pair in pairs for one, other in pair)
+
+
 def _count(values: Sequence[Any], step: int) -> int:
     """Return how many different observations there are at a step after an axis' values."""
     return len({outcomes[step][0] for outcomes in values if len(outcomes) > step})
@@ -327,7 +343,7 @@ def _count(values: Sequence[Any], step: int) -> int:
 def _say_equal(play: Play, axis: Axis, groups: Sequence[Sequence[int]]) -> Iterator[str]:
     """Yield which values of an axis do the same: discrete ones, or a quarter of a range."""
     find_names = box_action_labels if axis.place else action_labels
-    known = find_names(play.env.spec and play.env.spec.id) or []
+    known = find_names(play.env.spec.id if play.env.spec else None) or []
     if axis.place:
         name = known[axis.place[0]] if len(axis.place) == 1 and known else axis.name
         if len(groups) == 1:

@@ -202,12 +202,13 @@ class Player:
         for end in (0, -1, *range(len(axes))) if axes and not holds else ():  # all at an end; then a random corner each
             action = self._actions.sample()
             for axis in axes:
-                action = axis.put(action, axis.values[end if end < 1 else -self._rng.integers(2)])
+                action = axis.put(action, axis.values[end if end < 1 else -int(self._rng.integers(2))])
             holds.append(action)
         number = 0
         while self._get_spent() < _PLAYED or number < _REPEATED:
             held = bool(holds) and number % 3 == 2
-            self._play.episodes.append(self._reset(Episode(number, held)))
+            # What is held has the seed of a random episode, so that the two differ only by actions.
+            self._play.episodes.append(self._reset(Episode(number - 2 * held, held)))
             episode, most = self._play.episodes[-1], self._budget // (40 if held else 10)
             while not episode.end and len(episode) < most and (self._get_spent() < _PLAYED or len(episode) < HORIZON):
                 self._step(episode, holds[number // 3 % len(holds)] if held else self._actions.sample())
@@ -275,15 +276,14 @@ class Player:
         return episode
 
     def _reset(self, episode: Episode, generators: int = 1) -> Episode:
-        options = {} if episode.seed is None else {"seed": episode.seed}
         if episode.seed is not None:
             random.seed(1000 * generators + episode.seed)
             np.random.seed(1000 * generators + episode.seed)  # noqa: NPY002 what some environments draw from
         self._returned = []
         try:
-            observation, info = self.env.reset(**options)
+            observation, info = self.env.reset(seed=episode.seed)
         except Exception as error:
-            raise PlayError(f"reset({options or ''}) raised {type(error).__name__}: {error}") from error
+            raise PlayError(f"reset(seed={episode.seed}) raised {type(error).__name__}: {error}") from error
         self._note(episode, observation, info)
         return episode
 

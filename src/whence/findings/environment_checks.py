@@ -208,16 +208,19 @@ def look_at_seeds(play: Play) -> Said:
     advice = "Call `super().reset(seed=seed)` in reset, and draw from `self.np_random` alone."
     if repeats["used"] and repeats.get("cross", True):
         return [], "the same seed and actions give the same episode" + ", in another object too" * ("cross" in repeats)
-    if repeats["used"]:
+    if repeats.get("fresh"):
+        title, rank = f"An episode depends on those before it, {where}", "wrong" if size > _ROUNDING else "unusual"
+        evidence = (
+            f"New objects repeat a seed's episode. Where a used one differs first, it is by {size:.1g} relatively."
+        )
+        advice = "Let reset set all that step changes; or, where it is rounding, do not expect replays to be exact."
+    elif repeats["used"]:
         title, rank = f"Objects that are made alike play different episodes of one seed, {where}", "unusual"
         evidence = "In one object a seed repeats its episode, so that the constructor draws, or something is shared."
-    elif repeats["used seeded"]:
+        advice = "Draw in reset, from `self.np_random`; or mean it, if each object is to be another task."
+    elif repeats["used seeded"] or repeats.get("fresh seeded"):
         title = f"A seed does not repeat its episode, {where}: something draws from a global generator"
         evidence = "The episode is the same if the generators of Python and NumPy are seeded, too."
-    elif repeats.get("fresh") or repeats.get("fresh seeded"):
-        title, rank = f"An episode depends on those before it, {where}", "wrong" if size > _ROUNDING else "unusual"
-        evidence = f"A new object repeats its episode. Where they differ first, it is by {size:.1g}, relatively."
-        advice = "Let reset set all that step changes; or, where it is rounding, do not expect replays to be exact."
     else:
         title = f"A seed does not repeat its episode, {where}"
         evidence = "Nor if the generators of Python and NumPy are seeded, too."

@@ -72,6 +72,15 @@ class Lingering(Line):
         return observation, info
 
 
+class Rounding(Line):
+    """What is left of the episodes before is small, and in the reward."""
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        self.total = 1e-9 + getattr(self, "total", 0.0)
+        return observation, reward + self.total, *rest
+
+
 class MadeApart(Line):
     def __init__(self):
         super().__init__()
@@ -217,6 +226,7 @@ def look(make, steps=5000):
         (GlobalNoise, "seeds", "wrong", "from step 1 on: something draws from a global generator"),
         (OwnNoise, "seeds", "wrong", "does not repeat its episode, from step 1 on"),
         (Lingering, "seeds", "wrong", "depends on those before it"),
+        (Rounding, "seeds", "unusual", "depends on those before it, from step 1 on"),
         (MadeApart, "seeds", "unusual", "made alike"),
         (OneStart, "starts", "wrong", "one start 12 times"),
         (Late, "effects of actions", "unusual", "not in the observation after it"),

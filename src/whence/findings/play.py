@@ -18,7 +18,7 @@ HORIZON = 4
 """Steps that are compared after an action is tried: its effect may show later than at once."""
 
 RESETS = 12
-"""Resets without a seed: where starts are mostly distinct, so many are never equal by chance."""
+"""Resets without a seed, and with one: where starts are mostly distinct, so many are never equal by chance."""
 
 _PLAYED = 0.6
 """The share of the budget for episodes; the rest is for trying actions from the same states."""
@@ -93,7 +93,7 @@ class Play:
     Attributes:
         env: the environment.
         episodes: of random and of held actions.
-        starts: digests of first observations without a seed.
+        starts: digests of first observations without a seed; `seeded`: of as many seeds.
         overwritten: how often what was handed out, or the action that was handed in, changed in a later step.
         errors: what was raised.
         repeats: whether episodes repeat, of "used" and "fresh" objects, with " seeded" where the global generators were
@@ -107,6 +107,7 @@ class Play:
     axes: list[Axis]
     episodes: list[Episode] = field(default_factory=list)
     starts: list[bytes] = field(default_factory=list)
+    seeded: list[bytes] = field(default_factory=list)
     overwritten: dict[str, int] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     repeats: dict[str, bool] = field(default_factory=dict)
@@ -179,6 +180,7 @@ class Player:
         self._actions.seed(0)
         with preserve_rng_state():
             try:
+                self._play.seeded = [digest(self._reset(Episode(i)).observations[0]) for i in range(RESETS)]
                 self._play.starts = [digest(self._reset(Episode(None)).observations[0]) for _ in range(RESETS)]
                 self._play_episodes()
                 self._repeat_episodes()
@@ -318,13 +320,13 @@ class Player:
 
 
 def _find_difference(one: Episode, other: Episode) -> tuple[int, float]:
-    """Return where two episodes differ first, and how far relatively; infinite if it is not in observations."""
+    """Return where two episodes differ first, and how far numbers do relatively; infinite if one ends."""
     pairs = [*zip(one.list_outcomes(), other.list_outcomes(), strict=False)]
     step = next((i for i, (first, second) in enumerate(pairs) if first != second), len(pairs))
-    if step == len(pairs) or pairs[step][0][0] == pairs[step][1][0]:
+    results = [episode.results[step - 1 : step] if step else [] for episode in (one, other)]
+    if step == len(pairs) or [each[1:] for each in results[0]] != [each[1:] for each in results[1]]:
         return step, math.inf
-    leaves = (named_leaves(episode.observations[step]) for episode in (one, other))
-    gaps = [
-        np.subtract(a, b, dtype=np.float64) / np.maximum(1, np.abs(a)) for (_, a), (_, b) in zip(*leaves, strict=True)
-    ]
+    trees = [(one.observations[step], results[0]), (other.observations[step], results[1])]
+    leaves = zip(*map(named_leaves, trees), strict=True)
+    gaps = [np.subtract(a, b, dtype=np.float64) / np.maximum(1, np.abs(a)) for (_, a), (_, b) in leaves]
     return step, max(float(np.abs(gap).max(initial=0.0)) for gap in gaps)

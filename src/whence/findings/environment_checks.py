@@ -216,7 +216,7 @@ def look_at_seeds(play: Play) -> Said:
         advice = "Let reset set all that step changes; or, where it is rounding, do not expect replays to be exact."
     elif repeats["used"]:
         title, rank = f"Objects that are made alike play different episodes of one seed, {where}", "unusual"
-        evidence = "In one object a seed repeats its episode, so that the constructor draws, or something is shared."
+        evidence = f"In one object a seed repeats its episode. Where two differ first, it is by {size:.1g} relatively."
         advice = "Draw in reset, from `self.np_random`; or mean it, if each object is to be another task."
     elif repeats["used seeded"] or repeats.get("fresh seeded"):
         title = f"A seed does not repeat its episode, {where}: something draws from a global generator"

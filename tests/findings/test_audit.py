@@ -10,7 +10,9 @@ import pytest
 
 import whence
 from whence.cli.commands.audit_command import audit as audit_command
+from whence.findings import environment_checks, inspection
 from whence.findings.environment_checks import LOOKS
+from whence.findings.finding import CannotTellError, Sight
 
 _COUNTER = {"made": 0}
 
@@ -311,6 +313,32 @@ def test_one_object_is_looked_at_without_others_and_generators_stay():
     assert "another object" not in next(check.text for check in checks if check.name == "seeds")
     assert (np.random.get_state()[1] == before).all()
     env.reset()
+
+
+def test_detectors_read_the_records_and_say_at_most_that_it_is_unusual(monkeypatch):
+    seen = []
+
+    def look_at_place(evidence):
+        seen.append(evidence)
+        return Sight(float(np.abs(evidence.features["x0"]).max()), "observation", "It is far away")
+
+    def look_at_value(evidence):
+        raise CannotTellError("there is no learner")
+
+    detectors = dict.fromkeys(("far", "near", "unknown"), look_at_place) | {"value": look_at_value}
+    monkeypatch.setattr(inspection, "DETECTORS", detectors)
+    monkeypatch.setattr(environment_checks, "read_reference", lambda: {"far": [0.1], "near": [100.0], "value": [1.0]})
+    checks = [check for check in look(Line) if check.name not in LOOKS]
+    assert {check.name: check.outcome for check in checks} == {"far": "unusual", "near": "fine"}
+    assert checks[0].finding.rank == "unusual"
+    evidence = seen[0]
+    assert evidence.config["observation_space"]["shape"] == [2]
+    assert [*evidence.blocks] == ["x0", "x1"]
+    assert set(evidence.ends) == {"", "terminated", "truncated"}
+    assert np.isnan(evidence.columns["value"]).all()
+    assert (
+        evidence.has_next == (evidence.columns["episode_id"] == np.append(evidence.columns["episode_id"][1:], -1))
+    ).all()
 
 
 def test_the_budget_is_kept(monkeypatch):

@@ -80,11 +80,12 @@ def _look_at_records(play: Play) -> list[Check]:
     config = {name: describe(describe_space(getattr(play.env, name))) for name in SPACES}
     config |= {name: getattr(play.env.spec, key, None) for name, key in _OF_SPEC.items()}
     evidence = make_evidence(_tabulate([each for each in play.random if len(each)]), config, pl.DataFrame())
-    checks = [] if evidence is None else judge(measure(evidence), evidence, read_reference())
+    reference = read_reference()
+    checks = [] if evidence is None else judge(measure(evidence), evidence, reference)
     return [
         replace(check, outcome="unusual", finding=replace(check.finding, rank="unusual")) if check.finding else check
         for check in checks
-        if check.outcome != "could not be looked at" and check.name not in _LEARNT
+        if check.outcome != "could not be looked at" and check.name in reference and check.name not in _LEARNT
     ]
 
 

@@ -31,6 +31,7 @@ from .engines import register_rule as register_rule
 from .engines import target_gradients as target_gradients
 from .findings import Check as Check
 from .findings import Finding as Finding
+from .findings import audit as audit
 from .findings import find as find
 from .findings import inspect as inspect
 from .rounds import RoundRecording as RoundRecording

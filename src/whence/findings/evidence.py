@@ -136,16 +136,21 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
     """Read a run of an agent; None if no round of it holds what the detectors need."""
     tables = [run.round("records", each).with_columns(round=pl.lit(each)) for each in _choose_rounds(run)]
     table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
+    return make_evidence(table, run.config, run.table("metrics"))
+
+
+def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:
+    """Return what a table of records holds; None if it lacks what the detectors need."""
     if not {"env_index", "episode_id", "step", "action", "reward"} <= set(table.columns):
         return None
     table = table.sort("env_index", "record_id")
-    blocks, raw = (_read_blocks(table, run.config, name) for name in ("observation", "raw_observation"))
+    blocks, raw = (_read_blocks(table, config, name) for name in ("observation", "raw_observation"))
     names = "record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return"
     columns = {name: _read_column(table, name) for name in names}
-    actions, labels = _read_actions(table, run.config)
+    actions, labels = _read_actions(table, config)
     return Evidence(
-        config=run.config,
-        metrics=run.table("metrics"),
+        config=config,
+        metrics=metrics,
         columns=columns,
         votes=_read_votes(table),
         actions=actions,

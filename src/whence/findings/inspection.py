@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from whence.findings import episodes, observations
 from whence.findings.actions import look_at_spread
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Sight, link_records
@@ -18,7 +19,23 @@ MOST = 5
 Look = Callable[[Evidence], Sight]
 """A detector: returns what it sees of a run, or raises `CannotTellError`."""
 
-DETECTORS: Mapping[str, Look] = {"spread of actions": look_at_spread}
+DETECTORS: Mapping[str, Look] = {
+    "equal observations": observations.look_at_equal_observations,
+    "lost observations": observations.look_at_lost_observations,
+    "late observations": observations.look_at_late_observations,
+    "repeated observations": observations.look_at_repeats,
+    "entries that stop": observations.look_at_stops,
+    "lost entries": observations.look_at_lost_entries,
+    "outlying observations": observations.look_at_outlying_observations,
+    "clipped observations": observations.look_at_clipped_observations,
+    "scales of observations": observations.look_at_scales,
+    "equal starts": observations.look_at_equal_starts,
+    "short episodes": episodes.look_at_short_episodes,
+    "time limit as end": episodes.look_at_limit,
+    "unforeseen ends": episodes.look_at_unforeseen_ends,
+    "paid again at the reset": episodes.look_at_paid_again,
+    "spread of actions": look_at_spread,
+}
 """The detectors by the names that the reference has; of findings of one rank, causes come before what follows."""
 
 

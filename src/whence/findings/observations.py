@@ -18,7 +18,10 @@ _MOVES = 20
 """Moves of an entry from which on the longest pause between them says how long it may pause."""
 
 _SHARE = 0.05
-"""The share of the steps from which on a fault matters to training; a tenth of it is noise."""
+"""The share of the steps from which on a fault matters to training."""
+
+_RARE = 0.005
+"""A tenth of it, which does not matter."""
 
 _FEWEST = 8
 """Steps that a mean is taken of at least."""
@@ -90,12 +93,16 @@ def look_at_lost_entries(evidence: Evidence) -> Sight:
     for name, values in entries:
         distinct, ids = np.unique(values, return_inverse=True)
         low, high = np.quantile(values, [0.25, 0.75])
-        before, after = np.diff(values)[inside - 1], np.diff(values)[inside]
-        back = np.where(before * after < 0, np.minimum(before**2, after**2), 0.0)
-        returned = np.bincount(ids[inside], back, len(distinct))
-        visits = np.where((distinct > low) & (distinct < high), _count_visits(ids, inside), 0)
-        nines = -np.log10(max(1 - 2 * returned.max() / max((before**2).sum(), 1e-300), 1e-9))
-        for statistic, at in ((nines, returned.argmax()), (_compare_counts(visits, len(ids)), visits.argmax())):
+        visits = _count_visits(ids, inside)
+        amid = int(np.where((distinct > low) & (distinct < high), visits, -1).argmax())
+        # Jumps from one value to another of an episode, and the next ones, back again.
+        changes = 1 + np.flatnonzero(evidence.has_next[:-1] & (values[1:] != values[:-1]))
+        jumps, joined = values[changes] - values[changes - 1], np.diff(evidence.episodes[changes]) == 0
+        there, back = jumps[:-1][joined], jumps[1:][joined]
+        returned = np.where(there * back < 0, np.minimum(there**2, back**2), 0.0)
+        movement = np.bincount(ids[changes[:-1][joined]], returned, len(distinct)) * (visits > 0)
+        nines = -np.log10(max(1 - 2 * movement.max() / max((jumps**2).sum(), 1e-300), 1e-9))
+        for statistic, at in ((nines, movement.argmax()), (_compare_counts(visits, amid, len(ids)), amid)):
             mask = ids == at
             if statistic > best.statistic and mask.sum() >= _FEWEST:
                 best = Sight(
@@ -116,7 +123,7 @@ def look_at_lost_observations(evidence: Evidence) -> Sight:
     counts = _count_visits(ids, _list_inner(evidence))
     mask = ids == counts.argmax()
     return Sight(
-        _compare_counts(counts, len(ids)),
+        _compare_counts(counts, int(counts.argmax()), len(ids)),
         "observation",
         f"The observation is lost now and then: in {mask.mean():.1%} of the records, it is one and the same"
         f"{_say_value(evidence, mask)}",
@@ -316,10 +323,10 @@ def _count_visits(ids: Int[np.ndarray, " n"], inside: Int[np.ndarray, " k"]) -> 
     return np.maximum(2 * visits - records, 0)
 
 
-def _compare_counts(counts: Int[np.ndarray, " k"], records: int) -> float:
-    """Return how much larger the largest count is than the next, or than what is too rare to matter: in decades."""
-    second, first = np.sort(np.append(counts, 0))[-2:]
-    return max(0.0, float(np.log10(max(first, 1) / max(second, _SHARE / 10 * records, 1))))
+def _compare_counts(counts: Int[np.ndarray, " k"], at: int, records: int) -> float:
+    """Return how much larger a count is than any other, and than what is too rare to matter: in decades."""
+    others = max(int(np.delete(counts, at).max(initial=0)), _RARE * records, 1)
+    return max(0.0, float(np.log10(max(counts[at], 1) / others)))
 
 
 def _say_value(evidence: Evidence, mask: Mask) -> str:

@@ -128,8 +128,9 @@ FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
 
 HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "a state that lasts": (look_at_lost_observations, 0.2, show(np.where(STEP % 12 < 8, 0, np.arange(N)))),
+    "a known state": (look_at_repeats, 0.1, show(np.where(STEP % 12 < 8, 0, np.arange(N)))),
     "standing still": (look_at_repeats, 0.1, stand),
-    "a value that lasts": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.where(STEP % 12 < 8, 0.0, x))),
+    "a value that lasts": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.where(STEP % 12 < 4, 0.0, x))),
     "a bound": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.maximum(x, 0.0))),
     "stock runs out": (look_at_clipped_observations, 0.01, edit("noise", lambda x: np.maximum(x, 0.0))),
     "a declared limit": (look_at_clipped_observations, 0.01, edit("speed", lambda x: np.clip(50 * x, -99, 99))),

@@ -1,4 +1,4 @@
-"""What is wrong with an environment: its observations, one that is unlike the others, how episodes end and pay."""
+"""What is wrong with an environment: a copy that is unlike the others, and rewards that are collected in loops."""
 
 import numpy as np
 from scipy import stats
@@ -8,25 +8,6 @@ from whence.findings.finding import Claim, Claims, say_chance
 
 _EPISODES = 8
 """Episodes that a statement on episodes needs on either side."""
-
-_SHORTEST = 20
-"""Steps below which a fixed length is more likely a rule of the game than a time limit."""
-
-_LAST, _READ = 5, 256
-"""Steps before a fixed length, and numbers of their observations, that are looked at for a sign of the end."""
-
-_UNKNOWN = 0.5
-"""The share of the variance that these leave open at least if they show no end."""
-
-_MOST = 5
-"""Environments that are named at most for one number that never changes there; of thousands, the surest."""
-
-_LEAST_RECORDS = 200
-_MANY = 50
-"""Distinct values from which on a number counts as continuous: for it, no value comes twice by chance."""
-
-_SHARE = 0.05
-"""The share of the records from which on a repeat matters to training; chance gives none."""
 
 
 def find_odd_copies(evidence: Evidence) -> Claims:

@@ -172,7 +172,8 @@ def look_at_late_observations(evidence: Evidence) -> Sight:
     """Compare how many episodes' second observation is their first with what other repeats let expect: in decades."""
     ids, rows = _identify(evidence), np.flatnonzero(evidence.has_next)
     repeats, is_first = ids[rows] == ids[rows + 1], evidence.columns["step"][rows] == 0
-    count, late = int(is_first.sum()), int(repeats[is_first].sum())
+    # Of all episodes: one that lasts for a second step only where the first did nothing has such a second observation.
+    count, late = int((evidence.columns["step"] == 0).sum()), int(repeats[is_first].sum())
     usual = float(repeats[~is_first].mean()) if not is_first.all() else 0.0
     mask = np.zeros(len(ids), dtype=bool)
     mask[rows[is_first & repeats] + 1] = True
@@ -263,11 +264,11 @@ def look_at_equal_starts(evidence: Evidence) -> Sight:
     ids = np.unique(_identify(evidence, of_few=True)[starts], return_inverse=True)[1]
 
     def count(numbers: Int[np.ndarray, " n"]) -> float:
-        """Return how many ordered pairs are alike in a number."""
-        return float((np.bincount(numbers) * (np.bincount(numbers) - 1.0)).sum())
+        """Return how many pairs are alike in a number."""
+        return float((np.bincount(numbers) * (np.bincount(numbers) - 1.0)).sum() / 2)
 
     pairs, within = count(copies), count(copies * (ids.max(initial=0) + 1) + ids)
-    if not pairs or not (between := len(starts) * (len(starts) - 1) - pairs):
+    if not pairs or not (between := len(starts) * (len(starts) - 1) / 2 - pairs):
         raise CannotTellError("there is one environment, or none was reset twice")
     expected = pairs * (count(ids) - within) / between
     return Sight(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from whence.findings import changes, copies, learning
+from whence.findings import changes, copies, episodes, learning, observations
 from whence.findings.actions import look_at_spread
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
@@ -22,6 +22,17 @@ Look = Callable[[Evidence], Sight]
 """A detector: returns what it sees of a run, or raises `CannotTellError`."""
 
 DETECTORS: Mapping[str, Look] = {
+    "equal observations": observations.look_at_equal_observations,
+    "lost observations": observations.look_at_lost_observations,
+    "late observations": observations.look_at_late_observations,
+    "repeated observations": observations.look_at_repeats,
+    "entries that stop": observations.look_at_stops,
+    "lost entries": observations.look_at_lost_entries,
+    "outlying observations": observations.look_at_outlying_observations,
+    "clipped observations": observations.look_at_clipped_observations,
+    "equal starts": observations.look_at_equal_starts,
+    "short episodes": episodes.look_at_short_episodes,
+    "paid again at the reset": episodes.look_at_paid_again,
     "outlying rewards": learning.look_at_outliers,
     "equal rewards": learning.look_at_equal_rewards,
     "rewards of copies": copies.look_at_rewards,
@@ -29,8 +40,11 @@ DETECTORS: Mapping[str, Look] = {
     "changes of rewards": changes.look_at_rewards,
     "changes of observations": changes.look_at_observations,
     "changes of episodes": changes.look_at_lengths,
+    "time limit as end": episodes.look_at_limit,
+    "unforeseen ends": episodes.look_at_unforeseen_ends,
     "rewards in loops": learning.look_at_loops,
     "spread of actions": look_at_spread,
+    "scales of observations": observations.look_at_scales,
     "large steps": learning.look_at_large_steps,
     "small steps": learning.look_at_small_steps,
     "lost entropy": learning.look_at_entropy,

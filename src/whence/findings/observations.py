@@ -92,7 +92,7 @@ def look_at_lost_entries(evidence: Evidence) -> Sight:
         raise CannotTellError("no entry is continuous")
     for name, values in entries:
         distinct, ids = np.unique(values, return_inverse=True)
-        low, high = np.quantile(values, [0.25, 0.75])
+        low, high = np.quantile(values, [0.25, 0.75])  # amid the others
         visits = _count_visits(ids, inside)
         amid = int(np.where((distinct > low) & (distinct < high), visits, -1).argmax())
         # Jumps from one value to another of an episode, and the next ones, back again.
@@ -156,7 +156,7 @@ def look_at_repeats(evidence: Evidence) -> Sight:
             excess.append(min(1.0, late / usual - 1) if usual else 1.0)
     mask = np.zeros(len(ids), dtype=bool)
     mask[inside[repeats]] = True
-    made_up = float(np.median(excess))
+    made_up = float(np.median(excess or [0.0]))
     return Sight(
         max(0.0, made_up) * min(1.0, float(repeats.mean()) / _SHARE),
         "observation",
@@ -321,7 +321,7 @@ def _count_visits(ids: Int[np.ndarray, " n"], inside: Int[np.ndarray, " k"]) -> 
     """Return how often each value comes, less how often it stays: what stays is a state of the world."""
     arrives = ids[inside] != ids[inside - 1]
     visits, records = (np.bincount(ids[rows], minlength=ids.max() + 1) for rows in (inside[arrives], inside))
-    return np.maximum(2 * visits - records, 0)
+    return np.asarray(np.maximum(2 * visits - records, 0))
 
 
 def _compare_counts(counts: Int[np.ndarray, " k"], at: int, records: int) -> float:

@@ -15,8 +15,9 @@ import typer
 from studies.healthy.environments import PublicEnvironment, read_environments
 from studies.healthy.run import VARIANTS, place_run
 from studies.shared import Only, Out, report, write_line
+from whence.findings.detectors import DETECTORS
 from whence.findings.evidence import read_evidence
-from whence.findings.inspection import DETECTORS, measure_one
+from whence.findings.inspection import measure_one
 from whence.findings.reference import TABLE
 from whence.lab import read_rows
 from whence.runs import RunDirectory
@@ -36,7 +37,7 @@ def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, onl
     seen = {name: sight for name, sight in known.items() if name in DETECTORS}
     for name in names:
         began = time.process_time()
-        measured = measure_one(DETECTORS[name], evidence)
+        measured = measure_one(DETECTORS[name].look, evidence)
         seen[name] = {
             **{"statistic": float(measured.sight.statistic), "p": measured.sight.p, "reason": measured.reason},
             **{"title": measured.sight.title, "seconds": time.process_time() - began},

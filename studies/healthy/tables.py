@@ -10,6 +10,7 @@ import typer
 
 from studies.healthy.measure import KEYS
 from studies.shared import Out, Row, read_list, table, write_page
+from whence.findings.detectors import DETECTORS
 from whence.findings.finding import CHANCE
 from whence.findings.reference import Reference, compare
 
@@ -30,9 +31,9 @@ def list_lines(row: Row, reference: Reference) -> list[tuple[str, str, float]]:
     """Return the detectors that speak of a run: rank, name and statistic."""
     lines = []
     for name, one in row["seen"].items():
-        outcome = compare(one["statistic"], reference.get(name, ()))[0]
+        outcome = compare(one["statistic"], reference.get(name, ()), DETECTORS[name])[0]
         is_chance = one["p"] is not None and one["p"] > CHANCE
-        if outcome in ("wrong", "unusual") and one["statistic"] and not one["reason"] and not is_chance:
+        if outcome in ("wrong", "unusual") and not one["reason"] and not is_chance:
             lines.append((outcome, name, one["statistic"]))
     return sorted(lines, reverse=True)
 

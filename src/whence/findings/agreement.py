@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Float
 
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CHANCE, Claim, Claims, say_chance

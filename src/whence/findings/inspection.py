@@ -1,13 +1,12 @@
 """What is looked at in a run: each detector's statistic, compared with those of healthy runs."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from whence.findings import changes, copies, episodes, learning, observations
-from whence.findings.actions import look_at_spread
+from whence.findings.detectors import DETECTORS, Look
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
 from whence.findings.gamed_rewards import find_gamed_rewards
@@ -17,41 +16,6 @@ from whence.runs import RunDirectory
 
 MOST = 5
 """Findings that are returned at most."""
-
-Look = Callable[[Evidence], Sight]
-"""A detector: returns what it sees of a run, or raises `CannotTellError`."""
-
-DETECTORS: Mapping[str, Look] = {
-    "equal observations": observations.look_at_equal_observations,
-    "lost observations": observations.look_at_lost_observations,
-    "late observations": observations.look_at_late_observations,
-    "repeated observations": observations.look_at_repeats,
-    "entries that stop": observations.look_at_stops,
-    "lost entries": observations.look_at_lost_entries,
-    "outlying observations": observations.look_at_outlying_observations,
-    "clipped observations": observations.look_at_clipped_observations,
-    "equal starts": observations.look_at_equal_starts,
-    "short episodes": episodes.look_at_short_episodes,
-    "paid again at the reset": episodes.look_at_paid_again,
-    "outlying rewards": learning.look_at_outliers,
-    "equal rewards": learning.look_at_equal_rewards,
-    "rewards of copies": copies.look_at_rewards,
-    "observations of copies": copies.look_at_observations,
-    "changes of rewards": changes.look_at_rewards,
-    "changes of observations": changes.look_at_observations,
-    "changes of episodes": changes.look_at_lengths,
-    "time limit as end": episodes.look_at_limit,
-    "unforeseen ends": episodes.look_at_unforeseen_ends,
-    "rewards in loops": learning.look_at_loops,
-    "spread of actions": look_at_spread,
-    "scales of observations": observations.look_at_scales,
-    "large steps": learning.look_at_large_steps,
-    "small steps": learning.look_at_small_steps,
-    "lost entropy": learning.look_at_entropy,
-    "critic": learning.look_at_critic,
-    "settings of rounds": learning.look_at_settings,
-}
-"""The detectors by the names that the reference has; of findings of one rank, causes come before what follows."""
 
 _REWARDS = "rewards that rise while another falls"
 
@@ -74,7 +38,7 @@ class Measured:
 
 def measure(evidence: Evidence) -> dict[str, Measured]:
     """Return what each detector sees."""
-    return {name: measure_one(look, evidence) for name, look in DETECTORS.items()}
+    return {name: measure_one(detector.look, evidence) for name, detector in DETECTORS.items()}
 
 
 def measure_one(look: Look, evidence: Evidence) -> Measured:
@@ -98,8 +62,8 @@ def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Seque
     sight = measured.sight
     if measured.reason:
         return Check(name, "could not be looked at", f"because {measured.reason}")
-    outcome, text = compare(sight.statistic, healthy)
-    if outcome not in ("wrong", "unusual") or not sight.statistic:
+    outcome, text = compare(sight.statistic, healthy, DETECTORS[name])
+    if outcome == "fine":
         return Check(name, "fine", text)
     if sight.p is not None and sight.p > CHANCE:
         return Check(name, "fine", f"{text}, but by chance in {sight.p:.1%} of such runs")

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
+from whence.findings.detectors import Detector
 from whence.findings.finding import Outcome
 
 TABLE = Path(__file__).with_name("reference.csv")
@@ -33,14 +34,24 @@ def read_reference(keeps: Callable[[str, str], bool] = lambda environment, famil
     return {name: sorted(values, reverse=True) for name, values in statistics.items()}
 
 
-def compare(statistic: float, healthy: Sequence[float]) -> tuple[Outcome, str]:
-    """Return what a statistic is compared with those of healthy environments, largest first, and that in words."""
+def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Outcome, str]:
+    """Return what a statistic is compared with those of healthy environments, largest first, and that in words.
+
+    Beyond all of them it is unusual; beyond the largest by `MARGIN` it is wrong; but what is smaller than the least
+    that matters is fine.
+    """
     largest, count = (healthy[0] if healthy else 0.0), len(healthy)
     beyond = f"larger than in any run of {count} healthy environments"
-    if statistic > MARGIN * largest:
-        unseen = f"seen in no run of {count} healthy environments"
-        return "wrong", f"{beyond}, {statistic / largest:.3g} times the largest" if largest else unseen
-    if statistic > largest:
+    if statistic <= max(largest, 0.0):
+        reached = sum(value >= statistic for value in healthy)
+        return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"
+    if statistic < detector.least:
+        return "fine", "too little to matter"
+    if statistic <= MARGIN * largest or detector.most == "unusual":
         return "unusual", beyond
-    reached = sum(value >= statistic for value in healthy)
-    return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"
+    seen = (
+        f"{beyond}, {statistic / largest:.3g} times the largest"
+        if largest
+        else f"seen in no run of {count} healthy environments"
+    )
+    return "wrong", seen

@@ -9,6 +9,12 @@ from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Sight, link_records
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.reference import Reference, compare, read_reference
+from whence.findings.reward_effects import (
+    look_at_late_rewards,
+    look_at_missing_rewards,
+    look_at_rewards_of_parts,
+    look_at_rewards_of_places,
+)
 from whence.findings.settings import give_advice
 from whence.runs import RunDirectory
 
@@ -18,7 +24,13 @@ MOST = 5
 Look = Callable[[Evidence], Sight]
 """A detector: returns what it sees of a run, or raises `CannotTellError`."""
 
-DETECTORS: Mapping[str, Look] = {"spread of actions": look_at_spread}
+DETECTORS: Mapping[str, Look] = {
+    "late rewards": look_at_late_rewards,
+    "rewards of copies and rounds": look_at_rewards_of_parts,
+    "missing rewards": look_at_missing_rewards,
+    "rewards of places": look_at_rewards_of_places,
+    "spread of actions": look_at_spread,
+}
 """The detectors by the names that the reference has; of findings of one rank, causes come before what follows."""
 
 

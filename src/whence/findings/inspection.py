@@ -4,7 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from whence.findings.actions import look_at_spread
+from whence.findings.actions import (
+    look_at_late_actions,
+    look_at_spread,
+    look_at_swaps_of_parts,
+    look_at_swaps_of_places,
+)
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Sight, link_records
 from whence.findings.gamed_rewards import find_gamed_rewards
@@ -25,6 +30,9 @@ Look = Callable[[Evidence], Sight]
 """A detector: returns what it sees of a run, or raises `CannotTellError`."""
 
 DETECTORS: Mapping[str, Look] = {
+    "late actions": look_at_late_actions,
+    "swapped actions of copies and rounds": look_at_swaps_of_parts,
+    "swapped actions of places": look_at_swaps_of_places,
     "late rewards": look_at_late_rewards,
     "rewards of copies and rounds": look_at_rewards_of_parts,
     "missing rewards": look_at_missing_rewards,

@@ -174,12 +174,15 @@ class Ridge:
         gains = ((directions.T @ moments) ** 2).sum(axis=1) / sizes
         return Ridge(self.basis @ directions[:, np.argsort(-gains)[:_NARROW]].astype(np.float32), self.targets)
 
+    def measure_support(self, inverse: Matrix, rows: Mask) -> Mask:
+        """Return which of some records are alike to those that a fit has seen, by their leverage."""
+        block = self.basis[rows]
+        return np.asarray(np.einsum("ij,ij->i", block @ inverse, block) <= self._equations[2])
+
     def predict(self, rows: Mask, without: Mask) -> tuple[Matrix, Mask]:
         """Return the targets of some records by a fit without others, and which are alike to those it has seen."""
         coefficients, inverse = self.fit(without)
-        block = self.basis[rows]
-        known = np.einsum("ij,ij->i", block @ inverse, block) <= self._equations[2]
-        return block @ coefficients.astype(np.float32), np.asarray(known)
+        return self.basis[rows] @ coefficients.astype(np.float32), self.measure_support(inverse, rows)
 
 
 class Misfit(NamedTuple):
@@ -211,7 +214,9 @@ class Outstanding(NamedTuple):
     misfit: Misfit | None
 
 
-def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure) -> Outstanding:
+def find_outstanding(
+    atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure, *, is_narrowed: bool = True
+) -> Outstanding:
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
     A place is first measured by a few columns; those that a change explains best, for all of their records together,
@@ -226,7 +231,7 @@ def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measur
         misfit = measure(narrow, place.mask, place.mask)
         return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.count * misfit.explained
 
-    narrow = ridge.narrow()
+    narrow = ridge.narrow() if is_narrowed else ridge
     rough = [measure(narrow, place.mask, place.mask) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
     weights = [-np.inf if one is None else (one.misfit - one.changed) * one.count for one in rough]

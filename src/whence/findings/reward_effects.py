@@ -86,11 +86,14 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         slope = 0.0 if is_missing else float(joint / max(expected, 1e-12))
         changed = varied - slope * joint
         # What is not paid does not vary at all: little variation has many causes.
-        explained = float(varied <= 1e-6 * expected) if is_missing else 1 - changed / max(varied, 1e-12)
+        explained = float(varied <= 1e-6 * expected) if is_missing else slope * joint / max(varied, 1e-6 * expected, 1e-12)
         misfit = varied - 2 * joint + expected
         return Misfit(float(misfit) / len(paid), float(changed) / len(paid), len(paid), float(explained), slope)
 
-    places = atlas.list_places(atlas.list_parts() if in_parts else atlas.list_ranges())
+    # An agent may cease to do what is paid for by an action, so that rewards that are missing later are of all.
+    places = [] if in_parts else atlas.list_places(atlas.list_ranges())
+    if in_parts or is_missing:
+        places += atlas.list_places(atlas.list_parts(), by_action=not is_missing)
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)

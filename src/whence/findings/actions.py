@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 from whence.findings.evidence import Evidence, Mask
@@ -165,8 +164,10 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
         )
         # Each entry's gain, so that those that no action moves count for nothing.
         gains = [float(np.maximum(np.log(none / each), 0).sum()) for each in (own, before)]
-        best = max(best, (gains[1] - gains[0], lag, gains[0], gains[1]))
+        best = max(best, (gains[1] - gains[0], lag, gains[0], gains[1]), key=lambda one: one[0])
     statistic, lag, own_gain, gain = best
+    if not statistic:
+        return Sight(0.0)
     return Sight(
         statistic,
         "dynamics",

@@ -25,8 +25,11 @@ _SHARES = 0.03, 0.5
 
 _FEW_ACTIONS = 6
 _FEW_COPIES = 16
-_COARSE, _FINE = 5, 20
-"""Quantiles that ranges are cut at, at first and where the best ones are moved."""
+_COARSE, _COARSEST, _FINE = 5, 3, 20
+"""Parts of equal counts that ranges are cut into at first; of more than `_FEW_ENTRIES`, for the time that it takes;
+and where the best ones are moved."""
+
+_FEW_ENTRIES = 8
 
 _RIDGE = 1e-3
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
@@ -73,8 +76,8 @@ class Atlas:
         if taken.ndim == 1:
             common = np.argsort(-np.bincount(taken, minlength=len(names)), kind="stable")[:_FEW_ACTIONS]
             return [(f"action {names[number]}", taken == number) for number in sorted(common)]
-        signs = [[(f"{name} < 0", axis < 0), (f"{name} ≥ 0", axis >= 0)] for name, axis in zip(names, taken.T)]
-        return [each for pair in signs[: _FEW_ACTIONS // 2] for each in pair]
+        axes = list(zip(names, taken.T, strict=True))[: _FEW_ACTIONS // 2]
+        return [each for name, axis in axes for each in ((f"{name} < 0", axis < 0), (f"{name} ≥ 0", axis >= 0))]
 
     @cached_property
     def levels(self) -> dict[str, Numbers]:
@@ -103,9 +106,10 @@ class Atlas:
 
     def list_ranges(self) -> Iterator[Place]:
         """Yield the ranges of each entry between coarse cuts."""
+        parts = _COARSE if len(self.levels) <= _FEW_ENTRIES else _COARSEST
         for name, levels in self.levels.items():
             last = len(levels) - 1
-            cuts = np.unique(np.linspace(0, last, min(last, _COARSE) + 1).astype(int))
+            cuts = np.unique(np.linspace(0, last, min(last, parts) + 1).astype(int))
             for number, first in enumerate(cuts):
                 for end in cuts[number + 1 :]:
                     if end - first < last:
@@ -167,12 +171,14 @@ class Ridge:
         inverse = np.linalg.inv(gram - block.T @ block)
         return inverse @ (moments - block.T @ self.targets[without]), inverse.astype(np.float32)
 
-    def narrow(self) -> "Ridge":
+    def narrow(self, count: int) -> "Ridge":
         """Return a regression on the principal directions of the columns that tell most of the targets, for speed."""
+        if self.basis.shape[1] <= count:
+            return self
         gram, moments, _ = self._equations
         sizes, directions = np.linalg.eigh(gram)
         gains = ((directions.T @ moments) ** 2).sum(axis=1) / sizes
-        return Ridge(self.basis @ directions[:, np.argsort(-gains)[:_NARROW]].astype(np.float32), self.targets)
+        return Ridge(self.basis @ directions[:, np.argsort(-gains)[:count]].astype(np.float32), self.targets)
 
     def measure_support(self, inverse: Matrix, rows: Mask) -> Mask:
         """Return which of some records are alike to those that a fit has seen, by their leverage."""
@@ -220,8 +226,8 @@ def find_outstanding(
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
     A place is first measured by a few columns; those that a change explains best, for all of their records together,
-    are measured by all, with their ends moved, and compared with other places, fitted without both: with the nine
-    tenths of their misfits, and with how well those are explained.
+    are measured by all, with their ends moved, and compared with other places, fitted without both: with the upper
+    quartile of their misfits, as some have the rest of a fault, and with how well those are explained.
 
     Raises:
         CannotTellError: no place is like the rest of the run.
@@ -231,7 +237,7 @@ def find_outstanding(
         misfit = measure(narrow, place.mask, place.mask)
         return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.count * misfit.explained
 
-    narrow = ridge.narrow() if is_narrowed else ridge
+    narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
     rough = [measure(narrow, place.mask, place.mask) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
     weights = [-np.inf if one is None else (one.misfit - one.changed) * one.count for one in rough]
@@ -251,7 +257,7 @@ def find_outstanding(
         seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.mask))]
         if misfit is None or len(seen_there) < _LEAST_PLACEBOS:
             continue
-        reference = max(FLOOR, float(np.quantile([one.misfit for one in seen_there], 0.9)))
+        reference = max(FLOOR, float(np.quantile([one.misfit for one in seen_there], 0.75)))
         usual = max(float(np.median([one.explained for one in seen_there])), 1e-9)
         best.append(Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit))
     if not best and not np.isfinite(weights).any():

@@ -1,5 +1,7 @@
 """Rewards compared with what the same move earns elsewhere in the run: in places, environments, rounds, and late."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,12 @@ _COLUMNS = 96
 
 
 Episodes = NDArray[np.int64]
+
+_DIRECTIONS = 256
+"""Directions of all columns that are used at most, for the time that it takes."""
+
+_KINKS = 0.25, 0.5, 0.75
+"""Quantiles of each entry at which rewards may bend."""
 
 LAGS = 1, 2
 """Steps by which a reward or an action may be late: a buffer, or two."""
@@ -53,6 +61,9 @@ def describe_moves(state: Matrix, change: Matrix, acting: Matrix) -> Matrix:
     """Return what rewards are linear in: features of the move, the move times the place, and actions times the move."""
     width = max(1, _COLUMNS // state.shape[1])
     products = (expand(state, width)[:, -width:, None] * change[:, None, :]).reshape(len(state), -1)
+    # Many rewards have a kink at a value of an entry.
+    bent = [np.maximum(state - level, 0) for level in np.quantile(state, _KINKS, axis=0)]
+    products = np.hstack([products, state * change, *bent, *(each * change for each in bent)])
     with_one = np.hstack([np.ones((len(state), 1)), change])
     by_action = (acting[:, :, None] * with_one[:, None, :]).reshape(len(state), -1)
     return np.hstack([expand(np.hstack([state, change]), _WIDTH), products, by_action]).astype(np.float32)
@@ -70,13 +81,21 @@ def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tu
     return paid - paid.mean() if len(paid) else paid, due - due.mean() if len(due) else due, episodes[place][known]
 
 
-def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
-    """Look at rewards of ranges, or of environment copies and late rounds."""
-    whole, evidence = evidence, evidence.thin(FITTED)
+@lru_cache(maxsize=1)
+def _prepare(evidence: Evidence) -> tuple[Atlas, Ridge]:
+    """Return the places of a run, and a regression of rewards on moves, which several detectors share."""
+    evidence = evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
     rewards = read_rewards(evidence, rows)[:, None].astype(np.float32)
-    ridge = Ridge(describe_moves(state, change, evidence.acting[rows]), rewards)
-    atlas, episodes = Atlas(evidence, rows), evidence.episodes[rows]
+    return Atlas(evidence, rows), Ridge(describe_moves(state, change, evidence.acting[rows]), rewards).narrow(
+        _DIRECTIONS
+    )
+
+
+def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
+    """Look at rewards of ranges, or of environment copies and late rounds."""
+    atlas, ridge = _prepare(evidence)
+    episodes = atlas.evidence.episodes[atlas.rows]
 
     def measure(ridge: Ridge, place: Mask, without: Mask) -> Misfit | None:
         paid, due, _ = _compare(ridge, episodes, place, without)
@@ -86,7 +105,8 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         slope = 0.0 if is_missing else float(joint / max(expected, 1e-12))
         changed = varied - slope * joint
         # What is not paid does not vary at all: little variation has many causes.
-        explained = float(varied <= 1e-6 * expected) if is_missing else slope * joint / max(varied, 1e-6 * expected, 1e-12)
+        least = 1e-6 * expected
+        explained = float(varied <= least) if is_missing else slope * joint / max(varied, least, 1e-12)
         misfit = varied - 2 * joint + expected
         return Misfit(float(misfit) / len(paid), float(changed) / len(paid), len(paid), float(explained), slope)
 
@@ -104,10 +124,10 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         "reward",
         f"The reward {_say_slope(misfit.change)} {place.text}: {misfit.change:.2g}{interval} times what the same move "
         f"earns elsewhere, in {place.mask.mean():.0%} of the steps",
-        f"A model that was fitted without these steps misses {misfit.misfit / max(misfit.changed, 1e-9):.3g} times less "
-        f"of the rewards there if what it predicts is taken {misfit.change:.2g} times.",
+        f"Of a model that was fitted without these steps, the squared misses are {misfit.misfit:.2g} of the rewards' "
+        f"variance there, and {misfit.changed:.2g} with what it predicts taken {misfit.change:.2g} times.",
         f"Read what the environment and its wrappers pay {place.text}, and open these records.",
-        atlas.mark(whole, place),
+        atlas.mark(evidence, place),
     )
 
 
@@ -158,16 +178,22 @@ def look_at_late_rewards(evidence: Evidence) -> Sight:
         if len(late) < LEAST_RECORDS:
             continue
         paid = read_rewards(evidence, rows[late])[:, None]
-        misses = [((paid - predict_each(basis, paid, episodes[rows[late]])[0]) ** 2).mean() / paid.var()
-                  for basis in (moves[late], moves[late - lag])]
+        misses = [
+            ((paid - predict_each(basis, paid, episodes[rows[late]])[0]) ** 2).mean() / paid.var()
+            for basis in (moves[late], moves[late - lag])
+        ]
         own, before = (max(float(miss), FLOOR) for miss in misses)
-        best = max(best, (float(np.log(own / before)), lag, own, before))
+        # A move further back may tell the same state: it has to halve the misses again.
+        if np.log(own / before) > best[0] + (np.log(2) if best[0] else 0):
+            best = (float(np.log(own / before)), lag, own, before)
     statistic, lag, own, before = best
+    if not statistic:
+        return Sight(0.0)
     return Sight(
         statistic,
         "reward",
-        f"Rewards are late by {lag} step{'s' * (lag > 1)}: a step explains {max(0, 1 - own):.0%} of the variance of its "
-        f"own reward, and {max(0, 1 - before):.0%} of the one {lag} later",
+        f"Rewards are late by {lag} step{'s' * (lag > 1)}: a step explains {max(0, 1 - own):.0%} of the variance of "
+        f"its own reward, and {max(0, 1 - before):.0%} of the one {lag} later",
         "Both are predicted from the observation, the action and the move, in episodes that were not fitted.",
         "Check which step's reward the environment and its wrappers return.",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from whence.findings import actions, changes, copies, episodes, learning, observations
+from whence.findings import actions, changes, copies, episodes, learning, observations, reward_effects
 from whence.findings.evidence import Evidence
 from whence.findings.finding import Rank, Sight
 
@@ -38,8 +38,15 @@ DETECTORS: Mapping[str, Detector] = {
     "outlying observations": Detector(observations.look_at_outlying_observations, TENFOLD),
     "clipped observations": Detector(observations.look_at_clipped_observations, 0.05),
     "equal starts": Detector(observations.look_at_equal_starts, TENFOLD),
+    "late actions": Detector(actions.look_at_late_actions, 1.0),
+    "swapped actions of copies and rounds": Detector(actions.look_at_swaps_of_parts, 1.0),
+    "swapped actions of places": Detector(actions.look_at_swaps_of_places, 1.0),
     "short episodes": Detector(episodes.look_at_short_episodes, TENFOLD),
     "paid again at the reset": Detector(episodes.look_at_paid_again, 1.0),
+    "late rewards": Detector(reward_effects.look_at_late_rewards, 1.0),
+    "rewards of copies and rounds": Detector(reward_effects.look_at_rewards_of_parts, 1.0),
+    "missing rewards": Detector(reward_effects.look_at_missing_rewards, 1.0),
+    "rewards of places": Detector(reward_effects.look_at_rewards_of_places, 1.0),
     "outlying rewards": Detector(learning.look_at_outliers, TENFOLD),
     "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual"),
     "rewards of copies": Detector(copies.look_at_rewards, 0.5),

@@ -8,7 +8,7 @@ measured yet; a detector whose source changed is named by `--only`, and is measu
 import csv
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,13 +16,23 @@ from studies.healthy.environments import PublicEnvironment, read_environments
 from studies.healthy.run import VARIANTS, place_run
 from studies.shared import Only, Out, report, write_line
 from whence.findings.detectors import DETECTORS
-from whence.findings.evidence import read_evidence
+from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.inspection import measure_one
 from whence.findings.reference import TABLE
 from whence.lab import read_rows
 from whence.runs import RunDirectory
 
 KEYS = ("environment", "variant")
+
+
+def describe(name: str, evidence: Evidence) -> dict[str, Any]:
+    """Return what a detector sees in a run, as JSON has it, and how long it takes."""
+    began = time.process_time()
+    sight, reason = (measured := measure_one(DETECTORS[name].look, evidence)).sight, measured.reason
+    return {
+        **{"statistic": float(sight.statistic), "p": sight.p, "reason": reason, "kind": sight.kind},
+        **{"title": sight.title, "seconds": time.process_time() - began},
+    }
 
 
 def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, only: str) -> None:
@@ -35,13 +45,7 @@ def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, onl
     evidence = read_evidence(RunDirectory.open(path))
     assert evidence is not None, path
     seen = {name: sight for name, sight in known.items() if name in DETECTORS}
-    for name in names:
-        began = time.process_time()
-        measured = measure_one(DETECTORS[name].look, evidence)
-        seen[name] = {
-            **{"statistic": float(measured.sight.statistic), "p": measured.sight.p, "reason": measured.reason},
-            **{"title": measured.sight.title, "seconds": time.process_time() - began},
-        }
+    seen |= {name: describe(name, evidence) for name in names}
     line = {"environment": row.id, "variant": variant, "family": row.family, "records": len(evidence), "seen": seen}
     write_line(out / "statistics.parquet", line, KEYS)
     report(row.id, variant)

@@ -27,23 +27,25 @@ def read_healthy(rows: Iterable[Row]) -> Reference:
     return {name: sorted(values.values(), reverse=True) for name, values in largest.items()}
 
 
-def list_lines(row: Row, reference: Reference) -> list[tuple[str, str, float]]:
-    """Return the detectors that speak of a run: rank, name and statistic."""
+def list_lines(seen: Mapping[str, Row], reference: Reference) -> list[tuple[str, str, Row]]:
+    """Return what is said by what detectors saw: rank, name and what was seen, in the order of findings."""
     lines = []
-    for name, one in row["seen"].items():
+    for name in DETECTORS:
+        one = seen.get(name, {"reason": "it was not measured"})
+        if one["reason"]:
+            continue
         outcome = compare(one["statistic"], reference.get(name, ()), DETECTORS[name])[0]
-        is_chance = one["p"] is not None and one["p"] > CHANCE
-        if outcome in ("wrong", "unusual") and not one["reason"] and not is_chance:
-            lines.append((outcome, name, one["statistic"]))
-    return sorted(lines, reverse=True)
+        if outcome in ("wrong", "unusual") and (one["p"] is None or one["p"] <= CHANCE):
+            lines.append((outcome, name, one))
+    return sorted(lines, key=lambda line: line[0] != "wrong")
 
 
-def leave_out(rows: Sequence[Row], column: str) -> list[tuple[Row, list[tuple[str, str, float]]]]:
+def leave_out(rows: Sequence[Row], column: str) -> list[tuple[Row, list[tuple[str, str, Row]]]]:
     """Return each run with the lines that it gets by a reference without those of its environment, or family."""
     judged = []
     for value in sorted({row[column] for row in rows}):
         reference = read_healthy(row for row in rows if row[column] != value)
-        judged += [(row, list_lines(row, reference)) for row in rows if row[column] == value]
+        judged += [(row, list_lines(row["seen"], reference)) for row in rows if row[column] == value]
     return judged
 
 

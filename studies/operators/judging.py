@@ -7,13 +7,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from studies.healthy.environments import PublicEnvironment, make_environment
+from studies.healthy.environments import make_environment
+from studies.healthy.measure import describe
+from studies.healthy.tables import list_lines, read_healthy
 from studies.operators.cells import Cell, find_row, make_task, read_play
 from studies.operators.faults import ONLY
 from studies.operators.operators import OPERATORS
 from studies.operators.rivals import Line, boost, check, pivot, read_log, read_records
 from studies.shared import Row
-from whence.findings import find
+from whence.findings.detectors import DETECTORS
+from whence.findings.evidence import read_evidence
+from whence.findings.reference import Reference
 from whence.runs import RunDirectory
 
 FIRST = 3
@@ -22,21 +26,41 @@ FIRST = 3
 KEYS = ("environment", "operator", "size", "seed")
 """What names a row."""
 
-METHODS = ("findings", "pivots", "boosted residual", "SB3's log", "check_env")
+RIVALS = ("pivots", "boosted residual", "SB3's log", "check_env")
+
+FINDINGS = {"findings": "environment", "findings, kind unseen": "family"}
+"""Findings, and what their reference of healthy runs has not seen."""
 
 
-def list_lines(run: RunDirectory, row: PublicEnvironment) -> list[Line]:
-    """Return findings as lines. This is the one place that knows their interface.
+def look(run: RunDirectory) -> dict[str, Row]:
+    """Return what each detector of findings sees in a run."""
+    evidence = read_evidence(run)
+    assert evidence is not None, run.path
+    return {name: describe(name, evidence) for name in DETECTORS}
 
-    A finding that says that something is wrong has strength 1, one that it is unusual 0.5. Of a setting the advice is
-    read too, as the setting's name is there. A reference of healthy runs must leave out `row` and its family.
+
+def say(seen: Mapping[str, Row], healthy: Sequence[Row], column: str, value: str) -> Row:
+    """Return findings as lines, by a reference of healthy runs without an environment or a family.
+
+    A finding that says that something is wrong has strength 1, one that it is unusual 0.5.
     """
-    lines = []
-    for finding in find(run):
-        text = f"{finding.title} {finding.advice}" if finding.kind == "setting" else finding.title
-        is_unusual = getattr(finding, "rank", "wrong") == "unusual"
-        lines.append(Line(0.5 if is_unusual else 1.0, finding.kind, text))
-    return lines
+    reference = read_without(tuple(healthy), column, value)
+    lines = list_lines(seen, reference)[:FIRST]
+    return {
+        "strengths": [1.0 if rank == "wrong" else 0.5 for rank, *_ in lines],
+        "texts": [f"{one['kind']}: {one['title']}" for *_, one in lines],
+    }
+
+
+_REFERENCES: dict[tuple[int, str, str], Reference] = {}
+
+
+def read_without(healthy: tuple[Row, ...], column: str, value: str) -> Reference:
+    """Return the reference of healthy runs but for those of an environment or a family, once each."""
+    key = (len(healthy), column, value)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = read_healthy(row for row in healthy if row[column] != value)
+    return _REFERENCES[key]
 
 
 def judge(cell: Cell, runs: Path, known: Mapping[str, Any] = MappingProxyType({})) -> Row:
@@ -49,7 +73,6 @@ def judge(cell: Cell, runs: Path, known: Mapping[str, Any] = MappingProxyType({}
     sample, _ = read_play(cell.environment, runs)
     row = find_row(cell.environment)
     methods: Mapping[str, Callable[[], list[Line]]] = {
-        "findings": lambda: list_lines(run, row),
         "pivots": lambda: pivot(read_records(run)),
         "boosted residual": lambda: boost(read_records(run)),
         "SB3's log": lambda: read_log(run.table("metrics")),
@@ -58,6 +81,7 @@ def judge(cell: Cell, runs: Path, known: Mapping[str, Any] = MappingProxyType({}
     touched = json.loads((path / "touched.json").read_text(encoding="utf-8"))
     # A struct of a table needs the same fields in all rows.
     judged: Row = {**touched, "place": json.dumps(touched["place"]), "family": row.family}
+    judged["seen"] = known.get("seen") or look(run)
     for method, ask in methods.items():
         if method in known:
             judged[method] = known[method]
@@ -101,11 +125,10 @@ def set_thresholds(twins: Sequence[Row], rate: float) -> dict[str, float]:
     """Return for each rival the strength that at most a rate of the healthy runs are above; of findings 0."""
     allowed = int(rate * len(twins))
     strongest = {
-        method: sorted((max(row[method]["strengths"], default=0.0) for row in twins), reverse=True)
-        for method in METHODS
+        method: sorted((max(row[method]["strengths"], default=0.0) for row in twins), reverse=True) for method in RIVALS
     }
     thresholds = {method: values[allowed] if allowed < len(values) else 0.0 for method, values in strongest.items()}
-    return {**thresholds, "findings": 0.0, "check_env": 0.0}
+    return {**thresholds, **dict.fromkeys(FINDINGS, 0.0), "check_env": 0.0}
 
 
 def read_lines(row: Row, method: str, threshold: float, usual: frozenset[str]) -> list[str]:

@@ -80,7 +80,10 @@ def main(
     workers: Workers = 2,
     trains: Annotated[bool, typer.Option("--train/--no-train", help="Train what is not there.")] = True,
     judges: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge what is there, and write tables.")] = True,
-    again: Annotated[str, typer.Option(help="A method that is asked about all runs again: findings, for one.")] = "",
+    again: Annotated[
+        str, typer.Option(help="A method that is asked about all runs again, or `seen` by findings.")
+    ] = "",
+    healthy: Annotated[Path, typer.Option(help="Results of healthy runs.")] = Path("results/healthy"),
 ) -> None:
     """Train what is not there yet, judge what was not judged yet, and write tables.md."""
     out, runs = out.resolve(), runs.resolve()
@@ -93,7 +96,7 @@ def main(
         done = [cell for cell in cells if (cell.place_run(runs) / "done").exists() and (again or (*cell,) not in rows)]
         known = [{name: said for name, said in rows.get((*cell,), {}).items() if name != again} for cell in done]
         run_jobs(try_judging, zip(done, known, strict=True), runs, out, workers=workers)
-        write_tables(out)
+        write_tables(out, healthy)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,24 @@
 """The tables: `python -m studies.operators.tables OUT` writes tables.md from what `studies.operators.run` wrote."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 
+from studies.healthy.measure import KEYS as HEALTHY_KEYS
 from studies.operators.cells import CURVES, ENVIRONMENTS
-from studies.operators.judging import KEYS, METHODS, is_named, is_planted, list_usual, read_lines, set_thresholds
+from studies.operators.judging import (
+    FINDINGS,
+    KEYS,
+    RIVALS,
+    is_named,
+    is_planted,
+    list_usual,
+    read_lines,
+    say,
+    set_thresholds,
+)
 from studies.operators.operators import OPERATORS
 from studies.shared import Out, Row, mean_cell, read_list, table, write_page
 
@@ -14,6 +26,8 @@ ROWS = "runs.parquet"
 
 WRONG = "findings: wrong"
 """Findings that say that something is wrong, without those that say that it is unusual."""
+
+METHODS = (*FINDINGS, *RIVALS)
 
 RATE = 0.04
 """The share of healthy runs in which each rival may have a line."""
@@ -33,8 +47,15 @@ class Judged(NamedTuple):
     verdicts: dict[str, Verdict]
 
 
-def judge_rows(rows: Sequence[Row]) -> list[Judged]:
-    """Return all runs with verdicts, at the same rate of false lines for each rival."""
+def judge_rows(rows: Sequence[Row], healthy: Sequence[Row]) -> list[Judged]:
+    """Return all runs with verdicts, at the same rate of false lines for each rival.
+
+    Findings compare each run with healthy ones of other environments, or of other families.
+    """
+    rows = [
+        {**row, **{name: say(row["seen"], healthy, column, row[column]) for name, column in FINDINGS.items()}}
+        for row in rows
+    ]
     twins = [row for row in rows if row["operator"] == "none"]
     thresholds = set_thresholds(twins, RATE)
     usual = {environment: list_usual(twins, environment) for environment in {row["environment"] for row in twins}}
@@ -53,9 +74,11 @@ def judge_rows(rows: Sequence[Row]) -> list[Judged]:
     return judged
 
 
-def write_tables(out: Out) -> None:
+def write_tables(
+    out: Out, healthy: Annotated[Path, typer.Option(help="Results of healthy runs.")] = Path("results/healthy")
+) -> None:
     """Write tables.md."""
-    judged = judge_rows(read_list(out / ROWS, KEYS))
+    judged = judge_rows(read_list(out / ROWS, KEYS), read_list(healthy / "statistics.parquet", HEALTHY_KEYS))
     twins = [run for run in judged if run.row["operator"] == "none"]
     faulty = [run for run in judged if run.row["operator"] != "none" and is_planted(run.row)]
     usual = [run for run in faulty if run.row["size"] == OPERATORS[run.row["operator"]].sizes[0]]

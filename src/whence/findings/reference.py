@@ -13,7 +13,7 @@ from whence.findings.finding import Outcome
 TABLE = Path(__file__).with_name("reference.csv")
 """Rows of detector, environment, family and statistic, written by `python -m studies.healthy.measure`."""
 
-MARGIN = 1.25
+MARGIN = 1.5
 """How far beyond the largest of all healthy environments something is wrong, and no longer only unusual.
 
 Source: SPEC of the calibration, results/healthy; leaving each environment out in turn.

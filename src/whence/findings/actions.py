@@ -9,8 +9,19 @@ from numpy.typing import NDArray
 from whence.findings.evidence import Evidence, Mask
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
-from whence.findings.places import FITTED, FLOOR, LEAST_RECORDS, MATCHED, Atlas, Matrix, Misfit, Ridge, find_outstanding
-from whence.findings.reward_effects import LAGS, read_moves
+from whence.findings.places import (
+    FITTED,
+    FLOOR,
+    LAGS,
+    LEAST_RECORDS,
+    MATCHED,
+    Atlas,
+    Matrix,
+    Misfit,
+    Ridge,
+    find_outstanding,
+    read_moves,
+)
 
 _WIDTH = 48
 _FEW_ACTIONS = 6

@@ -8,7 +8,19 @@ from numpy.typing import NDArray
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
-from whence.findings.places import FITTED, FLOOR, LEAST_RECORDS, MATCHED, Atlas, Matrix, Misfit, Ridge, find_outstanding
+from whence.findings.places import (
+    FITTED,
+    FLOOR,
+    LAGS,
+    LEAST_RECORDS,
+    MATCHED,
+    Atlas,
+    Matrix,
+    Misfit,
+    Ridge,
+    find_outstanding,
+    read_moves,
+)
 
 _WIDTH = 64
 """Random features of a state and its move."""
@@ -24,24 +36,6 @@ _DIRECTIONS = 256
 
 _KINKS = 0.25, 0.5, 0.75
 """Quantiles of each entry at which rewards may bend."""
-
-LAGS = 1, 2
-"""Steps by which a reward or an action may be late: a buffer, or two."""
-
-
-def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
-    """Return the states that have a next one, the standardised change to it, and their rows.
-
-    Raises:
-        CannotTellError: nothing is seen, or there are too few records.
-    """
-    rows = np.flatnonzero(evidence.has_next)
-    if len(rows) < LEAST_RECORDS:
-        raise CannotTellError(f"there are {len(rows)} steps, and {LEAST_RECORDS} are needed")
-    if not evidence.state.shape[1]:
-        raise CannotTellError("the observation is not a few numbers")
-    change = evidence.state[rows + 1] - evidence.state[rows]
-    return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
 def read_rewards(evidence: Evidence, rows: np.ndarray) -> Numbers:

@@ -96,12 +96,15 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         if len(paid) <= MATCHED * place.sum():
             return None
         varied, expected, joint = paid @ paid, due @ due, paid @ due
+        # A reward that is larger or smaller in a range is how many rewards are made; its opposite is not.
         slope = 0.0 if is_missing else float(joint / max(expected, 1e-12))
-        changed = varied - slope * joint
+        slope = slope if in_parts else min(slope, 0.0)
+        changed = varied - 2 * slope * joint + slope**2 * expected
         # What is not paid does not vary at all: little variation has many causes.
         least = 1e-6 * expected
-        explained = float(varied <= least) if is_missing else slope * joint / max(varied, least, 1e-12)
+        explained = float(varied <= least) if is_missing else joint**2 / max(varied * expected, least * expected, 1e-12)
         misfit = varied - 2 * joint + expected
+        changed = changed if slope or is_missing else misfit
         return Misfit(float(misfit) / len(paid), float(changed) / len(paid), len(paid), float(explained), slope)
 
     # An agent may cease to do what is paid for by an action, so that rewards that are missing later are of all.
@@ -144,7 +147,7 @@ def _say_interval(paid: Numbers, due: Numbers, episodes: Episodes) -> str:
 
 
 def look_at_rewards_of_places(evidence: Evidence) -> Sight:
-    """Look for a range of an entry, or an action in one, where rewards are another multiple of what is due."""
+    """Look for a range of an entry, or an action in one, where rewards are the opposite of what is due."""
     return _look(evidence, in_parts=False, is_missing=False)
 
 

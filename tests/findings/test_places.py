@@ -91,7 +91,11 @@ FAULTS: dict[str, tuple[Look, Callable[[], Evidence], list[str]]] = {
         lambda: pay(lambda r: -r, lambda e: (e.features["place"] > 0.5) & (e.actions == 2)),
         ["opposite sign", "action forth", "place"],
     ),
-    "doubled": (look_at_rewards_of_places, lambda: pay(lambda r: 2 * r, is_middle), ["larger", "place"]),
+    "doubled in a copy": (
+        look_at_rewards_of_parts,
+        lambda: pay(lambda r: 2 * r, is_third),
+        ["larger", "environment 2"],
+    ),
     "missing": (look_at_missing_rewards, lambda: pay(np.zeros_like, is_middle), ["missing", "place"]),
     "sign of a copy": (look_at_rewards_of_parts, lambda: pay(np.negative, is_third), ["opposite", "environment 2"]),
     "halved late": (look_at_rewards_of_parts, lambda: pay(lambda r: r / 3, is_late), ["smaller", "from round 4 on"]),
@@ -143,6 +147,7 @@ def test_the_records_of_a_place_are_marked() -> None:
 LOOKALIKES: dict[str, Callable[[], Evidence]] = {
     "an action with a price in a range": lambda: pay(lambda r: r - 1.0, lambda e: is_middle(e) & (e.actions == 2)),
     "a place that pays more": lambda: pay(lambda r: r + 1.0, is_middle),
+    "a place that pays twice": lambda: pay(lambda r: 2 * r, is_middle),
     "a step that pays": lambda: with_rewards(lambda e: e.features["colour"]),
     "rewards that are noise": lambda: pay(lambda r: np.random.default_rng(1).normal(size=N), lambda e: True),
 }

@@ -9,11 +9,25 @@ from numpy.typing import NDArray
 from whence.findings.evidence import Evidence, Mask
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
-from whence.findings.places import FITTED, FLOOR, LEAST_RECORDS, MATCHED, Atlas, Matrix, Misfit, Ridge, find_outstanding
-from whence.findings.reward_effects import LAGS, read_moves
+from whence.findings.places import (
+    FITTED,
+    FLOOR,
+    LAGS,
+    LEAST_RECORDS,
+    MATCHED,
+    Atlas,
+    Matrix,
+    Misfit,
+    Ridge,
+    find_outstanding,
+    read_moves,
+)
 
 _WIDTH = 48
 _FEW_ACTIONS = 6
+
+_PRODUCTS = 320
+"""Products of actions and the state that are used at most; of more none, for the time that they take."""
 
 _PRECISE = 0.03
 """The part of a move's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
@@ -55,7 +69,8 @@ def look_at_spread(evidence: Evidence) -> Sight:
 
 def _describe_actions(state: Matrix, acting: Matrix) -> Matrix:
     """Return what moves are linear in: features of the state, and actions times the state."""
-    with_one = np.hstack([np.ones((len(state), 1)), state])
+    is_wide = acting.shape[1] * state.shape[1] > _PRODUCTS
+    with_one = np.hstack([np.ones((len(state), 1)), state[:, : 0 if is_wide else None]])
     by_action = (acting[:, :, None] * with_one[:, None, :]).reshape(len(state), -1)
     return np.hstack([expand(state, _WIDTH), by_action]).astype(np.float32)
 

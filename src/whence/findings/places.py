@@ -31,6 +31,9 @@ and where the best ones are moved."""
 
 _FEW_ENTRIES = 8
 
+LAGS = 1, 2
+"""Steps by which a reward or an action may be late: a buffer, or two."""
+
 _RIDGE = 1e-3
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
 _NARROW = 96
@@ -46,6 +49,21 @@ MATCHED = 1 / 3
 
 FLOOR = 0.01
 """Misfits below this share of the variance are all alike: their ratios say nothing of what matters."""
+
+
+def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
+    """Return the states that have a next one, the standardised change to it, and their rows.
+
+    Raises:
+        CannotTellError: nothing is seen, or there are too few records.
+    """
+    rows = np.flatnonzero(evidence.has_next)
+    if len(rows) < LEAST_RECORDS:
+        raise CannotTellError(f"there are {len(rows)} steps, and {LEAST_RECORDS} are needed")
+    if not evidence.state.shape[1]:
+        raise CannotTellError("the observation is not a few numbers")
+    change = evidence.state[rows + 1] - evidence.state[rows]
+    return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
 class Place(NamedTuple):
@@ -199,7 +217,7 @@ class Misfit(NamedTuple):
 
     misfit: float
     changed: float
-    count: int
+    records: int
     explained: float
     change: float
 
@@ -235,12 +253,12 @@ def find_outstanding(
 
     def weigh(place: Place) -> float:
         misfit = measure(narrow, place.mask, place.mask)
-        return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.count * misfit.explained
+        return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.records * misfit.explained
 
     narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
     rough = [measure(narrow, place.mask, place.mask) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
-    weights = [-np.inf if one is None else (one.misfit - one.changed) * one.count for one in rough]
+    weights = [-np.inf if one is None else (one.misfit - one.changed) * one.records for one in rough]
     rng, best, seen = np.random.default_rng(0), list[Outstanding](), set[tuple[str, int | None]]()
     for number in np.argsort(weights)[::-1]:
         place = places[number]

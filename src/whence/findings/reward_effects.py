@@ -8,7 +8,19 @@ from numpy.typing import NDArray
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
-from whence.findings.places import FITTED, FLOOR, LEAST_RECORDS, MATCHED, Atlas, Matrix, Misfit, Ridge, find_outstanding
+from whence.findings.places import (
+    FITTED,
+    FLOOR,
+    LAGS,
+    LEAST_RECORDS,
+    MATCHED,
+    Atlas,
+    Matrix,
+    Misfit,
+    Ridge,
+    find_outstanding,
+    read_moves,
+)
 
 _WIDTH = 64
 """Random features of a state and its move."""
@@ -24,24 +36,6 @@ _DIRECTIONS = 256
 
 _KINKS = 0.25, 0.5, 0.75
 """Quantiles of each entry at which rewards may bend."""
-
-LAGS = 1, 2
-"""Steps by which a reward or an action may be late: a buffer, or two."""
-
-
-def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
-    """Return the states that have a next one, the standardised change to it, and their rows.
-
-    Raises:
-        CannotTellError: nothing is seen, or there are too few records.
-    """
-    rows = np.flatnonzero(evidence.has_next)
-    if len(rows) < LEAST_RECORDS:
-        raise CannotTellError(f"there are {len(rows)} steps, and {LEAST_RECORDS} are needed")
-    if not evidence.state.shape[1]:
-        raise CannotTellError("the observation is not a few numbers")
-    change = evidence.state[rows + 1] - evidence.state[rows]
-    return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
 def read_rewards(evidence: Evidence, rows: np.ndarray) -> Numbers:
@@ -102,12 +96,15 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         if len(paid) <= MATCHED * place.sum():
             return None
         varied, expected, joint = paid @ paid, due @ due, paid @ due
+        # A reward that is larger or smaller in a range is how many rewards are made; its opposite is not.
         slope = 0.0 if is_missing else float(joint / max(expected, 1e-12))
-        changed = varied - slope * joint
+        slope = slope if in_parts else min(slope, 0.0)
+        changed = varied - 2 * slope * joint + slope**2 * expected
         # What is not paid does not vary at all: little variation has many causes.
         least = 1e-6 * expected
-        explained = float(varied <= least) if is_missing else slope * joint / max(varied, least, 1e-12)
+        explained = float(varied <= least) if is_missing else joint**2 / max(varied * expected, least * expected, 1e-12)
         misfit = varied - 2 * joint + expected
+        changed = changed if slope or is_missing else misfit
         return Misfit(float(misfit) / len(paid), float(changed) / len(paid), len(paid), float(explained), slope)
 
     # An agent may cease to do what is paid for by an action, so that rewards that are missing later are of all.
@@ -150,7 +147,7 @@ def _say_interval(paid: Numbers, due: Numbers, episodes: Episodes) -> str:
 
 
 def look_at_rewards_of_places(evidence: Evidence) -> Sight:
-    """Look for a range of an entry, or an action in one, where rewards are another multiple of what is due."""
+    """Look for a range of an entry, or an action in one, where rewards are the opposite of what is due."""
     return _look(evidence, in_parts=False, is_missing=False)
 
 

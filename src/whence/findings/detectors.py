@@ -28,6 +28,9 @@ class Detector(NamedTuple):
 DOUBLE, TENFOLD = 0.3, 1.0
 """Least statistics of detectors that count in decades or nines: a factor of two, and of ten, or 90%."""
 
+HALVED = 0.7
+"""Least statistic of detectors that count in natural logarithms of squared misses: another reading halves them."""
+
 DETECTORS: Mapping[str, Detector] = {
     "equal observations": Detector(observations.look_at_equal_observations, TENFOLD),
     "lost observations": Detector(observations.look_at_lost_observations, DOUBLE),
@@ -38,15 +41,15 @@ DETECTORS: Mapping[str, Detector] = {
     "outlying observations": Detector(observations.look_at_outlying_observations, TENFOLD),
     "clipped observations": Detector(observations.look_at_clipped_observations, 0.05),
     "equal starts": Detector(observations.look_at_equal_starts, TENFOLD),
-    "late actions": Detector(actions.look_at_late_actions, 1.0),
-    "swapped actions of copies and rounds": Detector(actions.look_at_swaps_of_parts, 1.0),
-    "swapped actions of places": Detector(actions.look_at_swaps_of_places, 1.0),
+    "late actions": Detector(actions.look_at_late_actions, HALVED),
+    "swapped actions of copies and rounds": Detector(actions.look_at_swaps_of_parts, HALVED),
+    "swapped actions of places": Detector(actions.look_at_swaps_of_places, HALVED),
     "short episodes": Detector(episodes.look_at_short_episodes, TENFOLD),
     "paid again at the reset": Detector(episodes.look_at_paid_again, 1.0),
-    "late rewards": Detector(reward_effects.look_at_late_rewards, 1.0),
-    "rewards of copies and rounds": Detector(reward_effects.look_at_rewards_of_parts, 1.0),
-    "missing rewards": Detector(reward_effects.look_at_missing_rewards, 1.0),
-    "rewards of places": Detector(reward_effects.look_at_rewards_of_places, 1.0),
+    "late rewards": Detector(reward_effects.look_at_late_rewards, HALVED),
+    "rewards of copies and rounds": Detector(reward_effects.look_at_rewards_of_parts, HALVED),
+    "missing rewards": Detector(reward_effects.look_at_missing_rewards, HALVED),
+    "rewards of places": Detector(reward_effects.look_at_rewards_of_places, HALVED),
     "outlying rewards": Detector(learning.look_at_outliers, TENFOLD),
     "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual"),
     "rewards of copies": Detector(copies.look_at_rewards, 0.5),

@@ -116,7 +116,7 @@ def tabulate_methods(groups: dict[str, list[Judged]]) -> str:
     lines = [["method", *groups, "CPU s a run"]]
     for method in (METHODS[0], WRONG, *METHODS[1:]):
         cells = [f"{_count(runs, method)} of {len(runs)}" for runs in groups.values()]
-        seconds = [run.row.get(method, {"seconds": 0.0})["seconds"] for runs in groups.values() for run in runs]
+        seconds = [_time(run.row, method) for runs in groups.values() for run in runs]
         lines.append([method, *cells, "–" if method == WRONG else mean_cell(seconds, interval=False, digits=1)])
     return table(lines)
 
@@ -124,6 +124,13 @@ def tabulate_methods(groups: dict[str, list[Judged]]) -> str:
 def _count(runs: Iterable[Judged], method: str) -> str:
     verdicts = [run.verdicts[method] for run in runs]
     return f"{sum(each.names for each in verdicts)} / {sum(each.has_line for each in verdicts)}"
+
+
+def _time(row: Row, method: str) -> float:
+    """Return the CPU seconds that a method took."""
+    if method in FINDINGS:
+        return float(sum(one["seconds"] for one in row["seen"].values()))
+    return float(row.get(method, {}).get("seconds", 0.0))
 
 
 def tabulate(corner: str, groups: dict[str, list[Judged]]) -> str:

@@ -1,4 +1,4 @@
-"""What each detector of findings shows on the healthy runs: the reference that ships with the package.
+"""What each detector of findings shows on runs of public environments: the healthy ones are the reference that ships with the package.
 
 Run: `python -m studies.healthy.measure results/healthy [--runs out/healthy] [--only NAME]`. It measures what is not
 measured yet; a detector whose source changed is named by `--only`, and is measured anew. The reference,
@@ -7,6 +7,7 @@ measured yet; a detector whose source changed is named by `--only`, and is measu
 
 import csv
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ def describe(name: str, evidence: Evidence) -> dict[str, Any]:
     sight, reason = (measured := measure_one(DETECTORS[name].look, evidence)).sight, measured.reason
     return {
         **{"statistic": float(sight.statistic), "p": sight.p, "reason": reason, "kind": sight.kind},
-        **{"title": sight.title, "seconds": time.process_time() - began},
+        **{"title": sight.title, "advice": sight.advice, "seconds": time.process_time() - began},
     }
 
 
@@ -46,7 +47,7 @@ def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, onl
     assert evidence is not None, path
     seen = {name: sight for name, sight in known.items() if name in DETECTORS}
     seen |= {name: describe(name, evidence) for name in names}
-    line = {"environment": row.id, "variant": variant, "family": row.family, "records": len(evidence), "seen": seen}
+    line = {"environment": row.id, "variant": variant, "family": row.family, "healthy": row.healthy, "seen": seen}
     write_line(out / "statistics.parquet", line, KEYS)
     report(row.id, variant)
 
@@ -54,7 +55,7 @@ def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, onl
 def write_reference(out: Path) -> None:
     """Write the largest statistic of each detector and environment; of a detector that could not look, none."""
     largest: dict[tuple[str, str, str], float] = {}
-    for run in read_rows(out / "statistics.parquet", KEYS).values():
+    for run in filter(itemgetter("healthy"), read_rows(out / "statistics.parquet", KEYS).values()):
         for name, one in run["seen"].items():
             if name in DETECTORS and not one["reason"]:
                 key = (name, run["environment"], run["family"])

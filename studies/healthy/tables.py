@@ -4,7 +4,8 @@ An environment is judged by a reference without it, or without its whole family.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 import typer
 
@@ -14,13 +15,11 @@ from whence.findings.detectors import DETECTORS
 from whence.findings.finding import CHANCE
 from whence.findings.reference import Reference, compare
 
-Keeps = Callable[[Row], bool]
-
 
 def read_healthy(rows: Iterable[Row]) -> Reference:
     """Return the largest statistic of each detector in each environment of some runs, the largest first."""
     largest: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in rows:
+    for row in filter(itemgetter("healthy"), rows):
         for name, one in row["seen"].items():
             if not one["reason"]:
                 largest[name][row["environment"]] = max(largest[name].get(row["environment"], 0.0), one["statistic"])
@@ -82,7 +81,7 @@ def tabulate_detectors(rows: Sequence[Row]) -> str:
 
 def write_tables(out: Out) -> None:
     """Write tables.md."""
-    rows: list[Mapping[str, object]] = read_list(out / "statistics.parquet", KEYS)
+    rows = [row for row in read_list(out / "statistics.parquet", KEYS) if row["healthy"]]
     write_page(
         out / "tables.md",
         "# Healthy runs: tables\n\nWritten by `python -m studies.healthy.measure results/healthy`.",

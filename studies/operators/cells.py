@@ -23,13 +23,13 @@ ENVIRONMENTS: Mapping[str, str] = {
     "LunarLander-v3": "four actions; a dense reward with large ones at the end; entries of two values",
     "minigrid:MiniGrid-Empty-5x5-v0": "a small image of bytes; a reward at the end alone; ends by a limit too",
     "scaled/InvManagementBacklog": "an inventory: 33 whole numbers, stocks and orders on their way",
-    "sharpearena:SharpeArena/Calm-v1": "trading; a dict of observations; four axes; a reward that is mostly noise",
+    "gymnasium_trading:GymnasiumTrading-v0": "trading; a reward that is mostly noise",
     "Pendulum-v1": "one axis; always a negative reward; ends by a limit alone",
     "FrozenLake-v1": "an observation that is one number; moves by chance; hardly ever a reward",
     "gymchem/CSTREnv": "process control: a reactor; episodes of 1,000 steps",
     "gymnasium_search_race:gymnasium_search_race/SearchRace-v3": "driving; two axes; a reward at checkpoints alone",
     "maze_world:RandomMaze-11x11-v0": "a dict of two maps; mazes that no seed repeats; every step costs",
-    "rl-envs-forge/JacksCarRental": "stocks as 42 entries of 0 and 1; eleven actions; an episode is 1,000 steps",
+    "antibiosim:antibiosim/DoseOptimization-v0": "medicine; a course of doses",
 }
 """What each environment is here for. All take less than 0.9 ms a step to train."""
 

@@ -48,8 +48,13 @@ def say(seen: Mapping[str, Row], healthy: Sequence[Row], column: str, value: str
     lines = list_lines(seen, reference)[:FIRST]
     return {
         "strengths": [1.0 if rank == "wrong" else 0.5 for rank, *_ in lines],
-        "texts": [f"{one['kind']}: {one['title']}" for *_, one in lines],
+        "texts": [f"{one['kind']}: {one['title']}{_add_advice(one)}" for *_, one in lines],
     }
+
+
+def _add_advice(one: Row) -> str:
+    """Return the advice on a setting, which has the setting's name."""
+    return f" {one['advice']}" if one["kind"] == "setting" else ""
 
 
 _REFERENCES: dict[tuple[int, str, str], Reference] = {}

@@ -18,11 +18,13 @@ class Detector(NamedTuple):
         look: returns its statistic, and the words for it.
         least: the statistic from which on what is seen matters to training, however rare it is among healthy runs.
         most: the rank that a finding has at most: what may be meant, or only follows, is no more than unusual.
+        is_fact: it stands by itself, as that nothing was ever paid does: it is not compared with healthy runs.
     """
 
     look: Look
     least: float
     most: Rank = "wrong"
+    is_fact: bool = False
 
 
 DOUBLE, TENFOLD = 0.3, 1.0
@@ -51,7 +53,7 @@ DETECTORS: Mapping[str, Detector] = {
     "missing rewards": Detector(reward_effects.look_at_missing_rewards, HALVED),
     "rewards of places": Detector(reward_effects.look_at_rewards_of_places, HALVED),
     "outlying rewards": Detector(learning.look_at_outliers, TENFOLD),
-    "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual"),
+    "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual", is_fact=True),
     "rewards of copies": Detector(copies.look_at_rewards, 0.5),
     "observations of copies": Detector(copies.look_at_observations, 0.5),
     "changes of rewards": Detector(changes.look_at_rewards, 1.0),
@@ -66,6 +68,6 @@ DETECTORS: Mapping[str, Detector] = {
     "small steps": Detector(learning.look_at_small_steps, TENFOLD),
     "lost entropy": Detector(learning.look_at_entropy, DOUBLE),
     "critic": Detector(learning.look_at_critic, 0.25),
-    "settings of rounds": Detector(learning.look_at_settings, 0.0, "unusual"),
+    "settings of rounds": Detector(learning.look_at_settings, 0.0, "unusual", is_fact=True),
 }
 """By the names that the reference has; of findings of one rank, causes come before what follows from them."""

@@ -40,6 +40,8 @@ def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> t
     Beyond all of them it is unusual; beyond the largest by `MARGIN` it is wrong; but what is smaller than the least
     that matters is fine.
     """
+    if detector.is_fact:
+        return (detector.most, "true by itself") if statistic > detector.least else ("fine", "nothing is seen")
     largest, count = (healthy[0] if healthy else 0.0), len(healthy)
     beyond = f"larger than in any run of {count} healthy environments"
     if statistic <= max(largest, 0.0):

@@ -7,7 +7,7 @@ from scipy import stats
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand
-from whence.findings.observations import has_few_states
+from whence.findings.observations import has_few_states, select_commonest
 
 _SHORTEST = 20
 """Steps below which a fixed length is more likely a rule of the game than a time limit."""
@@ -62,8 +62,8 @@ def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
     steps = evidence.columns["step"]
     ends = np.flatnonzero((evidence.ends == "terminated") & (steps < steps.max()))
     others = np.flatnonzero(evidence.has_next)[:: max(1, evidence.has_next.sum() // _OTHERS)]
-    if has_few_states(evidence):
-        raise CannotTellError("a goal of few states may be hidden")
+    if has_few_states(evidence) or select_commonest(evidence).mean() > 0.5:
+        raise CannotTellError("observations are of few states, or hardly vary")
     if len(ends) < _ENDS or not len(others):
         raise CannotTellError("too few episodes end")
     rows, is_end = np.append(ends, others), np.repeat([1.0, 0.0], [len(ends), len(others)])

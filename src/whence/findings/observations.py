@@ -34,17 +34,27 @@ _TAIL = 0.0025
 
 
 def look_at_equal_observations(evidence: Evidence) -> Sight:
-    """Measure the share of the commonest observation: in nines."""
-    ids = _identify(evidence)
-    is_commonest = ids == np.bincount(ids).argmax()
+    """Measure the share of the commonest observation of each environment: in nines."""
+    is_commonest = select_commonest(evidence)
     return Sight(
-        float(np.log10((len(ids) + 1) / (len(ids) - is_commonest.sum() + 1))),
+        float(np.log10((len(evidence) + 1) / (len(evidence) - is_commonest.sum() + 1))),
         "observation",
-        f"The observation is the same in {is_commonest.mean():.2%} of the records{_say_value(evidence, is_commonest)}",
+        f"The observation is always the same: an environment shows one and the same in {is_commonest.mean():.2%} of "
+        f"the records{_say_value(evidence, is_commonest)}",
         "All its numbers or pixels were compared.",
         "Check what `step` returns: an image that is divided before it is cast to integers is black.",
         is_commonest,
     )
+
+
+def select_commonest(evidence: Evidence) -> Mask:
+    """Return which records show their environment's commonest observation."""
+    ids, copies = _identify(evidence), evidence.columns["env_index"]
+    mask = np.zeros(len(ids), dtype=bool)
+    for copy in np.unique(copies):
+        here = copies == copy
+        mask[here] = ids[here] == np.bincount(ids[here]).argmax()
+    return mask
 
 
 def look_at_stops(evidence: Evidence) -> Sight:

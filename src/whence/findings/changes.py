@@ -40,25 +40,26 @@ class _Jump(NamedTuple):
 def look_at_rewards(evidence: Evidence) -> Sight:
     """Find the round at which rewards jump: in doublings of the largest jump near it."""
     rewards = evidence.columns["reward"]
-    return _look(evidence, {"The reward": rewards}, "reward", "Compare what is paid before that round and after it.")
+    return _look(evidence, {"the reward": rewards}, "reward", "Compare what is paid before that round and after it.")
 
 
 def look_at_observations(evidence: Evidence) -> Sight:
     """Find the round at which a number of the observation jumps: in doublings of the largest jump near it."""
-    check_features(evidence)
     advice = "Compare what fills it in before that round and after it: its unit, its offset, its source."
-    return _look(evidence, evidence.features, "observation", advice)
+    return _look(evidence, name_features(evidence), "observation", advice)
 
 
-def check_features(evidence: Evidence) -> None:
-    """Raise `CannotTellError` where an observation has no numbers, or too many."""
+def name_features(evidence: Evidence) -> Features:
+    """Return the observation's numbers by what a sentence calls them; `CannotTellError` of none or too many."""
     if not 0 < len(evidence.features) <= _WIDEST:
         raise CannotTellError("the observation has too many numbers" if evidence.features else "it is not known")
+    entries = evidence.blocks
+    return {f"the observation's {'entry ' * (key in entries)}{key}": x for key, x in evidence.features.items()}
 
 
 def look_at_lengths(evidence: Evidence) -> Sight:
     """Find the round at which episodes become longer or shorter: in doublings of the largest jump near it."""
-    steps = {"The length of episodes, by the step that records are at,": evidence.columns["step"]}
+    steps = {"the length of episodes, by the step that records are at,": evidence.columns["step"]}
     return _look(evidence, steps, "episode", "Look for a rule that ends episodes, or no longer does, from then on.")
 
 
@@ -78,7 +79,7 @@ def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sigh
     return Sight(
         jump.doublings,
         kind,
-        f"{name} changes at round {first}: {before.mean():.3g} ± {before.std():.2g} before it, {after.mean():.3g} ± "
+        f"T{name[1:]} changes at round {first}: {before.mean():.3g} ± {before.std():.2g} before it, {after.mean():.3g} ± "
         f"{after.std():.2g} from then on",
         f"The change is {2**jump.doublings:.3g} times the largest one at rounds near it.",
         advice,

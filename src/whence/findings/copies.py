@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from scipy import special, stats
 
-from whence.findings.changes import check_features
+from whence.findings.changes import name_features
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight, say_chance
 
@@ -48,22 +48,22 @@ def select_whole(evidence: Evidence) -> Bool[np.ndarray, " e"]:
 
 def look_at_observations(evidence: Evidence) -> Sight:
     """Find the environment whose observations, or their answer to actions, differ most from the others'."""
-    check_features(evidence)
-    count, before = np.bincount(evidence.episodes), np.flatnonzero(evidence.has_next)
+    features, count, before = name_features(evidence), np.bincount(evidence.episodes), np.flatnonzero(evidence.has_next)
     episodes, acting = evidence.episodes[before], evidence.acting[before]
     acting, steps = acting - acting.mean(axis=0), np.maximum(np.bincount(episodes, minlength=len(count)), 1)
     gram = acting.T @ acting + 1e-6 * max(len(before), 1) * np.eye(acting.shape[1])
     traits = []
-    for name, values in evidence.features.items():
+    for name, values in features.items():
         change = values[before + 1] - values[before]
-        # What the actions do on average to this number: an episode of which the opposite is true has the other sign.
+        # What the actions do on average to this number, and how much of it each episode has: -1 is the opposite.
         effect = acting @ np.linalg.solve(gram, acting.T @ (change - change.mean()))
+        effect /= max(float((effect**2).mean()), 1e-300)
         answers = np.bincount(episodes, effect * (change - change.mean()), minlength=len(count)) / steps
         sizes = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
         traits += [
             _Trait("observation", f"The size of {name}", sizes),
-            _Trait("observation", name, np.bincount(evidence.episodes, values) / count, is_place=True),
-            _Trait("observation", f"The answer of {name} to actions", np.where(steps > 1, answers, np.nan)),
+            _Trait("observation", f"T{name[1:]}", np.bincount(evidence.episodes, values) / count, is_place=True),
+            _Trait("dynamics", name, np.where(steps > 1, answers, np.nan)),
         ]
     return _find_oddest(evidence, traits)
 
@@ -93,13 +93,20 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
         p = min(1.0, float(2 * special.ndtr(-z[at]) * tries))
         seen.append((float(differences[at]), trait, at, p, float(here[at]), float(others[at])))
     difference, trait, at, chance, mean, rest = max(seen, key=lambda one: one[0])
+    place_name, are_actions = f"in environment {copies[at]:.0f}", trait.kind == "dynamics"
+    title = f"{trait.name} {place_name} is {mean:.3g} on average, and {rest:.3g} in the other {len(copies) - 1}"
+    if are_actions:
+        verb = "do the opposite" if mean * rest < 0 else "act differently"
+        title = (
+            f"Actions {verb} {place_name}: their effect on {trait.name} is {mean:.2g} times the usual one, and "
+            f"{rest:.2g} times in the other {len(copies) - 1}"
+        )
     return Sight(
         difference,
         trait.kind,
-        f"{trait.name} in environment {copies[at]:.0f} is {mean:.3g} on average, and {rest:.3g} in the other "
-        f"{len(copies) - 1}",
+        title,
         f"Environments that share a policy have their means over episodes in common. {say_chance(chance)}",
-        ("Actions may be swapped there, or their axes reversed. " if "actions" in trait.name else "")
+        ("Actions may be swapped there, or their axes reversed. " if are_actions else "")
         + f"Compare how environment {copies[at]:.0f} is made with the others: its arguments and its wrappers.",
         evidence.columns["env_index"] == copies[at],
         chance,

@@ -90,6 +90,8 @@ Look = Callable[[Evidence], Any]
 
 SWAPPED = replace(TWIN, actions=np.where(COPY == 3, 1 - TWIN.actions, TWIN.actions))
 
+SPARSE = np.where(LAST & (EPISODE % 9 == 0), 1.0, 0.0)
+
 FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
     "a copy's rewards": (
         copies.look_at_rewards,
@@ -100,13 +102,29 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
     "a copy's sign": (copies.look_at_rewards, healthy(reward=np.where(COPY == 2, -1, 1) * REWARD), 1, "environment 2"),
     "a copy's lengths": (copies.look_at_rewards, select((COPY != 1) | (STEP < 5)), 1, "environment 1"),
     "a copy's offset": (copies.look_at_observations, see(PLACE + 9 * (COPY == 3)), 1, "environment 3"),
-    "a copy's moves": (copies.look_at_observations, SWAPPED, 1, "The answer of place to actions in environment 3"),
+    "a copy's moves": (
+        copies.look_at_observations,
+        SWAPPED,
+        1,
+        "do the opposite in environment 3: their effect on the observation's entry place",
+    ),
     "halved rewards": (changes.look_at_rewards, healthy(reward=np.where(LATE, 0.3, 1) * REWARD), 2, "round 7"),
-    "a new unit": (changes.look_at_observations, see(np.where(LATE, 57, 1) * PLACE), 3, "place changes at round 7"),
-    "an offset": (changes.look_at_observations, see(PLACE + 5 * LATE), 3, "place changes at round 7"),
+    "a new unit": (
+        changes.look_at_observations,
+        see(np.where(LATE, 57, 1) * PLACE),
+        3,
+        "The observation's entry place changes at round 7",
+    ),
+    "an offset": (
+        changes.look_at_observations,
+        see(PLACE + 5 * LATE),
+        3,
+        "The observation's entry place changes at round 7",
+    ),
     "short episodes": (changes.look_at_lengths, select(~LATE | (STEP < 3)), 3, "round 7"),
     "a spike": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) == 930, 1e6, REWARD)), 5, "1e+06"),
     "spikes": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) % 999 == 30, 1e6, REWARD)), 5, "but 5"),
+    "spikes amid nothing": (learning.look_at_outliers, healthy(reward=SPARSE + 50 * (np.arange(N) == 930)), 1.5, "50"),
     "no reward": (learning.look_at_equal_rewards, healthy(reward=np.zeros(N)), 2, "reward than 0"),
     "an idle critic": (learning.look_at_critic, healthy(value=np.full(N, PLACE.mean())), 0.5, "explains 0%"),
     "steps of nothing": (
@@ -114,6 +132,12 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
         measure(**{"train/approx_kl": np.full(ROUNDS, 1e-8)}),
         5,
         "1e-08",
+    ),
+    "large returns": (
+        learning.look_at_small_steps,
+        replace(healthy(**{"return": np.full(N, 9e5)}), metrics=TWIN.metrics.with_columns(**{"train/approx_kl": 1e-8})),
+        5,
+        "Rewards are large: returns are of size 9e+05, and the policy hardly moves, by 1e-08 nats a round",
     ),
     "steps too far": (learning.look_at_large_steps, measure(**{"train/approx_kl": np.full(ROUNDS, 0.9)}), 1.5, "0.9"),
     "lost entropy": (learning.look_at_entropy, measure(episode_return=np.ones(ROUNDS)), 0.5, "from 1.4 to"),
@@ -155,6 +179,10 @@ HARMLESS: dict[str, tuple[Look, Evidence]] = {
     "a place that a policy seeks out": (changes.look_at_observations, see(PLACE + 5 * (LATE & (STEP > 0)))),
     "a place that wanders": (changes.look_at_observations, see(PLACE + np.sin(ROUND))),
     "a rare success at an end": (learning.look_at_outliers, healthy(reward=RARE)),
+    "rare rewards as large as those of ends": (
+        learning.look_at_outliers,
+        healthy(reward=SPARSE + (np.arange(N) == 930)),
+    ),
     "one reward a step, of episodes that differ": (learning.look_at_equal_rewards, EACH_STEP),
     "returns that nothing predicts": (learning.look_at_critic, healthy(**{"value": np.zeros(N), "return": NOISE})),
     "convergence": (learning.look_at_small_steps, measure(**{"train/approx_kl": [0.01] * 3 + [1e-9] * (ROUNDS - 3)})),
@@ -198,7 +226,7 @@ UNKNOWN: dict[str, tuple[Look, Evidence]] = {
     "agents of one world": (copies.look_at_rewards, replace(TWIN, config={"env_wrappers": []})),
     "16 episodes of 4 environments are too few": (copies.look_at_rewards, select(ROUND == 1)),
     "fewer than 8 rounds": (changes.look_at_lengths, select(ROUND < 8)),
-    "inside of episodes are 0": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
+    "rewards are 0, the others alike": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
     "no observation, value or return": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
     "few updates": (learning.look_at_critic, measure(**{"train/n_updates": np.arange(ROUNDS) * 10})),
     "not PPO's": (learning.look_at_settings, configure(n_epochs=None)),

@@ -22,6 +22,9 @@ and sound critics of returns in the hundreds lag until then."""
 _WIDTH = 64
 """Random features of the regression that the critic is compared with: as many as a layer of SB3's critic has."""
 
+_LARGE = 1e3
+"""Returns that are far beyond what a critic begins with: its values are of about 1."""
+
 _USUAL = 0.02
 """Divergence of a round, in nats: amid 0.006 and 0.06, where PPO's best learning rates lay in nine environments.
 
@@ -40,18 +43,22 @@ _NORMALISE = "Divide the rewards, or let `VecNormalize(norm_reward=True)` do it.
 def look_at_outliers(evidence: Evidence) -> Sight:
     """Find a few rewards that are far beyond all others: the widest gap below them, in decades.
 
-    Last rewards of episodes are left out: what ends an episode may pay a lot, and rarely.
+    Last rewards of episodes are none of them: what ends an episode may pay a lot, and rarely. But the few are compared
+    with the usual reward, where rewards are rare.
     """
     rewards, rounds = evidence.columns["reward"], evidence.columns["round"]
     if not evidence.has_next.any():
         raise CannotTellError("episodes have one step")
     middle = float(np.median(rewards[evidence.has_next]))
-    distance = np.where(evidence.has_next, np.abs(rewards - middle), 0.0)
-    tail = np.maximum(np.sort(distance)[::-1][: 2 + int(_FEW * len(distance))], abs(middle))
-    gaps = np.log10(np.maximum(tail[:-1], 1e-12) / np.maximum(tail[1:], 1e-12))
+    distance, most = np.abs(rewards - middle), 2 + int(_FEW * len(rewards))
+    paid = distance[distance > 0]
+    if not middle and len(paid) < most and (not len(paid) or np.ptp(paid) == 0):
+        raise CannotTellError("nearly all rewards are 0, the others alike")
+    usual = max(abs(middle), float(np.median(paid)) if len(paid) else 0.0)
+    distance = np.where(evidence.has_next, distance, 0.0)
+    tail = np.maximum(np.sort(distance)[::-1][:most], usual)
+    gaps = np.log10(tail[:-1] / tail[1:])
     few = int(gaps.argmax()) + 1
-    if tail[few] == 0:
-        raise CannotTellError("nearly all rewards inside of episodes are 0")
     at = int(distance.argmax())
     there, squares = rounds == rounds[at], (evidence.columns["return"] - evidence.columns["value"]) ** 2
     share = squares[there & (evidence.episodes == evidence.episodes[at])].sum() / max(squares[there].sum(), 1e-12)
@@ -161,13 +168,16 @@ def look_at_small_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of larger rounds with a usual one: in decades below it."""
     kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
     size = float(np.sqrt(np.nanmean(evidence.columns["return"] ** 2)))
+    moves, large = f"by {kl:.2g} nats a round", size >= _LARGE  # as the critic learns them, divided or not
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),
-        "setting",
-        f"The policy hardly moves: by {kl:.2g} nats a round; returns are of size {size:.2g}{_say_rate(evidence)}",
-        f"In nine of ten rounds it moves by less; about {_USUAL} is usual. Large returns have this effect, too: the "
+        "reward" if large else "setting",
+        f"Rewards are large: returns are of size {size:.2g}, and the policy hardly moves, {moves}{_say_rate(evidence)}"
+        if large
+        else f"The policy hardly moves: {moves}; returns are of size {size:.2g}{_say_rate(evidence)}",
+        f"In nine of ten rounds it moves by less; about {_USUAL} is usual. Large returns have this effect: the "
         "critic's squared error then takes nearly all of the gradient that `max_grad_norm` leaves to both.",
-        f"If returns are in the hundreds or more: {_NORMALISE} Else raise `learning_rate`.",
+        _NORMALISE if large else "Raise `learning_rate`.",
     )
 
 

@@ -21,6 +21,7 @@ from whence.findings.observations import (
     look_at_clipped_observations,
     look_at_equal_observations,
     look_at_equal_starts,
+    look_at_idle_entries,
     look_at_late_observations,
     look_at_lost_entries,
     look_at_lost_observations,
@@ -109,6 +110,7 @@ def pay_again(run: Evidence) -> Evidence:
 
 FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "equal": (look_at_equal_observations, 3.0, show(np.zeros(N, dtype=int))),
+    "equal in each environment": (look_at_equal_observations, 3.0, show(COPY * EPISODES * LENGTH)),
     "lost": (look_at_lost_observations, 0.8, show(np.where(pick(0.1), 0, np.arange(N)))),
     "stale": (look_at_repeats, 0.2, show(wait(0.1))),
     "every second step": (look_at_repeats, 0.9, show(np.arange(N) - STEP % 2)),
@@ -118,7 +120,14 @@ FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "lost entry": (look_at_lost_entries, 0.8, edit("place", lambda x: np.where(pick(0.1), -40.0, x))),
     "lost amid": (look_at_lost_entries, 0.8, edit("noise", lambda x: np.where(pick(0.1), 0.0, x))),
     "outlying": (look_at_outlying_observations, 2.0, edit("noise", lambda x: np.where(np.arange(N) == 77, 1e4, x))),
-    "unscaled": (look_at_scales, 3.5, edit("noise", lambda x: 1e4 * x)),
+    "unscaled": (look_at_scales, 2.5, edit("noise", lambda x: 1e4 * x)),
+    "all unscaled": (
+        look_at_scales,
+        2.5,
+        lambda run: with_entries(run, **{k: 1e6 * run.blocks[k][:, 0] for k in run.blocks}),
+    ),
+    "zero": (look_at_idle_entries, 3.0, edit("noise", lambda x: 0 * x)),
+    "frozen": (look_at_idle_entries, 3.0, edit("noise", lambda x: x[np.arange(N) - STEP])),
     "equal starts": (look_at_equal_starts, 2.0, show(np.where(STEP == 0, COPY * EPISODES * LENGTH, np.arange(N)))),
     "shrunk": (look_at_short_episodes, 1.4, end_at((COPY == 1) & (EPISODE > 40))),
     "limit": (look_at_limit, 1.0, edit("alarm", lambda x: 0 * x)),
@@ -133,6 +142,12 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "a value that lasts": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.where(STEP % 12 < 4, 0.0, x))),
     "a bound": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.maximum(x, 0.0))),
     "stock runs out": (look_at_clipped_observations, 0.01, edit("noise", lambda x: np.maximum(x, 0.0))),
+    "an indicator": (look_at_idle_entries, 0.1, edit("noise", lambda x: 0 * x + 1)),
+    "a block of indicators": (
+        look_at_idle_entries,
+        0.1,
+        lambda run: with_entries(run, red=np.zeros(N), blue=np.zeros(N)),
+    ),
     "a declared limit": (look_at_clipped_observations, 0.01, edit("speed", lambda x: np.clip(50 * x, -99, 99))),
     "a switch": (look_at_stops, 0.5, edit("noise", lambda x: x > 3.0)),
     "one start": (look_at_equal_starts, 0.1, show(np.where(STEP == 0, 0, np.arange(N)))),
@@ -186,6 +201,8 @@ def test_what_cannot_be_told_says_why():
     for look in (look_at_equal_observations, look_at_repeats, look_at_unforeseen_ends):
         with pytest.raises(CannotTellError, match="few states"):
             look(discrete)
+    with pytest.raises(CannotTellError, match="hardly vary"):
+        look_at_unforeseen_ends(end_at(pick(0.1))(show(COPY * EPISODES * LENGTH)(make_run())))
     alone = replace(make_run(), columns={**make_run().columns, "env_index": np.zeros(N)})
     with pytest.raises(CannotTellError, match="one environment"):
         look_at_equal_starts(alone)

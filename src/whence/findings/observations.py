@@ -8,7 +8,7 @@ import polars as pl
 from jaxtyping import Int
 from numpy.typing import NDArray
 
-from whence.findings.evidence import Blocks, Evidence, Mask, Numbers
+from whence.findings.evidence import FEW, Blocks, Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
 
 _MANY, _SAMPLE = 50, 2000
@@ -28,6 +28,9 @@ _FEWEST = 8
 
 _READ = 256
 """Numbers of an image that are read."""
+
+_UNITS = 1e3
+"""Sizes that entries have by their units, as metres, volts or degrees do; all may."""
 
 _TAIL = 0.0025
 """The share on either side that a few outlying values may have: not of the range of the rest."""
@@ -55,6 +58,30 @@ def select_commonest(evidence: Evidence) -> Mask:
         here = copies == copy
         mask[here] = ids[here] == np.bincount(ids[here]).argmax()
     return mask
+
+
+def look_at_idle_entries(evidence: Evidence) -> Sight:
+    """Find the one entry that never changes within an episode where all others do: in decades of steps.
+
+    Indicators and parameters of the world do not change, either, but they come in blocks, or are always 1.
+    """
+    entries, pairs = dict(_list_entries(evidence.blocks)), np.flatnonzero(evidence.has_next)
+    is_idle = {name: not (values[pairs + 1] != values[pairs]).any() for name, values in entries.items()}
+    idle = [name for name in entries if is_idle[name] and not (entries[name] == 1).all()]
+    many = sum(1 for _ in _list_continuous(evidence.blocks))
+    if not len(evidence.blocks) == len(entries) <= FEW or 2 * many < len(entries):
+        raise CannotTellError("observations are not a few numbers, most of them continuous")
+    if len(idle) != 1 or sum(is_idle.values()) != 1:
+        return Sight(0.0)
+    values = entries[idle[0]]
+    same = f"is always {values[0]:.4g}" if np.ptp(values) == 0 else "never changes within an episode"
+    return Sight(
+        float(np.log10(max(len(pairs), 1))),
+        "observation",
+        f"The observation's entry {idle[0]} {same}: in {len(values):,} records; the other {len(entries) - 1} vary",
+        "Each step was compared with the one before it.",
+        f"Check that {idle[0]} is filled in at each step. If it is a goal that the reset chooses, all is well.",
+    )
 
 
 def look_at_stops(evidence: Evidence) -> Sight:
@@ -251,17 +278,17 @@ def look_at_outlying_observations(evidence: Evidence) -> Sight:
 
 
 def look_at_scales(evidence: Evidence) -> Sight:
-    """Measure the size of the largest entry as the policy sees it: in decades above 1."""
+    """Compare the size of the largest entry as the policy sees it with the next largest, and with units: in decades."""
     entries = dict(_list_entries(evidence.normalised or evidence.blocks))
-    if not entries:
-        raise CannotTellError("observations are images")
+    if len(entries) < 2:
+        raise CannotTellError("observations are images, of few states, or a single number")
     sizes = {name: float(np.sqrt((values.astype(np.float64) ** 2).mean())) for name, values in entries.items()}
-    name = max(sizes, key=lambda each: sizes[each])
+    name, second = sorted(sizes, key=lambda each: -sizes[each])[:2]
     return Sight(
-        float(np.log10(max(sizes[name], 1.0))),
+        float(max(0.0, np.log10(max(sizes[name], 1.0) / np.clip(sizes[second], 1.0, _UNITS)))),
         "observation",
-        f"The observation is not scaled: {name} is as large as {sizes[name]:.3g} as the policy sees it, "
-        f"entries as a rule {np.median(list(sizes.values())):.2g}",
+        f"The observation is not scaled: {name} is as large as {sizes[name]:.3g} as the policy sees it, the next "
+        f"largest, {second}, as {sizes[second]:.3g}",
         "Sizes are root mean squares; networks begin with weights for inputs of about 1.",
         "Scale it in the environment, or train with VecNormalize.",
     )

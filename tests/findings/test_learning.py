@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
         learning.look_at_small_steps,
         replace(healthy(**{"return": np.full(N, 9e5)}), metrics=TWIN.metrics.with_columns(**{"train/approx_kl": 1e-8})),
         5,
-        "Rewards are large: returns are of size 9e+05, and the policy hardly moves, by 1e-08 nats a round",
+        "Rewards are large, and the policy hardly moves: by 1e-08 nats a round; returns are of size 9e+05",
     ),
     "steps too far": (learning.look_at_large_steps, measure(**{"train/approx_kl": np.full(ROUNDS, 0.9)}), 1.5, "0.9"),
     "lost entropy": (learning.look_at_entropy, measure(episode_return=np.ones(ROUNDS)), 0.5, "from 1.4 to"),

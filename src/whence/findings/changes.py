@@ -40,7 +40,7 @@ class _Jump(NamedTuple):
 def look_at_rewards(evidence: Evidence) -> Sight:
     """Find the round at which rewards jump: in doublings of the largest jump near it."""
     rewards = evidence.columns["reward"]
-    return _look(evidence, {"the reward": rewards}, "reward", "Compare what is paid before that round and after it.")
+    return _look(evidence, {"The reward": rewards}, "reward", "Compare what is paid before that round and after it.")
 
 
 def look_at_observations(evidence: Evidence) -> Sight:
@@ -54,12 +54,12 @@ def name_features(evidence: Evidence) -> Features:
     if not 0 < len(evidence.features) <= _WIDEST:
         raise CannotTellError("the observation has too many numbers" if evidence.features else "it is not known")
     entries = evidence.blocks
-    return {f"the observation's {'entry ' * (key in entries)}{key}": x for key, x in evidence.features.items()}
+    return {f"The observation's {'entry ' * (key in entries)}{key}": x for key, x in evidence.features.items()}
 
 
 def look_at_lengths(evidence: Evidence) -> Sight:
     """Find the round at which episodes become longer or shorter: in doublings of the largest jump near it."""
-    steps = {"the length of episodes, by the step that records are at,": evidence.columns["step"]}
+    steps = {"The length of episodes, by the step that records are at,": evidence.columns["step"]}
     return _look(evidence, steps, "episode", "Look for a rule that ends episodes, or no longer does, from then on.")
 
 
@@ -79,7 +79,7 @@ def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sigh
     return Sight(
         jump.doublings,
         kind,
-        f"T{name[1:]} changes at round {first}: {before.mean():.3g} ± {before.std():.2g} before it, {after.mean():.3g} ± "
+        f"{name} changes at round {first}: {before.mean():.3g} ± {before.std():.2g} before it, {after.mean():.3g} ± "
         f"{after.std():.2g} from then on",
         f"The change is {2**jump.doublings:.3g} times the largest one at rounds near it.",
         advice,

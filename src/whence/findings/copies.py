@@ -61,9 +61,9 @@ def look_at_observations(evidence: Evidence) -> Sight:
         answers = np.bincount(episodes, effect * (change - change.mean()), minlength=len(count)) / steps
         sizes = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
         traits += [
-            _Trait("observation", f"The size of {name}", sizes),
-            _Trait("observation", f"T{name[1:]}", np.bincount(evidence.episodes, values) / count, is_place=True),
-            _Trait("dynamics", name, np.where(steps > 1, answers, np.nan)),
+            _Trait("observation", f"The size of t{name[1:]}", sizes),
+            _Trait("observation", name, np.bincount(evidence.episodes, values) / count, is_place=True),
+            _Trait("dynamics", f"t{name[1:]}", np.where(steps > 1, answers, np.nan)),
         ]
     return _find_oddest(evidence, traits)
 
@@ -93,18 +93,17 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
         p = min(1.0, float(2 * special.ndtr(-z[at]) * tries))
         seen.append((float(differences[at]), trait, at, p, float(here[at]), float(others[at])))
     difference, trait, at, chance, mean, rest = max(seen, key=lambda one: one[0])
-    place_name, are_actions = f"in environment {copies[at]:.0f}", trait.kind == "dynamics"
-    title = f"{trait.name} {place_name} is {mean:.3g} on average, and {rest:.3g} in the other {len(copies) - 1}"
+    where, are_actions = f"in environment {copies[at]:.0f}", trait.kind == "dynamics"
+    title = f"{trait.name} {where} is {mean:.3g} on average, and {rest:.3g}"
     if are_actions:
         verb = "do the opposite" if mean * rest < 0 else "act differently"
         title = (
-            f"Actions {verb} {place_name}: their effect on {trait.name} is {mean:.2g} times the usual one, and "
-            f"{rest:.2g} times in the other {len(copies) - 1}"
+            f"Actions {verb} {where}: their effect on {trait.name} is {mean:.2g} times the usual one, {rest:.2g} times"
         )
     return Sight(
         difference,
         trait.kind,
-        title,
+        f"{title} in the other {len(copies) - 1}",
         f"Environments that share a policy have their means over episodes in common. {say_chance(chance)}",
         ("Actions may be swapped there, or their axes reversed. " if are_actions else "")
         + f"Compare how environment {copies[at]:.0f} is made with the others: its arguments and its wrappers.",

@@ -72,8 +72,6 @@ def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
     scores = _predict(inputs, is_end, evidence.episodes[rows], weights)
     low, middle = scores[is_end > 0], float(np.median(scores[is_end == 0]))
     share = min(1.0, 2 * float((low < middle).mean() + (low == middle).mean() / 2))
-    mask = np.zeros(len(evidence), dtype=bool)
-    mask[ends[low <= middle]] = True
     return Sight(
         share,
         "episode",
@@ -81,7 +79,7 @@ def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
         "not end",
         "A model of ends by the observation and the action ranks them as any step.",
         "Check what sets `terminated`: chance, or something that the observation does not show.",
-        mask,
+        np.isin(np.arange(len(evidence)), ends[low <= middle]),
     )
 
 
@@ -97,8 +95,7 @@ def look_at_short_episodes(evidence: Evidence) -> Sight:
     at, many = int(edges[sizes.argmax()]), int(sizes.max())
     if not many or is_short.all():
         return Sight(0.0)
-    mask, usual = np.zeros(len(evidence), dtype=bool), float(np.median(counts[~is_short]))
-    mask[first[at] : first[at] + counts[at : at + many].sum()] = True
+    usual = float(np.median(counts[~is_short]))
     return Sight(
         float(min(np.log10(many), np.log10(usual))),
         "episode",
@@ -106,7 +103,7 @@ def look_at_short_episodes(evidence: Evidence) -> Sight:
         f"others have {usual:.0f}",
         "They are terminated at their first or second step.",
         "Check that `reset` clears what `terminated` is computed of.",
-        mask,
+        np.isin(np.arange(len(evidence)), np.arange(first[at], first[at] + counts[at : at + many].sum())),
     )
 
 
@@ -125,8 +122,6 @@ def look_at_paid_again(evidence: Evidence) -> Sight:
     if not (ended[pairs].std() and began[pairs].std()):
         raise CannotTellError("all episodes begin or end with the same reward")
     r = max(0.0, float(np.corrcoef(ended[pairs], began[pairs])[0, 1]))
-    mask = np.zeros(len(evidence), dtype=bool)
-    mask[last + 1] = True
     return Sight(
         float(-len(pairs) / 2 * np.log10(max(1 - r**2, 1e-12))),
         "reward",
@@ -134,7 +129,7 @@ def look_at_paid_again(evidence: Evidence) -> Sight:
         f"episodes they rise and fall together, by a correlation of {r:.2f}",
         "A first reward has nothing to do with the episode before.",
         "Clear what the environment or a wrapper remembers of the reward in `reset()`.",
-        mask,
+        np.isin(np.arange(len(evidence)), last + 1),
     )
 
 
@@ -153,11 +148,8 @@ def _predict(
     inputs: Float[np.ndarray, "n d"], targets: Numbers, groups: Int[np.ndarray, " n"], weights: Numbers | float = 1.0
 ) -> Numbers:
     """Return what ridge regression on the episodes of the other half predicts."""
-    basis, half = expand(inputs, _WIDTH), groups % 2 == 0
-    weighted, predictions = (
-        basis * np.broadcast_to(weights, len(targets))[:, None],
-        np.full(len(targets), targets.mean()),
-    )
+    basis, half, predictions = expand(inputs, _WIDTH), groups % 2 == 0, np.full(len(targets), targets.mean())
+    weighted = basis * np.broadcast_to(weights, len(targets))[:, None]
     for train in (half, ~half):
         if train.any() and not train.all():
             gram = weighted[train].T @ basis[train]

@@ -60,15 +60,12 @@ def look_at_outliers(evidence: Evidence) -> Sight:
     gaps = np.log10(tail[:-1] / tail[1:])
     few = int(gaps.argmax()) + 1
     at = int(distance.argmax())
-    there, squares = rounds == rounds[at], (evidence.columns["return"] - evidence.columns["value"]) ** 2
-    share = squares[there & (evidence.episodes == evidence.episodes[at])].sum() / max(squares[there].sum(), 1e-12)
     return Sight(
         float(gaps.max()),
         "reward",
-        f"A reward of {rewards[at]:.3g} outweighs all others: of {len(rewards):,}, all but {few} are within "
-        f"{tail[few]:.3g} of {middle:.3g}; record {evidence.columns['record_id'][at]:.0f} of round {rounds[at]:.0f}",
-        (f"Its episode has {share:.0%} of that round's squared advantages. " if np.isfinite(share) else "")
-        + "Advantages of the records before it hold it, too, so scores say little there, and a selection may keep it.",
+        f"A reward of {rewards[at]:.3g} outweighs all others: of {evidence.has_next.sum():,} inside of episodes, all but "
+        f"{few} are within {tail[few]:.3g} of {middle:.3g}; record {evidence.columns['record_id'][at]:.0f} of round {rounds[at]:.0f}",
+        "Advantages of the records before it hold it, too: scores say little there, and a selection may keep it.",
         "Look for what paid such a spike. If it is meant, clip: `VecNormalize(clip_reward=10)`.",
         distance > tail[few],
     )
@@ -126,10 +123,8 @@ def _is_paid_again(evidence: Evidence) -> Mask:
     """Return whether each record pays a gain where its episode had one: states alike to half a standard deviation."""
     places = np.column_stack([evidence.episodes, np.round(2 * evidence.state)]).astype(np.int64)
     paid = np.flatnonzero(evidence.columns["reward"] > 0)
-    again = np.zeros(len(evidence), dtype=bool)
-    again[paid] = True
-    again[paid[np.unique(places[paid], axis=0, return_index=True)[1]]] = False
-    return again
+    first = np.unique(places[paid], axis=0, return_index=True)[1]
+    return np.isin(np.arange(len(evidence)), np.delete(paid, first))
 
 
 def look_at_critic(evidence: Evidence) -> Sight:
@@ -168,13 +163,12 @@ def look_at_small_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of larger rounds with a usual one: in decades below it."""
     kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
     size = float(np.sqrt(np.nanmean(evidence.columns["return"] ** 2)))
-    moves, large = f"by {kl:.2g} nats a round", size >= _LARGE  # as the critic learns them, divided or not
+    large = size >= _LARGE
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),
         "reward" if large else "setting",
-        f"Rewards are large: returns are of size {size:.2g}, and the policy hardly moves, {moves}{_say_rate(evidence)}"
-        if large
-        else f"The policy hardly moves: {moves}; returns are of size {size:.2g}{_say_rate(evidence)}",
+        f"{'Rewards are large, and the' if large else 'The'} policy hardly moves: by {kl:.2g} nats a round; returns "
+        f"are of size {size:.2g}{_say_rate(evidence)}",
         f"In nine of ten rounds it moves by less; about {_USUAL} is usual. Large returns have this effect: the "
         "critic's squared error then takes nearly all of the gradient that `max_grad_norm` leaves to both.",
         _NORMALISE if large else "Raise `learning_rate`.",
@@ -184,13 +178,11 @@ def look_at_small_steps(evidence: Evidence) -> Sight:
 def look_at_large_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of a median round with a usual one: in decades above it."""
     kl = float(np.median(_read_divergence(evidence)))
-    clipped = _read_metric(evidence.metrics, "train/clip_fraction")
-    share = f" Of the ratios {np.median(clipped):.0%} are clipped." if len(clipped) else ""
     return Sight(
         max(0.0, float(np.log10(max(kl, 1e-12) / _USUAL))),
         "setting",
         f"Updates throw the policy about: by {kl:.2g} nats a round{_say_rate(evidence)}",
-        f"About {_USUAL} is usual.{share}",
+        f"About {_USUAL} is usual.",
         "Lower `learning_rate` or `n_epochs`.",
     )
 

@@ -66,12 +66,11 @@ def look_at_idle_entries(evidence: Evidence) -> Sight:
     Indicators and parameters of the world do not change, either, but they come in blocks, or are always 1.
     """
     entries, pairs = dict(_list_entries(evidence.blocks)), np.flatnonzero(evidence.has_next)
-    is_idle = {name: not (values[pairs + 1] != values[pairs]).any() for name, values in entries.items()}
-    idle = [name for name in entries if is_idle[name] and not (entries[name] == 1).all()]
     many = sum(1 for _ in _list_continuous(evidence.blocks))
-    if not len(evidence.blocks) == len(entries) <= FEW or 2 * many < len(entries):
+    if not len(evidence.blocks) == len(entries) <= min(FEW, 2 * many):
         raise CannotTellError("observations are not a few numbers, most of them continuous")
-    if len(idle) != 1 or sum(is_idle.values()) != 1:
+    idle = [name for name, values in entries.items() if (values[pairs + 1] == values[pairs]).all()]
+    if len(idle) != 1 or (entries[idle[0]] == 1).all():
         return Sight(0.0)
     values = entries[idle[0]]
     same = f"is always {values[0]:.4g}" if np.ptp(values) == 0 else "never changes within an episode"
@@ -104,8 +103,6 @@ def look_at_stops(evidence: Evidence) -> Sight:
         longest, usual = int(pauses[is_last].max()), int(pauses[~is_final].max())
         if (decades := float(np.log10(longest / usual))) > best.statistic:
             at = int(edges[:-1][is_last][pauses[is_last].argmax()])
-            mask = np.zeros(len(copies), dtype=bool)
-            mask[at : at + longest] = True
             best = Sight(
                 decades,
                 "observation",
@@ -113,7 +110,7 @@ def look_at_stops(evidence: Evidence) -> Sight:
                 f"environment {copies[at]:.0f}, where it paused for {usual:,} at most",
                 "Pauses of all environments were compared.",
                 f"Check that {name} is filled in at each step.",
-                mask,
+                np.isin(np.arange(len(copies)), np.arange(at, at + longest)),
             )
     return best
 
@@ -191,8 +188,6 @@ def look_at_repeats(evidence: Evidence) -> Sight:
         late, usual = change[repeats & moves].mean(), change[~repeats & moves].sum() / max(1, (~repeats & moves).sum())
         if late > 0:
             excess.append(min(1.0, late / usual - 1) if usual else 1.0)
-    mask = np.zeros(len(ids), dtype=bool)
-    mask[inside[repeats]] = True
     made_up = float(np.median(excess or [0.0]))
     return Sight(
         max(0.0, made_up) * min(1.0, float(repeats.mean()) / _SHARE),
@@ -201,7 +196,7 @@ def look_at_repeats(evidence: Evidence) -> Sight:
         f"the next move is {1 + made_up:.3g} times the usual one",
         "Where something only stands still, the next move is no larger than others.",
         "Check that each step returns a new observation, made after the action: no copy of the last one.",
-        mask,
+        np.isin(np.arange(len(ids)), inside[repeats]),
     )
 
 
@@ -212,8 +207,6 @@ def look_at_late_observations(evidence: Evidence) -> Sight:
     # Of all episodes: one that lasts for a second step only where the first did nothing has such a second observation.
     count, late = int((evidence.columns["step"] == 0).sum()), int(repeats[is_first].sum())
     usual = float(repeats[~is_first].mean()) if not is_first.all() else 0.0
-    mask = np.zeros(len(ids), dtype=bool)
-    mask[rows[is_first & repeats] + 1] = True
     # Nearly all of them are, and far more than usual.
     return Sight(
         float(max(0.0, min(np.log10((late + 1) / (count * usual + 1)), np.log10((count + 1) / (count - late + 1))))),
@@ -221,7 +214,7 @@ def look_at_late_observations(evidence: Evidence) -> Sight:
         f"The observation is late, by a step or more: the second one of {late:,} of {count:,} episodes is their first",
         f"Of later steps {usual:.2%} repeat the observation.",
         "Return the observation after the action, not the one before it.",
-        mask,
+        np.isin(np.arange(len(ids)), rows[is_first & repeats] + 1),
     )
 
 
@@ -233,22 +226,20 @@ def look_at_clipped_observations(evidence: Evidence) -> Sight:
     limits, texts, shares = _list_limits(evidence.config.get("observation_space")), [], []
     clip = (evidence.config.get("VecNormalize") or {}).get("clip_obs")
     for blocks in (evidence.blocks, evidence.normalised):
-        by_entry = {}
+        by_entry = {"": 0.0}
         for name, values in _list_continuous(blocks):
-            ends = [end for end in (values.min(), values.max()) if end]
-            if blocks is evidence.blocks:
-                ends = [end for end in ends if not np.isclose(end, limits, rtol=1e-5).any()]
-            else:
+            ends = [end for end in (values.min(), values.max()) if end and not np.isclose(end, limits, rtol=1e-5).any()]
+            if blocks is not evidence.blocks:
                 ends = [-clip, clip] if clip else []
-            by_entry[name] = min(([np.isclose(values, end, rtol=1e-6).mean() for end in ends] + [0.0, 0.0])[:2])
-        shares.append(float(np.mean(list(by_entry.values()) or [0.0])))
-        worst = max(by_entry, key=lambda name: by_entry[name], default="")
-        texts.append(f"{worst} in {by_entry.get(worst, 0.0):.1%} at either end")
-    if not any(True for _ in _list_continuous(evidence.blocks)):
-        raise CannotTellError("no entry is continuous")
+            by_entry[name] = min(np.isclose(values, end, rtol=1e-6).mean() for end in ends) if len(ends) == 2 else 0.0
+        shares.append(sum(by_entry.values()) / max(1, len(by_entry) - 1))
+        worst = max(by_entry, key=lambda name: by_entry[name])
+        texts.append(f"{worst} in {by_entry[worst]:.1%} at either end")
+        if blocks is evidence.blocks and len(by_entry) == 1:
+            raise CannotTellError("no entry is continuous")
     at = int(np.argmax(shares))
     return Sight(
-        shares[at],
+        float(shares[at]),
         "observation",
         f"The observation is clipped at a bound{' (`clip_obs`)' if at else ''}: {shares[at]:.1%} of its values lie "
         f"exactly at either end of their range, of {texts[at]}",

@@ -143,6 +143,7 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "a bound": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.maximum(x, 0.0))),
     "stock runs out": (look_at_clipped_observations, 0.01, edit("noise", lambda x: np.maximum(x, 0.0))),
     "an indicator": (look_at_idle_entries, 0.1, edit("noise", lambda x: 0 * x + 1)),
+    "a parameter": (look_at_idle_entries, 0.1, edit("noise", lambda x: 0 * x + 0.2)),
     "a block of indicators": (
         look_at_idle_entries,
         0.1,

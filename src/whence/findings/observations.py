@@ -63,17 +63,16 @@ def select_commonest(evidence: Evidence) -> Mask:
 def look_at_idle_entries(evidence: Evidence) -> Sight:
     """Find the one entry that never changes within an episode where all others do: in decades of steps.
 
-    Indicators and parameters of the world do not change, either, but they come in blocks, or are always 1.
+    Indicators and parameters of the world do not change, either, but come in blocks, or are always the same, not 0.
     """
     entries, pairs = dict(_list_entries(evidence.blocks)), np.flatnonzero(evidence.has_next)
     many = sum(1 for _ in _list_continuous(evidence.blocks))
     if not len(evidence.blocks) == len(entries) <= min(FEW, 2 * many):
         raise CannotTellError("observations are not a few numbers, most of them continuous")
     idle = [name for name, values in entries.items() if (values[pairs + 1] == values[pairs]).all()]
-    if len(idle) != 1 or (entries[idle[0]] == 1).all():
+    if len(idle) != 1 or (np.ptp(values := entries[idle[0]]) == 0 and values[0]):
         return Sight(0.0)
-    values = entries[idle[0]]
-    same = f"is always {values[0]:.4g}" if np.ptp(values) == 0 else "never changes within an episode"
+    same = "never changes within an episode" if values.any() else "is always 0"
     return Sight(
         float(np.log10(max(len(pairs), 1))),
         "observation",

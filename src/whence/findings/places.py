@@ -38,6 +38,13 @@ _RIDGE = 1e-3
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
 _NARROW = 96
 _STRETCHES = 8
+_STRETCH = 64
+
+_ERRORS = 2
+"""Standard errors that a slope is taken to be off by, as the place is the most notable of many."""
+
+LEAST_TAKEN, _LEAST_UNITS = 30, 8
+"""Records of a place, and episodes or stretches of them, from which on slopes are compared."""
 _MOVES = -2, -1, 0, 1, 2
 _CANDIDATES = 4
 
@@ -64,6 +71,12 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
         raise CannotTellError("the observation is not a few numbers")
     change = evidence.state[rows + 1] - evidence.state[rows]
     return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
+
+
+def cut_units(evidence: Evidence, rows: np.ndarray) -> Int[np.ndarray, " n"]:
+    """Return the number of the episode of each of some records, or of its stretch of a long one."""
+    stretch = evidence.columns["step"][rows].astype(np.int64) // _STRETCH
+    return np.asarray(evidence.episodes[rows] * 2**32 + stretch, dtype=np.int64)
 
 
 class Place(NamedTuple):
@@ -212,22 +225,51 @@ class Ridge:
 class Misfit(NamedTuple):
     """The mean squared misfit of the records of a place, and after a change of what is predicted.
 
-    `explained` is the share of the variance that the changed prediction explains; `change` says what was changed.
+    `weight` is the number of its records, or the precision of a slope; `explained` is the share of the variance that
+    the changed prediction explains; `change` says what was changed.
     """
 
     misfit: float
     changed: float
-    records: int
+    weight: float
     explained: float
     change: float
+    slope: float = 1.0
+
+    @property
+    def likelihood(self) -> float:
+        """How much likelier a change makes all of it."""
+        return self.exceed(FLOOR) * self.weight * self.explained
 
     def exceed(self, reference: float) -> float:
         """Return the log of how many times a change lowers the misfit, down to what other places have at most."""
         return float(np.log(max(self.misfit, 1e-12) / max(self.changed, reference, 1e-12)))
 
 
-Measure = Callable[[Ridge, Mask, Mask], Misfit | None]
-"""Returns the misfit of a place by a fit without some records; None: too few of its records are like others."""
+Measure = Callable[[Ridge, Mask, Mask, Misfit | None], Misfit | None]
+"""Returns the misfit of a place by a fit without some records, by the change of another one if that is given; None:
+too few of its records are like others."""
+
+
+def compare_slopes(
+    expected: Matrix, seen: Matrix, controls: Matrix, units: Int[np.ndarray, " n"], other: float, change: float
+) -> Misfit | None:
+    """Compare the slope of what is seen on what is expected with 1, and with another, less what controls explain.
+
+    Both are squared distances with the slope's squared error over units, in which records depend on each other.
+    """
+    numbers = np.unique(units, return_inverse=True)[1]
+    if len(expected) < LEAST_TAKEN or numbers.max() + 1 < _LEAST_UNITS:
+        return None
+    gram = controls.T @ controls
+    gram[np.diag_indices_from(gram)] += _RIDGE * len(controls)
+    expected = expected - controls @ np.linalg.solve(gram, controls.T @ expected)
+    size = max(float((expected**2).sum()), 1e-12)
+    slope = float((expected * seen).sum()) / size
+    seen = seen - controls @ np.linalg.solve(gram, controls.T @ seen)
+    sums = np.bincount(numbers, (expected * (seen - slope * expected)).sum(axis=1))
+    error = _ERRORS**2 * float(sums @ sums) / size**2
+    return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope)
 
 
 class Outstanding(NamedTuple):
@@ -239,7 +281,12 @@ class Outstanding(NamedTuple):
 
 
 def find_outstanding(
-    atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure, *, is_narrowed: bool = True
+    atlas: Atlas,
+    ridge: Ridge,
+    places: Sequence[Place],
+    measure: Measure,
+    *,
+    is_narrowed: bool = True,
 ) -> Outstanding:
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
@@ -252,13 +299,13 @@ def find_outstanding(
     """
 
     def weigh(place: Place) -> float:
-        misfit = measure(narrow, place.mask, place.mask)
-        return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.records * misfit.explained
+        misfit = measure(narrow, place.mask, place.mask, None)
+        return -np.inf if misfit is None else misfit.likelihood
 
     narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
-    rough = [measure(narrow, place.mask, place.mask) for place in places]
+    rough = [measure(narrow, place.mask, place.mask, None) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
-    weights = [-np.inf if one is None else (one.misfit - one.changed) * one.records for one in rough]
+    weights = [-np.inf if one is None else (one.misfit - one.changed) * one.weight for one in rough]
     rng, best, seen = np.random.default_rng(0), list[Outstanding](), set[tuple[str, int | None]]()
     for number in np.argsort(weights)[::-1]:
         place = places[number]
@@ -268,12 +315,14 @@ def find_outstanding(
             continue
         seen.add((place.key or place.text, place.action))
         place = max(atlas.vary(place), key=weigh)
-        misfit = measure(ridge, place.mask, place.mask)
+        misfit = measure(ridge, place.mask, place.mask, None)
         others = [one.mask & ~place.mask for one in places if (one.action is None) == (place.action is None)]
         others = [mask for mask in others if mask.mean() >= _SHARES[0]]
         chosen = [others[i] for i in rng.permutation(len(others))[:_PLACEBOS]]
-        seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.mask))]
-        if misfit is None or len(seen_there) < _LEAST_PLACEBOS:
+        if misfit is None:
+            continue
+        seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.mask, misfit))]
+        if len(seen_there) < _LEAST_PLACEBOS:
             continue
         reference = max(FLOOR, float(np.quantile([one.misfit for one in seen_there], 0.75)))
         usual = max(float(np.median([one.explained for one in seen_there])), 1e-9)

@@ -91,7 +91,7 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
     atlas, ridge = _prepare(evidence)
     episodes = atlas.evidence.episodes[atlas.rows]
 
-    def measure(ridge: Ridge, place: Mask, without: Mask) -> Misfit | None:
+    def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
         paid, due, _ = _compare(ridge, episodes, place, without)
         if len(paid) <= MATCHED * place.sum():
             return None

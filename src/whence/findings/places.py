@@ -37,10 +37,13 @@ LAGS = 1, 2
 
 _RIDGE = 1e-3
 _PARTS = 2, 3
+"""Parts of an entry that models are fitted without: a fault within one of them does not bend the model of it."""
+
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
 _NARROW = 96
 _STRETCHES = 8
 _STRETCH = 64
+"""Steps of an episode that depend on each other at most, so that one long episode also has an error."""
 
 _BORDER = 1
 """Fine cuts on each side of a range that are left out of its models: an end is never where a fault ends."""
@@ -207,10 +210,8 @@ class Atlas:
             for action in (None, *range(len(self.actions))):
                 rows = known if action is None else known & self.actions[action][1]
                 a, b = seen[rows], expected[rows]
-                counts, *sums, products = (
-                    np.bincount(bins[rows], each, last) for each in (np.ones(len(a)), a, b, a * b)
-                )
-                products = products - sums[0] * sums[1] / np.maximum(counts, 1)
+                counts, *sums = (np.bincount(bins[rows], each, last) for each in (np.ones(len(a)), a, b, a * b))
+                products = sums[2] - sums[0] * sums[1] / np.maximum(counts, 1)
                 share, total = (np.append(0, np.cumsum(each)) for each in (counts / len(bins), products))
                 size, opposite = share[None] - share[:, None], total[:, None] - total[None]
                 fits = (size >= _SHARES[0]) & (size <= _SHARES[1])

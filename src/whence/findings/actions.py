@@ -19,24 +19,20 @@ from whence.findings.places import (
     Matrix,
     Misfit,
     Ridge,
+    compare_slopes,
+    cut_units,
     find_outstanding,
     read_moves,
 )
 
 _WIDTH = 48
-_FEW_ACTIONS = 6
+_FEW_ACTIONS = 8
 
 _PRODUCTS = 320
 """Products of actions and the state that are used at most; of more none, for the time that they take."""
 
 _PRECISE = 0.03
 """The part of a move's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
-
-_LEAST_TAKEN = 30
-"""Records of a pair of actions in a place from which on the two are compared."""
-
-_HALFWAY = 0.5
-"""The part of the way from one action's effect to the other's, beyond which it is rather the other's."""
 
 
 def look_at_spread(evidence: Evidence) -> Sight:
@@ -105,9 +101,10 @@ def look_at_swaps_of_parts(evidence: Evidence) -> Sight:
 
 
 def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
-    """Return the log of the squared misses by the action that was taken over those by another one.
+    """Return the log of how much nearer an effect is to that of another action than to its usual one.
 
-    Misses are taken along the difference that the two actions make, so that nothing else that differs counts.
+    The effect is the slope of moves on the difference that the two actions make elsewhere, which needs no good
+    prediction of the whole move.
     """
     whole, evidence = evidence, evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
@@ -121,8 +118,11 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
     scale = np.maximum(np.sqrt(np.median((change - fitted) ** 2, axis=0)) / 0.674, _PRECISE)
     others = [_describe_actions(state, other) - basis for _, _, other in swaps]
     start = expand(state[:1], _WIDTH).shape[1]
+    takers = [each for _, each, _ in swaps]
+    controls = np.hstack([np.ones((len(state), 1)), state])
+    units = cut_units(evidence, rows)
 
-    def measure(ridge: Ridge, place: Mask, without: Mask) -> Misfit | None:
+    def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
         coefficients, inverse = ridge.fit(without)
         known = ridge.measure_support(inverse, place)
         if known.mean() < MATCHED:
@@ -130,17 +130,14 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
         rows_here = np.flatnonzero(place)[known]
         missed = (change[rows_here] - ridge.basis[rows_here] @ coefficients.astype(np.float32)) / scale
         best: Misfit | None = None
-        for number, (_, takers, _) in enumerate(swaps):
-            here = takers[rows_here]
-            if here.sum() < _LEAST_TAKEN:
-                continue
-            difference = (others[number][rows_here[here], start:] @ coefficients[start:].astype(np.float32)) / scale
-            size = np.maximum(np.sqrt((difference**2).sum(axis=1)), 1e-9)
-            along = (missed[here] * difference).sum(axis=1) / size
-            part = float(along @ size / (size @ size))
-            before, after = float((along**2).mean()), float(((along - size) ** 2).mean())
-            if best is None or before - after > best.misfit - best.changed:
-                best = Misfit(before, after, int(here.sum()), float(part > _HALFWAY), number)
+        for number in range(len(swaps)) if like is None else [int(like.change)]:
+            taken = takers[number][rows_here]
+            here = rows_here[taken]
+            # Half of the difference of the two actions: the slope of moves on it is 1, or -1 of the other action.
+            half = (others[number][here, start:] @ coefficients[start:].astype(np.float32)) / scale / -2
+            one = compare_slopes(half, missed[taken] + half, controls[here], units[here], -1.0, number)
+            if one and (best is None or one.likelihood > best.likelihood):
+                best = one
         return best
 
     atlas = Atlas(evidence, rows)
@@ -148,16 +145,16 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure, is_narrowed=False)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)
-    text, takers, _ = swaps[int(misfit.change)]
+    text, taken, _ = swaps[int(misfit.change)]
     return Sight(
         statistic,
         "dynamics",
-        f"{text} {place.text}, in {(place.mask & takers).mean():.0%} of the steps: moves are missed "
-        f"{np.sqrt(misfit.misfit / max(misfit.changed, 1e-9)):.2g} times as far as with the other action",
-        "A model of moves that was fitted without these steps predicts them better from the other action than from the "
-        "one that was taken, and does not elsewhere.",
+        f"{text} {place.text}, in {(place.mask & taken).mean():.0%} of the steps: their difference has "
+        f"{misfit.slope:.2g} times its effect elsewhere",
+        "A model of moves was fitted without these steps; the slope of what it misses on the difference of the two "
+        "actions is 1 where they act as elsewhere, and -1 where each acts as the other.",
         f"Compare how the environment and its wrappers read actions {place.text} with elsewhere.",
-        atlas.mark(whole, place._replace(mask=place.mask & takers)),
+        atlas.mark(whole, place._replace(mask=place.mask & taken)),
     )
 
 

@@ -1,5 +1,6 @@
 """Places in a run, and models that were fitted without one: is it predicted as well as other places are?"""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,9 +36,23 @@ LAGS = 1, 2
 """Steps by which a reward or an action may be late: a buffer, or two."""
 
 _RIDGE = 1e-3
+_PARTS = 2, 3
+"""Parts of an entry that models are fitted without: a fault within one of them does not bend the model of it."""
+
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
 _NARROW = 96
 _STRETCHES = 8
+_STRETCH = 64
+"""Steps of an episode that depend on each other at most, so that one long episode also has an error."""
+
+_BORDER = 1
+"""Fine cuts on each side of a range that are left out of its models: an end is never where a fault ends."""
+
+_ERRORS = 2
+"""Standard errors that a slope is taken to be off by, as the place is the most notable of many."""
+
+LEAST_TAKEN, _LEAST_UNITS = 30, 8
+"""Records of a place, and episodes or stretches of them, from which on slopes are compared."""
 _MOVES = -2, -1, 0, 1, 2
 _CANDIDATES = 4
 
@@ -66,6 +81,12 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
     return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
+def cut_units(evidence: Evidence, rows: np.ndarray) -> Int[np.ndarray, " n"]:
+    """Return the number of the episode of each of some records, or of its stretch of a long one."""
+    stretch = evidence.columns["step"][rows].astype(np.int64) // _STRETCH
+    return np.asarray(evidence.episodes[rows] * 2**32 + stretch, dtype=np.int64)
+
+
 class Place(NamedTuple):
     """Records that satisfy conditions: an action (or none), and a range of an entry, a copy, or the later rounds.
 
@@ -78,6 +99,12 @@ class Place(NamedTuple):
     action: int | None = None
     key: str = ""
     ends: tuple[int, int] = (0, 0)
+    border: Mask | None = None
+
+    @property
+    def around(self) -> Mask:
+        """The records that no model of it is fitted on: also those next to a range, that may have the same fault."""
+        return self.mask if self.border is None else self.mask | self.border
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,16 +138,23 @@ class Atlas:
     def make_range(self, name: str, first: int, last: int, action: int | None = None) -> Place:
         """Return the place between two cuts of an entry, where an action was taken."""
         values, (low, high) = self.evidence.features[name][self.rows], self.levels[name][[first, last]]
+        mask = (values >= low) & (values < high)
         text = f"{name} ≥ {low:.3g}" if np.isinf(high) else f"{name} < {high:.3g}"
         if np.isfinite([low, high]).all():
             text = f"{low:.3g} ≤ {name} < {high:.3g}"
-        place = Place(f"where {text}", (values >= low) & (values < high), "range", None, name, (first, last))
+        levels = self.levels[name]
+        low, high = levels[max(0, first - _BORDER)], levels[min(len(levels) - 1, last + _BORDER)]
+        border = (values >= low) & (values < high) & ~mask
+        # Of few values, what is next to them may be all the rest.
+        some = border if (mask | border).mean() <= _SHARES[1] + 0.1 else None
+        place = Place(f"where {text}", mask, "range", None, name, (first, last), some)
         return place if action is None else self.restrict(place, action)
 
     def restrict(self, place: Place, action: int) -> Place:
         """Return the part of a place where an action was taken."""
         name, mask = self.actions[action]
-        return place._replace(text=f"for {name} {place.text}", mask=place.mask & mask, action=action)
+        border = None if place.border is None else place.border & mask
+        return place._replace(text=f"for {name} {place.text}", mask=place.mask & mask, border=border, action=action)
 
     def list_ranges(self) -> Iterator[Place]:
         """Yield the ranges of each entry between coarse cuts."""
@@ -156,6 +190,35 @@ class Atlas:
         """Return a mask of a place's records over the whole evidence, which these are a part of."""
         keys = [one.columns["round"] * 2**32 + one.columns["record_id"] for one in (self.evidence, whole)]
         return np.isin(keys[1], keys[0][self.rows[place.mask]])
+
+    def propose_ranges(self, ridge: "Ridge") -> list[Place]:
+        """Return each entry's range, of all records and of each action, where targets are most the opposite.
+
+        Halves and thirds of an entry are predicted by fits without them; the sums of products less their means, between
+        fine cuts, then tell it for all ranges at once.
+        """
+        proposed, ridge, seen = [], ridge.narrow(_NARROW), ridge.targets[:, 0]
+        for (name, levels), parts in itertools.product(self.levels.items(), _PARTS):
+            values, last = self.evidence.features[name][self.rows], len(levels) - 1
+            bins = np.searchsorted(levels[1:-1], values, side="right")
+            expected, known = np.zeros(len(bins)), np.zeros(len(bins), dtype=bool)
+            for part in range(parts):
+                mask = bins * parts // last == part
+                if mask.any():
+                    predicted, known[mask] = ridge.predict(mask, mask)
+                    expected[mask] = np.clip(predicted[:, 0], seen.min(), seen.max())
+            for action in (None, *range(len(self.actions))):
+                rows = known if action is None else known & self.actions[action][1]
+                a, b = seen[rows], expected[rows]
+                counts, *sums = (np.bincount(bins[rows], each, last) for each in (np.ones(len(a)), a, b, a * b))
+                products = sums[2] - sums[0] * sums[1] / np.maximum(counts, 1)
+                share, total = (np.append(0, np.cumsum(each)) for each in (counts / len(bins), products))
+                size, opposite = share[None] - share[:, None], total[:, None] - total[None]
+                fits = (size >= _SHARES[0]) & (size <= _SHARES[1])
+                if fits.any():
+                    first, end = np.unravel_index(np.where(fits, opposite, -np.inf).argmax(), fits.shape)
+                    proposed.append(self.make_range(name, int(first), int(end), action))
+        return proposed
 
     def vary(self, place: Place) -> list[Place]:
         """Return a range with one end or both moved by a fine cut, and itself."""
@@ -212,22 +275,51 @@ class Ridge:
 class Misfit(NamedTuple):
     """The mean squared misfit of the records of a place, and after a change of what is predicted.
 
-    `explained` is the share of the variance that the changed prediction explains; `change` says what was changed.
+    `weight` is the number of its records, or the precision of a slope; `explained` is the share of the variance that
+    the changed prediction explains; `change` says what was changed.
     """
 
     misfit: float
     changed: float
-    records: int
+    weight: float
     explained: float
     change: float
+    slope: float = 1.0
+
+    @property
+    def likelihood(self) -> float:
+        """How much likelier a change makes all of it."""
+        return self.exceed(FLOOR) * self.weight * self.explained
 
     def exceed(self, reference: float) -> float:
         """Return the log of how many times a change lowers the misfit, down to what other places have at most."""
         return float(np.log(max(self.misfit, 1e-12) / max(self.changed, reference, 1e-12)))
 
 
-Measure = Callable[[Ridge, Mask, Mask], Misfit | None]
-"""Returns the misfit of a place by a fit without some records; None: too few of its records are like others."""
+Measure = Callable[[Ridge, Mask, Mask, Misfit | None], Misfit | None]
+"""Returns the misfit of a place by a fit without some records, by the change of another one if that is given; None:
+too few of its records are like others."""
+
+
+def compare_slopes(
+    expected: Matrix, seen: Matrix, controls: Matrix, units: Int[np.ndarray, " n"], other: float, change: float
+) -> Misfit | None:
+    """Compare the slope of what is seen on what is expected with 1, and with another, less what controls explain.
+
+    Both are squared distances with the slope's squared error over units, in which records depend on each other.
+    """
+    numbers = np.unique(units, return_inverse=True)[1]
+    if len(expected) < LEAST_TAKEN or numbers.max() + 1 < _LEAST_UNITS:
+        return None
+    gram = controls.T @ controls
+    gram[np.diag_indices_from(gram)] += _RIDGE * len(controls)
+    expected = expected - controls @ np.linalg.solve(gram, controls.T @ expected)
+    size = max(float((expected**2).sum()), 1e-12)
+    slope = float((expected * seen).sum()) / size
+    seen = seen - controls @ np.linalg.solve(gram, controls.T @ seen)
+    sums = np.bincount(numbers, (expected * (seen - slope * expected)).sum(axis=1))
+    error = _ERRORS**2 * float(sums @ sums) / size**2
+    return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope)
 
 
 class Outstanding(NamedTuple):
@@ -239,7 +331,12 @@ class Outstanding(NamedTuple):
 
 
 def find_outstanding(
-    atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure, *, is_narrowed: bool = True
+    atlas: Atlas,
+    ridge: Ridge,
+    places: Sequence[Place],
+    measure: Measure,
+    *,
+    is_narrowed: bool = True,
 ) -> Outstanding:
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
@@ -252,13 +349,13 @@ def find_outstanding(
     """
 
     def weigh(place: Place) -> float:
-        misfit = measure(narrow, place.mask, place.mask)
-        return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.records * misfit.explained
+        misfit = measure(narrow, place.mask, place.around, None)
+        return -np.inf if misfit is None else misfit.likelihood
 
     narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
-    rough = [measure(narrow, place.mask, place.mask) for place in places]
+    rough = [measure(narrow, place.mask, place.around, None) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
-    weights = [-np.inf if one is None else (one.misfit - one.changed) * one.records for one in rough]
+    weights = [-np.inf if one is None else (one.misfit - one.changed) * one.weight for one in rough]
     rng, best, seen = np.random.default_rng(0), list[Outstanding](), set[tuple[str, int | None]]()
     for number in np.argsort(weights)[::-1]:
         place = places[number]
@@ -268,12 +365,14 @@ def find_outstanding(
             continue
         seen.add((place.key or place.text, place.action))
         place = max(atlas.vary(place), key=weigh)
-        misfit = measure(ridge, place.mask, place.mask)
-        others = [one.mask & ~place.mask for one in places if (one.action is None) == (place.action is None)]
+        misfit = measure(ridge, place.mask, place.around, None)
+        others = [one.mask & ~place.around for one in places if (one.action is None) == (place.action is None)]
         others = [mask for mask in others if mask.mean() >= _SHARES[0]]
         chosen = [others[i] for i in rng.permutation(len(others))[:_PLACEBOS]]
-        seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.mask))]
-        if misfit is None or len(seen_there) < _LEAST_PLACEBOS:
+        if misfit is None:
+            continue
+        seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.around, misfit))]
+        if len(seen_there) < _LEAST_PLACEBOS:
             continue
         reference = max(FLOOR, float(np.quantile([one.misfit for one in seen_there], 0.75)))
         usual = max(float(np.median([one.explained for one in seen_there])), 1e-9)

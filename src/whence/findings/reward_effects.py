@@ -34,6 +34,9 @@ Episodes = NDArray[np.int64]
 _DIRECTIONS = 256
 """Directions of all columns that are used at most, for the time that it takes."""
 
+_OPPOSITE = -0.5
+"""The slope of what is paid on what is due that is nearer to the opposite than to nothing."""
+
 _KINKS = 0.25, 0.5, 0.75
 """Quantiles of each entry at which rewards may bend."""
 
@@ -91,7 +94,7 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
     atlas, ridge = _prepare(evidence)
     episodes = atlas.evidence.episodes[atlas.rows]
 
-    def measure(ridge: Ridge, place: Mask, without: Mask) -> Misfit | None:
+    def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
         paid, due, _ = _compare(ridge, episodes, place, without)
         if len(paid) <= MATCHED * place.sum():
             return None
@@ -109,12 +112,16 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
 
     # An agent may cease to do what is paid for by an action, so that rewards that are missing later are of all.
     places = [] if in_parts else atlas.list_places(atlas.list_ranges())
+    if not in_parts and not is_missing:
+        places += atlas.propose_ranges(ridge)
     if in_parts or is_missing:
         places += atlas.list_places(atlas.list_parts(), by_action=not is_missing)
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)
-    paid, due, units = _compare(ridge, episodes, place.mask, place.mask)
+    if not in_parts and not is_missing and misfit.change > _OPPOSITE:
+        return Sight(0.0)  # less is how many rewards are made
+    paid, due, units = _compare(ridge, episodes, place.mask, place.around)
     interval = "" if is_missing else f" ({_say_interval(paid, due, units)})"
     return Sight(
         statistic,
@@ -130,7 +137,7 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
 
 def _say_slope(slope: float) -> str:
     """Return a verb for the slope of what is paid on what is due, by the nearest of what it may mean."""
-    if slope < -0.5:
+    if slope < _OPPOSITE:
         return "has the opposite sign"
     return "is missing" if slope < 0.25 else "is smaller" if slope < 1 else "is larger"
 

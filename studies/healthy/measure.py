@@ -1,4 +1,4 @@
-"""What each detector of findings shows on runs of public environments: the healthy ones are the reference that ships with the package.
+"""What each detector of findings shows on runs of public environments; the healthy ones make the package's reference.
 
 Run: `python -m studies.healthy.measure results/healthy [--runs out/healthy] [--only NAME]`. It measures what is not
 measured yet; a detector whose source changed is named by `--only`, and is measured anew. The reference,

@@ -29,7 +29,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "gymchem/CSTREnv": "process control: a reactor; episodes of 1,000 steps",
     "gymnasium_search_race:gymnasium_search_race/SearchRace-v3": "driving; two axes; a reward at checkpoints alone",
     "maze_world:RandomMaze-11x11-v0": "a dict of two maps; mazes that no seed repeats; every step costs",
-    "gym_electric_motor:Finite-SC-PermExDc-v0": "an electric motor; eight switching states; ends by a limit on currents",
+    "gym_electric_motor:Finite-SC-PermExDc-v0": "an electric motor; eight switching states; a limit on currents",
 }
 """What each environment is here for. All take less than 0.9 ms a step to train."""
 

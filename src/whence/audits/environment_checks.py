@@ -1,7 +1,7 @@
 """What is checked of an environment before training: what only play can tell, then what findings read of records."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -126,15 +126,14 @@ def look_at_errors(play: Play) -> Said:
 def look_at_spaces(play: Play) -> Said:
     """Compare each observation with its space."""
     observations = [each for episode in play.episodes for each in episode.observations]
-    counts, examples = Counter[tuple[Rank, str]](), dict[tuple[Rank, str], str]()
+    examples = defaultdict[tuple[Rank, str], list[str]](list)
     for observation in observations:
         for rank, what, example in _list_breaks(play.env.observation_space, observation, "The observation"):
-            counts[rank, what] += 1
-            examples.setdefault((rank, what), example)
+            examples[rank, what].append(example)
     advice = "Let the space say what is returned, or return what the space says: policies are built for the space."
     return [
-        Finding("observation", f"{what}, in {count:,} of {len(observations):,}", examples[rank, what], advice, rank)
-        for (rank, what), count in counts.items()
+        Finding("observation", f"{what}, in {len(each):,} of {len(observations):,}", each[0], advice, rank)
+        for (rank, what), each in examples.items()
     ] or f"{len(observations):,} observations have the shape, dtype and bounds of their space"
 
 
@@ -284,13 +283,14 @@ def look_at_effects(play: Play) -> Said:
     groups = [_group([state[k] for state in play.tries]) for k in range(len(play.axes))]
     if all(len(each) == 1 for each in groups):
         acts = _differ_later(play)
-        title, rank = "No action does anything" + " in most states" * acts, "unusual" if acts else "wrong"
+        rank: Rank = "unusual" if acts else "wrong"
+        title = "No action does anything" + " in most states" * acts
         whole = "differ by their actions, so that some do later" if acts else "are the same, whatever is done"
         evidence += f" Whole episodes of one seed {whole}."
         return [Finding("dynamics", title, evidence, "See that step reads the action, and when it does.", rank)]
     titles = [title for axis, each in zip(play.axes, groups, strict=True) for title in _say_equal(play, axis, each)]
-    shows = [{h for values in state for h in range(HORIZON) if _count(values, h) > 1} for state in play.tries]
-    if not any(0 in each for each in shows) and sum(map(bool, shows)) >= max(_FEW, states / 2):
+    shown = np.array([[_is_seen(state, step) for step in range(HORIZON)] for state in play.tries])
+    if not shown[:, 0].any() and shown.any(axis=1).sum() >= max(_FEW, states / 2):
         titles.append("What an action does is not in the observation after it, but in a later one")
     advice = "See that step reads each value and returns what came of it. If it is meant: leave out what is of no use."
     count = sum(len(axis.values) for axis in play.axes)
@@ -301,10 +301,15 @@ def look_at_effects(play: Play) -> Said:
 
 def _group(tries: Sequence[Any]) -> list[list[int]]:
     """Return the values of an axis in groups that do the same in all states."""
-    groups: dict[str, list[int]] = {}
+    groups = defaultdict[str, list[int]](list)
     for i in range(len(tries[0])):
-        groups.setdefault(repr([state[i] for state in tries]), []).append(i)
+        groups[repr([state[i] for state in tries])].append(i)
     return [*groups.values()]
+
+
+def _is_seen(state: Sequence[Any], step: int) -> bool:
+    """Return whether observations at a step after an action depend on it."""
+    return any(len({outcomes[step][0] for outcomes in values if len(outcomes) > step}) > 1 for values in state)
 
 
 def _differ_later(play: Play) -> bool:
@@ -313,11 +318,6 @@ def _differ_later(play: Play) -> bool:
     held = [episode for episode in play.episodes if episode.held]
     pairs = (zip(each.list_outcomes(), by_seed[each.seed], strict=False) for each in held)
     return any(one != other for pair in pairs for one, other in pair)
-
-
-def _count(values: Sequence[Any], step: int) -> int:
-    """Return how many different observations there are at a step after an axis' values."""
-    return len({outcomes[step][0] for outcomes in values if len(outcomes) > step})
 
 
 def _say_equal(play: Play, axis: Axis, groups: Sequence[Sequence[int]]) -> Iterator[str]:
@@ -345,13 +345,14 @@ def look_at_ranges(play: Play) -> Said:
     low, high = space.low.ravel().astype(np.float64), space.high.ravel().astype(np.float64)
     width = np.where(np.isfinite(high - low), high - low, 1)
     reached, drawn = (np.clip(2, low, high) - np.clip(-2, low, high)) / width, norm.cdf(high) - norm.cdf(low)
-    advice = "Let the environment take actions from −1 to 1 and scale them (`gymnasium.wrappers.RescaleAction`)."
-    for what, share in (("reaches {:.1%} of it within two deviations", reached), ("draws {:.1%} within it", drawn)):
-        if share.min() < _SHARE:
-            i, count = int(share.argmin()), int((share < _SHARE).sum())
-            title = f"Action a{i} is from {low[i]:g} to {high[i]:g}: a new Gaussian policy {what.format(share[i])}"
-            evidence = f"It begins with mean 0 and deviation 1, whatever the range is. Axes like that: {count}."
-            return [Finding("setting", title, evidence, advice, "unusual")]
+    share = np.minimum(reached, drawn)
+    i = int(share.argmin())
+    if share[i] < _SHARE:
+        what = f"reaches {reached[i]:.1%} of it within two deviations, and draws {drawn[i]:.1%} within it"
+        title = f"Action a{i} is from {low[i]:g} to {high[i]:g}: a new Gaussian policy {what}"
+        evidence = f"It begins with mean 0 and deviation 1. Axes like that: {(share < _SHARE).sum()}."
+        advice = "Let the environment take actions from −1 to 1 and scale them (`gymnasium.wrappers.RescaleAction`)."
+        return [Finding("setting", title, evidence, advice, "unusual")]
     return "a Gaussian policy of deviation 1 suits them"
 
 

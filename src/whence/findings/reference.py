@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from whence.findings.detectors import Detector
-from whence.findings.finding import Outcome
+from whence.findings.finding import Rank
 
 TABLE = Path(__file__).with_name("reference.csv")
 """Rows of detector, environment, family and statistic, written by `python -m studies.healthy.measure`."""
@@ -34,7 +34,7 @@ def read_reference(keeps: Callable[[str, str], bool] = lambda environment, famil
     return {name: sorted(values, reverse=True) for name, values in statistics.items()}
 
 
-def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Outcome, str]:
+def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Rank | Literal["fine"], str]:
     """Return what a statistic is compared with those of healthy environments, largest first, and that in words.
 
     Beyond all of them it is unusual; beyond the largest by `MARGIN` it is wrong; but what is smaller than the least

@@ -49,8 +49,8 @@ def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
     return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
 
 
-def _say(number: int, *words: str) -> Finding:
-    return Finding("setting", *words, round=number)
+def _say(number: int, title: str, evidence: str, advice: str) -> Finding:
+    return Finding("setting", title, evidence, advice, round=number)
 
 
 def _drops_nearly_all(rows: Rows) -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """What was looked at in a run: outcomes, the findings among them, and both in the terminal and on the page."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from whence.findings import choose_findings, count_outcomes, find, inspect, say_nothing_stands_out
+from whence.findings.detectors import Detector
 from whence.findings.finding import CannotTellError, Check, Finding, Sight
+from whence.findings.reference import compare
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
 
@@ -19,17 +20,18 @@ LONG = "A" * 250
 HOSTILE = "[red]x[/] \x1b[31m<img src=x>"
 
 
-def see(statistic: float, p: float | None = None) -> Callable[[Any], Sight]:
-    return lambda evidence: Sight(
-        statistic, "reward", f"Rewards of {HOSTILE}", "Seen.", "Look.", evidence.actions > 0, p
-    )
+def see(statistic: float, p: float | None = None, **rules: Any) -> Detector:
+    def look(evidence: Any) -> Sight:
+        return Sight(statistic, "reward", f"Rewards of {HOSTILE}", "Seen.", "Look.", evidence.actions > 0, p)
+
+    return Detector(look, **{"least": 0.0, **rules})
 
 
-def see_nothing(reason: str) -> Callable[[Any], Sight]:
+def see_nothing(reason: str) -> Detector:
     def look(evidence: Any) -> Sight:
         raise CannotTellError(reason)
 
-    return look
+    return Detector(look, 0.0)
 
 
 def make_agent(path: Any, **changes: Any) -> RunDirectory:
@@ -45,7 +47,7 @@ def agent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
         "images": see_nothing(f"it has none of {HOSTILE}"),
         "pixels": see_nothing(f"it has none of {HOSTILE}"),
         "pace": see(2.4),
-        "copies": see(1.3, p=0.001),
+        "copies": see(1.6, p=0.001),
         "entropy": see(0.0),
         "ends": see(0.1),
         f"luck{LONG}": see(9.0, p=0.02),
@@ -59,7 +61,7 @@ def test_outcomes_say_how_a_figure_compares_with_healthy_environments(agent: Run
     checks = {check.name: (check.outcome, check.text) for check in inspect(agent)}
     reason = f"because it has none of {HOSTILE}"
     assert [*checks.items()] == [
-        ("copies", ("wrong", "larger than in any run of 1 healthy environments, 1.3 times the largest")),
+        ("copies", ("wrong", "larger than in any run of 1 healthy environments, 1.6 times the largest")),
         ("ends", ("wrong", "seen in no run of 1 healthy environments")),
         ("pace", ("unusual", "larger than in any run of 2 healthy environments")),
         ("entropy", ("fine", "nothing is seen")),
@@ -70,12 +72,29 @@ def test_outcomes_say_how_a_figure_compares_with_healthy_environments(agent: Run
     assert count_outcomes(inspect(agent)) == "2 wrong, 1 unusual, 2 fine, 2 could not be looked at"
 
 
+@pytest.mark.parametrize(
+    ("statistic", "rules", "outcome", "text"),
+    [
+        (3.5, {}, "wrong", "larger than in any run of 2 healthy environments, 1.75 times the largest"),
+        (2.5, {}, "unusual", "larger than in any run of 2 healthy environments"),
+        (1.5, {}, "fine", "as large in 1 of 2 healthy environments"),
+        (3.5, {"least": 4.0}, "fine", "too little to matter"),
+        (3.5, {"most": "unusual"}, "unusual", "larger than in any run of 2 healthy environments"),
+        (0.1, {"most": "unusual", "is_fact": True}, "unusual", "true by itself"),
+    ],
+)
+def test_a_detector_says_what_matters_and_what_is_at_most_unusual(
+    statistic: float, rules: dict[str, Any], outcome: str, text: str
+) -> None:
+    assert compare(statistic, HEALTHY["pace"], see(0.0, **rules)) == (outcome, text)
+
+
 def test_findings_are_those_of_the_checks_and_have_their_ranks(agent: RunDirectory) -> None:
     first, *others = find(agent)
     assert [first.rank, *(one.rank for one in others)] == ["wrong", "wrong", "unusual"]
     assert [first, *others] == [check.finding for check in inspect(agent)[:3]]
     # The chance is said only where there is a test.
-    beyond = "Seen. It is larger than in any run of 1 healthy environments, 1.3 times the largest."
+    beyond = "Seen. It is larger than in any run of 1 healthy environments, 1.6 times the largest."
     assert first.evidence == f"{beyond} The chance of this where nothing is wrong is 0.001."
     assert others[1].evidence == "Seen. It is larger than in any run of 2 healthy environments."
     assert (first.p, others[1].p) == (0.001, None)

@@ -54,7 +54,6 @@ def healthy(**columns: Any) -> Evidence:
         config={"n_envs": COPIES, "env_wrappers": [{}], "hyperparameters": settings},
         metrics=pl.DataFrame(metrics),
         columns={name: np.asarray(column, dtype=float) for name, column in {**named, **columns}.items()},
-        votes=np.zeros((N, 1)),
         actions=actions,
         action_names=["wait", "push"],
         features=features,

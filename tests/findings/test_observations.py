@@ -48,11 +48,7 @@ def make_run() -> Evidence:
     columns |= {"episode_id": EPISODE, "reward": rng.normal(size=N)}
     evidence = Evidence(
         {"observation_space": {"type": "Box", "low": [-99.0], "high": [99.0]}},
-        *(
-            pl.DataFrame(),
-            {name: np.asarray(values, dtype=float) for name, values in columns.items()},
-            np.zeros((N, 1)),
-        ),
+        *(pl.DataFrame(), {name: np.asarray(values, dtype=float) for name, values in columns.items()}),
         *(rng.integers(0, 2, N), ["left", "right"], {}, {}, np.where(LAST, "terminated", "")),
     )
     entries = {"speed": speed.ravel(), "place": place.ravel(), "noise": rng.normal(size=N), "alarm": LAST * 1.0}

@@ -55,7 +55,7 @@ def make(swapped: Where | None = None, delay: int = 0, *, is_box: bool = False) 
     blocks = {name: values[:, None] for name, values in features.items()}
     ends = np.where(STEP == LENGTH - 1, "truncated", "")
     taken = actions[:, None] if is_box else actions
-    return Evidence({}, pl.DataFrame(), columns, np.full((N, 1), np.nan), taken, names, features, blocks, ends)
+    return Evidence({}, pl.DataFrame(), columns, taken, names, features, blocks, ends)
 
 
 def pay(change: Callable[[Any], Any], where: Where) -> Evidence:

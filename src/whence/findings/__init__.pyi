@@ -1,4 +1,3 @@
-from .environment_checks import audit as audit
 from .finding import Check as Check
 from .finding import Finding as Finding
 from .inspection import choose_findings as choose_findings

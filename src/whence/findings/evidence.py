@@ -46,8 +46,6 @@ class Evidence:
         metrics: the table of that name, one row a round.
         columns: what each record has as one number, by name; unknown ones are NaN. `record_id`, `round`, `env_index`,
             `episode_id`, `step`, `reward`, `value` and `return` are used.
-        votes: (n, k) the score by each fold of the target's episodes, times the fold's share; 0 by the record's own
-            fold. The score itself, k = 1, if it has no folds; NaN if there are no scores.
         actions: (n,) integers, or (n, axes) floats.
         action_names: of the discrete actions, or of the axes.
         features: the observation's numbers as the environment returned them, by name; an image's mean and spread by
@@ -61,7 +59,6 @@ class Evidence:
     config: Mapping[str, Any]
     metrics: pl.DataFrame
     columns: Mapping[str, Numbers]
-    votes: Float[np.ndarray, "n k"]
     actions: NDArray[Any]
     action_names: Sequence[str]
     features: Features
@@ -94,7 +91,7 @@ class Evidence:
                 return {name: choose(values) for name, values in part.items()}
             return None if part is None else part[rows]
 
-        names = ("columns", "votes", "actions", "features", "blocks", "ends", "normalised", "digests")
+        names = ("columns", "actions", "features", "blocks", "ends", "normalised", "digests")
         return replace(self, **{name: choose(getattr(self, name)) for name in names})
 
     @cached_property
@@ -152,7 +149,6 @@ def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.Da
         config=config,
         metrics=metrics,
         columns=columns,
-        votes=_read_votes(table),
         actions=actions,
         action_names=labels,
         features=summarise(raw or blocks),
@@ -195,19 +191,6 @@ def _read_column(table: pl.DataFrame, name: str) -> Numbers:
     if name not in table.columns:
         return np.full(len(table), np.nan)
     return table[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
-
-
-def _read_votes(table: pl.DataFrame) -> Float[np.ndarray, "n k"]:
-    if not (_is_whole(table, "score_folds") and _is_whole(table, "fold")):
-        return _read_column(table, "score")[:, None]
-    votes, fold = np.array(table["score_folds"].to_numpy(), dtype=np.float64), table["fold"].to_numpy()
-    sizes = table.select(pl.len().over("round", "fold") / pl.len().over("round"))["len"].to_numpy()
-    by_round = table["round"].to_numpy()
-    for number in np.unique(by_round):
-        rows = by_round == number
-        votes[rows] *= [sizes[rows & (fold == k)][:1].sum() for k in range(votes.shape[1])]
-    votes[np.arange(len(votes)), fold] = 0.0
-    return votes
 
 
 def _read_actions(table: pl.DataFrame, config: Mapping[str, Any]) -> tuple[NDArray[Any], list[str]]:

@@ -51,10 +51,11 @@ def measure_one(look: Look, evidence: Evidence) -> Measured:
 
 def judge(measured: Mapping[str, Measured], evidence: Evidence, reference: Reference) -> list[Check]:
     """Return a check for each detector, those with a finding first: what is wrong, then what is unusual."""
-    return _sort([_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()])
+    return sort_checks([_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()])
 
 
-def _sort(checks: Sequence[Check]) -> list[Check]:
+def sort_checks(checks: Sequence[Check]) -> list[Check]:
+    """Return checks by their outcome: what is wrong, unusual, fine, then what could not be looked at."""
     return sorted(checks, key=lambda check: get_args(Outcome).index(check.outcome))
 
 
@@ -88,7 +89,7 @@ def _inspect_responses(run: RunDirectory) -> list[Check]:
             checks += [Check(name, "fine", f"nothing is seen in {metrics[column].count():,} rounds")]
         else:
             checks += [Check(name, "could not be looked at", f"because the metrics have no `{column}`")]
-    return _sort(checks)
+    return sort_checks(checks)
 
 
 def inspect(run: RunDirectory | str | Path) -> list[Check]:

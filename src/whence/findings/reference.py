@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from whence.findings.detectors import Detector
-from whence.findings.finding import Outcome
+from whence.findings.finding import Rank
 
 TABLE = Path(__file__).with_name("reference.csv")
 """Rows of detector, environment, family and statistic, written by `python -m studies.healthy.measure`."""
@@ -16,7 +16,7 @@ TABLE = Path(__file__).with_name("reference.csv")
 MARGIN = 1.5
 """How far beyond the largest of all healthy environments something is wrong, and no longer only unusual.
 
-Source: SPEC of the calibration, results/healthy; leaving each environment out in turn.
+Source: results/healthy, leaving each environment out in turn.
 """
 
 Reference: TypeAlias = Mapping[str, Sequence[float]]
@@ -34,7 +34,7 @@ def read_reference(keeps: Callable[[str, str], bool] = lambda environment, famil
     return {name: sorted(values, reverse=True) for name, values in statistics.items()}
 
 
-def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Outcome, str]:
+def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Rank | Literal["fine"], str]:
     """Return what a statistic is compared with those of healthy environments, largest first, and that in words.
 
     Beyond all of them it is unusual; beyond the largest by `MARGIN` it is wrong; but what is smaller than the least
@@ -43,17 +43,14 @@ def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> t
     if detector.is_fact:
         return (detector.most, "true by itself") if statistic > detector.least else ("fine", "nothing is seen")
     largest, count = (healthy[0] if healthy else 0.0), len(healthy)
-    beyond = f"larger than in any run of {count} healthy environments"
     if statistic <= max(largest, 0.0):
         reached = sum(value >= statistic for value in healthy)
         return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"
     if statistic < detector.least:
         return "fine", "too little to matter"
+    if not largest:
+        return detector.most, f"seen in no run of {count} healthy environments"
+    beyond = f"larger than in any run of {count} healthy environments"
     if statistic <= MARGIN * largest or detector.most == "unusual":
         return "unusual", beyond
-    seen = (
-        f"{beyond}, {statistic / largest:.3g} times the largest"
-        if largest
-        else f"seen in no run of {count} healthy environments"
-    )
-    return "wrong", seen
+    return "wrong", f"{beyond}, {statistic / largest:.3g} times the largest"

@@ -40,12 +40,8 @@ def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -
 
 
 def _apply_rules(rows: Rows) -> dict[str, Finding]:
-    first = {name: next(rule(rows), None) for name, rule in _RULES.items()}
-    seen = sorted(((name, one) for name, one in first.items() if one is not None), key=lambda pair: pair[1][0])
-    return {
-        name: Finding("setting", title, evidence, advice, round=number)
-        for name, (number, title, evidence, advice) in seen
-    }
+    first = {name: one for name, rule in _RULES.items() if (one := next(rule(rows), None)) is not None}
+    return dict(sorted(first.items(), key=lambda pair: pair[1].round or 0))
 
 
 def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
@@ -53,14 +49,14 @@ def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
     return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
 
 
-Sight = tuple[int, str, str, str]
-"""A round, and a finding's title, evidence and advice."""
+def _say(number: int, title: str, evidence: str, advice: str) -> Finding:
+    return Finding("setting", title, evidence, advice, round=number)
 
 
-def _drops_nearly_all(rows: Rows) -> Iterator[Sight]:
+def _drops_nearly_all(rows: Rows) -> Iterator[Finding]:
     for number, share in _read(rows, "dropped_share"):
         if share >= 0.95:
-            yield (
+            yield _say(
                 number,
                 f"{share:.0%} of the records were dropped",
                 "The rest is a small sample, and its gradient is noisy.",
@@ -68,7 +64,7 @@ def _drops_nearly_all(rows: Rows) -> Iterator[Sight]:
             )
 
 
-def _entropy_collapses(rows: Rows) -> Iterator[Sight]:
+def _entropy_collapses(rows: Rows) -> Iterator[Finding]:
     """Look at the rounds after the first selection; later, it is training's own doing."""
     losses = _read(rows, "train/entropy_loss")
     selecting = {number for number, share in _read(rows, "dropped_share") if share > 0}
@@ -78,7 +74,7 @@ def _entropy_collapses(rows: Rows) -> Iterator[Sight]:
     before = -losses[max(0, start - 1)][1]
     for number, loss in losses[start + 1 : start + 1 + _WINDOW]:
         if before > 0 and -loss < 0.5 * before:
-            yield (
+            yield _say(
                 number,
                 f"The policy's entropy fell from {before:.3g} to {-loss:.3g} within {number - losses[start][0]} rounds "
                 "of the first selection",
@@ -97,11 +93,11 @@ _MOST_NATS_PER_TOKEN = 1.0
 """Divergence from the start model that useful training stays far below."""
 
 
-def _leaves_start_model(rows: Rows) -> Iterator[Sight]:
+def _leaves_start_model(rows: Rows) -> Iterator[Finding]:
     lengths = dict(_read(rows, "length"))
     for number, divergence in _read(rows, "kl"):
         if divergence > _MOST_NATS_PER_TOKEN * lengths.get(number, 20.0):
-            yield (
+            yield _say(
                 number,
                 f"The divergence from the start model is {divergence:.3g} nats a response",
                 "The start model would hardly ever write such text, so this one may earn its reward by a trick.",
@@ -109,12 +105,12 @@ def _leaves_start_model(rows: Rows) -> Iterator[Sight]:
             )
 
 
-def _responses_become_alike(rows: Rows) -> Iterator[Sight]:
+def _responses_become_alike(rows: Rows) -> Iterator[Finding]:
     losses = _read(rows, "train/entropy_loss")
     for number, loss in losses[1:]:
         first = -losses[0][1]
         if "length" in rows[0] and first > 0 and -loss < 0.05 * first:
-            yield (
+            yield _say(
                 number,
                 f"The entropy of the model's tokens fell from {first:.3g} in the first round to {-loss:.3g}",
                 "It writes nearly the same tokens whatever is drawn, so rounds teach it little more.",
@@ -123,12 +119,12 @@ def _responses_become_alike(rows: Rows) -> Iterator[Sight]:
             )
 
 
-def _responses_do_not_end(rows: Rows) -> Iterator[Sight]:
+def _responses_do_not_end(rows: Rows) -> Iterator[Finding]:
     shares = _read(rows, "ended_share")
     for number, share in shares[1:]:
         first = shares[0][1]
         if first >= 0.5 and share < 0.1 * first:
-            yield (
+            yield _say(
                 number,
                 f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round",
                 "The model runs on, often by repeating itself.",
@@ -136,7 +132,7 @@ def _responses_do_not_end(rows: Rows) -> Iterator[Sight]:
             )
 
 
-_RULES: Mapping[str, Callable[[Rows], Iterator[Sight]]] = {
+_RULES: Mapping[str, Callable[[Rows], Iterator[Finding]]] = {
     "drops nearly all": _drops_nearly_all,
     "entropy collapses": _entropy_collapses,
     "leaves the start model": _leaves_start_model,

@@ -1,7 +1,6 @@
 """`whence audit`."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
@@ -9,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.terminal import AsJson, RoundBar, options, parse_json, print_json, print_line
-from whence.findings import Check
-from whence.findings import audit as check_environment
+from whence.audits import audit as check_environment
+from whence.cli.terminal import AsJson, RoundBar, options, parse_json, print_findings, print_json
 from whence.stored.agents import make_env
 
 
@@ -31,7 +29,8 @@ def audit(
     later step changes, an end of the wrong type. And what may be meant, but is worth a look: actions that do nothing
     or act late, a reward that never varies, a time limit that looks like an end, a range that a normal policy misses.
 
-    Each line says what was looked at, and what came of it: wrong, unusual, fine, or could not be looked at, because.
+    It prints at most five findings, what is wrong first, each with what was seen and what to do. The last lines say
+    what was looked at: what is fine, and what could not be looked at, and why.
 
     Example: whence audit CartPole-v1
 
@@ -43,18 +42,5 @@ def audit(
         checks = check_environment(make, steps=steps, seconds=seconds, on_steps=bar.update)
     if json:
         print_json({"env": env, "checks": [asdict(check) for check in checks]})
-        return
-    print_checks(checks)
-
-
-def print_checks(checks: Sequence[Check]) -> None:
-    """Print what is wrong or unusual, with what to do; then what else was looked at."""
-    findings = [check.finding for check in checks if check.finding is not None]
-    for number, one in enumerate(findings, start=1):
-        print_line(f"{number}. {one.rank.capitalize()}: {one.title}.")
-        print_line(f"   {one.evidence}")
-        print_line(f"   {one.advice}")
-    print_line("What was looked at besides:" if findings else "Nothing is wrong or unusual. What was looked at:")
-    for check in checks:
-        if check.finding is None:
-            print_line(f"   {check.name}: {check.outcome}, {check.text}")
+    else:
+        print_findings(checks)

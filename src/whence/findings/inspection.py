@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+
 from whence.findings.detectors import DETECTORS, Look
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
@@ -47,6 +49,8 @@ def measure_one(look: Look, evidence: Evidence) -> Measured:
         return Measured(look(evidence))
     except CannotTellError as error:
         return Measured(Sight(0.0), str(error))
+    except np.linalg.LinAlgError:
+        return Measured(Sight(0.0), "numbers of the observation cannot be told apart")
 
 
 def judge(measured: Mapping[str, Measured], evidence: Evidence, reference: Reference) -> list[Check]:

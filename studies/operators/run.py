@@ -20,7 +20,7 @@ import typer
 from studies.operators.cells import COPIES, ROUNDS, STEPS, Cell, list_cells, make_model, read_play
 from studies.operators.judging import KEYS, judge
 from studies.operators.operators import OPERATORS
-from studies.operators.tables import ROWS, write_tables
+from studies.operators.tables import HEALTHY, ROWS, write_tables
 from studies.shared import Out, Row, Runs, Workers, report, run_jobs, write_line
 from whence.core import write_atomically
 from whence.lab import read_rows
@@ -83,7 +83,7 @@ def main(
     again: Annotated[
         str, typer.Option(help="A method that is asked about all runs again, or `seen` by findings.")
     ] = "",
-    healthy: Annotated[Path, typer.Option(help="Results of healthy runs.")] = Path("results/healthy"),
+    healthy: Annotated[Path, typer.Option(help="Results of healthy runs.")] = HEALTHY,
 ) -> None:
     """Train what is not there yet, judge what was not judged yet, and write tables.md."""
     out, runs = out.resolve(), runs.resolve()

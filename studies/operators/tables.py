@@ -24,6 +24,9 @@ from studies.shared import Out, Row, mean_cell, read_list, table, write_page
 
 ROWS = "runs.parquet"
 
+HEALTHY = Path(__file__).parents[2] / "results" / "healthy"
+"""Where the statistics of healthy runs are."""
+
 WRONG = "findings: wrong"
 """Findings that say that something is wrong, without those that say that it is unusual."""
 
@@ -74,9 +77,7 @@ def judge_rows(rows: Sequence[Row], healthy: Sequence[Row]) -> list[Judged]:
     return judged
 
 
-def write_tables(
-    out: Out, healthy: Annotated[Path, typer.Option(help="Results of healthy runs.")] = Path("results/healthy")
-) -> None:
+def write_tables(out: Out, healthy: Annotated[Path, typer.Option(help="Results of healthy runs.")] = HEALTHY) -> None:
     """Write tables.md."""
     judged = judge_rows(read_list(out / ROWS, KEYS), read_list(healthy / "statistics.parquet", HEALTHY_KEYS))
     twins = [run for run in judged if run.row["operator"] == "none"]

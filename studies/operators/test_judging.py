@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from studies.operators import cells, judging, run, tables
 from studies.operators.cells import Cell
 from studies.operators.faults import Task
-from studies.operators.judging import METHODS, is_named, is_planted, read_lines, set_thresholds
+from studies.operators.judging import is_named, is_planted, read_lines, set_thresholds
 from studies.operators.operators import OPERATORS
 from studies.operators.rivals import Records, boost, check, pivot, rank_cells, read_log, read_records
 from studies.operators.samples import play
@@ -21,7 +21,7 @@ from whence.runs import RunDirectory
 
 
 def make_row(operator: str, *, place: dict[str, Any] | None = None, **values: Any) -> dict[str, Any]:
-    said = {method: {"seconds": 0.0, "strengths": [], "texts": []} for method in METHODS}
+    said = {method: {"seconds": 0.0, "strengths": [], "texts": []} for method in tables.METHODS}
     row = {"environment": "CartPole-v1", "operator": operator, "size": OPERATORS[operator].sizes[0], "seed": 0}
     return {
         **row,
@@ -136,10 +136,11 @@ def test_a_run_is_trained_judged_and_shown(tmp_path: Path, monkeypatch: pytest.M
         run.train(cell, tmp_path)
         run.try_judging(cell, {}, tmp_path, tmp_path / "results")
     row = read_rows(tmp_path / "results" / tables.ROWS, judging.KEYS)[("CartPole-v1", "rate-low", 1e-7, 0)]
-    said = {"seconds": 0.0, "strengths": [1.0], "texts": ["setting: learning_rate: too low, raise it"]}
-    run.try_judging(cell, {"findings": said}, tmp_path, tmp_path / "results")
+    assert row["seen"]["small steps"]["statistic"] > 2
+    said = {"seconds": 0.0, "strengths": [0.5], "texts": ["setting: learning_rate: too low, raise it"]}
+    run.try_judging(cell, {"SB3's log": said}, tmp_path, tmp_path / "results")
     again = read_rows(tmp_path / "results" / tables.ROWS, judging.KEYS)[("CartPole-v1", "rate-low", 1e-7, 0)]
-    assert (again["findings"], again["check_env"]["texts"]) == (said, row["check_env"]["texts"])
+    assert (again["SB3's log"], again["check_env"]["texts"]) == (said, row["check_env"]["texts"])
     tables.write_tables(tmp_path / "results")
     page = (tmp_path / "results" / "tables.md").read_text(encoding="utf-8")
     assert "| rate-low | 1 | 1 / 1 |" in page

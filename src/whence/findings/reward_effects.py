@@ -186,7 +186,8 @@ def look_at_late_rewards(evidence: Evidence) -> Sight:
             ((paid - predict_each(basis, paid, episodes[rows[late]])[0]) ** 2).mean() / paid.var()
             for basis in (moves[late], moves[late - lag])
         ]
-        own, before = (max(float(miss), FLOOR) for miss in misses)
+        # A fit may miss by more than the mean does: that is nothing explained, and no more.
+        own, before = (min(max(float(miss), FLOOR), 1.0) for miss in misses)
         # A move further back may tell the same state: it has to halve the misses again.
         if np.log(own / before) > best[0] + (np.log(2) if best[0] else 0):
             best = (float(np.log(own / before)), lag, own, before)

@@ -8,7 +8,7 @@ from scipy import special, stats
 
 from whence.findings.changes import name_features
 from whence.findings.evidence import Evidence, Numbers
-from whence.findings.finding import CHANCE, CannotTellError, Sight, say_chance
+from whence.findings.finding import CHANCE, CannotTellError, Sight
 
 _DOUBLINGS = 4.0
 """Ratios count up to 16, or a sixteenth: what is more, nothing, or of the opposite sign is as wrong."""
@@ -104,7 +104,7 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
         difference,
         trait.kind,
         f"{title} in the other {len(copies) - 1}",
-        f"Environments that share a policy have their means over episodes in common. {say_chance(chance)}",
+        "Environments that share a policy have their means over episodes in common.",
         ("Actions may be swapped there, or their axes reversed. " if are_actions else "")
         + f"Compare how environment {copies[at]:.0f} is made with the others: its arguments and its wrappers.",
         evidence.columns["env_index"] == copies[at],

@@ -34,6 +34,7 @@ MAKERS = {
     "verdicts": "verdicts.tables",
     "loophole": "loophole.tables",
     "hunt": "hunt.tables",
+    "healthy": "healthy.tables",
     "doorkey": "practice.doorkey",
     "selection": "selection.tables",
     **{f"llm/{path.parent.name}": "llm.tables" for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},
@@ -41,7 +42,7 @@ MAKERS = {
 """The modules whose `write_tables` make the pages of a study; those of a sweep are made by `whence table`, too."""
 
 NEEDED = {"llm": "transformers", "scoring": "trl", "selection": "trl", "hunt": "minigrid", "planted": "Box2D"}
-STATIC = ("README.md", "history.md", "judges.md", "groups.md", "estimators.md", "penalty.md", "shards.md")
+STATIC = ("README.md", "history.md", "judges.md", "groups.md", "estimators.md", "penalty.md", "shards.md", "real.md")
 """Pages that no command makes from rows."""
 
 

@@ -2,6 +2,7 @@ from . import causes as causes
 from . import llm as llm
 from . import sb3 as sb3
 from . import stored as stored
+from .audits import audit as audit
 from .core.errors import InvalidInfluence as InvalidInfluence
 from .core.errors import InvalidRecords as InvalidRecords
 from .core.errors import NonFinite as NonFinite
@@ -29,8 +30,10 @@ from .engines import Problem as Problem
 from .engines import register_engine as register_engine
 from .engines import register_rule as register_rule
 from .engines import target_gradients as target_gradients
+from .findings import Check as Check
 from .findings import Finding as Finding
 from .findings import find as find
+from .findings import inspect as inspect
 from .rounds import RoundRecording as RoundRecording
 from .runs import RunDirectory as RunDirectory
 from .runs import open_run as open_run

@@ -1,6 +1,6 @@
 """Healthy runs of public environments, which findings are held against.
 
-Run: `python -m studies.healthy.run [--runs out/healthy] [--workers 2] [--only mujoco]`, in an environment with
+Run: `python -m studies.healthy.run [--runs out/healthy] [--only MuJoCo] [--faulty]`, in an environment with
 `requirements.txt`. PPO of Stable-Baselines3 with its defaults trains on each environment of the catalogue that is
 healthy, three times: in one copy for half of its steps; in four copies, for a tenth; and in four copies with normalised
 observations and rewards, for a quarter. A finished run is not trained again, one that was interrupted is trained anew.
@@ -36,12 +36,13 @@ VARIANTS = {"one": Variant(1, False, 0.5), "early": Variant(4, False, 0.1), "nor
 
 
 def list_jobs(rows: Iterable[PublicEnvironment]) -> list[tuple[PublicEnvironment, str]]:
-    """Return each healthy environment with each variant, of all families by turns."""
-    healthy = sorted((row for row in rows if row.healthy), key=lambda row: row.family)
-    families = [list(group) for _, group in itertools.groupby(healthy, key=lambda row: row.family)]
+    """Return each environment with each variant, of all families by turns."""
+    ordered = sorted(rows, key=lambda row: row.family)
+    families = [list(group) for _, group in itertools.groupby(ordered, key=lambda row: row.family)]
     turns = [row for turn in itertools.zip_longest(*families) for row in turn if row is not None]
+    shortest_first = sorted(VARIANTS, key=lambda name: VARIANTS[name].share)
     # The agents of a parallel world are its copies.
-    return [(row, name) for name in VARIANTS for row in turns if name != "one" or not row.parallel]
+    return [(row, name) for name in shortest_first for row in turns if name != "one" or not row.parallel]
 
 
 def place_run(runs: Path, row: PublicEnvironment, name: str) -> Path:
@@ -79,9 +80,11 @@ def main(
     runs: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("out/healthy"),
     only: Only = "",
     workers: Workers = 2,
+    faulty: Annotated[bool, typer.Option("--faulty", help="Train environments with known faults instead.")] = False,
 ) -> None:
     """Train what is not there yet."""
-    jobs = [job for job in list_jobs(read_environments()) if job[0].family.startswith(only)]
+    rows = [row for row in read_environments() if row.healthy != faulty and row.family.startswith(only)]
+    jobs = list_jobs(rows)
     run_jobs(try_training, jobs, runs.resolve(), workers=workers)
 
 

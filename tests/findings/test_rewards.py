@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings.rewards import find_gamed_rewards
+from whence.findings.gamed_rewards import find_gamed_rewards
 
 ROUNDS, PROMPTS, RESPONSES = 16, 4, 6
 

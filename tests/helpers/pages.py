@@ -23,6 +23,17 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 WORST, BEST = 57, 130
 """Records of the lowest and the highest score of every round."""
 
+LOOKED = {
+    "checks": [
+        {"name": "kinds of records", "outcome": "wrong", "text": "larger than in any run of 9 healthy environments"},
+        {"name": f"rewards{HOSTILE}", "outcome": "fine", "text": "as large in 3 of 9 healthy environments"},
+        {"name": "images", "outcome": "could not be looked at", "text": f"because there is no `{HOSTILE}`"},
+    ],
+    "counts": "1 wrong, 1 fine, 1 could not be looked at",
+    "silence": "Nothing stands out: one figure was looked at.",
+}
+"""What was looked at in a run."""
+
 COLUMNS = [
     {"key": key, "name": name, "about": about, "kind": kind}
     for key, name, about, kind in (
@@ -75,6 +86,7 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
     shown = {"planned": rounds, "finished": True, "rounds": numbers, "series": series, "columns": COLUMNS} | changes
     commands = {"view": "whence view RUN", "why": "whence why RUN --record {record}"}
     finding = {
+        "rank": "wrong",
         "kind": "region",
         "title": f"Fire left harms{HOSTILE}",
         "evidence": "p = 0.01",
@@ -84,6 +96,7 @@ def make_page(*, mode: str = "file", runs: int = 1, rounds: int = 4, kind: str =
     finding |= {"groups": [["action", "fire left"]]}
     opens = {"round": numbers[-1], "why": "The first finding is about this round."}
     shared = {"actions": ACTIONS, "notes": [], "commands": commands, "opens": opens, "findings": [finding]}
+    shared |= {"looked": LOOKED}
     every = [{"label": f"iif, seed {seed}"} | shown | shared for seed in range(runs)]
     return {"mode": mode, "kind": kind, "runs": every}
 

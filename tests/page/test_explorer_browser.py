@@ -330,6 +330,17 @@ class TestGrid:
         page.get_by_role("button", name="Previous round").press("Enter")  # the page still scrolls to the records
         expect(page.locator(".named")).to_have_count(0)
 
+    def test_what_was_looked_at_is_folded_below_the_findings(self, page):
+        expect(page.locator("#findings-list h3")).to_have_text(f"wrong Fire left harms{pages.HOSTILE}")
+        looked = page.locator("#findings-looked")
+        expect(looked.get_by_text("kinds of records")).to_be_hidden()
+        looked.get_by_text("What was looked at: 1 wrong, 1 fine, 1 could not be looked at").click()
+        expect(looked.locator("h3")).to_have_text(["wrong", "fine", "could not be looked at"])
+        name, text = f"rewards{pages.HOSTILE}", "as large in 3 of 9 healthy environments"
+        expect(looked.locator("li").nth(1)).to_have_text(f"{name} {text}")
+        expect(looked.locator("code")).to_have_text(pages.HOSTILE)
+        expect(looked.locator("img")).to_have_count(0)
+
     def test_a_row_opens_its_moment(self, page):
         page.get_by_role("button", name="Open record 4,057").press("Enter")
         expect(page.locator("#moment-title")).to_have_text("Record 4,057")
@@ -489,7 +500,7 @@ class Server:
             return []
         parts = path.split("/")
         if parts[-1] == "findings":
-            return {"findings": [], "opens": None}
+            return {"findings": [], "looked": pages.LOOKED, "opens": None}
         content = make_round(int(parts[5]))
         if len(parts) == 6:
             return content["round"] | {"rows": None}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from whence.findings import find
-from whence.findings.rewards import find_onset
+from whence.findings.gamed_rewards import find_onset
 from whence.llm.base import average_rows, list_signals
 from whence.llm.text import list_chats
 from whence.page import ExploredRun, build_round, describe_runs

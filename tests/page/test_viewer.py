@@ -61,7 +61,7 @@ class TestRoutes:
         picked = server.get("/api/runs/0/rounds/1/records?group=action:3&group=keep:dropped")
         assert {(row["action"], row["keep"]) for row in picked["data"]} == {("3", False)}
         assert picked["last_row"] == records
-        assert server.get("/api/runs/0/findings").keys() == {"findings", "opens"}
+        assert server.get("/api/runs/0/findings").keys() == {"findings", "looked", "opens"}
 
     def test_two_runs_of_one_name_are_told_apart(self, path, monkeypatch):
         shown = []

@@ -34,6 +34,7 @@ COMMANDS = _list_commands(
     attribute="attribute_command:attribute",
     show="show_command:show",
     findings="findings_command:findings",
+    audit="audit_command:audit",
     why="why_command:why",
     view="report_command:view",
     report="report_command:report",

@@ -5,6 +5,7 @@ from .atomic_files import write_atomically as write_atomically
 from .atomic_files import write_json as write_json
 from .columns import Tree as Tree
 from .columns import add_observations as add_observations
+from .columns import make_series as make_series
 from .columns import map_tree as map_tree
 from .columns import named_leaves as named_leaves
 from .columns import take as take

@@ -46,8 +46,6 @@ class Evidence:
         metrics: the table of that name, one row a round.
         columns: what each record has as one number, by name; unknown ones are NaN. `record_id`, `round`, `env_index`,
             `episode_id`, `step`, `reward`, `value` and `return` are used.
-        votes: (n, k) the score by each fold of the target's episodes, times the fold's share; 0 by the record's own
-            fold. The score itself, k = 1, if it has no folds; NaN if there are no scores.
         actions: (n,) integers, or (n, axes) floats.
         action_names: of the discrete actions, or of the axes.
         features: the observation's numbers as the environment returned them, by name; an image's mean and spread by
@@ -61,7 +59,6 @@ class Evidence:
     config: Mapping[str, Any]
     metrics: pl.DataFrame
     columns: Mapping[str, Numbers]
-    votes: Float[np.ndarray, "n k"]
     actions: NDArray[Any]
     action_names: Sequence[str]
     features: Features
@@ -94,7 +91,7 @@ class Evidence:
                 return {name: choose(values) for name, values in part.items()}
             return None if part is None else part[rows]
 
-        names = ("columns", "votes", "actions", "features", "blocks", "ends", "normalised", "digests")
+        names = ("columns", "actions", "features", "blocks", "ends", "normalised", "digests")
         return replace(self, **{name: choose(getattr(self, name)) for name in names})
 
     @cached_property
@@ -136,18 +133,22 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
     """Read a run of an agent; None if no round of it holds what the detectors need."""
     tables = [run.round("records", each).with_columns(round=pl.lit(each)) for each in _choose_rounds(run)]
     table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
+    return make_evidence(table, run.config, run.table("metrics"))
+
+
+def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:
+    """Return what a table of records holds; None if it lacks what the detectors need."""
     if not {"env_index", "episode_id", "step", "action", "reward"} <= set(table.columns):
         return None
     table = table.sort("env_index", "record_id")
-    blocks, raw = (_read_blocks(table, run.config, name) for name in ("observation", "raw_observation"))
+    blocks, raw = (_read_blocks(table, config, name) for name in ("observation", "raw_observation"))
     names = "record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return"
     columns = {name: _read_column(table, name) for name in names}
-    actions, labels = _read_actions(table, run.config)
+    actions, labels = _read_actions(table, config)
     return Evidence(
-        config=run.config,
-        metrics=run.table("metrics"),
+        config=config,
+        metrics=metrics,
         columns=columns,
-        votes=_read_votes(table),
         actions=actions,
         action_names=labels,
         features=summarise(raw or blocks),
@@ -190,19 +191,6 @@ def _read_column(table: pl.DataFrame, name: str) -> Numbers:
     if name not in table.columns:
         return np.full(len(table), np.nan)
     return table[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
-
-
-def _read_votes(table: pl.DataFrame) -> Float[np.ndarray, "n k"]:
-    if not (_is_whole(table, "score_folds") and _is_whole(table, "fold")):
-        return _read_column(table, "score")[:, None]
-    votes, fold = np.array(table["score_folds"].to_numpy(), dtype=np.float64), table["fold"].to_numpy()
-    sizes = table.select(pl.len().over("round", "fold") / pl.len().over("round"))["len"].to_numpy()
-    by_round = table["round"].to_numpy()
-    for number in np.unique(by_round):
-        rows = by_round == number
-        votes[rows] *= [sizes[rows & (fold == k)][:1].sum() for k in range(votes.shape[1])]
-    votes[np.arange(len(votes)), fold] = 0.0
-    return votes
 
 
 def _read_actions(table: pl.DataFrame, config: Mapping[str, Any]) -> tuple[NDArray[Any], list[str]]:

@@ -1,28 +1,31 @@
-"""Findings: what is said of a run; and claims, which are findings before their records are looked up."""
+"""Findings: what is said of a run; checks: what was looked at; and sights, which are what a detector sees."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from whence.findings.evidence import Evidence, Mask
 
 CHANCE = 0.005
-"""The chance of a false finding by each kind of search at most: ten that compute one have 5% in all."""
+"""The chance at most of what a detector sees, where it has a test within the run."""
+
+Rank: TypeAlias = Literal["wrong", "unusual"]
+Outcome: TypeAlias = Literal["wrong", "unusual", "fine", "could not be looked at"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a run, in words.
+    """What is wrong with a run, or unusual, in words.
 
     Attributes:
-        kind: of what it is wrong: "reward", "dynamics", "observation", "episode", "critic", "records" or "setting".
+        kind: of what: "reward", "dynamics", "observation", "episode", "critic" or "setting".
         title: one line: what, where, how much.
         evidence: how sure that is.
         advice: what to do.
-        p: the chance to see as much, in all that its kind of search looked at, where nothing is wrong. None: no sample
-            but a plain fact, such as a number that never changed, or a setting next to what it did.
+        rank: "wrong": far beyond what any healthy run of the reference shows; "unusual": beyond it.
+        p: the chance to see as much where nothing is wrong, by a test within the run whose null holds by construction,
+            as between environments that share a policy. None: there is no such test.
         round: the round that shows it; None: no single one.
         record_ids: the records of that round that show it.
     """
@@ -31,36 +34,61 @@ class Finding:
     title: str
     evidence: str
     advice: str
+    rank: Rank = "wrong"
     p: float | None = None
     round: int | None = None
     record_ids: tuple[int, ...] = ()
 
 
-class Claim(NamedTuple):
-    """A finding before its records are looked up in `mask`, (n,); see `Finding`."""
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, and what came of it.
 
-    kind: str
-    mask: Mask
-    title: str
-    evidence: str
-    advice: str
+    Attributes:
+        name: what, as the reference names it.
+        outcome: "wrong" and "unusual" have a finding.
+        text: how it compares with healthy runs; or why it could not be looked at, from "because" on.
+        finding: what is said of it; None where it is fine or unknown.
+    """
+
+    name: str
+    outcome: Outcome
+    text: str
+    finding: Finding | None = None
+
+
+class Sight(NamedTuple):
+    """What a detector sees at the place where its statistic is largest; the words are read where that is unusual.
+
+    Attributes:
+        statistic: dimensionless, the larger the worse; 0: nothing is seen.
+        kind, title, evidence, advice, p: see `Finding`.
+        mask: (n,) the records that show it; None: no single ones.
+    """
+
+    statistic: float
+    kind: str = ""
+    title: str = ""
+    evidence: str = ""
+    advice: str = ""
+    mask: Mask | None = None
     p: float | None = None
 
 
-Claims: TypeAlias = Iterator[Claim]
+class CannotTellError(Exception):
+    """A detector has nothing to look at; its text says why, after "because"."""
 
 
-def link_records(claim: Claim, evidence: Evidence) -> Finding:
-    """Return a claim as a finding on the round that holds most of its records, the last of several."""
-    rounds, counts = np.unique(evidence.columns["round"][claim.mask], return_counts=True)
+def link_records(mask: Mask | None, evidence: Evidence) -> tuple[int | None, tuple[int, ...]]:
+    """Return the round that holds most of some records, the last of several, and their ids there."""
+    if mask is None or not mask.any():
+        return None, ()
+    rounds, counts = np.unique(evidence.columns["round"][mask], return_counts=True)
     number = int(rounds[len(counts) - 1 - counts[::-1].argmax()])
-    ids = evidence.columns["record_id"][claim.mask & (evidence.columns["round"] == number)].astype(int)
-    return Finding(claim.kind, claim.title, claim.evidence, claim.advice, claim.p, number, tuple(ids.tolist()))
+    ids = evidence.columns["record_id"][mask & (evidence.columns["round"] == number)].astype(int)
+    return number, tuple(ids.tolist())
 
 
-def say_chance(p: float, tried: str = "") -> str:
-    """Return a chance as a sentence, with what was tried."""
-    size = "less than one in a million" if p < 1e-6 else f"{p:.1g}"
-    return (
-        f"The chance of this where nothing is wrong is {size}{f', over all {tried} that were tried' if tried else ''}."
-    )
+def say_chance(p: float) -> str:
+    """Return a chance as a sentence."""
+    return f"The chance of this where nothing is wrong is {p:.1g}."

@@ -82,9 +82,10 @@ def measure(run: ExploredRun, number: int, record: int, rollouts: int, check: Ca
 def gather_findings(
     run: ExploredRun, number: int, record: int, setting: Any, check: Callable[..., None]
 ) -> dict[str, Any]:
-    """Return what stands out in a run, and the round to open with; see `ExploredRun.list_findings`."""
+    """Return what stands out in a run, what was looked at, and the round to open with; see `ExploredRun`."""
     findings = run.list_findings()
-    return {"findings": findings, "opens": choose_round(run, run.directory.rounds(), findings)}
+    opens = choose_round(run, run.directory.rounds(), findings)
+    return {"findings": findings, "looked": run.describe_checks(), "opens": opens}
 
 
 def _begin(newest: Any) -> None:

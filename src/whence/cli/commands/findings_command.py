@@ -6,49 +6,37 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.terminal import AsJson, errors, print_json, print_line
-from whence.findings import find
+from whence.cli.terminal import AsJson, errors, print_findings, print_json
+from whence.findings import choose_findings, inspect
 from whence.runs import RunDirectory
-
-_LISTED = 5
 
 
 def findings(
     run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
     json: AsJson = False,
 ) -> None:
-    """Say what is wrong with a run: at most five statements, the surest first, each with what to do.
+    """Say what is wrong with a run, or unusual: at most five findings, what is wrong first, each with what to do.
 
-    A statement names what, where and how much: a reward of the wrong sign for one action in one region, swapped
-    actions in one environment, an observation that is stale, frozen or clipped, a time limit taken as an end, a critic
-    that is off, records that harm, settings that do not fit. Below it stand how sure that is, what to do, and records
-    to open. Where nothing stands out, it says so; that is not yet proof that all is well. Of a language model's run it
-    looks at the reward functions, of which one may rise while another falls or stays low, and at whether the model
-    collapses.
+    A finding names what, where and how much. "Wrong" is far beyond what any healthy run of the reference environments
+    shows, "unusual" beyond it. Below it stand what was compared, what to do, and records to open. The last lines say
+    what was looked at: what is fine, and what could not be looked at, and why. Where nothing stands out, that is no
+    proof that all is well. Of a language model's run it looks at the reward functions, of which one may rise while
+    another falls or stays low, and at whether the model collapses.
 
-    It takes seconds: it searches up to 40,000 records, reads the metrics of all rounds, and plays nothing.
+    It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
 
     Example: whence findings runs/lander
     """
     directory = RunDirectory.open(run)
     directory.require_rounds()
     with errors.status("Looking for what stands out …"):
-        statements = find(directory)
+        checks = inspect(directory)
     if json:
-        print_json({"run": str(run), "findings": [asdict(one) for one in statements]})
+        looked = [{"name": one.name, "outcome": one.outcome, "text": one.text} for one in checks]
+        print_json({"run": str(run), "findings": [asdict(one) for one in choose_findings(checks)], "checks": looked})
         return
-    if not statements:
-        print_line(
-            "No reward rises while another falls or stays low, and the responses do not collapse."
-            if directory.is_language
-            else "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and "
-            "settings."
-        )
-    for number, one in enumerate(statements, start=1):
-        print_line(f"{number}. {one.title}.")
-        print_line(f"   {one.evidence}")
-        print_line(f"   {one.advice}")
-        if one.record_ids:
-            listed = ", ".join(map(str, one.record_ids[:_LISTED]))
-            look = f"whence view {run}" if directory.is_language else f"whence show {run} --record {one.record_ids[0]}"
-            print_line(f"   Round {one.round}, records {listed}: {look}")
+
+    def name_command(record: int) -> str:
+        return f"whence view {run}" if directory.is_language else f"whence show {run} --record {record}"
+
+    print_findings(checks, name_command)

@@ -49,11 +49,11 @@ class _Bars:
 
 
 class RoundBar(_Bars):
-    """A bar for rounds, one after the other; without a terminal, lines that begin with `line`."""
+    """A bar for rounds, one after the other, or other units; without a terminal, lines that begin with `line`."""
 
-    def __init__(self, name: str = "rounds of the page", line: str = "page") -> None:
+    def __init__(self, name: str = "rounds of the page", line: str = "page", unit: str = "round") -> None:
         super().__init__()
-        self._name, self._line = name, line
+        self._name, self._line, self._unit = name, line, unit
         self._bar: TaskID | None = None
 
     def update(self, done: int, count: int) -> None:
@@ -62,7 +62,7 @@ class RoundBar(_Bars):
             self._bar = self._add(self._name, count)
         self._progress.update(self._bar, completed=done)
         if count > 1:
-            self._log(f"{self._line}: round {done} of {count}")
+            self._log(f"{self._line}: {self._unit} {done} of {count}")
 
 
 class RunBar(_Bars):

@@ -277,16 +277,13 @@
   // What stands out: the page opens with the round of the first finding, unless the reader went elsewhere meanwhile.
   async function showFindings(mayOpen) {
     const runIndex = chosen.run;
-    let answer;
-    try {
-      answer = await source.loadFindings(runIndex);
-    } catch {
-      return at("findings-status").replaceChildren();
-    }
+    const answer = await source.loadFindings(runIndex).catch(() => null);
+    if (!answer) return at("findings-status").replaceChildren();
     if (runIndex !== chosen.run) return;
     const list = findings = answer.findings ?? [];
     at("findings").hidden = at("findings-link").hidden = false;
-    at("findings-status").textContent = list.length ? "" : language ? "No reward rises while another falls or stays low. Rewards are what is looked at." : "Nothing stands out among rewards, actions, observations, ends of episodes, the critic, scores and settings.";
+    at("findings-status").textContent = list.length ? "" : answer.looked.silence;
+    Whence.lists.showLooked(at("findings-looked"), answer.looked);
     at("findings-list").replaceChildren(...Whence.lists.findings(list, runIndex, followFinding));
     if (chosen.finding !== null) return followFinding(chosen.finding);
     if (list.length && mayOpen() && answer.opens?.round !== chosen.round && run().rounds.includes(answer.opens?.round)) {

@@ -94,17 +94,30 @@ Whence.lists = (() => {
     return element("table", { class: "pivot" }, caption, head([headings.join(" \\ "), ...columns.map((name) => show(name, 1))]), element("tbody", {}, ...body));
   }
 
-  // What stands out in a run, the surest first. `onOpen(place)` shows the round, the groups and the records of one.
+  // What stands out in a run, what is wrong first. `onOpen(place)` shows the round, the groups and the records of one.
   function findings(list, run, onOpen) {
     const first = ({ round, records }, place) => element("a", { href: `#run=${run}&round=${round}&record=${records[0]}&finding=${place + 1}` }, `Open the first ${Whence.language ? "response" : "moment"}`);
     const some = ({ total, of, round }) => `${total === 1 ? "the one" : `the ${number(total)}`} of ${isNumber(of) ? `${number(of)} ` : ""}${Whence.one}s in round ${number(round)} that show${total === 1 ? "s" : ""} it`;
     return list.map((finding, place) => element("li", {},
-      element("h3", {}, ...Whence.withCode(finding.title)),
+      element("h3", {}, element("b", { class: `rank ${finding.rank}` }, finding.rank), " ", ...Whence.withCode(finding.title)),
       finding.evidence ? element("p", {}, ...Whence.withCode(finding.evidence)) : null,
       finding.advice ? element("p", { class: "do" }, ...Whence.withCode(finding.advice)) : null,
       isNumber(finding.round) ? element("button", { type: "button", class: "quiet", onclick: () => onOpen(place) },
         finding.total ? `Show ${some(finding)}` : `Open round ${number(finding.round)}`) : null,
       finding.records?.length ? first(finding, place) : null));
+  }
+
+  // Fills what is folded: what was looked at in a run, by what came of it. Where that is nothing, the reasons are open.
+  function showLooked(details, { checks, counts }) {
+    const outcomes = [...new Set(checks.map(({ outcome }) => outcome))];
+    const [summary, body] = details.children;
+    details.hidden = !checks.length;
+    details.open ||= outcomes.every((outcome) => outcome === "could not be looked at");
+    summary.textContent = `What was looked at: ${counts}`;
+    body.replaceChildren(...outcomes.flatMap((outcome) => [
+      element("h3", { class: "outcome" }, outcome),
+      element("ul", {}, ...checks.filter((check) => check.outcome === outcome).map(({ name, text }) =>
+        element("li", {}, element("b", {}, name), " ", ...Whence.withCode(text))))]));
   }
 
   function trust(lines) {
@@ -113,5 +126,5 @@ Whence.lists = (() => {
       ...lines.map(({ level, text }) => element("li", { class: level }, WORDS[level] ? element("b", {}, `${WORDS[level]} `) : null, ...Whence.withCode(text))));
   }
 
-  return { moments, pivot, findings, trust };
+  return { moments, pivot, findings, showLooked, trust };
 })();

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from whence.causes import has_map, map_extremes
 from whence.core import RunDirectoryError, WhenceError, first_line, show
-from whence.findings import Finding, find
+from whence.findings import Check, Finding, choose_findings, count_outcomes, inspect, say_nothing_stands_out
 from whence.runs import RunDirectory, is_written, read_vocabulary
 from whence.scores import SIGNIFICANT, find_common_groups, list_groupings, name_groups, read_axes
 from whence.stored.agents import (
@@ -193,26 +193,41 @@ class ExploredRun:
         return names if names and len(names) == len(read_axes(self.round(number).table, most=len(names))) else None
 
     def list_findings(self) -> list[dict[str, Any]]:
-        """Return what stands out in the run in JSON types, the surest first.
+        """Return what stands out in the run in JSON types, what is wrong first.
 
         Returns:
-            `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their number, `of`,
-            that of all records of the round, and `groups`, which hold them: column and name.
+            `rank`, `kind`, `title`, `evidence`, `advice`, `round`, `records` (up to `LINKED` ids), `total`, their
+            number, `of`, that of all records of the round, and `groups`, which hold them: column and name.
         """
-        return self._find_until(max(self.directory.rounds(), default=0))
+        return self._describe_findings(max(self.directory.rounds(), default=0))
+
+    def describe_checks(self) -> dict[str, Any]:
+        """Return what was looked at in the run in JSON types.
+
+        Returns:
+            `checks`, each with `name`, `outcome` and `text`; `counts` of the outcomes in words; and `silence`, what to
+            say where nothing stands out.
+        """
+        checks = self._inspect_until(max(self.directory.rounds(), default=0))
+        shown = [{"name": check.name, "outcome": check.outcome, "text": check.text} for check in checks]
+        return {"checks": shown, "counts": count_outcomes(checks), "silence": say_nothing_stands_out(checks)}
 
     @remember
-    def _find_until(self, number: int) -> list[dict[str, Any]]:
+    def _inspect_until(self, number: int) -> list[Check]:
         """Look at all rounds; `number` is the last one's. They may be damaged, or of a shape unknown to detectors."""
         notes: list[str] = []
-        findings = attempt(lambda: find(self.directory), notes, "What stands out could not be looked for")
+        checks = attempt(lambda: inspect(self.directory), notes, "because it could not be read")
         for reason in notes:
-            log.warning("%s: %s", self.directory.path, reason)
-            findings = [Finding("failure", reason, "", "")]
-        return [*map(self._describe_finding, findings)]
+            log.warning("%s: could not be looked at, %s", self.directory.path, reason)
+            checks = [Check("the run", "could not be looked at", reason)]
+        return checks or []
+
+    @remember
+    def _describe_findings(self, number: int) -> list[dict[str, Any]]:
+        return [*map(self._describe_finding, choose_findings(self._inspect_until(number)))]
 
     def _describe_finding(self, finding: Finding) -> dict[str, Any]:
-        ids, names = finding.record_ids, ("kind", "title", "evidence", "advice", "round")
+        ids, names = finding.record_ids, ("rank", "kind", "title", "evidence", "advice", "round")
         about = {name: getattr(finding, name) for name in names} | {"records": list(ids[:LINKED]), "total": len(ids)}
         if finding.round is None or not ids:
             return about

@@ -68,6 +68,7 @@ def _describe_run(run: ExploredRun, rounds: Sequence[int], *, is_served: bool) -
         "path": str(run.directory.path),
         "commands": name_commands(run),
         "findings": findings,
+        "looked": None if is_served else run.describe_checks(),
         "opens": choose_round(run, rounds, findings or ()),
         "planned": run.planned,
         "finished": run.is_finished(),

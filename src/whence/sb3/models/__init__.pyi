@@ -12,6 +12,7 @@ from .descriptions import HYPERPARAMETERS as HYPERPARAMETERS
 from .descriptions import Names as Names
 from .descriptions import check_names as check_names
 from .descriptions import describe_model as describe_model
+from .descriptions import describe_space as describe_space
 from .descriptions import is_schedule as is_schedule
 from .descriptions import make_space as make_space
 from .descriptions import read_names as read_names

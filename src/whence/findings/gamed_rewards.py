@@ -10,7 +10,7 @@ import polars as pl
 from jaxtyping import Float
 from scipy.stats import ttest_ind
 
-from whence.findings.finding import CHANCE, Finding, say_chance
+from whence.findings.finding import CHANCE, CannotTellError, Finding, say_chance
 from whence.runs import RunDirectory
 
 _ROUNDS = 64
@@ -44,16 +44,21 @@ def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
     the last quarter by Welch's test. A quarter may be any of the first three, since both may rise at first. What falls
     may also be a number that a reward logged; a column of the data set is the same for all responses to a prompt. A
     reward stays low if it hardly changes and ends in the lower half of its range, while the other rises by half of its.
+
+    Raises:
+        CannotTellError: there are few rounds, or there is one reward only.
     """
     table = _read_numbers(run)
     rounds = np.unique(table["round"].to_numpy()) if len(table) else np.array([])
     numbers = [name for name in table.columns if name not in _KEYS]
     rewards = [name for name in numbers if name.startswith("reward.")] or [n for n in numbers if n == "reward"]
     falling = [name for name in numbers if name.startswith("reward.") or name.startswith("info.")]
-    if len(rounds) < _LEAST_ROUNDS or not rewards or not falling:
-        return []
+    if len(rounds) < _LEAST_ROUNDS:
+        raise CannotTellError(f"fewer than {_LEAST_ROUNDS} rounds are stored")
     pairs = [pair for pair in permutations(dict.fromkeys([*rewards, *falling]), 2) if pair[0] in rewards]
     pairs = [(one, other) for one, other in pairs if other in falling]
+    if not pairs:
+        raise CannotTellError("there is no second reward or logged number")
     strongest: dict[str, _Pair] = {}
     for pair in _test_pairs(table, rounds, pairs):
         if pair.falls not in strongest or pair.p < strongest[pair.falls].p:
@@ -155,13 +160,13 @@ def _describe(table: pl.DataFrame, rounds: Float[np.ndarray, " r"], pair: _Pair)
         f"From rounds {first[0]} to {first[-1]} to rounds {last[0]} to {last[-1]}, `{rises}` goes from {low:.2g} to "
         f"{high:.2g} and `{falls}` from {before:.2g} to {after:.2g}. "
         f"{since['gaming'].sum():,} of {len(since):,} responses since round {onset} have more than {much:.3g} of "
-        f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p, 'pairs of rewards')}",
+        f"`{rises}` and less than {little:.3g} of `{falls}`. {say_chance(pair.p)}",
         f"Read these responses. If they are not what you want, `{rises}` is being gamed. Where the target pays for it, "
         "too, their scores say that they help. Change the reward; to see what training without these responses does, "
         "flag them, then: `whence prove RUN --flagged`.",
-        pair.p,
-        number,
-        tuple(rows["record_id"].to_list()),
+        p=pair.p,
+        round=number,
+        record_ids=tuple(rows["record_id"].to_list()),
     )
 
 

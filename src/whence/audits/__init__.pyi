@@ -1,0 +1,1 @@
+from .environment_checks import audit as audit

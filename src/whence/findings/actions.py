@@ -1,0 +1,191 @@
+"""What actions do: their spread, their effect, when it comes, and whether it is that of another action."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whence.findings.evidence import Evidence, Mask
+from whence.findings.finding import CannotTellError, Sight
+from whence.findings.models import expand, predict_each
+from whence.findings.places import (
+    FITTED,
+    FLOOR,
+    LAGS,
+    LEAST_RECORDS,
+    MATCHED,
+    Atlas,
+    Matrix,
+    Misfit,
+    Ridge,
+    compare_slopes,
+    cut_units,
+    find_outstanding,
+    read_moves,
+)
+
+_WIDTH = 48
+_FEW_ACTIONS = 8
+
+_PRODUCTS = 320
+"""Products of actions and the state that are used at most; of more none, for the time that they take."""
+
+_PRECISE = 0.03
+"""The part of a move's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
+
+
+def look_at_spread(evidence: Evidence) -> Sight:
+    """Compare the width of an axis' range with the spread of what was taken: in decades, the largest over axes.
+
+    A Gaussian policy begins with a deviation of 1, so that of a range of thousands it never leaves the middle.
+    """
+    space = evidence.config.get("action_space") or {}
+    if evidence.actions.ndim == 1 or space.get("type") != "Box":
+        raise CannotTellError("actions are discrete")
+    low, high = (
+        np.broadcast_to(np.asarray(space[end], dtype=np.float64).ravel(), (evidence.actions.shape[1],))
+        for end in ("low", "high")
+    )
+    width, spread = high - low, evidence.actions.std(axis=0)
+    bounded = np.isfinite(width) & (width > 0)
+    if not bounded.any():
+        raise CannotTellError("no action has bounds")
+    decades = np.where(bounded, np.log10(np.maximum(np.where(bounded, width, 1) / np.maximum(spread, 1e-9), 1)), 0)
+    axis = int(decades.argmax())
+    return Sight(
+        float(decades[axis]),
+        "dynamics",
+        f"Actions use a small part of their range: {evidence.action_names[axis]} may be from {low[axis]:g} to "
+        f"{high[axis]:g}, and its spread is {spread[axis]:.2g}",
+        "A Gaussian policy begins with a deviation of 1, whatever the range is.",
+        "Let the environment take actions from −1 to 1 and scale them itself (`gymnasium.wrappers.RescaleAction`).",
+    )
+
+
+def _describe_actions(state: Matrix, acting: Matrix) -> Matrix:
+    """Return what moves are linear in: features of the state, and actions times the state."""
+    is_wide = acting.shape[1] * state.shape[1] > _PRODUCTS
+    with_one = np.hstack([np.ones((len(state), 1)), state[:, : 0 if is_wide else None]])
+    by_action = (acting[:, :, None] * with_one[:, None, :]).reshape(len(state), -1)
+    return np.hstack([expand(state, _WIDTH), by_action]).astype(np.float32)
+
+
+def _list_swaps(actions: NDArray[np.generic], evidence: Evidence) -> Iterator[tuple[str, Mask, Matrix]]:
+    """Yield what may be swapped in words, who took it, and what they would have taken, as numbers."""
+    names = evidence.action_names
+    if actions.ndim == 1:
+        for i, j in itertools.combinations(range(len(names) if len(names) <= _FEW_ACTIONS else 0), 2):
+            other = np.select([actions == i, actions == j], [j, i], actions)
+            yield f"Actions {names[i]} and {names[j]} are swapped", other != actions, np.eye(len(names))[other]
+        return
+    axes = range(len(names) if len(names) <= _FEW_ACTIONS else 0)
+    signs = np.where(np.eye(len(names)), -1.0, 1.0)
+    others = [(f"The axis {names[i]} acts in reverse", actions * signs[i]) for i in axes]
+    for i, j in itertools.combinations(axes, 2):
+        order = np.arange(len(names))
+        order[[i, j]] = j, i
+        others.append((f"The axes {names[i]} and {names[j]} are swapped", actions[:, order]))
+    for text, other in others:
+        yield text, np.ones(len(other), dtype=bool), np.hstack([other, other**2])
+
+
+def look_at_swaps_of_places(evidence: Evidence) -> Sight:
+    """Look for a range of an entry where moves are those of another action elsewhere."""
+    return _look_at_swaps(evidence, in_parts=False)
+
+
+def look_at_swaps_of_parts(evidence: Evidence) -> Sight:
+    """Look for an environment copy, or later rounds, where moves are those of another action elsewhere."""
+    return _look_at_swaps(evidence, in_parts=True)
+
+
+def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
+    """Return the log of how much nearer an effect is to that of another action than to its usual one.
+
+    The effect is the slope of moves on the difference that the two actions make elsewhere, which needs no good
+    prediction of the whole move.
+    """
+    whole, evidence = evidence, evidence.thin(FITTED)
+    state, change, rows = read_moves(evidence)
+    swaps = list(_list_swaps(evidence.actions[rows], evidence))
+    if not swaps:
+        raise CannotTellError(f"there are more than {_FEW_ACTIONS} actions or axes")
+    basis = _describe_actions(state, evidence.acting[rows])
+    ridge = Ridge(basis, change.astype(np.float32))
+    everyone = np.ones(len(rows), dtype=bool)
+    fitted = ridge.predict(everyone, ~everyone)[0]
+    scale = np.maximum(np.sqrt(np.median((change - fitted) ** 2, axis=0)) / 0.674, _PRECISE)
+    others = [_describe_actions(state, other) - basis for _, _, other in swaps]
+    start = expand(state[:1], _WIDTH).shape[1]
+    takers = [each for _, each, _ in swaps]
+    controls = np.hstack([np.ones((len(state), 1)), state])
+    units = cut_units(evidence, rows)
+
+    def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
+        coefficients, inverse = ridge.fit(without)
+        known = ridge.measure_support(inverse, place)
+        if known.mean() < MATCHED:
+            return None
+        rows_here = np.flatnonzero(place)[known]
+        missed = (change[rows_here] - ridge.basis[rows_here] @ coefficients.astype(np.float32)) / scale
+        best: Misfit | None = None
+        for number in range(len(swaps)) if like is None else [int(like.change)]:
+            taken = takers[number][rows_here]
+            here = rows_here[taken]
+            # Half of the difference of the two actions: the slope of moves on it is 1, or -1 of the other action.
+            half = (others[number][here, start:] @ coefficients[start:].astype(np.float32)) / scale / -2
+            one = compare_slopes(half, missed[taken] + half, controls[here], units[here], -1.0, number)
+            if one and (best is None or one.likelihood > best.likelihood):
+                best = one
+        return best
+
+    atlas = Atlas(evidence, rows)
+    places = atlas.list_places(atlas.list_parts() if in_parts else atlas.list_ranges(), by_action=False)
+    statistic, place, misfit = find_outstanding(atlas, ridge, places, measure, is_narrowed=False)
+    if place is None or misfit is None or statistic <= 0:
+        return Sight(0.0)
+    text, taken, _ = swaps[int(misfit.change)]
+    return Sight(
+        statistic,
+        "dynamics",
+        f"{text} {place.text}, in {(place.mask & taken).mean():.0%} of the steps: their difference has "
+        f"{misfit.slope:.2g} times its effect elsewhere",
+        "A model of moves was fitted without these steps; the slope of what it misses on the difference of the two "
+        "actions is 1 where they act as elsewhere, and -1 where each acts as the other.",
+        f"Compare how the environment and its wrappers read actions {place.text} with elsewhere.",
+        atlas.mark(whole, place._replace(mask=place.mask & taken)),
+    )
+
+
+def look_at_late_actions(evidence: Evidence) -> Sight:
+    """Compare how well an action before explains moves with how well their own does: the log of squared misses."""
+    evidence = evidence.thin(FITTED)
+    state, change, rows = read_moves(evidence)
+    episodes, step, best = evidence.episodes[rows], evidence.columns["step"][rows], (0.0, 0, 0.0, 0.0)
+    for lag in LAGS:
+        late = lag + np.flatnonzero((episodes[lag:] == episodes[:-lag]) & (step[lag:] == step[:-lag] + lag))
+        if len(late) < LEAST_RECORDS:
+            continue
+        bases = [_describe_actions(state[late], evidence.acting[rows[each]]) for each in (late, late - lag)]
+        start = expand(state[:1], _WIDTH).shape[1]
+        moves = change[late]
+        none, own, before = (
+            np.maximum(((moves - predict_each(basis, moves, episodes[late])[0]) ** 2).mean(axis=0), FLOOR)
+            for basis in (bases[0][:, :start], *bases)
+        )
+        # Each entry's gain, so that those that no action moves count for nothing.
+        gains = [float(np.maximum(np.log(none / each), 0).sum()) for each in (own, before)]
+        best = max(best, (gains[1] - gains[0], lag, gains[0], gains[1]), key=lambda one: one[0])
+    statistic, lag, own_gain, gain = best
+    if not statistic:
+        return Sight(0.0)
+    return Sight(
+        statistic,
+        "dynamics",
+        f"Actions act late, by {lag} step{'s' * (lag > 1)}: the action then lowers the misses of the move by "
+        f"{1 - np.exp(-gain):.0%}, the present one by {1 - np.exp(-own_gain):.0%}",
+        "Moves are predicted from the observation with either action, in episodes that were not fitted.",
+        "Check whether the environment or a wrapper applies an earlier action; if that is meant, let the observation "
+        "hold the actions on their way.",
+    )

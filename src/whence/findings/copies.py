@@ -1,0 +1,142 @@
+"""Environments that are trained in at the same time: what is unlike in one of them."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+from scipy import special, stats
+
+from whence.findings.changes import name_features
+from whence.findings.evidence import Evidence, Numbers
+from whence.findings.finding import CHANCE, CannotTellError, Sight
+
+_DOUBLINGS = 4.0
+"""Ratios count up to 16, or a sixteenth: what is more, nothing, or of the opposite sign is as wrong."""
+
+_FEWEST = 2
+"""Episodes that an environment has at least: of one, its spread is unknown."""
+
+
+class _Trait(NamedTuple):
+    """A number of each episode (n,), NaN where unknown, of what kind; whether it is a place, as at 0, or a size."""
+
+    kind: str
+    name: str
+    values: Numbers
+    is_place: bool = False
+
+
+def look_at_rewards(evidence: Evidence) -> Sight:
+    """Find the environment whose rewards, or lengths of episodes, differ most from the others': in doublings."""
+    count, rewards = np.bincount(evidence.episodes), evidence.columns["reward"]
+    totals, paid = (np.bincount(evidence.episodes, each) for each in (np.abs(rewards), rewards != 0))
+    traits = [
+        _Trait("reward", "The size of rewards", totals / count),
+        # Where most episodes pay nothing, means over them hide it.
+        _Trait("reward", "The size of rewards other than 0", np.where(paid > 0, totals / np.maximum(paid, 1), np.nan)),
+        _Trait("reward", "The reward of a step", np.bincount(evidence.episodes, rewards) / count, is_place=True),
+        _Trait("episode", "The length of episodes", np.where(select_whole(evidence), count, np.nan)),
+    ]
+    return _find_oddest(evidence, traits)
+
+
+def select_whole(evidence: Evidence) -> Bool[np.ndarray, " e"]:
+    """Return whether each episode was read from its first step to its end."""
+    sides = (evidence.columns["step"] == 0).astype(int) + (evidence.ends != "")
+    return np.asarray(np.bincount(evidence.episodes, sides) == 2)
+
+
+def look_at_observations(evidence: Evidence) -> Sight:
+    """Find the environment whose observations, or their answer to actions, differ most from the others'."""
+    features, count, before = name_features(evidence), np.bincount(evidence.episodes), np.flatnonzero(evidence.has_next)
+    episodes, acting = evidence.episodes[before], evidence.acting[before]
+    acting, steps = acting - acting.mean(axis=0), np.maximum(np.bincount(episodes, minlength=len(count)), 1)
+    gram = acting.T @ acting + 1e-6 * max(len(before), 1) * np.eye(acting.shape[1])
+    traits = []
+    for name, values in features.items():
+        change = values[before + 1] - values[before]
+        # What the actions do on average to this number, and how much of it each episode has: -1 is the opposite.
+        effect = acting @ np.linalg.solve(gram, acting.T @ (change - change.mean()))
+        effect /= max(float((effect**2).mean()), 1e-300)
+        answers = np.bincount(episodes, effect * (change - change.mean()), minlength=len(count)) / steps
+        sizes = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
+        traits += [
+            _Trait("observation", f"The size of t{name[1:]}", sizes),
+            _Trait("observation", name, np.bincount(evidence.episodes, values) / count, is_place=True),
+            _Trait("dynamics", f"t{name[1:]}", np.where(steps > 1, answers, np.nan)),
+        ]
+    return _find_oddest(evidence, traits)
+
+
+def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
+    """Return the largest difference of an environment from the others that is not by chance.
+
+    Environments that are trained in at the same time share the policy, so by ranks of episodes there is a test.
+    """
+    copies = np.unique(evidence.columns["env_index"])
+    copy_of = evidence.columns["env_index"][np.unique(evidence.episodes, return_index=True)[1]]
+    if len(copies) < 2:
+        raise CannotTellError("there is one environment")
+    if _may_be_agents(evidence, len(copies)):
+        raise CannotTellError("the environments may be agents of one world: their episodes always end together")
+    place = np.searchsorted(copies, copy_of)
+    tries, each = len(copies) * len(traits), np.median(np.bincount(place))
+    by_chance = -special.ndtri(CHANCE / (2 * tries))
+    if np.sqrt(3 * each * (len(place) - each) / (len(place) + 1)) < by_chance:  # where all are beyond all others
+        raise CannotTellError(f"{len(place)} episodes of {len(copies)} environments are too few for a sure difference")
+    seen = []
+    for trait in traits:
+        here, others, z = _compare_copies(trait.values, place, len(copies))
+        # Of a difference, what is beyond chance: so that it is next to nothing where it is just sure.
+        differences = _measure(trait, here, others) * np.maximum(1 - by_chance / np.maximum(z, 1e-9), 0)
+        at = int(differences.argmax())
+        p = min(1.0, float(2 * special.ndtr(-z[at]) * tries))
+        seen.append((float(differences[at]), trait, at, p, float(here[at]), float(others[at])))
+    difference, trait, at, chance, mean, rest = max(seen, key=lambda one: one[0])
+    where, are_actions = f"in environment {copies[at]:.0f}", trait.kind == "dynamics"
+    title = f"{trait.name} {where} is {mean:.3g} on average, and {rest:.3g}"
+    if are_actions:
+        verb = "do the opposite" if mean * rest < 0 else "act differently"
+        title = (
+            f"Actions {verb} {where}: their effect on {trait.name} is {mean:.2g} times the usual one, {rest:.2g} times"
+        )
+    return Sight(
+        difference,
+        trait.kind,
+        f"{title} in the other {len(copies) - 1}",
+        "Environments that share a policy have their means over episodes in common.",
+        ("Actions may be swapped there, or their axes reversed. " if are_actions else "")
+        + f"Compare how environment {copies[at]:.0f} is made with the others: its arguments and its wrappers.",
+        evidence.columns["env_index"] == copies[at],
+        chance,
+    )
+
+
+def _may_be_agents(evidence: Evidence, copies: int) -> bool:
+    """Return whether environments that Gymnasium did not make are always at the same step."""
+    steps = evidence.columns["step"]
+    is_unknown = not evidence.config.get("env_wrappers", True)
+    return is_unknown and not len(steps) % copies and bool((np.ptp(steps.reshape(copies, -1), axis=0) == 0).all())
+
+
+def _measure(trait: _Trait, here: Numbers, others: Numbers) -> Numbers:
+    """Return how far two means are apart: sizes in doublings, places in deviations of episodes."""
+    if trait.is_place:
+        differences = np.abs(here - others) / max(float(np.nanstd(trait.values)), 1e-12)
+    else:
+        signs = np.where(others < 0, -1, 1)
+        differences = np.abs(np.log2(np.maximum(signs * here, 1e-12) / np.maximum(signs * others, 1e-12)))
+    return np.asarray(np.minimum(differences, _DOUBLINGS))
+
+
+def _compare_copies(values: Numbers, place: Int[np.ndarray, " n"], copies: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Return each environment's mean, that of the others, and Mann and Whitney's |z| of all, in one pass."""
+    known = np.isfinite(values)
+    values, place = values[known], place[known]
+    sizes = np.bincount(place, minlength=copies)
+    totals, others = np.bincount(place, values, minlength=copies), len(values) - sizes
+    means, rest = totals / np.maximum(sizes, 1), (totals.sum() - totals) / np.maximum(others, 1)
+    ranks = stats.rankdata(values)
+    spread = np.sqrt(np.maximum(sizes * others, 1) / max(len(values) - 1, 1)) * max(ranks.std(), 1e-9)
+    z = np.maximum(np.abs(np.bincount(place, ranks, minlength=copies) - sizes * ranks.mean()) - 0.5, 0) / spread
+    return means, rest, np.where(np.minimum(sizes, others) >= _FEWEST, z, 0.0)

@@ -1,0 +1,74 @@
+"""The detectors: what each looks at, and what it takes to matter."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from whence.findings import actions, changes, copies, episodes, learning, observations, reward_effects
+from whence.findings.evidence import Evidence
+from whence.findings.finding import Rank, Sight
+
+Look = Callable[[Evidence], Sight]
+"""Returns what is seen of a run, or raises `CannotTellError`."""
+
+
+class Detector(NamedTuple):
+    """What looks at a run.
+
+    Attributes:
+        look: returns its statistic, and the words for it.
+        least: the statistic from which on what is seen matters to training, however rare it is among healthy runs.
+        most: the rank that a finding has at most: what may be meant, or only follows, is no more than unusual.
+        is_fact: it stands by itself, as that nothing was ever paid does: it is not compared with healthy runs.
+    """
+
+    look: Look
+    least: float
+    most: Rank = "wrong"
+    is_fact: bool = False
+
+
+DOUBLE, TENFOLD = 0.3, 1.0
+"""Least statistics of detectors that count in decades or nines: a factor of two, and of ten, or 90%."""
+
+HALVED = 0.7
+"""Least statistic of detectors that count in natural logarithms of squared misses: another reading halves them."""
+
+DETECTORS: Mapping[str, Detector] = {
+    "equal observations": Detector(observations.look_at_equal_observations, TENFOLD),
+    "lost observations": Detector(observations.look_at_lost_observations, DOUBLE),
+    "late observations": Detector(observations.look_at_late_observations, DOUBLE),
+    "repeated observations": Detector(observations.look_at_repeats, 0.1),
+    "entries that stop": Detector(observations.look_at_stops, DOUBLE),
+    "idle entries": Detector(observations.look_at_idle_entries, 3.0, "unusual", is_fact=True),
+    "lost entries": Detector(observations.look_at_lost_entries, DOUBLE),
+    "outlying observations": Detector(observations.look_at_outlying_observations, TENFOLD),
+    "clipped observations": Detector(observations.look_at_clipped_observations, 0.05),
+    "equal starts": Detector(observations.look_at_equal_starts, TENFOLD),
+    "late actions": Detector(actions.look_at_late_actions, HALVED),
+    "swapped actions of copies and rounds": Detector(actions.look_at_swaps_of_parts, HALVED),
+    "swapped actions of places": Detector(actions.look_at_swaps_of_places, HALVED),
+    "short episodes": Detector(episodes.look_at_short_episodes, TENFOLD),
+    "paid again at the reset": Detector(episodes.look_at_paid_again, 1.0),
+    "late rewards": Detector(reward_effects.look_at_late_rewards, HALVED),
+    "rewards of copies and rounds": Detector(reward_effects.look_at_rewards_of_parts, HALVED),
+    "missing rewards": Detector(reward_effects.look_at_missing_rewards, HALVED),
+    "rewards of places": Detector(reward_effects.look_at_rewards_of_places, HALVED),
+    "outlying rewards": Detector(learning.look_at_outliers, TENFOLD),
+    "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual", is_fact=True),
+    "rewards of copies": Detector(copies.look_at_rewards, 0.5),
+    "observations of copies": Detector(copies.look_at_observations, 0.5),
+    "changes of rewards": Detector(changes.look_at_rewards, 1.0),
+    "changes of observations": Detector(changes.look_at_observations, 1.0),
+    "changes of episodes": Detector(changes.look_at_lengths, 1.0),
+    "time limit as end": Detector(episodes.look_at_limit, DOUBLE),
+    "unforeseen ends": Detector(episodes.look_at_unforeseen_ends, 0.25),
+    "rewards in loops": Detector(learning.look_at_loops, 1.0),
+    "spread of actions": Detector(actions.look_at_spread, TENFOLD),
+    "scales of observations": Detector(observations.look_at_scales, 2.0),
+    "large steps": Detector(learning.look_at_large_steps, DOUBLE),
+    "small steps": Detector(learning.look_at_small_steps, TENFOLD),
+    "lost entropy": Detector(learning.look_at_entropy, DOUBLE),
+    "critic": Detector(learning.look_at_critic, 0.25),
+    "settings of rounds": Detector(learning.look_at_settings, 0.0, "unusual", is_fact=True),
+}
+"""By the names that the reference has; of findings of one rank, causes come before what follows from them."""

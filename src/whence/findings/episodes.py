@@ -1,0 +1,158 @@
+"""What is wrong with episodes: how they end, how long they are, and what their first steps pay."""
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy import stats
+
+from whence.findings.evidence import Evidence, Numbers
+from whence.findings.finding import CannotTellError, Sight
+from whence.findings.models import expand
+from whence.findings.observations import has_few_states, select_commonest
+
+_SHORTEST = 20
+"""Steps below which a fixed length is more likely a rule of the game than a time limit."""
+
+_LAST, _READ = 5, 256
+"""Steps before a fixed length, and numbers of their observations, that are looked at for a sign of the end."""
+
+_EPISODES, _ENDS = 8, 32
+"""Episodes that a statement needs at least, and those that a model of ends does."""
+
+_OTHERS = 10_000
+"""Steps that do not end an episode which those that do are compared with."""
+
+_WIDTH, _RIDGE = 64, 1e-3
+
+
+def look_at_limit(evidence: Evidence) -> Sight:
+    """Compare how many episodes are terminated at exactly the largest length with those before: in decades.
+
+    Times the share of that which the observation leaves open: a game that shows its clock may end by it.
+    """
+    lengths, ended = evidence.columns["step"] + 1, evidence.ends == "terminated"
+    longest = int(lengths.max())
+    at_limit, near = (lengths == longest) & ended, (lengths >= 0.9 * longest) & (lengths < longest) & ended
+    if longest < _SHORTEST or at_limit.sum() < _EPISODES:
+        return Sight(0.0)
+    # Ends that may come at any step come as often at each of the last tenth.
+    expected = near.sum() / max(1, longest - int(np.ceil(0.9 * longest)))
+    rows = np.flatnonzero(evidence.columns["step"] >= longest - _LAST)
+    is_last = (evidence.columns["step"][rows] == longest - 1).astype(np.float64)
+    missed = is_last - _predict(_read_numbers(evidence, rows), is_last, evidence.episodes[rows])
+    hidden = min(1.0, float((missed**2).mean()) / max(float(is_last.var()), 1e-9))
+    return Sight(
+        max(0.0, float(np.log10(at_limit.sum() / (1 + expected)))) * hidden,
+        "episode",
+        f"A time limit is reported as an end: {at_limit.sum():,} episodes are terminated after exactly {longest} "
+        f"steps, {at_limit.sum() / ended.sum():.0%} of those that end",
+        f"No episode is longer, {near.sum():,} end in the tenth before that, and {hidden:.0%} of whether a step is the "
+        "last cannot be seen in the observation.",
+        "Return `truncated=True`, not `terminated=True`, at the limit, as Gymnasium's `TimeLimit` does: the critic "
+        "then learns that more would have followed. If the game is over then, show the time left.",
+        at_limit,
+    )
+
+
+def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
+    """Measure the share of ends, before the largest length, that come where steps that do not end come, too.
+
+    By a model of ends from the observation and the action, on episodes that it was not fitted on, ends that nothing
+    foresees rank as any step: half of them in the lower half.
+    """
+    steps = evidence.columns["step"]
+    ends = np.flatnonzero((evidence.ends == "terminated") & (steps < steps.max()))
+    others = np.flatnonzero(evidence.has_next)[:: max(1, evidence.has_next.sum() // _OTHERS)]
+    if has_few_states(evidence) or select_commonest(evidence).mean() > 0.5:
+        raise CannotTellError("observations are of few states, or hardly vary")
+    if len(ends) < _ENDS or not len(others):
+        raise CannotTellError("too few episodes end")
+    rows, is_end = np.append(ends, others), np.repeat([1.0, 0.0], [len(ends), len(others)])
+    inputs = np.hstack([_read_numbers(evidence, rows), evidence.acting[rows]])
+    weights = np.where(is_end > 0, len(others) / len(ends), 1.0)
+    scores = _predict(inputs, is_end, evidence.episodes[rows], weights)
+    low, middle = scores[is_end > 0], float(np.median(scores[is_end == 0]))
+    share = min(1.0, 2 * float((low < middle).mean() + (low == middle).mean() / 2))
+    return Sight(
+        share,
+        "episode",
+        f"Episodes end early without a sign: {share:.0%} of {len(ends):,} ends come at random, where other steps do "
+        "not end",
+        "A model of ends by the observation and the action ranks them as any step.",
+        "Check what sets `terminated`: chance, or something that the observation does not show.",
+        np.isin(np.arange(len(evidence)), ends[low <= middle]),
+    )
+
+
+def look_at_short_episodes(evidence: Evidence) -> Sight:
+    """Compare episodes of one or two steps in a row with the others: by their number and their length, in decades."""
+    first, counts = np.unique(evidence.episodes, return_index=True, return_counts=True)[1:]
+    order = np.argsort(first)
+    first, counts = first[order], counts[order]
+    copies, ends = evidence.columns["env_index"][first], evidence.ends[first + counts - 1]
+    is_short = (counts <= 2) & (ends == "terminated")
+    edges = np.flatnonzero(np.append(True, (is_short[1:] != is_short[:-1]) | (copies[1:] != copies[:-1])))
+    sizes = np.diff(np.append(edges, len(counts))) * is_short[edges]
+    at, many = int(edges[sizes.argmax()]), int(sizes.max())
+    if not many or is_short.all():
+        return Sight(0.0)
+    usual = float(np.median(counts[~is_short]))
+    return Sight(
+        float(min(np.log10(many), np.log10(usual))),
+        "episode",
+        f"Episodes shrink to one or two steps: {many:,} one after the other in environment {copies[at]:.0f}, where "
+        f"others have {usual:.0f}",
+        "They are terminated at their first or second step.",
+        "Check that `reset` clears what `terminated` is computed of.",
+        np.isin(np.arange(len(evidence)), np.arange(first[at], first[at] + counts[at : at + many].sum())),
+    )
+
+
+def look_at_paid_again(evidence: Evidence) -> Sight:
+    """Measure how a first reward follows the last one of the episode before: as a log likelihood ratio, in decades.
+
+    Ranks are compared, and changes from one episode to the next, as both may drift while a policy learns.
+    """
+    rewards, env, steps = (evidence.columns[name] for name in ("reward", "env_index", "step"))
+    last = np.flatnonzero((evidence.ends[:-1] != "") & (env[1:] == env[:-1]) & (steps[1:] == 0))
+    last = last[evidence.ends[last + 1] == ""]  # a single step is paid for its end
+    ended, began = (np.diff(stats.rankdata(rewards[rows])) for rows in (last, last + 1))
+    pairs = np.flatnonzero(env[last[1:]] == env[last[:-1]])
+    if len(pairs) < 2 * _EPISODES:
+        raise CannotTellError("too few episodes follow one another")
+    if not (ended[pairs].std() and began[pairs].std()):
+        raise CannotTellError("all episodes begin or end with the same reward")
+    r = max(0.0, float(np.corrcoef(ended[pairs], began[pairs])[0, 1]))
+    return Sight(
+        float(-len(pairs) / 2 * np.log10(max(1 - r**2, 1e-12))),
+        "reward",
+        f"The last reward of an episode is paid again at the first step of the next: over {len(pairs):,} pairs of "
+        f"episodes they rise and fall together, by a correlation of {r:.2f}",
+        "A first reward has nothing to do with the episode before.",
+        "Clear what the environment or a wrapper remembers of the reward in `reset()`.",
+        np.isin(np.arange(len(evidence)), last + 1),
+    )
+
+
+def _read_numbers(evidence: Evidence, rows: Int[np.ndarray, " k"]) -> Float[np.ndarray, "k d"]:
+    """Return the numbers of some observations that are not all equal; of many, some drawn at random."""
+    if not evidence.blocks:
+        raise CannotTellError("observations are not stored")
+    values = np.hstack([block[rows] for block in evidence.blocks.values()]).astype(np.float64)
+    values = values[:, values.std(axis=0) > 0]
+    if values.shape[1] > _READ:
+        values = values[:, np.random.default_rng(0).choice(values.shape[1], _READ, replace=False)]
+    return values
+
+
+def _predict(
+    inputs: Float[np.ndarray, "n d"], targets: Numbers, groups: Int[np.ndarray, " n"], weights: Numbers | float = 1.0
+) -> Numbers:
+    """Return what ridge regression on the episodes of the other half predicts."""
+    basis, half, predictions = expand(inputs, _WIDTH), groups % 2 == 0, np.full(len(targets), targets.mean())
+    weighted = basis * np.broadcast_to(weights, len(targets))[:, None]
+    for train in (half, ~half):
+        if train.any() and not train.all():
+            gram = weighted[train].T @ basis[train]
+            gram[np.diag_indices_from(gram)] += _RIDGE * gram[0, 0]
+            predictions[~train] = basis[~train] @ np.linalg.solve(gram, weighted[train].T @ targets[train])
+    return predictions

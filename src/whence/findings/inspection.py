@@ -1,0 +1,150 @@
+"""What is looked at in a run: each detector's statistic, compared with those of healthy runs."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from whence.findings.detectors import DETECTORS, Look
+from whence.findings.evidence import Evidence, read_evidence
+from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
+from whence.findings.gamed_rewards import find_gamed_rewards
+from whence.findings.reference import Reference, compare, read_reference
+from whence.findings.settings import give_advice
+from whence.runs import RunDirectory
+
+MOST = 5
+"""Findings that are returned at most."""
+
+_REWARDS = "rewards that rise while another falls"
+
+_RULES = {
+    "leaves the start model": ("divergence from the start model", "kl"),
+    "responses become alike": ("entropy of the tokens", "train/entropy_loss"),
+    "responses do not end": ("ends of responses", "ended_share"),
+    "drops nearly all": ("dropped responses", "dropped_share"),
+}
+"""Rules on a language model's metrics: what each looks at, and the column that it reads."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a detector saw; or why it could not look."""
+
+    sight: Sight
+    reason: str = ""
+
+
+def measure(evidence: Evidence) -> dict[str, Measured]:
+    """Return what each detector sees."""
+    return {name: measure_one(detector.look, evidence) for name, detector in DETECTORS.items()}
+
+
+def measure_one(look: Look, evidence: Evidence) -> Measured:
+    """Return what a detector sees."""
+    try:
+        return Measured(look(evidence))
+    except CannotTellError as error:
+        return Measured(Sight(0.0), str(error))
+    except np.linalg.LinAlgError:
+        return Measured(Sight(0.0), "numbers of the observation cannot be told apart")
+
+
+def judge(measured: Mapping[str, Measured], evidence: Evidence, reference: Reference) -> list[Check]:
+    """Return a check for each detector, those with a finding first: what is wrong, then what is unusual."""
+    return sort_checks([_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()])
+
+
+def sort_checks(checks: Sequence[Check]) -> list[Check]:
+    """Return checks by their outcome: what is wrong, unusual, fine, then what could not be looked at."""
+    return sorted(checks, key=lambda check: get_args(Outcome).index(check.outcome))
+
+
+def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Sequence[float]) -> Check:
+    sight = measured.sight
+    if measured.reason:
+        return Check(name, "could not be looked at", f"because {measured.reason}")
+    outcome, text = compare(sight.statistic, healthy, DETECTORS[name])
+    if outcome == "fine":
+        return Check(name, "fine", text)
+    if sight.p is not None and sight.p > CHANCE:
+        return Check(name, "fine", f"{text}, but by chance in {sight.p:.1%} of such runs")
+    number, ids = link_records(sight.mask, evidence)
+    words = " ".join([sight.evidence, f"It is {text}.", *([] if sight.p is None else [say_chance(sight.p)])])
+    finding = Finding(sight.kind, sight.title, words, sight.advice, outcome, sight.p, number, ids)
+    return Check(name, outcome, text, finding)
+
+
+def _inspect_responses(run: RunDirectory) -> list[Check]:
+    """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
+    checks, metrics = list[Check](), run.table("metrics")
+    try:
+        gamed = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
+        checks += gamed or [Check(_REWARDS, "fine", "nothing is seen")]
+    except CannotTellError as error:
+        checks += [Check(_REWARDS, "could not be looked at", f"because {error}")]
+    advice = give_advice(metrics)
+    checks += [Check(_RULES.get(rule, (rule,))[0], one.rank, one.title, one) for rule, one in advice.items()]
+    for name, column in (row for rule, row in _RULES.items() if rule not in advice):
+        if column in metrics.columns and metrics[column].count():
+            checks += [Check(name, "fine", f"nothing is seen in {metrics[column].count():,} rounds")]
+        else:
+            checks += [Check(name, "could not be looked at", f"because the metrics have no `{column}`")]
+    return sort_checks(checks)
+
+
+def inspect(run: RunDirectory | str | Path) -> list[Check]:
+    """Return what was looked at in a run, and what came of it, what is wrong first.
+
+    Args:
+        run: the run of an agent or of a language model, or its directory.
+
+    Raises:
+        RunDirectoryError: a round's file is damaged.
+    """
+    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    if run.is_language:
+        return _inspect_responses(run)
+    if (evidence := read_evidence(run)) is None:
+        reason = "because no round holds actions and rewards by environment and episode"
+        return [Check(name, "could not be looked at", reason) for name in DETECTORS]
+    return judge(measure(evidence), evidence, read_reference())
+
+
+def choose_findings(checks: Sequence[Check]) -> list[Finding]:
+    """Return the findings of checks, at most five."""
+    return [check.finding for check in checks if check.finding is not None][:MOST]
+
+
+def find(run: RunDirectory | str | Path) -> list[Finding]:
+    """Return what is wrong with a run or unusual, at most five; nothing where nothing stands out.
+
+    These are the findings of `inspect`. In a language model's run it looks at the rewards and the metrics.
+
+    Args:
+        run: the run, or its directory.
+
+    Raises:
+        RunDirectoryError: a round's file is damaged.
+    """
+    return choose_findings(inspect(run))
+
+
+def count_outcomes(checks: Sequence[Check]) -> str:
+    """Return how many checks came out how, such as "1 unusual, 21 fine, 3 could not be looked at"."""
+    counts = Counter(check.outcome for check in checks)
+    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
+
+
+def say_nothing_stands_out(checks: Sequence[Check]) -> str:
+    """Return in words that no check has a finding, and what that is worth."""
+    looked = sum(check.outcome == "fine" for check in checks)
+    if not looked:
+        return "Nothing could be looked at."
+    count = max(len(read_reference().get(check.name, ())) for check in checks)
+    compared = f", compared with those of {count} healthy environments" if count else ""
+    figures = "one figure was" if looked == 1 else f"{looked} figures were"
+    return f"Nothing stands out: {figures} looked at{compared}. That is no proof that all is well."

@@ -1,0 +1,82 @@
+"""What each detector of findings shows on runs of public environments; the healthy ones are the reference.
+
+Run: `python -m studies.healthy.measure results/healthy [--runs out/healthy] [--only NAME]`. It measures what is not
+measured yet; a detector whose source changed is named by `--only`, and is measured anew. The reference,
+`src/whence/findings/reference.csv`, has the largest statistic over the runs of an environment.
+"""
+
+import csv
+import time
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from studies.healthy.environments import PublicEnvironment, read_environments
+from studies.healthy.run import VARIANTS, place_run
+from studies.shared import Only, Out, report, write_line
+from whence.findings.detectors import DETECTORS
+from whence.findings.evidence import Evidence, read_evidence
+from whence.findings.inspection import measure_one
+from whence.findings.reference import TABLE
+from whence.lab import read_rows
+from whence.runs import RunDirectory
+
+KEYS = ("environment", "variant")
+
+
+def describe(name: str, evidence: Evidence) -> dict[str, Any]:
+    """Return what a detector sees in a run, as JSON has it, and how long it takes."""
+    began = time.process_time()
+    sight, reason = (measured := measure_one(DETECTORS[name].look, evidence)).sight, measured.reason
+    return {
+        **{"statistic": float(sight.statistic), "p": sight.p, "reason": reason, "kind": sight.kind},
+        **{"title": sight.title, "advice": sight.advice, "seconds": time.process_time() - began},
+    }
+
+
+def measure_run(row: PublicEnvironment, variant: str, runs: Path, out: Path, only: str) -> None:
+    """Write what the detectors show on a run, a row of `statistics.parquet`."""
+    path = place_run(runs, row, variant)
+    known = read_rows(out / "statistics.parquet", KEYS).get((row.id, variant), {}).get("seen", {})
+    names = [name for name in DETECTORS if (only in name if only else name not in known)]
+    if not names or not (path / "done").exists():
+        return
+    evidence = read_evidence(RunDirectory.open(path))
+    assert evidence is not None, path
+    seen = {name: sight for name, sight in known.items() if name in DETECTORS}
+    seen |= {name: describe(name, evidence) for name in names}
+    line = {"environment": row.id, "variant": variant, "family": row.family, "healthy": row.healthy, "seen": seen}
+    write_line(out / "statistics.parquet", line, KEYS)
+    report(row.id, variant)
+
+
+def write_reference(out: Path) -> None:
+    """Write the largest statistic of each detector and environment; of a detector that could not look, none."""
+    largest: dict[tuple[str, str, str], float] = {}
+    for run in filter(itemgetter("healthy"), read_rows(out / "statistics.parquet", KEYS).values()):
+        for name, one in run["seen"].items():
+            if name in DETECTORS and not one["reason"]:
+                key = (name, run["environment"], run["family"])
+                largest[key] = max(largest.get(key, 0.0), one["statistic"])
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["detector", "environment", "family", "statistic"])
+        writer.writerows((*names, f"{statistic:.4g}") for names, statistic in sorted(largest.items()))
+
+
+def main(
+    out: Out,
+    runs: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("out/healthy"),
+    only: Only = "",
+) -> None:
+    """Measure what is not measured yet, and write the reference."""
+    for row in read_environments():
+        for variant in VARIANTS:
+            measure_run(row, variant, runs.resolve(), out, only)
+    write_reference(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

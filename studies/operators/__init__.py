@@ -1,0 +1,1 @@
+"""Fault operators: one fault of a given size, planted into any public environment."""

@@ -1,0 +1,235 @@
+"""What was looked at in a run: outcomes, the findings among them, and both in the terminal and on the page."""
+
+import json
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from rich.console import Console
+
+from whence.findings import choose_findings, count_outcomes, find, inspect, say_nothing_stands_out
+from whence.findings.detectors import Detector
+from whence.findings.finding import CannotTellError, Check, Finding, Sight
+from whence.findings.reference import compare
+from whence.page import ExploredRun
+from whence.runs import RunDirectory
+
+HEALTHY = {"pace": [2.0, 1.0], "copies": [1.0], "ends": [0.0]}
+LONG = "A" * 250
+HOSTILE = "[red]x[/] \x1b[31m<img src=x>"
+
+
+def see(statistic: float, p: float | None = None, **rules: Any) -> Detector:
+    def look(evidence: Any) -> Sight:
+        return Sight(statistic, "reward", f"Rewards of {HOSTILE}", "Seen.", "Look.", evidence.actions > 0, p)
+
+    return Detector(look, **{"least": 0.0, **rules})
+
+
+def see_nothing(reason: str) -> Detector:
+    def look(evidence: Any) -> Sight:
+        raise CannotTellError(reason)
+
+    return Detector(look, 0.0)
+
+
+def make_agent(path: Any, **changes: Any) -> RunDirectory:
+    run, ids = RunDirectory.create(path / "run", {"action_space": {"type": "Discrete", "n": 2}}), np.arange(8)
+    table = {"record_id": ids, "env_index": 0 * ids, "episode_id": ids // 4, "step": ids % 4, "action": ids % 2}
+    run.write_round("records", 1, pl.DataFrame(table | {"reward": 1.0 * ids} | changes))
+    return run
+
+
+@pytest.fixture
+def agent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    looks = {
+        "images": see_nothing(f"it has none of {HOSTILE}"),
+        "pixels": see_nothing(f"it has none of {HOSTILE}"),
+        "pace": see(2.4),
+        "copies": see(1.6, p=0.001),
+        "entropy": see(0.0),
+        "ends": see(0.1),
+        f"luck{LONG}": see(9.0, p=0.02),
+    }
+    monkeypatch.setattr("whence.findings.inspection.DETECTORS", looks)
+    monkeypatch.setattr("whence.findings.inspection.read_reference", lambda: HEALTHY)
+    return make_agent(tmp_path)
+
+
+def test_outcomes_say_how_a_figure_compares_with_healthy_environments(agent: RunDirectory) -> None:
+    checks = {check.name: (check.outcome, check.text) for check in inspect(agent)}
+    reason = f"because it has none of {HOSTILE}"
+    assert [*checks.items()] == [
+        ("copies", ("wrong", "larger than in any run of 1 healthy environments, 1.6 times the largest")),
+        ("ends", ("wrong", "seen in no run of 1 healthy environments")),
+        ("pace", ("unusual", "larger than in any run of 2 healthy environments")),
+        ("entropy", ("fine", "nothing is seen")),
+        (f"luck{LONG}", ("fine", "seen in no run of 0 healthy environments, but by chance in 2.0% of such runs")),
+        ("images", ("could not be looked at", reason)),
+        ("pixels", ("could not be looked at", reason)),
+    ]
+    assert count_outcomes(inspect(agent)) == "2 wrong, 1 unusual, 2 fine, 2 could not be looked at"
+
+
+@pytest.mark.parametrize(
+    ("statistic", "rules", "outcome", "text"),
+    [
+        (3.5, {}, "wrong", "larger than in any run of 2 healthy environments, 1.75 times the largest"),
+        (2.5, {}, "unusual", "larger than in any run of 2 healthy environments"),
+        (1.5, {}, "fine", "as large in 1 of 2 healthy environments"),
+        (3.5, {"least": 4.0}, "fine", "too little to matter"),
+        (3.5, {"most": "unusual"}, "unusual", "larger than in any run of 2 healthy environments"),
+        (0.1, {"most": "unusual", "is_fact": True}, "unusual", "true by itself"),
+    ],
+)
+def test_a_detector_says_what_matters_and_what_is_at_most_unusual(
+    statistic: float, rules: dict[str, Any], outcome: str, text: str
+) -> None:
+    assert compare(statistic, HEALTHY["pace"], see(0.0, **rules)) == (outcome, text)
+
+
+def test_findings_are_those_of_the_checks_and_have_their_ranks(agent: RunDirectory) -> None:
+    first, *others = find(agent)
+    assert [first.rank, *(one.rank for one in others)] == ["wrong", "wrong", "unusual"]
+    assert [first, *others] == [check.finding for check in inspect(agent)[:3]]
+    # The chance is said only where there is a test.
+    beyond = "Seen. It is larger than in any run of 1 healthy environments, 1.6 times the largest."
+    assert first.evidence == f"{beyond} The chance of this where nothing is wrong is 0.001."
+    assert others[1].evidence == "Seen. It is larger than in any run of 2 healthy environments."
+    assert (first.p, others[1].p) == (0.001, None)
+    assert (first.round, first.record_ids) == (1, (1, 3, 5, 7))
+    assert len(choose_findings([check for check in inspect(agent) for _ in range(3)])) == 5
+
+
+def test_a_run_without_actions_says_why_nothing_was_looked_at(tmp_path: Any) -> None:
+    run = RunDirectory.create(tmp_path / "run", {})
+    run.write_round("records", 1, pl.DataFrame({"record_id": [0, 1], "score": [0.1, 0.2]}))
+    checks = inspect(run)
+    assert {check.outcome for check in checks} == {"could not be looked at"}
+    assert "no round holds actions and rewards" in checks[0].text
+    assert say_nothing_stands_out(checks) == "Nothing could be looked at."
+
+
+def test_silence_says_what_it_is_worth(agent: RunDirectory) -> None:
+    fine = [
+        Check("pace", "fine", ""),
+        Check("copies", "fine", ""),
+        Check("images", "could not be looked at", "because"),
+    ]
+    compared = "2 figures were looked at, compared with those of 2 healthy environments"
+    assert say_nothing_stands_out(fine) == f"Nothing stands out: {compared}. That is no proof that all is well."
+    # Rules on a language model's run are compared with none.
+    assert "one figure" in say_nothing_stands_out([Check("ends of responses", "fine", "")])
+    assert "environments" not in say_nothing_stands_out([Check("ends of responses", "fine", "")])
+
+
+def make_language(path: Any, rounds: int, **columns: list[Any]) -> RunDirectory:
+    run = RunDirectory.create(path / "run", {"kind": "language"})
+    for number in range(1, rounds + 1):
+        rows = {"record_id": [*range(16)], "prompt": [*"ab"] * 8, "reward.right": [0.5] * 16, "reward.long": [0.5] * 16}
+        run.write_round("records", number, pl.DataFrame(rows))
+        run.append("metrics", {"round": number, **{name: values[number - 1] for name, values in columns.items()}})
+    return run
+
+
+def test_rules_of_a_language_model_are_fine_wrong_or_unknown(tmp_path: Any) -> None:
+    run = make_language(
+        tmp_path, 3, kl=[0.0, 9.0, 99.0], length=[9.0] * 3, ended_share=[0.9] * 3, dropped_share=[None] * 3
+    )
+    checks = inspect(run)
+    assert [(check.name, check.outcome) for check in checks] == [
+        ("divergence from the start model", "wrong"),
+        ("ends of responses", "fine"),
+        ("rewards that rise while another falls", "could not be looked at"),
+        ("entropy of the tokens", "could not be looked at"),
+        ("dropped responses", "could not be looked at"),
+    ]
+    assert [check.text for check in checks[1:4]] == [
+        "nothing is seen in 3 rounds",
+        "because fewer than 8 rounds are stored",
+        "because the metrics have no `train/entropy_loss`",
+    ]
+    assert find(run) == [checks[0].finding]
+    assert find(run)[0].rank == "wrong"
+
+
+def test_rewards_of_enough_rounds_are_looked_at(tmp_path: Any) -> None:
+    rewards = {check.name: check for check in inspect(make_language(tmp_path, 8))}[
+        "rewards that rise while another falls"
+    ]
+    assert (rewards.outcome, rewards.text) == ("fine", "nothing is seen")
+
+
+def test_the_command_prints_ranks_and_what_was_looked_at(agent: RunDirectory, whence: Any) -> None:
+    code, out, _ = whence("findings", agent.path)
+    shown = HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+    assert code == 0
+    assert "\x1b" not in out  # neither colour in a pipe, nor that of a name
+    lines = out.splitlines()
+    assert lines[0] == f"1. wrong: Rewards of {shown}."
+    assert lines[3] == f"   Round 1, records 1, 3, 5, 7: whence show {agent.path} --record 1"
+    assert f"3. unusual: Rewards of {shown}." in lines
+    assert lines[-3:] == [
+        "What was looked at: 2 wrong, 1 unusual, 2 fine, 2 could not be looked at.",
+        f"   Fine: entropy, luck{LONG}.",
+        f"   Could not be looked at because it has none of {shown}: images, pixels.",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_wraps_behind_the_margin(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from whence.cli.terminal import print_findings
+
+    terminal = Console(width=width, force_terminal=True, color_system="standard")
+    monkeypatch.setattr("whence.cli.terminal.finding_lines.console", terminal)
+    finding = Finding("reward", f"Of {LONG}", "more words " * 20, "Look.", "wrong", None, 1, (3,))
+    print_findings(
+        [Check("pace", "wrong", "", finding), Check("ends " * 40, "fine", "")] + [Check("x", "fine", "")] * 9
+    )
+    out = capsys.readouterr().out
+    assert "\x1b[1;31mwrong\x1b[0m: Of" in out
+    first, *others = (line.rstrip() for line in out.replace("\x1b[1;31m", "").replace("\x1b[0m", "").splitlines())
+    assert first.startswith("1. wrong: Of")
+    assert max(map(len, [first, *others])) <= width
+    assert {line[:3] for line in others} == {"   ", "", "Wha"}
+
+
+def test_json_has_findings_and_checks(agent: RunDirectory, whence: Any) -> None:
+    content = json.loads(whence("findings", agent.path, "--json")[1])
+    assert [one["rank"] for one in content["findings"]] == ["wrong", "wrong", "unusual"]
+    assert content["findings"][0]["p"] == 0.001
+    assert content["checks"][3] == {"name": "entropy", "outcome": "fine", "text": "nothing is seen"}
+    assert len(content["checks"]) == 7
+
+
+def test_findings_beyond_five_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, whence: Any) -> None:
+    looks = {f"look {number}": see(1.0) for number in range(7)}
+    monkeypatch.setattr("whence.findings.inspection.DETECTORS", looks)
+    _, out, _ = whence("findings", make_agent(tmp_path).path)
+    assert "5. wrong" in out
+    assert "6. wrong" not in out
+    assert out.splitlines()[-1] == "   Also wrong: look 5, look 6."
+
+
+def test_the_page_has_ranks_and_checks(agent: RunDirectory) -> None:
+    run = ExploredRun(agent)
+    assert [one["rank"] for one in run.list_findings()] == ["wrong", "wrong", "unusual"]
+    looked = run.describe_checks()
+    assert looked["counts"] == "2 wrong, 1 unusual, 2 fine, 2 could not be looked at"
+    assert looked["checks"][-1] == {
+        "name": "pixels",
+        "outcome": "could not be looked at",
+        "text": f"because it has none of {HOSTILE}",
+    }
+
+
+def test_the_page_of_a_damaged_run_says_why_it_could_not_be_looked_at(agent: RunDirectory) -> None:
+    agent.round_path("records", 1).write_bytes(b"damaged")
+    run = ExploredRun(agent)
+    assert run.list_findings() == []
+    looked = run.describe_checks()
+    assert looked["silence"] == "Nothing could be looked at."
+    (check,) = looked["checks"]
+    assert (check["name"], check["outcome"]) == ("the run", "could not be looked at")
+    assert check["text"].startswith("because it could not be read: ")

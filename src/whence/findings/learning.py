@@ -63,7 +63,7 @@ def look_at_outliers(evidence: Evidence) -> Sight:
     return Sight(
         float(gaps.max()),
         "reward",
-        f"A reward of {rewards[at]:.3g} outweighs all others: of {evidence.has_next.sum():,} inside of episodes, all "
+        f"A reward of {rewards[at]:.3g} is an outlier: of {evidence.has_next.sum():,} inside of episodes, all "
         f"but {few} are within {tail[few]:.3g} of {middle:.3g}; record {evidence.columns['record_id'][at]:.0f} of "
         f"round {rounds[at]:.0f}",
         "Advantages of the records before it hold it, too: scores say little there, and a selection may keep it.",

@@ -100,8 +100,8 @@ class TestRounds:
             expect(page.locator(".column-name")).to_have_text(["iif, seed 0, round 4", "iif, seed 1, round 4"])
 
     def test_the_map_shows_what_was_done_where(self, page):
-        worst, best = page.locator("#map svg.map").all()
         expect(page.locator("#map h3")).to_have_text(["10 most harmful records", "4 most helpful records"])
+        worst, best = page.locator("#map svg.map").all()  # which does not wait, so what waits comes first
         assert worst.locator("rect.cell").count() == 6
         arrows = worst.locator("g.arrow").all()
         assert [arrow.get_attribute("class") for arrow in arrows] == ["arrow low", "arrow high"]

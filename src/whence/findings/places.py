@@ -60,7 +60,7 @@ _SUPPORT = 0.99
 """The quantile of leverage, among the records that a model was fitted on, beyond which it knows nothing alike."""
 
 MATCHED = 1 / 3
-"""The share of a place's records that have support at least (SPEC §20)."""
+"""The share of a place's records that have support at least."""
 
 FLOOR = 0.01
 """Misfits below this share of the variance are all alike: their ratios say nothing of what matters."""

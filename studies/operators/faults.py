@@ -96,10 +96,10 @@ class Task(gym.Wrapper[Any, Any, Any, Any]):
         self.action_space = fault._offer()
         self.tally = {"steps": 0, "touched": 0, "due": 0.0, "changed": 0.0}
 
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # Gymnasium's `check_env` asks for this name
         """Begin an episode."""
-        changed = self._fault._reset(options)
-        self._is_repeated = changed is not options
+        changed = self._fault._reset(kwargs)
+        self._is_repeated = changed is not kwargs
         observation, info = self.env.reset(**changed)
         self._before = deepcopy(observation)
         return self._fault._begin(deepcopy(observation)), info

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.evidence import Evidence, Mask
+from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
 from whence.findings.places import (
@@ -18,6 +18,8 @@ from whence.findings.places import (
     Atlas,
     Matrix,
     Misfit,
+    Outstanding,
+    Place,
     Ridge,
     compare_slopes,
     cut_units,
@@ -188,4 +190,78 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
         "Moves are predicted from the observation with either action, in episodes that were not fitted.",
         "Check whether the environment or a wrapper applies an earlier action; if that is meant, let the observation "
         "hold the actions on their way.",
+    )
+
+
+_TENTHS = 10
+_WIDTHS = range(2, 8)
+"""Tenths of an axis' range that a stretch has: from a fifth on; and elsewhere there is enough to compare with."""
+
+
+def read_bounds(evidence: Evidence) -> tuple[Numbers, Numbers, Mask]:
+    """Return the ends of each axis' range, and which axes have both.
+
+    Raises:
+        CannotTellError: actions are discrete, or none has bounds.
+    """
+    space = evidence.config.get("action_space") or {}
+    if evidence.actions.ndim == 1 or space.get("type") != "Box":
+        raise CannotTellError("actions are discrete")
+    low, high = (
+        np.broadcast_to(np.asarray(space[end], dtype=np.float64).ravel(), (evidence.actions.shape[1],))
+        for end in ("low", "high")
+    )
+    bounded = np.isfinite(high - low) & (high > low)
+    if not bounded.any():
+        raise CannotTellError("no action has bounds")
+    return low, high, bounded
+
+
+def look_at_dead_stretches(evidence: Evidence) -> Sight:
+    """Look for a stretch of an axis' range in which moves do not depend on the axis, though they do outside of it.
+
+    The log of how much nearer the axis' effect there is to none than to the one that it has elsewhere.
+    """
+    whole, evidence = evidence, evidence.thin(FITTED)
+    low, high, bounded = read_bounds(evidence)
+    state, change, rows = read_moves(evidence)
+    actions, units = evidence.actions[rows], cut_units(evidence, rows)
+    controls, atlas = np.hstack([np.ones((len(state), 1)), state]), Atlas(evidence, rows)
+    everyone, best = np.ones(len(rows), dtype=bool), (Outstanding(0.0, None, None), 0)
+    for axis in np.flatnonzero(bounded)[:_FEW_ACTIONS]:
+        taken = actions[:, axis]
+        others = np.delete(actions, axis, axis=1)
+        basis = np.hstack([expand(state, _WIDTH), others, taken[:, None] * controls]).astype(np.float32)
+        ridge = Ridge(basis, change.astype(np.float32))
+        missed = change - ridge.predict(everyone, ~everyone)[0]
+        scale = np.maximum(np.sqrt(np.median(missed**2, axis=0)) / 0.674, _PRECISE)
+
+        def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
+            coefficients = ridge.fit(without)[0]
+            expected = basis[place, -controls.shape[1] :] @ coefficients[-controls.shape[1] :] / scale
+            rest = (change[place] - basis[place] @ coefficients) / scale
+            return compare_slopes(expected, rest + expected, controls[place], units[place], 0.0, axis)
+
+        cuts = np.linspace(low[axis], high[axis], _TENTHS + 1)
+        places = [
+            Place(f"from {cuts[i]:.3g} to {cuts[i + width]:.3g}", (taken >= cuts[i]) & (taken <= cuts[i + width]), "late")
+            for width in _WIDTHS
+            for i in range(_TENTHS - width + 1)
+        ]
+        places = [one for one in places if 0.05 <= one.mask.mean() <= 0.8]
+        if len(places) < 4:
+            continue
+        best = max(best, (find_outstanding(atlas, ridge, places, measure, is_narrowed=False), axis), key=lambda one: one[0].statistic)
+    (statistic, place, misfit), axis = best
+    if place is None or misfit is None or statistic <= 0:
+        return Sight(0.0)
+    return Sight(
+        statistic,
+        "dynamics",
+        f"The axis {evidence.action_names[axis]} does nothing {place.text}, in {place.mask.mean():.0%} of the steps: "
+        f"there it has {misfit.slope:.2g} times its effect elsewhere",
+        "A model of moves was fitted without these steps; the slope of what it misses on the effect of the axis is 1 "
+        "where it acts as elsewhere, and 0 where it does nothing.",
+        f"Compare how the environment and its wrappers read the action {place.text} with elsewhere.",
+        atlas.mark(whole, place),
     )

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ from whence.findings.places import (
     Matrix,
     Misfit,
     Outstanding,
-    Place,
     Ridge,
     compare_slopes,
     cut_units,
@@ -32,9 +32,6 @@ _FEW_ACTIONS = 8
 
 _PRODUCTS = 320
 """Products of actions and the state that are used at most; of more none, for the time that they take."""
-
-_PRECISE = 0.03
-"""The part of a move's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
 
 
 def look_at_spread(evidence: Evidence) -> Sight:
@@ -115,9 +112,7 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
         raise CannotTellError(f"there are more than {_FEW_ACTIONS} actions or axes")
     basis = _describe_actions(state, evidence.acting[rows])
     ridge = Ridge(basis, change.astype(np.float32))
-    everyone = np.ones(len(rows), dtype=bool)
-    fitted = ridge.predict(everyone, ~everyone)[0]
-    scale = np.maximum(np.sqrt(np.median((change - fitted) ** 2, axis=0)) / 0.674, _PRECISE)
+    scale = ridge.measure_scale()
     others = [_describe_actions(state, other) - basis for _, _, other in swaps]
     start = expand(state[:1], _WIDTH).shape[1]
     takers = [each for _, each, _ in swaps]
@@ -193,75 +188,48 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
     )
 
 
-_TENTHS = 10
-_WIDTHS = range(2, 8)
-"""Tenths of an axis' range that a stretch has: from a fifth on; and elsewhere there is enough to compare with."""
-
-
-def read_bounds(evidence: Evidence) -> tuple[Numbers, Numbers, Mask]:
-    """Return the ends of each axis' range, and which axes have both.
-
-    Raises:
-        CannotTellError: actions are discrete, or none has bounds.
-    """
-    space = evidence.config.get("action_space") or {}
-    if evidence.actions.ndim == 1 or space.get("type") != "Box":
-        raise CannotTellError("actions are discrete")
-    low, high = (
-        np.broadcast_to(np.asarray(space[end], dtype=np.float64).ravel(), (evidence.actions.shape[1],))
-        for end in ("low", "high")
-    )
-    bounded = np.isfinite(high - low) & (high > low)
-    if not bounded.any():
-        raise CannotTellError("no action has bounds")
-    return low, high, bounded
-
-
 def look_at_dead_stretches(evidence: Evidence) -> Sight:
-    """Look for a stretch of an axis' range in which moves do not depend on the axis, though they do outside of it.
+    """Look for a stretch of an axis in which it does nothing, though it does outside of it.
 
-    The log of how much nearer the axis' effect there is to none than to the one that it has elsewhere.
+    The log of how much nearer its effect on moves there is to none than to the one that it has elsewhere.
     """
+    if evidence.actions.ndim == 1:
+        raise CannotTellError("actions are discrete")
     whole, evidence = evidence, evidence.thin(FITTED)
-    low, high, bounded = read_bounds(evidence)
     state, change, rows = read_moves(evidence)
     actions, units = evidence.actions[rows], cut_units(evidence, rows)
-    controls, atlas = np.hstack([np.ones((len(state), 1)), state]), Atlas(evidence, rows)
-    everyone, best = np.ones(len(rows), dtype=bool), (Outstanding(0.0, None, None), 0)
-    for axis in np.flatnonzero(bounded)[:_FEW_ACTIONS]:
-        taken = actions[:, axis]
-        others = np.delete(actions, axis, axis=1)
-        basis = np.hstack([expand(state, _WIDTH), others, taken[:, None] * controls]).astype(np.float32)
+    controls, best = np.hstack([np.ones((len(state), 1)), state]), Outstanding(0.0, None, None)
+    for axis, name in enumerate(evidence.action_names[:_FEW_ACTIONS]):
+        acting = actions[:, axis, None] * controls
+        basis = np.hstack([expand(state, _WIDTH), np.delete(actions, axis, axis=1), acting]).astype(np.float32)
         ridge = Ridge(basis, change.astype(np.float32))
-        missed = change - ridge.predict(everyone, ~everyone)[0]
-        scale = np.maximum(np.sqrt(np.median(missed**2, axis=0)) / 0.674, _PRECISE)
+        scale = ridge.measure_scale()
+        coefficients = ridge.fit(np.zeros(len(rows), dtype=bool))[0]
+        due = acting @ coefficients[-acting.shape[1] :] / scale
+        seen = (change - basis @ coefficients) / scale + due
 
-        def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
-            coefficients = ridge.fit(without)[0]
-            expected = basis[place, -controls.shape[1] :] @ coefficients[-controls.shape[1] :] / scale
-            rest = (change[place] - basis[place] @ coefficients) / scale
-            return compare_slopes(expected, rest + expected, controls[place], units[place], 0.0, axis)
+        def measure(
+            _: Ridge, place: Mask, without: Mask, like: Misfit | None, due: Matrix = due, seen: Matrix = seen
+        ) -> Misfit | None:
+            elsewhere = compare_slopes(due[~without], seen[~without], controls[~without], units[~without], 0.0, 0.0)
+            if elsewhere is None:
+                return None
+            known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
+            return compare_slopes(*known, 0.0, 0.0, elsewhere.error / max(elsewhere.slope**2, 1e-12))
 
-        cuts = np.linspace(low[axis], high[axis], _TENTHS + 1)
-        places = [
-            Place(f"from {cuts[i]:.3g} to {cuts[i + width]:.3g}", (taken >= cuts[i]) & (taken <= cuts[i + width]), "late")
-            for width in _WIDTHS
-            for i in range(_TENTHS - width + 1)
-        ]
-        places = [one for one in places if 0.05 <= one.mask.mean() <= 0.8]
-        if len(places) < 4:
-            continue
-        best = max(best, (find_outstanding(atlas, ridge, places, measure, is_narrowed=False), axis), key=lambda one: one[0].statistic)
-    (statistic, place, misfit), axis = best
-    if place is None or misfit is None or statistic <= 0:
+        atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
+        places = atlas.list_places(atlas.list_ranges(), by_action=False)
+        best = max(best, find_outstanding(atlas, ridge, places, measure, is_narrowed=False), key=lambda one: one.statistic)
+    statistic, place, misfit = best
+    if place is None or misfit is None:
         return Sight(0.0)
     return Sight(
         statistic,
         "dynamics",
-        f"The axis {evidence.action_names[axis]} does nothing {place.text}, in {place.mask.mean():.0%} of the steps: "
-        f"there it has {misfit.slope:.2g} times its effect elsewhere",
+        f"The action does nothing {place.text}, in {place.mask.mean():.0%} of the steps: there it has "
+        f"{misfit.slope:.2g} times its effect elsewhere",
         "A model of moves was fitted without these steps; the slope of what it misses on the effect of the axis is 1 "
         "where it acts as elsewhere, and 0 where it does nothing.",
         f"Compare how the environment and its wrappers read the action {place.text} with elsewhere.",
-        atlas.mark(whole, place),
+        Atlas(evidence, rows).mark(whole, place),
     )

@@ -53,6 +53,9 @@ _ERRORS = 2
 
 LEAST_TAKEN, _LEAST_UNITS = 30, 8
 """Records of a place, and episodes or stretches of them, from which on slopes are compared."""
+_PRECISE = 0.03
+"""The part of a target's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
+
 _MOVES = -2, -1, 0, 1, 2
 _CANDIDATES = 4
 
@@ -113,6 +116,7 @@ class Atlas:
 
     evidence: Evidence
     rows: Int[np.ndarray, " n"]
+    most: float = _SHARES[1]
 
     @cached_property
     def actions(self) -> list[tuple[str, Mask]]:
@@ -146,7 +150,7 @@ class Atlas:
         low, high = levels[max(0, first - _BORDER)], levels[min(len(levels) - 1, last + _BORDER)]
         border = (values >= low) & (values < high) & ~mask
         # Of few values, what is next to them may be all the rest.
-        some = border if (mask | border).mean() <= _SHARES[1] + 0.1 else None
+        some = border if (mask | border).mean() <= self.most + 0.1 else None
         place = Place(f"where {text}", mask, "range", None, name, (first, last), some)
         return place if action is None else self.restrict(place, action)
 
@@ -184,7 +188,7 @@ class Atlas:
         chosen = [one for one in places if _SHARES[0] <= one.mask.mean()]
         if by_action:
             chosen += [self.restrict(one, action) for one in chosen for action in range(len(self.actions))]
-        return [one for one in chosen if _SHARES[0] <= one.mask.mean() <= _SHARES[1]]
+        return [one for one in chosen if _SHARES[0] <= one.mask.mean() <= self.most]
 
     def mark(self, whole: Evidence, place: Place) -> Mask:
         """Return a mask of a place's records over the whole evidence, which these are a part of."""
@@ -228,7 +232,7 @@ class Atlas:
         moved = [(place.ends[0] + i, place.ends[1] + j) for i in _MOVES for j in _MOVES]
         moved = [(i, j) for i, j in moved if 0 <= i < j <= last and j - i < last]
         varied = [self.make_range(place.key, i, j, place.action) for i, j in moved]
-        return [one for one in varied if _SHARES[0] <= one.mask.mean() <= _SHARES[1]]
+        return [one for one in varied if _SHARES[0] <= one.mask.mean() <= self.most]
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +265,11 @@ class Ridge:
         gains = ((directions.T @ moments) ** 2).sum(axis=1) / sizes
         return Ridge(self.basis @ directions[:, np.argsort(-gains)[:count]].astype(np.float32), self.targets)
 
+    def measure_scale(self) -> Numbers:
+        """Return the deviation of each target's noise."""
+        missed = self.targets - self.basis @ self.fit(np.zeros(len(self.basis), dtype=bool))[0]
+        return np.maximum(np.sqrt(np.median(missed**2, axis=0)) / 0.674, _PRECISE)
+
     def measure_support(self, inverse: Matrix, rows: Mask) -> Mask:
         """Return which of some records are alike to those that a fit has seen, by their leverage."""
         block = self.basis[rows]
@@ -285,6 +294,7 @@ class Misfit(NamedTuple):
     explained: float
     change: float
     slope: float = 1.0
+    error: float = 0.0
 
     @property
     def likelihood(self) -> float:
@@ -302,11 +312,18 @@ too few of its records are like others."""
 
 
 def compare_slopes(
-    expected: Matrix, seen: Matrix, controls: Matrix, units: Int[np.ndarray, " n"], other: float, change: float
+    expected: Matrix,
+    seen: Matrix,
+    controls: Matrix,
+    units: Int[np.ndarray, " n"],
+    other: float,
+    change: float,
+    doubt: float = 0.0,
 ) -> Misfit | None:
     """Compare the slope of what is seen on what is expected with 1, and with another, less what controls explain.
 
-    Both are squared distances with the slope's squared error over units, in which records depend on each other.
+    Both are squared distances with the slope's squared error over units, in which records depend on each other,
+    and that of what is expected, `doubt`.
     """
     numbers = np.unique(units, return_inverse=True)[1]
     if len(expected) < LEAST_TAKEN or numbers.max() + 1 < _LEAST_UNITS:
@@ -318,8 +335,8 @@ def compare_slopes(
     slope = float((expected * seen).sum()) / size
     seen = seen - controls @ np.linalg.solve(gram, controls.T @ seen)
     sums = np.bincount(numbers, (expected * (seen - slope * expected)).sum(axis=1))
-    error = _ERRORS**2 * float(sums @ sums) / size**2
-    return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope)
+    error = doubt + _ERRORS**2 * float(sums @ sums) / size**2
+    return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope, error)
 
 
 class Outstanding(NamedTuple):
@@ -350,7 +367,7 @@ def find_outstanding(
 
     def weigh(place: Place) -> float:
         misfit = measure(narrow, place.mask, place.around, None)
-        return -np.inf if misfit is None else misfit.likelihood
+        return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.explained
 
     narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
     rough = [measure(narrow, place.mask, place.around, None) for place in places]
@@ -367,14 +384,14 @@ def find_outstanding(
         place = max(atlas.vary(place), key=weigh)
         misfit = measure(ridge, place.mask, place.around, None)
         others = [one.mask & ~place.around for one in places if (one.action is None) == (place.action is None)]
-        others = [mask for mask in others if mask.mean() >= _SHARES[0]]
+        others = [mask for mask in others if mask.mean() >= _SHARES[0] <= 1 - (mask | place.around).mean()]
         chosen = [others[i] for i in rng.permutation(len(others))[:_PLACEBOS]]
         if misfit is None:
             continue
         seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.around, misfit))]
         if len(seen_there) < _LEAST_PLACEBOS:
             continue
-        reference = max(FLOOR, float(np.quantile([one.misfit for one in seen_there], 0.75)))
+        reference = max(FLOOR, float(np.quantile([one.misfit - one.error for one in seen_there], 0.75)))
         usual = max(float(np.median([one.explained for one in seen_there])), 1e-9)
         best.append(Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit))
     if not best and not np.isfinite(weights).any():

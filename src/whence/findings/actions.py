@@ -22,6 +22,7 @@ from whence.findings.places import (
     Outstanding,
     Ridge,
     compare_slopes,
+    compare_with_others,
     cut_units,
     find_outstanding,
     read_moves,
@@ -29,6 +30,9 @@ from whence.findings.places import (
 
 _WIDTH = 48
 _FEW_ACTIONS = 8
+
+_NEARLY = 0.9
+"""The part of the best log of misfits that a wider stretch has to reach: the rest of it is not left outside."""
 
 _PRODUCTS = 320
 """Products of actions and the state that are used at most; of more none, for the time that they take."""
@@ -193,13 +197,13 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
 
     The log of how much nearer its effect on moves there is to none than to the one that it has elsewhere.
     """
-    if evidence.actions.ndim == 1:
-        raise CannotTellError("actions are discrete")
+    if evidence.actions.ndim == 1 or len(evidence.action_names) > _FEW_ACTIONS:
+        raise CannotTellError(f"actions are discrete, or have more than {_FEW_ACTIONS} axes")
     whole, evidence = evidence, evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
     actions, units = evidence.actions[rows], cut_units(evidence, rows)
     controls, best = np.hstack([np.ones((len(state), 1)), state]), Outstanding(0.0, None, None)
-    for axis, name in enumerate(evidence.action_names[:_FEW_ACTIONS]):
+    for axis, name in enumerate(evidence.action_names):
         acting = actions[:, axis, None] * controls
         basis = np.hstack([expand(state, _WIDTH), np.delete(actions, axis, axis=1), acting]).astype(np.float32)
         ridge = Ridge(basis, change.astype(np.float32))
@@ -215,11 +219,23 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
             if elsewhere is None:
                 return None
             known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
-            return compare_slopes(*known, 0.0, 0.0, elsewhere.error / max(elsewhere.slope**2, 1e-12))
+            one = compare_slopes(*known, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
+            return one and one._replace(misfit=one.misfit - bool(like) / one.weight)
 
         atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
-        places = atlas.list_places(atlas.list_ranges(), by_action=False)
-        best = max(best, find_outstanding(atlas, ridge, places, measure, is_narrowed=False), key=lambda one: one.statistic)
+        ends = itertools.combinations(range(0, len(atlas.levels[name]), 2), 2)
+        tried = atlas.list_places((atlas.make_range(name, *each) for each in ends), by_action=False)
+        known = [(one, misfit) for one in tried if (misfit := measure(ridge, one.mask, one.around, None))]
+        if known:
+            first, misfit = max(known, key=lambda one: one[1].likelihood)
+            # The rest of a stretch would be among those that it is compared with.
+            least = _NEARLY * misfit.exceed(0.0)
+            wider = [one for one in known if one[1].exceed(0.0) >= least and not (first.mask & ~one[0].mask).any()]
+            place, misfit = max(wider or [(first, misfit)], key=lambda one: one[0].mask.sum())
+            places = atlas.list_places(atlas.list_ranges(), by_action=False)
+            best = max(
+                [best, *compare_with_others(place, misfit, ridge, places, measure)], key=lambda one: one.statistic
+            )
     statistic, place, misfit = best
     if place is None or misfit is None:
         return Sight(0.0)

@@ -294,7 +294,6 @@ class Misfit(NamedTuple):
     explained: float
     change: float
     slope: float = 1.0
-    error: float = 0.0
 
     @property
     def likelihood(self) -> float:
@@ -336,7 +335,7 @@ def compare_slopes(
     seen = seen - controls @ np.linalg.solve(gram, controls.T @ seen)
     sums = np.bincount(numbers, (expected * (seen - slope * expected)).sum(axis=1))
     error = doubt + _ERRORS**2 * float(sums @ sums) / size**2
-    return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope, error)
+    return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope)
 
 
 class Outstanding(NamedTuple):
@@ -345,6 +344,25 @@ class Outstanding(NamedTuple):
     statistic: float
     place: Place | None
     misfit: Misfit | None
+
+
+def compare_with_others(
+    place: Place, misfit: Misfit, ridge: Ridge, places: Sequence[Place], measure: Measure
+) -> list[Outstanding]:
+    """Return how far a place's misfit stands out from those of others, fitted without both; nothing if they are few.
+
+    It is compared with the upper quartile of their misfits, as some have the rest of a fault, and with how well those
+    are explained.
+    """
+    others = [one.mask & ~place.around for one in places if (one.action is None) == (place.action is None)]
+    others = [mask for mask in others if mask.mean() >= _SHARES[0] <= 1 - (mask | place.around).mean()]
+    chosen = [others[i] for i in np.random.default_rng(0).permutation(len(others))[:_PLACEBOS]]
+    seen = [one for mask in chosen if (one := measure(ridge, mask, mask | place.around, misfit))]
+    if len(seen) < _LEAST_PLACEBOS:
+        return []
+    reference = max(FLOOR, float(np.quantile([one.misfit for one in seen], 0.75)))
+    usual = max(float(np.median([one.explained for one in seen])), 1e-9)
+    return [Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit)]
 
 
 def find_outstanding(
@@ -358,8 +376,7 @@ def find_outstanding(
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
     A place is first measured by a few columns; those that a change explains best, for all of their records together,
-    are measured by all, with their ends moved, and compared with other places, fitted without both: with the upper
-    quartile of their misfits, as some have the rest of a fault, and with how well those are explained.
+    are measured by all, with their ends moved, and compared with other places.
 
     Raises:
         CannotTellError: no place is like the rest of the run.
@@ -367,13 +384,13 @@ def find_outstanding(
 
     def weigh(place: Place) -> float:
         misfit = measure(narrow, place.mask, place.around, None)
-        return -np.inf if misfit is None else misfit.exceed(FLOOR) * misfit.explained
+        return -np.inf if misfit is None else misfit.likelihood
 
     narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
     rough = [measure(narrow, place.mask, place.around, None) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
     weights = [-np.inf if one is None else (one.misfit - one.changed) * one.weight for one in rough]
-    rng, best, seen = np.random.default_rng(0), list[Outstanding](), set[tuple[str, int | None]]()
+    best, seen = list[Outstanding](), set[tuple[str, int | None]]()
     for number in np.argsort(weights)[::-1]:
         place = places[number]
         if weights[number] <= 0 or len(best) == _CANDIDATES:
@@ -383,17 +400,8 @@ def find_outstanding(
         seen.add((place.key or place.text, place.action))
         place = max(atlas.vary(place), key=weigh)
         misfit = measure(ridge, place.mask, place.around, None)
-        others = [one.mask & ~place.around for one in places if (one.action is None) == (place.action is None)]
-        others = [mask for mask in others if mask.mean() >= _SHARES[0] <= 1 - (mask | place.around).mean()]
-        chosen = [others[i] for i in rng.permutation(len(others))[:_PLACEBOS]]
-        if misfit is None:
-            continue
-        seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.around, misfit))]
-        if len(seen_there) < _LEAST_PLACEBOS:
-            continue
-        reference = max(FLOOR, float(np.quantile([one.misfit - one.error for one in seen_there], 0.75)))
-        usual = max(float(np.median([one.explained for one in seen_there])), 1e-9)
-        best.append(Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit))
+        if misfit is not None:
+            best += compare_with_others(place, misfit, ridge, places, measure)
     if not best and not np.isfinite(weights).any():
         raise CannotTellError("no part of the run is like the rest of it")
     return max(best, key=lambda one: one.statistic, default=Outstanding(0.0, None, None))

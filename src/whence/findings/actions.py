@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.evidence import Evidence, Mask, Numbers
+from whence.findings.evidence import Evidence, Mask
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
 from whence.findings.places import (
@@ -143,7 +143,7 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
 
     atlas = Atlas(evidence, rows)
     places = atlas.list_places(atlas.list_parts() if in_parts else atlas.list_ranges(), by_action=False)
-    statistic, place, misfit = find_outstanding(atlas, ridge, places, measure, is_narrowed=False)
+    statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)
     text, taken, _ = swaps[int(misfit.change)]
@@ -172,7 +172,7 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
         start = expand(state[:1], _WIDTH).shape[1]
         moves = change[late]
         none, own, before = (
-            np.maximum(((moves - predict_each(basis, moves, episodes[late])[0]) ** 2).mean(axis=0), FLOOR)
+            np.maximum(((moves - predict_each(basis, moves, episodes[late])) ** 2).mean(axis=0), FLOOR)
             for basis in (bases[0][:, :start], *bases)
         )
         # Each entry's gain, so that those that no action moves count for nothing.

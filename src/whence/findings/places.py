@@ -1,6 +1,5 @@
 """Places in a run, and models that were fitted without one: is it predicted as well as other places are?"""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,21 +25,14 @@ _SHARES = 0.03, 0.5
 
 _FEW_ACTIONS = 6
 _FEW_COPIES = 16
-_COARSE, _COARSEST, _FINE = 5, 3, 20
-"""Parts of equal counts that ranges are cut into at first; of more than `_FEW_ENTRIES`, for the time that it takes;
-and where the best ones are moved."""
-
-_FEW_ENTRIES = 8
+_COARSE, _FINE = np.array([0, 0.1, 0.35, 0.65, 0.9, 1]), 20
+"""Where an entry is cut at first, more finely where it is extreme; and the parts by which the best ranges are moved."""
 
 LAGS = 1, 2
 """Steps by which a reward or an action may be late: a buffer, or two."""
 
 _RIDGE = 1e-3
-_PARTS = 2, 3
-"""Parts of an entry that models are fitted without: a fault within one of them does not bend the model of it."""
-
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
-_NARROW = 96
 _STRETCHES = 8
 _STRETCH = 64
 """Steps of an episode that depend on each other at most, so that one long episode also has an error."""
@@ -53,8 +45,9 @@ _ERRORS = 2
 
 LEAST_TAKEN, _LEAST_UNITS = 30, 8
 """Records of a place, and episodes or stretches of them, from which on slopes are compared."""
+
 _PRECISE = 0.03
-"""The part of a target's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
+"""The part of a target's deviation that counts as noise at least: a model's error is no noise."""
 
 _MOVES = -2, -1, 0, 1, 2
 _CANDIDATES = 4
@@ -162,10 +155,9 @@ class Atlas:
 
     def list_ranges(self) -> Iterator[Place]:
         """Yield the ranges of each entry between coarse cuts."""
-        parts = _COARSE if len(self.levels) <= _FEW_ENTRIES else _COARSEST
         for name, levels in self.levels.items():
             last = len(levels) - 1
-            cuts = np.unique(np.linspace(0, last, min(last, parts) + 1).astype(int))
+            cuts = np.unique(np.round(last * _COARSE).astype(int))
             for number, first in enumerate(cuts):
                 for end in cuts[number + 1 :]:
                     if end - first < last:
@@ -194,35 +186,6 @@ class Atlas:
         """Return a mask of a place's records over the whole evidence, which these are a part of."""
         keys = [one.columns["round"] * 2**32 + one.columns["record_id"] for one in (self.evidence, whole)]
         return np.isin(keys[1], keys[0][self.rows[place.mask]])
-
-    def propose_ranges(self, ridge: "Ridge") -> list[Place]:
-        """Return each entry's range, of all records and of each action, where targets are most the opposite.
-
-        Halves and thirds of an entry are predicted by fits without them; the sums of products less their means, between
-        fine cuts, then tell it for all ranges at once.
-        """
-        proposed, ridge, seen = [], ridge.narrow(_NARROW), ridge.targets[:, 0]
-        for (name, levels), parts in itertools.product(self.levels.items(), _PARTS):
-            values, last = self.evidence.features[name][self.rows], len(levels) - 1
-            bins = np.searchsorted(levels[1:-1], values, side="right")
-            expected, known = np.zeros(len(bins)), np.zeros(len(bins), dtype=bool)
-            for part in range(parts):
-                mask = bins * parts // last == part
-                if mask.any():
-                    predicted, known[mask] = ridge.predict(mask, mask)
-                    expected[mask] = np.clip(predicted[:, 0], seen.min(), seen.max())
-            for action in (None, *range(len(self.actions))):
-                rows = known if action is None else known & self.actions[action][1]
-                a, b = seen[rows], expected[rows]
-                counts, *sums = (np.bincount(bins[rows], each, last) for each in (np.ones(len(a)), a, b, a * b))
-                products = sums[2] - sums[0] * sums[1] / np.maximum(counts, 1)
-                share, total = (np.append(0, np.cumsum(each)) for each in (counts / len(bins), products))
-                size, opposite = share[None] - share[:, None], total[:, None] - total[None]
-                fits = (size >= _SHARES[0]) & (size <= _SHARES[1])
-                if fits.any():
-                    first, end = np.unravel_index(np.where(fits, opposite, -np.inf).argmax(), fits.shape)
-                    proposed.append(self.make_range(name, int(first), int(end), action))
-        return proposed
 
     def vary(self, place: Place) -> list[Place]:
         """Return a range with one end or both moved by a fine cut, and itself."""
@@ -365,29 +328,20 @@ def compare_with_others(
     return [Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit)]
 
 
-def find_outstanding(
-    atlas: Atlas,
-    ridge: Ridge,
-    places: Sequence[Place],
-    measure: Measure,
-    *,
-    is_narrowed: bool = True,
-) -> Outstanding:
+def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure) -> Outstanding:
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
-    A place is first measured by a few columns; those that a change explains best, for all of their records together,
-    are measured by all, with their ends moved, and compared with other places.
+    Those that a change explains best, for all of their records together, are compared, with their ends moved.
 
     Raises:
         CannotTellError: no place is like the rest of the run.
     """
 
     def weigh(place: Place) -> float:
-        misfit = measure(narrow, place.mask, place.around, None)
+        misfit = measure(ridge, place.mask, place.around, None)
         return -np.inf if misfit is None else misfit.likelihood
 
-    narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
-    rough = [measure(narrow, place.mask, place.around, None) for place in places]
+    rough = [measure(ridge, place.mask, place.around, None) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
     weights = [-np.inf if one is None else (one.misfit - one.changed) * one.weight for one in rough]
     best, seen = list[Outstanding](), set[tuple[str, int | None]]()

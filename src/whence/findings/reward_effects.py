@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
@@ -28,10 +27,7 @@ _WIDTH = 64
 _COLUMNS = 96
 """Columns of products of moves and features of the state, in all."""
 
-
-Episodes = NDArray[np.int64]
-
-_DIRECTIONS = 256
+_DIRECTIONS = 128
 """Directions of all columns that are used at most, for the time that it takes."""
 
 _OPPOSITE = -0.5
@@ -66,8 +62,8 @@ def describe_moves(state: Matrix, change: Matrix, acting: Matrix) -> Matrix:
     return np.hstack([expand(np.hstack([state, change]), _WIDTH), products, by_action]).astype(np.float32)
 
 
-def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tuple[Numbers, Numbers, Episodes]:
-    """Return what is paid and due in a place, less their means, and the episodes, of records that are like others.
+def _compare(ridge: Ridge, place: Mask, without: Mask) -> tuple[Numbers, Numbers]:
+    """Return what is paid and due in a place, less their means, of records that are like others.
 
     Means are left out, as an action or a place may have a price.
     """
@@ -75,7 +71,7 @@ def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tu
     paid = ridge.targets[:, 0]
     due = np.clip(predicted[:, 0], paid.min(), paid.max())[known]
     paid = paid[place][known]
-    return paid - paid.mean() if len(paid) else paid, due - due.mean() if len(due) else due, episodes[place][known]
+    return paid - paid.sum() / max(len(paid), 1), due - due.sum() / max(len(due), 1)
 
 
 @lru_cache(maxsize=1)
@@ -92,10 +88,9 @@ def _prepare(evidence: Evidence) -> tuple[Atlas, Ridge]:
 def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
     """Look at rewards of ranges, or of environment copies and late rounds."""
     atlas, ridge = _prepare(evidence)
-    episodes = atlas.evidence.episodes[atlas.rows]
 
     def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
-        paid, due, _ = _compare(ridge, episodes, place, without)
+        paid, due = _compare(ridge, place, without)
         if len(paid) <= MATCHED * place.sum():
             return None
         varied, expected, joint = paid @ paid, due @ due, paid @ due
@@ -112,8 +107,6 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
 
     # An agent may cease to do what is paid for by an action, so that rewards that are missing later are of all.
     places = [] if in_parts else atlas.list_places(atlas.list_ranges())
-    if not in_parts and not is_missing:
-        places += atlas.propose_ranges(ridge)
     if in_parts or is_missing:
         places += atlas.list_places(atlas.list_parts(), by_action=not is_missing)
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
@@ -121,12 +114,10 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         return Sight(0.0)
     if not in_parts and not is_missing and misfit.change > _OPPOSITE:
         return Sight(0.0)  # less is how many rewards are made
-    paid, due, units = _compare(ridge, episodes, place.mask, place.around)
-    interval = "" if is_missing else f" ({_say_interval(paid, due, units)})"
     return Sight(
         statistic,
         "reward",
-        f"The reward {_say_slope(misfit.change)} {place.text}: {misfit.change:.2g}{interval} times what the same move "
+        f"The reward {_say_slope(misfit.change)} {place.text}: {misfit.change:.2g} times what the same move "
         f"earns elsewhere, in {place.mask.mean():.0%} of the steps",
         f"Of a model that was fitted without these steps, the squared misses are {misfit.misfit:.2g} of the rewards' "
         f"variance there, and {misfit.changed:.2g} with what it predicts taken {misfit.change:.2g} times.",
@@ -140,17 +131,6 @@ def _say_slope(slope: float) -> str:
     if slope < _OPPOSITE:
         return "has the opposite sign"
     return "is missing" if slope < 0.25 else "is smaller" if slope < 1 else "is larger"
-
-
-def _say_interval(paid: Numbers, due: Numbers, episodes: Episodes) -> str:
-    """Return the interval of the slope over resampled episodes, in which rewards depend on each other."""
-    a, b = paid - paid.mean(), due - due.mean()
-    units = np.unique(episodes, return_inverse=True)[1]
-    sums = np.stack([np.bincount(units, a * b), np.bincount(units, b * b)], axis=1)
-    drawn = np.random.default_rng(0).integers(0, len(sums), (400, len(sums)))
-    products = sums[drawn].sum(axis=1)
-    low, high = np.quantile(products[:, 0] / np.maximum(products[:, 1], 1e-12), [0.025, 0.975])
-    return f"{low:.2g} to {high:.2g}"
 
 
 def look_at_rewards_of_places(evidence: Evidence) -> Sight:
@@ -183,7 +163,7 @@ def look_at_late_rewards(evidence: Evidence) -> Sight:
             continue
         paid = read_rewards(evidence, rows[late])[:, None]
         misses = [
-            ((paid - predict_each(basis, paid, episodes[rows[late]])[0]) ** 2).mean() / paid.var()
+            ((paid - predict_each(basis, paid, episodes[rows[late]])) ** 2).mean() / paid.var()
             for basis in (moves[late], moves[late - lag])
         ]
         # A fit may miss by more than the mean does: that is nothing explained, and no more.

@@ -13,8 +13,6 @@ from whence.findings.models import expand, predict_each
 from whence.findings.places import (
     FITTED,
     FLOOR,
-    LAGS,
-    LEAST_RECORDS,
     MATCHED,
     Atlas,
     Matrix,
@@ -25,6 +23,7 @@ from whence.findings.places import (
     compare_with_others,
     cut_units,
     find_outstanding,
+    list_lags,
     read_moves,
 )
 
@@ -82,30 +81,15 @@ def _list_swaps(actions: NDArray[np.generic], evidence: Evidence) -> Iterator[tu
             other = np.select([actions == i, actions == j], [j, i], actions)
             yield f"Actions {names[i]} and {names[j]} are swapped", other != actions, np.eye(len(names))[other]
         return
-    axes = range(len(names) if len(names) <= _FEW_ACTIONS else 0)
-    signs = np.where(np.eye(len(names)), -1.0, 1.0)
-    others = [(f"The axis {names[i]} acts in reverse", actions * signs[i]) for i in axes]
-    for i, j in itertools.combinations(axes, 2):
-        order = np.arange(len(names))
-        order[[i, j]] = j, i
-        others.append((f"The axes {names[i]} and {names[j]} are swapped", actions[:, order]))
-    for text, other in others:
-        yield text, np.ones(len(other), dtype=bool), np.hstack([other, other**2])
+    for i, signs in enumerate(np.where(np.eye(len(names)), -1.0, 1.0) if len(names) <= _FEW_ACTIONS else ()):
+        other = actions * signs
+        yield f"The axis {names[i]} acts in reverse", np.ones(len(other), dtype=bool), np.hstack([other, other**2])
 
 
-def look_at_swaps_of_places(evidence: Evidence) -> Sight:
-    """Look for a range of an entry where moves are those of another action elsewhere."""
-    return _look_at_swaps(evidence, in_parts=False)
+def look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
+    """Look for a range of an entry, or a copy or later rounds, where moves are those of another action elsewhere.
 
-
-def look_at_swaps_of_parts(evidence: Evidence) -> Sight:
-    """Look for an environment copy, or later rounds, where moves are those of another action elsewhere."""
-    return _look_at_swaps(evidence, in_parts=True)
-
-
-def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
-    """Return the log of how much nearer an effect is to that of another action than to its usual one.
-
+    The log of how much nearer an effect is to that of another action than to its usual one.
     The effect is the slope of moves on the difference that the two actions make elsewhere, which needs no good
     prediction of the whole move.
     """
@@ -163,11 +147,8 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
     """Compare how well an action before explains moves with how well their own does: the log of squared misses."""
     evidence = evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
-    episodes, step, best = evidence.episodes[rows], evidence.columns["step"][rows], (0.0, 0, 0.0, 0.0)
-    for lag in LAGS:
-        late = lag + np.flatnonzero((episodes[lag:] == episodes[:-lag]) & (step[lag:] == step[:-lag] + lag))
-        if len(late) < LEAST_RECORDS:
-            continue
+    episodes, best = evidence.episodes[rows], (0.0, 0, 0.0, 0.0)
+    for lag, late in list_lags(evidence, rows):
         bases = [_describe_actions(state[late], evidence.acting[rows[each]]) for each in (late, late - lag)]
         start = expand(state[:1], _WIDTH).shape[1]
         moves = change[late]
@@ -242,7 +223,7 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
     return Sight(
         statistic,
         "dynamics",
-        f"The action does nothing {place.text}, in {place.mask.mean():.0%} of the steps: there it has "
+        f"The axis does nothing {place.text}, in {place.mask.mean():.0%} of the steps: there it has "
         f"{misfit.slope:.2g} times its effect elsewhere",
         "A model of moves was fitted without these steps; the slope of what it misses on the effect of the axis is 1 "
         "where it acts as elsewhere, and 0 where it does nothing.",

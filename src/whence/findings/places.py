@@ -1,9 +1,10 @@
 """Places in a run, and models that were fitted without one: is it predicted as well as other places are?"""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,7 +13,6 @@ from whence.findings.evidence import FEW, Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError
 
 Matrix = Float[np.ndarray, "n d"]
-Kind: TypeAlias = Literal["range", "copy", "late"]
 
 LEAST_RECORDS = 500
 """Records from which on something is said of a model: a few for each of its columns."""
@@ -25,8 +25,11 @@ _SHARES = 0.03, 0.5
 
 _FEW_ACTIONS = 6
 _FEW_COPIES = 16
-_COARSE, _FINE = np.array([0, 0.1, 0.35, 0.65, 0.9, 1]), 20
-"""Where an entry is cut at first, more finely where it is extreme; and the parts by which the best ranges are moved."""
+_COARSE, _FINE = 5, 20
+"""Parts of equal counts that ranges are cut into at first, and where the best ones are moved."""
+
+_EXTREME = 2
+"""Fine parts of a range at either end, that are looked at too: much is wrong only where an entry is extreme."""
 
 LAGS = 1, 2
 """Steps by which a reward or an action may be late: a buffer, or two."""
@@ -77,6 +80,15 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
     return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
+def list_lags(evidence: Evidence, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield by how many steps something may be late, and the positions in `rows` of steps that have one before them."""
+    for lag in LAGS:
+        episodes = evidence.episodes[rows]
+        late = lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag]))
+        if len(late) >= LEAST_RECORDS:
+            yield lag, late
+
+
 def cut_units(evidence: Evidence, rows: np.ndarray) -> Int[np.ndarray, " n"]:
     """Return the number of the episode of each of some records, or of its stretch of a long one."""
     stretch = evidence.columns["step"][rows].astype(np.int64) // _STRETCH
@@ -91,7 +103,6 @@ class Place(NamedTuple):
 
     text: str
     mask: Mask
-    kind: Kind
     action: int | None = None
     key: str = ""
     ends: tuple[int, int] = (0, 0)
@@ -144,7 +155,7 @@ class Atlas:
         border = (values >= low) & (values < high) & ~mask
         # Of few values, what is next to them may be all the rest.
         some = border if (mask | border).mean() <= self.most + 0.1 else None
-        place = Place(f"where {text}", mask, "range", None, name, (first, last), some)
+        place = Place(f"where {text}", mask, None, name, (first, last), some)
         return place if action is None else self.restrict(place, action)
 
     def restrict(self, place: Place, action: int) -> Place:
@@ -157,23 +168,23 @@ class Atlas:
         """Yield the ranges of each entry between coarse cuts."""
         for name, levels in self.levels.items():
             last = len(levels) - 1
-            cuts = np.unique(np.round(last * _COARSE).astype(int))
-            for number, first in enumerate(cuts):
-                for end in cuts[number + 1 :]:
-                    if end - first < last:
-                        yield self.make_range(name, int(first), int(end))
+            cuts = np.unique(np.linspace(0, last, min(last, _COARSE) + 1).astype(int))
+            extremes = [(0, _EXTREME), (last - _EXTREME, last)] if last == _FINE else []
+            for first, end in [*itertools.combinations(cuts, 2), *extremes]:
+                if end - first < last:
+                    yield self.make_range(name, int(first), int(end))
 
     def list_parts(self) -> Iterator[Place]:
         """Yield the environment copies, and the rounds from some on."""
         copies, rounds = (self.evidence.columns[name][self.rows] for name in ("env_index", "round"))
         names = np.unique(copies)
         for copy in names if 1 < len(names) <= _FEW_COPIES else ():
-            yield Place(f"in environment {copy:.0f}", copies == copy, "copy")
+            yield Place(f"in environment {copy:.0f}", copies == copy)
         levels = np.unique(np.quantile(np.unique(rounds), np.arange(1, _STRETCHES) / _STRETCHES, method="higher"))
         for level, end in zip(levels, [*levels[1:], np.inf], strict=True):
-            yield Place(f"from round {level:.0f} on", rounds >= level, "late")
+            yield Place(f"from round {level:.0f} on", rounds >= level)
             if np.isfinite(end):
-                yield Place(f"in rounds {level:.0f} to {end - 1:.0f}", (rounds >= level) & (rounds < end), "late")
+                yield Place(f"in rounds {level:.0f} to {end - 1:.0f}", (rounds >= level) & (rounds < end))
 
     def list_places(self, places: Iterator[Place], *, by_action: bool = True) -> list[Place]:
         """Return places of a size, also by action."""
@@ -189,7 +200,7 @@ class Atlas:
 
     def vary(self, place: Place) -> list[Place]:
         """Return a range with one end or both moved by a fine cut, and itself."""
-        if place.kind != "range":
+        if not place.key:
             return [place]
         last = len(self.levels[place.key]) - 1
         moved = [(place.ends[0] + i, place.ends[1] + j) for i in _MOVES for j in _MOVES]

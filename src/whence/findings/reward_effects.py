@@ -10,14 +10,13 @@ from whence.findings.models import expand, predict_each
 from whence.findings.places import (
     FITTED,
     FLOOR,
-    LAGS,
-    LEAST_RECORDS,
     MATCHED,
     Atlas,
     Matrix,
     Misfit,
     Ridge,
     find_outstanding,
+    list_lags,
     read_moves,
 )
 
@@ -85,8 +84,12 @@ def _prepare(evidence: Evidence) -> tuple[Atlas, Ridge]:
     )
 
 
-def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
-    """Look at rewards of ranges, or of environment copies and late rounds."""
+def look_at_rewards(evidence: Evidence, *, in_parts: bool = False, is_missing: bool = False) -> Sight:
+    """Look for a place where rewards are not what the same moves earn elsewhere.
+
+    Their opposite in a range of an entry, or for an action in one; another multiple of it in environment copies and
+    rounds, `in_parts`; or, `is_missing`, rewards that do not vary at all.
+    """
     atlas, ridge = _prepare(evidence)
 
     def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
@@ -133,21 +136,6 @@ def _say_slope(slope: float) -> str:
     return "is missing" if slope < 0.25 else "is smaller" if slope < 1 else "is larger"
 
 
-def look_at_rewards_of_places(evidence: Evidence) -> Sight:
-    """Look for a range of an entry, or an action in one, where rewards are the opposite of what is due."""
-    return _look(evidence, in_parts=False, is_missing=False)
-
-
-def look_at_missing_rewards(evidence: Evidence) -> Sight:
-    """Look for a place where rewards do not vary at all, though the same moves earn different ones elsewhere."""
-    return _look(evidence, in_parts=False, is_missing=True)
-
-
-def look_at_rewards_of_parts(evidence: Evidence) -> Sight:
-    """Look for an environment copy, or later rounds, where rewards are another multiple of what is due."""
-    return _look(evidence, in_parts=True, is_missing=False)
-
-
 def look_at_late_rewards(evidence: Evidence) -> Sight:
     """Compare how well a step before explains rewards with how well their own does: the log of squared misses."""
     evidence = evidence.thin(FITTED)
@@ -155,12 +143,7 @@ def look_at_late_rewards(evidence: Evidence) -> Sight:
     read_rewards(evidence, rows)
     moves, episodes = describe_moves(state, change, evidence.acting[rows]), evidence.episodes
     best = (0.0, 0, 0.0, 0.0)
-    for lag in LAGS:
-        # A step, and that many steps before it, of one episode.
-        late = np.flatnonzero(np.append(np.full(lag, False), (rows[lag:] == rows[:-lag] + lag)))
-        late = late[episodes[rows[late]] == episodes[rows[late - lag]]]
-        if len(late) < LEAST_RECORDS:
-            continue
+    for lag, late in list_lags(evidence, rows):
         paid = read_rewards(evidence, rows[late])[:, None]
         misses = [
             ((paid - predict_each(basis, paid, episodes[rows[late]])) ** 2).mean() / paid.var()

@@ -201,6 +201,7 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
                 return None
             known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
             one = compare_slopes(*known, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
+            # Another stretch is compared by its slope alone, as its error says nothing of the world.
             return one and one._replace(misfit=one.misfit - bool(like) / one.weight)
 
         atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
@@ -225,8 +226,8 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
         "dynamics",
         f"The axis does nothing {place.text}, in {place.mask.mean():.0%} of the steps: there it has "
         f"{misfit.slope:.2g} times its effect elsewhere",
-        "A model of moves was fitted without these steps; the slope of what it misses on the effect of the axis is 1 "
-        "where it acts as elsewhere, and 0 where it does nothing.",
+        "The slope of moves on what the axis does by a model of all moves is compared with the one outside: it is 1 "
+        "where the axis acts as elsewhere, and 0 where it does nothing.",
         f"Compare how the environment and its wrappers read the action {place.text} with elsewhere.",
         Atlas(evidence, rows).mark(whole, place),
     )

@@ -25,8 +25,11 @@ _SHARES = 0.03, 0.5
 
 _FEW_ACTIONS = 6
 _FEW_COPIES = 16
-_COARSE, _FINE = 5, 20
-"""Parts of equal counts that ranges are cut into at first, and where the best ones are moved."""
+_COARSE, _COARSEST, _FINE = 5, 3, 20
+"""Parts of equal counts that ranges are cut into at first; of more than `_FEW_ENTRIES`, for the time that it takes;
+and where the best ones are moved."""
+
+_FEW_ENTRIES = 8
 
 _EXTREME = 2
 """Fine parts of a range at either end, that are looked at too: much is wrong only where an entry is extreme."""
@@ -166,9 +169,10 @@ class Atlas:
 
     def list_ranges(self) -> Iterator[Place]:
         """Yield the ranges of each entry between coarse cuts."""
+        parts = _COARSE if len(self.levels) <= _FEW_ENTRIES else _COARSEST
         for name, levels in self.levels.items():
             last = len(levels) - 1
-            cuts = np.unique(np.linspace(0, last, min(last, _COARSE) + 1).astype(int))
+            cuts = np.unique(np.linspace(0, last, min(last, parts) + 1).astype(int))
             extremes = [(0, _EXTREME), (last - _EXTREME, last)] if last == _FINE else []
             for first, end in [*itertools.combinations(cuts, 2), *extremes]:
                 if end - first < last:

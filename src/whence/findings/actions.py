@@ -81,9 +81,16 @@ def _list_swaps(actions: NDArray[np.generic], evidence: Evidence) -> Iterator[tu
             other = np.select([actions == i, actions == j], [j, i], actions)
             yield f"Actions {names[i]} and {names[j]} are swapped", other != actions, np.eye(len(names))[other]
         return
-    for i, signs in enumerate(np.where(np.eye(len(names)), -1.0, 1.0) if len(names) <= _FEW_ACTIONS else ()):
-        other = actions * signs
-        yield f"The axis {names[i]} acts in reverse", np.ones(len(other), dtype=bool), np.hstack([other, other**2])
+    axes = range(len(names) if len(names) <= _FEW_ACTIONS else 0)
+    others = [
+        (f"The axis {names[i]} acts in reverse", actions * np.where(np.arange(len(names)) == i, -1, 1)) for i in axes
+    ]
+    for i, j in itertools.combinations(axes, 2):
+        order = np.arange(len(names))
+        order[[i, j]] = j, i
+        others.append((f"The axes {names[i]} and {names[j]} are swapped", actions[:, order]))
+    for text, other in others:
+        yield text, np.ones(len(other), dtype=bool), np.hstack([other, other**2])
 
 
 def look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:

@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
@@ -25,6 +26,8 @@ _WIDTH = 64
 
 _COLUMNS = 96
 """Columns of products of moves and features of the state, in all."""
+
+Episodes = NDArray[np.int64]
 
 _DIRECTIONS = 128
 """Directions of all columns that are used at most, for the time that it takes."""
@@ -61,8 +64,8 @@ def describe_moves(state: Matrix, change: Matrix, acting: Matrix) -> Matrix:
     return np.hstack([expand(np.hstack([state, change]), _WIDTH), products, by_action]).astype(np.float32)
 
 
-def _compare(ridge: Ridge, place: Mask, without: Mask) -> tuple[Numbers, Numbers]:
-    """Return what is paid and due in a place, less their means, of records that are like others.
+def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tuple[Numbers, Numbers, Episodes]:
+    """Return what is paid and due in a place, less their means, and the episodes, of records that are like others.
 
     Means are left out, as an action or a place may have a price.
     """
@@ -70,7 +73,7 @@ def _compare(ridge: Ridge, place: Mask, without: Mask) -> tuple[Numbers, Numbers
     paid = ridge.targets[:, 0]
     due = np.clip(predicted[:, 0], paid.min(), paid.max())[known]
     paid = paid[place][known]
-    return paid - paid.sum() / max(len(paid), 1), due - due.sum() / max(len(due), 1)
+    return paid - paid.sum() / max(len(paid), 1), due - due.sum() / max(len(due), 1), episodes[place][known]
 
 
 @lru_cache(maxsize=1)
@@ -91,9 +94,10 @@ def look_at_rewards(evidence: Evidence, *, in_parts: bool = False, is_missing: b
     rounds, `in_parts`; or, `is_missing`, rewards that do not vary at all.
     """
     atlas, ridge = _prepare(evidence)
+    episodes = atlas.evidence.episodes[atlas.rows]
 
     def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
-        paid, due = _compare(ridge, place, without)
+        paid, due, _ = _compare(ridge, episodes, place, without)
         if len(paid) <= MATCHED * place.sum():
             return None
         varied, expected, joint = paid @ paid, due @ due, paid @ due
@@ -117,10 +121,11 @@ def look_at_rewards(evidence: Evidence, *, in_parts: bool = False, is_missing: b
         return Sight(0.0)
     if not in_parts and not is_missing and misfit.change > _OPPOSITE:
         return Sight(0.0)  # less is how many rewards are made
+    interval = "" if is_missing else f" ({_say_interval(*_compare(ridge, episodes, place.mask, place.around))})"
     return Sight(
         statistic,
         "reward",
-        f"The reward {_say_slope(misfit.change)} {place.text}: {misfit.change:.2g} times what the same move "
+        f"The reward {_say_slope(misfit.change)} {place.text}: {misfit.change:.2g}{interval} times what the same move "
         f"earns elsewhere, in {place.mask.mean():.0%} of the steps",
         f"Of a model that was fitted without these steps, the squared misses are {misfit.misfit:.2g} of the rewards' "
         f"variance there, and {misfit.changed:.2g} with what it predicts taken {misfit.change:.2g} times.",
@@ -134,6 +139,15 @@ def _say_slope(slope: float) -> str:
     if slope < _OPPOSITE:
         return "has the opposite sign"
     return "is missing" if slope < 0.25 else "is smaller" if slope < 1 else "is larger"
+
+
+def _say_interval(paid: Numbers, due: Numbers, episodes: Episodes) -> str:
+    """Return the interval of the slope over resampled episodes, in which rewards depend on each other."""
+    units = np.unique(episodes, return_inverse=True)[1]
+    sums = np.stack([np.bincount(units, paid * due), np.bincount(units, due * due)], axis=1)
+    products = sums[np.random.default_rng(0).integers(0, len(sums), (400, len(sums)))].sum(axis=1)
+    low, high = np.quantile(products[:, 0] / np.maximum(products[:, 1], 1e-12), [0.025, 0.975])
+    return f"{low:.2g} to {high:.2g}"
 
 
 def look_at_late_rewards(evidence: Evidence) -> Sight:

@@ -9,15 +9,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings.actions import look_at_late_actions, look_at_swaps_of_parts, look_at_swaps_of_places
+from whence.findings.actions import look_at_dead_stretches, look_at_late_actions, look_at_swaps
 from whence.findings.evidence import Evidence
 from whence.findings.finding import CannotTellError, Sight
-from whence.findings.reward_effects import (
-    look_at_late_rewards,
-    look_at_missing_rewards,
-    look_at_rewards_of_parts,
-    look_at_rewards_of_places,
-)
+from whence.findings.reward_effects import look_at_late_rewards, look_at_rewards
+
+look_at_swaps_of_places, look_at_swaps_of_parts = (partial(look_at_swaps, in_parts=each) for each in (False, True))
+look_at_rewards_of_parts = partial(look_at_rewards, in_parts=True)
+look_at_missing_rewards = partial(look_at_rewards, is_missing=True)
 
 COPIES, EPISODES, LENGTH = 4, 25, 30
 N = COPIES * EPISODES * LENGTH
@@ -29,10 +28,10 @@ ROUND = 1 + EPISODE % EPISODES // 5
 Where = Callable[[Evidence], Any]
 
 
-def make(swapped: Where | None = None, delay: int = 0, *, is_box: bool = False) -> Evidence:
+def make(swapped: Where | None = None, delay: int = 0, *, is_box: bool = False, dead: float = 2.0) -> Evidence:
     """A point on a line that actions push; paid for coming nearer to 0, less the price of a push forth.
 
-    Where `swapped`, pushes go the other way, and actions act so many steps late.
+    Where `swapped`, pushes go the other way; actions act so many steps late, and those beyond `dead` as it does.
     """
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, N) if is_box else rng.integers(0, 3, N)
@@ -43,6 +42,7 @@ def make(swapped: Where | None = None, delay: int = 0, *, is_box: bool = False) 
             place[i], speed[i] = rng.normal(size=2)
             continue
         push = pushes[i - 1 - delay] if STEP[i] > delay else 0.0
+        push = min(push, dead)
         is_swapped = swapped is not None and swapped({"copy": COPY[i], "round": ROUND[i], "speed": speed[i - 1]})
         speed[i] = 0.9 * speed[i - 1] + (-1 if is_swapped else 1) * push + 0.1 * rng.normal()
         place[i] = 0.9 * place[i - 1] + 0.2 * speed[i]
@@ -85,9 +85,9 @@ def is_late(evidence: Evidence) -> Any:
 
 Look = Callable[[Evidence], Sight]
 FAULTS: dict[str, tuple[Look, Callable[[], Evidence], list[str]]] = {
-    "sign": (look_at_rewards_of_places, lambda: pay(np.negative, is_middle), ["opposite sign", "place", "−1|-1|-0.9"]),
+    "sign": (look_at_rewards, lambda: pay(np.negative, is_middle), ["opposite sign", "place", "−1|-1|-0.9"]),
     "sign of an action": (
-        look_at_rewards_of_places,
+        look_at_rewards,
         lambda: pay(lambda r: -r, lambda e: (e.features["place"] > 0.5) & (e.actions == 2)),
         ["opposite sign", "action forth", "place"],
     ),
@@ -119,6 +119,11 @@ FAULTS: dict[str, tuple[Look, Callable[[], Evidence], list[str]]] = {
         lambda: make(lambda one: 0.3 <= one["speed"] < 1.3),
         ["Actions back and forth are swapped", "speed"],
     ),
+    "dead stretch of an axis": (
+        look_at_dead_stretches,
+        partial(make, is_box=True, dead=0.2),
+        ["axis", "where push", "nothing"],
+    ),
     "late action": (look_at_late_actions, partial(make, delay=1), ["late, by 1 step:"]),
     "later action": (look_at_late_actions, partial(make, delay=2), ["late, by 2 steps:"]),
 }
@@ -138,7 +143,7 @@ def test_a_fault_is_far_above_its_healthy_twin(name: str) -> None:
 
 def test_the_records_of_a_place_are_marked() -> None:
     evidence = pay(np.negative, is_middle)
-    mask, there = look_at_rewards_of_places(evidence).mask, is_middle(evidence)
+    mask, there = look_at_rewards(evidence).mask, is_middle(evidence)
     assert mask is not None
     assert mask.shape == (N,)
     assert (mask & there).sum() > 0.7 * max((mask & evidence.has_next).sum(), (there & evidence.has_next).sum())
@@ -155,14 +160,14 @@ LOOKALIKES: dict[str, Callable[[], Evidence]] = {
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_what_only_looks_alike_is_no_fault(name: str) -> None:
-    for look in (look_at_rewards_of_places, look_at_rewards_of_parts, look_at_missing_rewards, look_at_late_rewards):
+    for look in (look_at_rewards, look_at_rewards_of_parts, look_at_missing_rewards, look_at_late_rewards):
         assert look(LOOKALIKES[name]()).statistic < 0.4
 
 
 def test_equal_rewards_and_few_records_cannot_be_told() -> None:
     with pytest.raises(CannotTellError, match="equal"):
-        look_at_rewards_of_places(pay(np.ones_like, lambda e: True))
+        look_at_rewards(pay(np.ones_like, lambda e: True))
     evidence = make()
     ended = {**evidence.columns, "step": np.zeros(N)}
     with pytest.raises(CannotTellError, match="steps"):
-        look_at_rewards_of_places(replace(evidence, columns=ended))
+        look_at_rewards(replace(evidence, columns=ended))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,27 +13,28 @@ from whence.findings.models import expand, predict_each
 from whence.findings.places import (
     FITTED,
     FLOOR,
-    LAGS,
-    LEAST_RECORDS,
     MATCHED,
     Atlas,
     Matrix,
     Misfit,
+    Outstanding,
     Ridge,
     compare_slopes,
+    compare_with_others,
     cut_units,
     find_outstanding,
+    list_lags,
     read_moves,
 )
 
 _WIDTH = 48
 _FEW_ACTIONS = 8
 
+_NEARLY = 0.9
+"""The part of the best log of misfits that a wider stretch has to reach: the rest of it is not left outside."""
+
 _PRODUCTS = 320
 """Products of actions and the state that are used at most; of more none, for the time that they take."""
-
-_PRECISE = 0.03
-"""The part of a move's deviation that counts as noise at least: a model's error is no noise, and has no other cause."""
 
 
 def look_at_spread(evidence: Evidence) -> Sight:
@@ -80,8 +82,9 @@ def _list_swaps(actions: NDArray[np.generic], evidence: Evidence) -> Iterator[tu
             yield f"Actions {names[i]} and {names[j]} are swapped", other != actions, np.eye(len(names))[other]
         return
     axes = range(len(names) if len(names) <= _FEW_ACTIONS else 0)
-    signs = np.where(np.eye(len(names)), -1.0, 1.0)
-    others = [(f"The axis {names[i]} acts in reverse", actions * signs[i]) for i in axes]
+    others = [
+        (f"The axis {names[i]} acts in reverse", actions * np.where(np.arange(len(names)) == i, -1, 1)) for i in axes
+    ]
     for i, j in itertools.combinations(axes, 2):
         order = np.arange(len(names))
         order[[i, j]] = j, i
@@ -90,19 +93,10 @@ def _list_swaps(actions: NDArray[np.generic], evidence: Evidence) -> Iterator[tu
         yield text, np.ones(len(other), dtype=bool), np.hstack([other, other**2])
 
 
-def look_at_swaps_of_places(evidence: Evidence) -> Sight:
-    """Look for a range of an entry where moves are those of another action elsewhere."""
-    return _look_at_swaps(evidence, in_parts=False)
+def look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
+    """Look for a range of an entry, or a copy or later rounds, where moves are those of another action elsewhere.
 
-
-def look_at_swaps_of_parts(evidence: Evidence) -> Sight:
-    """Look for an environment copy, or later rounds, where moves are those of another action elsewhere."""
-    return _look_at_swaps(evidence, in_parts=True)
-
-
-def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
-    """Return the log of how much nearer an effect is to that of another action than to its usual one.
-
+    The log of how much nearer an effect is to that of another action than to its usual one.
     The effect is the slope of moves on the difference that the two actions make elsewhere, which needs no good
     prediction of the whole move.
     """
@@ -113,9 +107,7 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
         raise CannotTellError(f"there are more than {_FEW_ACTIONS} actions or axes")
     basis = _describe_actions(state, evidence.acting[rows])
     ridge = Ridge(basis, change.astype(np.float32))
-    everyone = np.ones(len(rows), dtype=bool)
-    fitted = ridge.predict(everyone, ~everyone)[0]
-    scale = np.maximum(np.sqrt(np.median((change - fitted) ** 2, axis=0)) / 0.674, _PRECISE)
+    scale = ridge.measure_scale()
     others = [_describe_actions(state, other) - basis for _, _, other in swaps]
     start = expand(state[:1], _WIDTH).shape[1]
     takers = [each for _, each, _ in swaps]
@@ -142,7 +134,7 @@ def _look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
 
     atlas = Atlas(evidence, rows)
     places = atlas.list_places(atlas.list_parts() if in_parts else atlas.list_ranges(), by_action=False)
-    statistic, place, misfit = find_outstanding(atlas, ridge, places, measure, is_narrowed=False)
+    statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)
     text, taken, _ = swaps[int(misfit.change)]
@@ -162,16 +154,13 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
     """Compare how well an action before explains moves with how well their own does: the log of squared misses."""
     evidence = evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
-    episodes, step, best = evidence.episodes[rows], evidence.columns["step"][rows], (0.0, 0, 0.0, 0.0)
-    for lag in LAGS:
-        late = lag + np.flatnonzero((episodes[lag:] == episodes[:-lag]) & (step[lag:] == step[:-lag] + lag))
-        if len(late) < LEAST_RECORDS:
-            continue
+    episodes, best = evidence.episodes[rows], (0.0, 0, 0.0, 0.0)
+    for lag, late in list_lags(evidence, rows):
         bases = [_describe_actions(state[late], evidence.acting[rows[each]]) for each in (late, late - lag)]
         start = expand(state[:1], _WIDTH).shape[1]
         moves = change[late]
         none, own, before = (
-            np.maximum(((moves - predict_each(basis, moves, episodes[late])[0]) ** 2).mean(axis=0), FLOOR)
+            np.maximum(((moves - predict_each(basis, moves, episodes[late])) ** 2).mean(axis=0), FLOOR)
             for basis in (bases[0][:, :start], *bases)
         )
         # Each entry's gain, so that those that no action moves count for nothing.
@@ -188,4 +177,64 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
         "Moves are predicted from the observation with either action, in episodes that were not fitted.",
         "Check whether the environment or a wrapper applies an earlier action; if that is meant, let the observation "
         "hold the actions on their way.",
+    )
+
+
+def look_at_dead_stretches(evidence: Evidence) -> Sight:
+    """Look for a stretch of an axis in which it does nothing, though it does outside of it.
+
+    The log of how much nearer its effect on moves there is to none than to the one that it has elsewhere.
+    """
+    if evidence.actions.ndim == 1 or len(evidence.action_names) > _FEW_ACTIONS:
+        raise CannotTellError(f"actions are discrete, or have more than {_FEW_ACTIONS} axes")
+    whole, evidence = evidence, evidence.thin(FITTED)
+    state, change, rows = read_moves(evidence)
+    actions, units = evidence.actions[rows], cut_units(evidence, rows)
+    controls, best = np.hstack([np.ones((len(state), 1)), state]), Outstanding(0.0, None, None)
+    for axis, name in enumerate(evidence.action_names):
+        acting = actions[:, axis, None] * controls
+        basis = np.hstack([expand(state, _WIDTH), np.delete(actions, axis, axis=1), acting]).astype(np.float32)
+        ridge = Ridge(basis, change.astype(np.float32))
+        scale = ridge.measure_scale()
+        coefficients = ridge.fit(np.zeros(len(rows), dtype=bool))[0]
+        due = acting @ coefficients[-acting.shape[1] :] / scale
+        seen = (change - basis @ coefficients) / scale + due
+
+        def measure(
+            _: Ridge, place: Mask, without: Mask, like: Misfit | None, due: Matrix = due, seen: Matrix = seen
+        ) -> Misfit | None:
+            elsewhere = compare_slopes(due[~without], seen[~without], controls[~without], units[~without], 0.0, 0.0)
+            if elsewhere is None:
+                return None
+            known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
+            one = compare_slopes(*known, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
+            # Another stretch is compared by its slope alone, as its error says nothing of the world.
+            return one and one._replace(misfit=one.misfit - bool(like) / one.weight)
+
+        atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
+        ends = itertools.combinations(range(0, len(atlas.levels[name]), 2), 2)
+        tried = atlas.list_places((atlas.make_range(name, *each) for each in ends), by_action=False)
+        known = [(one, misfit) for one in tried if (misfit := measure(ridge, one.mask, one.around, None))]
+        if known:
+            first, misfit = max(known, key=lambda one: one[1].likelihood)
+            # The rest of a stretch would be among those that it is compared with.
+            least = _NEARLY * misfit.exceed(0.0)
+            wider = [one for one in known if one[1].exceed(0.0) >= least and not (first.mask & ~one[0].mask).any()]
+            place, misfit = max(wider or [(first, misfit)], key=lambda one: one[0].mask.sum())
+            places = atlas.list_places(atlas.list_ranges(), by_action=False)
+            best = max(
+                [best, *compare_with_others(place, misfit, ridge, places, measure)], key=lambda one: one.statistic
+            )
+    statistic, place, misfit = best
+    if place is None or misfit is None:
+        return Sight(0.0)
+    return Sight(
+        statistic,
+        "dynamics",
+        f"The axis does nothing {place.text}, in {place.mask.mean():.0%} of the steps: there it has "
+        f"{misfit.slope:.2g} times its effect elsewhere",
+        "The slope of moves on what the axis does by a model of all moves is compared with the one outside: it is 1 "
+        "where the axis acts as elsewhere, and 0 where it does nothing.",
+        f"Compare how the environment and its wrappers read the action {place.text} with elsewhere.",
+        Atlas(evidence, rows).mark(whole, place),
     )

@@ -1,6 +1,7 @@
 """The detectors: what each looks at, and what it takes to matter."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from whence.findings import actions, changes, copies, episodes, learning, observations, reward_effects
@@ -44,15 +45,16 @@ DETECTORS: Mapping[str, Detector] = {
     "outlying observations": Detector(observations.look_at_outlying_observations, TENFOLD),
     "clipped observations": Detector(observations.look_at_clipped_observations, 0.05),
     "equal starts": Detector(observations.look_at_equal_starts, TENFOLD),
+    "dead stretches of actions": Detector(actions.look_at_dead_stretches, HALVED),
     "late actions": Detector(actions.look_at_late_actions, HALVED),
-    "swapped actions of copies and rounds": Detector(actions.look_at_swaps_of_parts, HALVED),
-    "swapped actions of places": Detector(actions.look_at_swaps_of_places, HALVED),
+    "swapped actions of copies and rounds": Detector(partial(actions.look_at_swaps, in_parts=True), HALVED),
+    "swapped actions of places": Detector(partial(actions.look_at_swaps, in_parts=False), HALVED),
     "short episodes": Detector(episodes.look_at_short_episodes, TENFOLD),
     "paid again at the reset": Detector(episodes.look_at_paid_again, 1.0),
     "late rewards": Detector(reward_effects.look_at_late_rewards, HALVED),
-    "rewards of copies and rounds": Detector(reward_effects.look_at_rewards_of_parts, HALVED),
-    "missing rewards": Detector(reward_effects.look_at_missing_rewards, HALVED),
-    "rewards of places": Detector(reward_effects.look_at_rewards_of_places, HALVED),
+    "rewards of copies and rounds": Detector(partial(reward_effects.look_at_rewards, in_parts=True), HALVED),
+    "missing rewards": Detector(partial(reward_effects.look_at_rewards, is_missing=True), HALVED),
+    "rewards of places": Detector(reward_effects.look_at_rewards, HALVED),
     "outlying rewards": Detector(learning.look_at_outliers, TENFOLD),
     "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual", is_fact=True),
     "rewards of copies": Detector(copies.look_at_rewards, 0.5),

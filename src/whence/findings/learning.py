@@ -145,7 +145,7 @@ def look_at_critic(evidence: Evidence) -> Sight:
         raise CannotTellError("the critic had few updates")
     if len(np.unique(episodes)) < _LEAST_EPISODES or returns.std() < 1e-9:
         raise CannotTellError("late episodes are few, or all alike")
-    fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[:, None], episodes)[0][:, 0]
+    fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[:, None], episodes)[:, 0]
     knows = float(np.corrcoef(returns, values)[0, 1] ** 2) if values.std() > 1e-9 else 0.0
     may_know = 1 - float(((returns - fresh) ** 2).mean() / returns.var())
     return Sight(

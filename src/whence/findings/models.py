@@ -1,9 +1,7 @@
 """Predictions of what an environment does: ridge regression on random features, robust and out of fold."""
 
-from collections.abc import Sequence
-
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 _RIDGE = 1e-3
 _FOLDS = 3
@@ -26,14 +24,7 @@ def expand(inputs: Matrix, width: int) -> Matrix:
     return np.hstack([np.ones((len(inputs), 1)), scaled, hidden])
 
 
-def predict_each(
-    basis: Matrix,
-    targets: Matrix,
-    groups: Int[np.ndarray, " n"],
-    without: Bool[np.ndarray, " n"] | None = None,
-    *,
-    others: Sequence[Matrix] = (),
-) -> list[Matrix]:
+def predict_each(basis: Matrix, targets: Matrix, groups: Int[np.ndarray, " n"]) -> Matrix:
     """Return the prediction of each record's targets by a model that was fitted without its group.
 
     Records that a fit misses by far are left out of the next one, so that a minority that behaves otherwise does not
@@ -43,13 +34,11 @@ def predict_each(
         basis: (n, d) what the model is linear in.
         targets: (n, k).
         groups: the number of each record's episode.
-        without: (n,) records that no model is fitted on.
-        others: further bases; their predictions by the same models follow.
     """
     fold, basis = groups % _FOLDS, basis.astype(np.float32)  # half the time, and ridge keeps it well conditioned
-    predictions = [np.zeros_like(targets) for _ in (basis, *others)]
+    predicted = np.zeros_like(targets)
     for number in range(_FOLDS):
-        train = np.flatnonzero((fold != number) if without is None else (fold != number) & ~without)
+        train = np.flatnonzero(fold != number)
         train = train[:: max(1, -(-len(train) // _FITTED))]
         rows, coefficients = np.ones(len(train), dtype=bool), np.zeros((basis.shape[1], targets.shape[1]))
         for _ in range(_PASSES if len(train) else 0):
@@ -63,6 +52,5 @@ def predict_each(
                 break
         # Where a model is asked beyond what it has seen, it says no more than that.
         low, high = (bound(targets[train[rows]], axis=0, initial=0.0) for bound in (np.min, np.max))
-        for prediction, each in zip(predictions, (basis, *others), strict=True):
-            prediction[fold == number] = np.clip(each[fold == number] @ coefficients, low, high)
-    return predictions
+        predicted[fold == number] = np.clip(basis[fold == number] @ coefficients, low, high)
+    return predicted

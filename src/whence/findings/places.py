@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -13,7 +13,6 @@ from whence.findings.evidence import FEW, Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError
 
 Matrix = Float[np.ndarray, "n d"]
-Kind: TypeAlias = Literal["range", "copy", "late"]
 
 LEAST_RECORDS = 500
 """Records from which on something is said of a model: a few for each of its columns."""
@@ -32,15 +31,14 @@ and where the best ones are moved."""
 
 _FEW_ENTRIES = 8
 
+_EXTREME = 2
+"""Fine parts of a range at either end, that are looked at too: much is wrong only where an entry is extreme."""
+
 LAGS = 1, 2
 """Steps by which a reward or an action may be late: a buffer, or two."""
 
 _RIDGE = 1e-3
-_PARTS = 2, 3
-"""Parts of an entry that models are fitted without: a fault within one of them does not bend the model of it."""
-
 _PLACEBOS, _LEAST_PLACEBOS = 16, 3
-_NARROW = 96
 _STRETCHES = 8
 _STRETCH = 64
 """Steps of an episode that depend on each other at most, so that one long episode also has an error."""
@@ -53,6 +51,10 @@ _ERRORS = 2
 
 LEAST_TAKEN, _LEAST_UNITS = 30, 8
 """Records of a place, and episodes or stretches of them, from which on slopes are compared."""
+
+_PRECISE = 0.03
+"""The part of a target's deviation that counts as noise at least: a model's error is no noise."""
+
 _MOVES = -2, -1, 0, 1, 2
 _CANDIDATES = 4
 
@@ -81,6 +83,15 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
     return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
+def list_lags(evidence: Evidence, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield by how many steps something may be late, and the positions in `rows` of steps that have one before them."""
+    for lag in LAGS:
+        episodes = evidence.episodes[rows]
+        late = lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag]))
+        if len(late) >= LEAST_RECORDS:
+            yield lag, late
+
+
 def cut_units(evidence: Evidence, rows: np.ndarray) -> Int[np.ndarray, " n"]:
     """Return the number of the episode of each of some records, or of its stretch of a long one."""
     stretch = evidence.columns["step"][rows].astype(np.int64) // _STRETCH
@@ -95,7 +106,6 @@ class Place(NamedTuple):
 
     text: str
     mask: Mask
-    kind: Kind
     action: int | None = None
     key: str = ""
     ends: tuple[int, int] = (0, 0)
@@ -113,6 +123,7 @@ class Atlas:
 
     evidence: Evidence
     rows: Int[np.ndarray, " n"]
+    most: float = _SHARES[1]
 
     @cached_property
     def actions(self) -> list[tuple[str, Mask]]:
@@ -146,8 +157,8 @@ class Atlas:
         low, high = levels[max(0, first - _BORDER)], levels[min(len(levels) - 1, last + _BORDER)]
         border = (values >= low) & (values < high) & ~mask
         # Of few values, what is next to them may be all the rest.
-        some = border if (mask | border).mean() <= _SHARES[1] + 0.1 else None
-        place = Place(f"where {text}", mask, "range", None, name, (first, last), some)
+        some = border if (mask | border).mean() <= self.most + 0.1 else None
+        place = Place(f"where {text}", mask, None, name, (first, last), some)
         return place if action is None else self.restrict(place, action)
 
     def restrict(self, place: Place, action: int) -> Place:
@@ -162,73 +173,44 @@ class Atlas:
         for name, levels in self.levels.items():
             last = len(levels) - 1
             cuts = np.unique(np.linspace(0, last, min(last, parts) + 1).astype(int))
-            for number, first in enumerate(cuts):
-                for end in cuts[number + 1 :]:
-                    if end - first < last:
-                        yield self.make_range(name, int(first), int(end))
+            extremes = [(0, _EXTREME), (last - _EXTREME, last)] if last == _FINE else []
+            for first, end in [*itertools.combinations(cuts, 2), *extremes]:
+                if end - first < last:
+                    yield self.make_range(name, int(first), int(end))
 
     def list_parts(self) -> Iterator[Place]:
         """Yield the environment copies, and the rounds from some on."""
         copies, rounds = (self.evidence.columns[name][self.rows] for name in ("env_index", "round"))
         names = np.unique(copies)
         for copy in names if 1 < len(names) <= _FEW_COPIES else ():
-            yield Place(f"in environment {copy:.0f}", copies == copy, "copy")
+            yield Place(f"in environment {copy:.0f}", copies == copy)
         levels = np.unique(np.quantile(np.unique(rounds), np.arange(1, _STRETCHES) / _STRETCHES, method="higher"))
         for level, end in zip(levels, [*levels[1:], np.inf], strict=True):
-            yield Place(f"from round {level:.0f} on", rounds >= level, "late")
+            yield Place(f"from round {level:.0f} on", rounds >= level)
             if np.isfinite(end):
-                yield Place(f"in rounds {level:.0f} to {end - 1:.0f}", (rounds >= level) & (rounds < end), "late")
+                yield Place(f"in rounds {level:.0f} to {end - 1:.0f}", (rounds >= level) & (rounds < end))
 
     def list_places(self, places: Iterator[Place], *, by_action: bool = True) -> list[Place]:
         """Return places of a size, also by action."""
         chosen = [one for one in places if _SHARES[0] <= one.mask.mean()]
         if by_action:
             chosen += [self.restrict(one, action) for one in chosen for action in range(len(self.actions))]
-        return [one for one in chosen if _SHARES[0] <= one.mask.mean() <= _SHARES[1]]
+        return [one for one in chosen if _SHARES[0] <= one.mask.mean() <= self.most]
 
     def mark(self, whole: Evidence, place: Place) -> Mask:
         """Return a mask of a place's records over the whole evidence, which these are a part of."""
         keys = [one.columns["round"] * 2**32 + one.columns["record_id"] for one in (self.evidence, whole)]
         return np.isin(keys[1], keys[0][self.rows[place.mask]])
 
-    def propose_ranges(self, ridge: "Ridge") -> list[Place]:
-        """Return each entry's range, of all records and of each action, where targets are most the opposite.
-
-        Halves and thirds of an entry are predicted by fits without them; the sums of products less their means, between
-        fine cuts, then tell it for all ranges at once.
-        """
-        proposed, ridge, seen = [], ridge.narrow(_NARROW), ridge.targets[:, 0]
-        for (name, levels), parts in itertools.product(self.levels.items(), _PARTS):
-            values, last = self.evidence.features[name][self.rows], len(levels) - 1
-            bins = np.searchsorted(levels[1:-1], values, side="right")
-            expected, known = np.zeros(len(bins)), np.zeros(len(bins), dtype=bool)
-            for part in range(parts):
-                mask = bins * parts // last == part
-                if mask.any():
-                    predicted, known[mask] = ridge.predict(mask, mask)
-                    expected[mask] = np.clip(predicted[:, 0], seen.min(), seen.max())
-            for action in (None, *range(len(self.actions))):
-                rows = known if action is None else known & self.actions[action][1]
-                a, b = seen[rows], expected[rows]
-                counts, *sums = (np.bincount(bins[rows], each, last) for each in (np.ones(len(a)), a, b, a * b))
-                products = sums[2] - sums[0] * sums[1] / np.maximum(counts, 1)
-                share, total = (np.append(0, np.cumsum(each)) for each in (counts / len(bins), products))
-                size, opposite = share[None] - share[:, None], total[:, None] - total[None]
-                fits = (size >= _SHARES[0]) & (size <= _SHARES[1])
-                if fits.any():
-                    first, end = np.unravel_index(np.where(fits, opposite, -np.inf).argmax(), fits.shape)
-                    proposed.append(self.make_range(name, int(first), int(end), action))
-        return proposed
-
     def vary(self, place: Place) -> list[Place]:
         """Return a range with one end or both moved by a fine cut, and itself."""
-        if place.kind != "range":
+        if not place.key:
             return [place]
         last = len(self.levels[place.key]) - 1
         moved = [(place.ends[0] + i, place.ends[1] + j) for i in _MOVES for j in _MOVES]
         moved = [(i, j) for i, j in moved if 0 <= i < j <= last and j - i < last]
         varied = [self.make_range(place.key, i, j, place.action) for i, j in moved]
-        return [one for one in varied if _SHARES[0] <= one.mask.mean() <= _SHARES[1]]
+        return [one for one in varied if _SHARES[0] <= one.mask.mean() <= self.most]
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +242,11 @@ class Ridge:
         sizes, directions = np.linalg.eigh(gram)
         gains = ((directions.T @ moments) ** 2).sum(axis=1) / sizes
         return Ridge(self.basis @ directions[:, np.argsort(-gains)[:count]].astype(np.float32), self.targets)
+
+    def measure_scale(self) -> Numbers:
+        """Return the deviation of each target's noise."""
+        missed = self.targets - self.basis @ self.fit(np.zeros(len(self.basis), dtype=bool))[0]
+        return np.maximum(np.sqrt(np.median(missed**2, axis=0)) / 0.674, _PRECISE)
 
     def measure_support(self, inverse: Matrix, rows: Mask) -> Mask:
         """Return which of some records are alike to those that a fit has seen, by their leverage."""
@@ -302,11 +289,18 @@ too few of its records are like others."""
 
 
 def compare_slopes(
-    expected: Matrix, seen: Matrix, controls: Matrix, units: Int[np.ndarray, " n"], other: float, change: float
+    expected: Matrix,
+    seen: Matrix,
+    controls: Matrix,
+    units: Int[np.ndarray, " n"],
+    other: float,
+    change: float,
+    doubt: float = 0.0,
 ) -> Misfit | None:
     """Compare the slope of what is seen on what is expected with 1, and with another, less what controls explain.
 
-    Both are squared distances with the slope's squared error over units, in which records depend on each other.
+    Both are squared distances with the slope's squared error over units, in which records depend on each other,
+    and that of what is expected, `doubt`.
     """
     numbers = np.unique(units, return_inverse=True)[1]
     if len(expected) < LEAST_TAKEN or numbers.max() + 1 < _LEAST_UNITS:
@@ -318,7 +312,7 @@ def compare_slopes(
     slope = float((expected * seen).sum()) / size
     seen = seen - controls @ np.linalg.solve(gram, controls.T @ seen)
     sums = np.bincount(numbers, (expected * (seen - slope * expected)).sum(axis=1))
-    error = _ERRORS**2 * float(sums @ sums) / size**2
+    error = doubt + _ERRORS**2 * float(sums @ sums) / size**2
     return Misfit((1 - slope) ** 2 + error, (other - slope) ** 2 + error, 1 / max(error, 1e-12), 1.0, change, slope)
 
 
@@ -330,33 +324,42 @@ class Outstanding(NamedTuple):
     misfit: Misfit | None
 
 
-def find_outstanding(
-    atlas: Atlas,
-    ridge: Ridge,
-    places: Sequence[Place],
-    measure: Measure,
-    *,
-    is_narrowed: bool = True,
-) -> Outstanding:
+def compare_with_others(
+    place: Place, misfit: Misfit, ridge: Ridge, places: Sequence[Place], measure: Measure
+) -> list[Outstanding]:
+    """Return how far a place's misfit stands out from those of others, fitted without both; nothing if they are few.
+
+    It is compared with the upper quartile of their misfits, as some have the rest of a fault, and with how well those
+    are explained.
+    """
+    others = [one.mask & ~place.around for one in places if (one.action is None) == (place.action is None)]
+    others = [mask for mask in others if mask.mean() >= _SHARES[0] <= 1 - (mask | place.around).mean()]
+    chosen = [others[i] for i in np.random.default_rng(0).permutation(len(others))[:_PLACEBOS]]
+    seen = [one for mask in chosen if (one := measure(ridge, mask, mask | place.around, misfit))]
+    if len(seen) < _LEAST_PLACEBOS:
+        return []
+    reference = max(FLOOR, float(np.quantile([one.misfit for one in seen], 0.75)))
+    usual = max(float(np.median([one.explained for one in seen])), 1e-9)
+    return [Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit)]
+
+
+def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measure: Measure) -> Outstanding:
     """Return the place whose misfit a change explains best, compared with misfits of other places of its form.
 
-    A place is first measured by a few columns; those that a change explains best, for all of their records together,
-    are measured by all, with their ends moved, and compared with other places, fitted without both: with the upper
-    quartile of their misfits, as some have the rest of a fault, and with how well those are explained.
+    Those that a change explains best, for all of their records together, are compared, with their ends moved.
 
     Raises:
         CannotTellError: no place is like the rest of the run.
     """
 
     def weigh(place: Place) -> float:
-        misfit = measure(narrow, place.mask, place.around, None)
+        misfit = measure(ridge, place.mask, place.around, None)
         return -np.inf if misfit is None else misfit.likelihood
 
-    narrow = ridge.narrow(_NARROW) if is_narrowed else ridge
-    rough = [measure(narrow, place.mask, place.around, None) for place in places]
+    rough = [measure(ridge, place.mask, place.around, None) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
     weights = [-np.inf if one is None else (one.misfit - one.changed) * one.weight for one in rough]
-    rng, best, seen = np.random.default_rng(0), list[Outstanding](), set[tuple[str, int | None]]()
+    best, seen = list[Outstanding](), set[tuple[str, int | None]]()
     for number in np.argsort(weights)[::-1]:
         place = places[number]
         if weights[number] <= 0 or len(best) == _CANDIDATES:
@@ -366,17 +369,8 @@ def find_outstanding(
         seen.add((place.key or place.text, place.action))
         place = max(atlas.vary(place), key=weigh)
         misfit = measure(ridge, place.mask, place.around, None)
-        others = [one.mask & ~place.around for one in places if (one.action is None) == (place.action is None)]
-        others = [mask for mask in others if mask.mean() >= _SHARES[0]]
-        chosen = [others[i] for i in rng.permutation(len(others))[:_PLACEBOS]]
-        if misfit is None:
-            continue
-        seen_there = [one for mask in chosen if (one := measure(ridge, mask, mask | place.around, misfit))]
-        if len(seen_there) < _LEAST_PLACEBOS:
-            continue
-        reference = max(FLOOR, float(np.quantile([one.misfit for one in seen_there], 0.75)))
-        usual = max(float(np.median([one.explained for one in seen_there])), 1e-9)
-        best.append(Outstanding(misfit.exceed(reference) * min(1.0, misfit.explained / usual), place, misfit))
+        if misfit is not None:
+            best += compare_with_others(place, misfit, ridge, places, measure)
     if not best and not np.isfinite(weights).any():
         raise CannotTellError("no part of the run is like the rest of it")
     return max(best, key=lambda one: one.statistic, default=Outstanding(0.0, None, None))

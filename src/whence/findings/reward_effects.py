@@ -11,14 +11,13 @@ from whence.findings.models import expand, predict_each
 from whence.findings.places import (
     FITTED,
     FLOOR,
-    LAGS,
-    LEAST_RECORDS,
     MATCHED,
     Atlas,
     Matrix,
     Misfit,
     Ridge,
     find_outstanding,
+    list_lags,
     read_moves,
 )
 
@@ -28,10 +27,9 @@ _WIDTH = 64
 _COLUMNS = 96
 """Columns of products of moves and features of the state, in all."""
 
-
 Episodes = NDArray[np.int64]
 
-_DIRECTIONS = 256
+_DIRECTIONS = 128
 """Directions of all columns that are used at most, for the time that it takes."""
 
 _OPPOSITE = -0.5
@@ -75,7 +73,7 @@ def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tu
     paid = ridge.targets[:, 0]
     due = np.clip(predicted[:, 0], paid.min(), paid.max())[known]
     paid = paid[place][known]
-    return paid - paid.mean() if len(paid) else paid, due - due.mean() if len(due) else due, episodes[place][known]
+    return paid - paid.sum() / max(len(paid), 1), due - due.sum() / max(len(due), 1), episodes[place][known]
 
 
 @lru_cache(maxsize=1)
@@ -89,8 +87,12 @@ def _prepare(evidence: Evidence) -> tuple[Atlas, Ridge]:
     )
 
 
-def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
-    """Look at rewards of ranges, or of environment copies and late rounds."""
+def look_at_rewards(evidence: Evidence, *, in_parts: bool = False, is_missing: bool = False) -> Sight:
+    """Look for a place where rewards are not what the same moves earn elsewhere.
+
+    Their opposite in a range of an entry, or for an action in one; another multiple of it in environment copies and
+    rounds, `in_parts`; or, `is_missing`, rewards that do not vary at all.
+    """
     atlas, ridge = _prepare(evidence)
     episodes = atlas.evidence.episodes[atlas.rows]
 
@@ -112,8 +114,6 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
 
     # An agent may cease to do what is paid for by an action, so that rewards that are missing later are of all.
     places = [] if in_parts else atlas.list_places(atlas.list_ranges())
-    if not in_parts and not is_missing:
-        places += atlas.propose_ranges(ridge)
     if in_parts or is_missing:
         places += atlas.list_places(atlas.list_parts(), by_action=not is_missing)
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
@@ -121,8 +121,7 @@ def _look(evidence: Evidence, *, in_parts: bool, is_missing: bool) -> Sight:
         return Sight(0.0)
     if not in_parts and not is_missing and misfit.change > _OPPOSITE:
         return Sight(0.0)  # less is how many rewards are made
-    paid, due, units = _compare(ridge, episodes, place.mask, place.around)
-    interval = "" if is_missing else f" ({_say_interval(paid, due, units)})"
+    interval = "" if is_missing else f" ({_say_interval(*_compare(ridge, episodes, place.mask, place.around))})"
     return Sight(
         statistic,
         "reward",
@@ -144,28 +143,11 @@ def _say_slope(slope: float) -> str:
 
 def _say_interval(paid: Numbers, due: Numbers, episodes: Episodes) -> str:
     """Return the interval of the slope over resampled episodes, in which rewards depend on each other."""
-    a, b = paid - paid.mean(), due - due.mean()
     units = np.unique(episodes, return_inverse=True)[1]
-    sums = np.stack([np.bincount(units, a * b), np.bincount(units, b * b)], axis=1)
-    drawn = np.random.default_rng(0).integers(0, len(sums), (400, len(sums)))
-    products = sums[drawn].sum(axis=1)
+    sums = np.stack([np.bincount(units, paid * due), np.bincount(units, due * due)], axis=1)
+    products = sums[np.random.default_rng(0).integers(0, len(sums), (400, len(sums)))].sum(axis=1)
     low, high = np.quantile(products[:, 0] / np.maximum(products[:, 1], 1e-12), [0.025, 0.975])
     return f"{low:.2g} to {high:.2g}"
-
-
-def look_at_rewards_of_places(evidence: Evidence) -> Sight:
-    """Look for a range of an entry, or an action in one, where rewards are the opposite of what is due."""
-    return _look(evidence, in_parts=False, is_missing=False)
-
-
-def look_at_missing_rewards(evidence: Evidence) -> Sight:
-    """Look for a place where rewards do not vary at all, though the same moves earn different ones elsewhere."""
-    return _look(evidence, in_parts=False, is_missing=True)
-
-
-def look_at_rewards_of_parts(evidence: Evidence) -> Sight:
-    """Look for an environment copy, or later rounds, where rewards are another multiple of what is due."""
-    return _look(evidence, in_parts=True, is_missing=False)
 
 
 def look_at_late_rewards(evidence: Evidence) -> Sight:
@@ -175,15 +157,10 @@ def look_at_late_rewards(evidence: Evidence) -> Sight:
     read_rewards(evidence, rows)
     moves, episodes = describe_moves(state, change, evidence.acting[rows]), evidence.episodes
     best = (0.0, 0, 0.0, 0.0)
-    for lag in LAGS:
-        # A step, and that many steps before it, of one episode.
-        late = np.flatnonzero(np.append(np.full(lag, False), (rows[lag:] == rows[:-lag] + lag)))
-        late = late[episodes[rows[late]] == episodes[rows[late - lag]]]
-        if len(late) < LEAST_RECORDS:
-            continue
+    for lag, late in list_lags(evidence, rows):
         paid = read_rewards(evidence, rows[late])[:, None]
         misses = [
-            ((paid - predict_each(basis, paid, episodes[rows[late]])[0]) ** 2).mean() / paid.var()
+            ((paid - predict_each(basis, paid, episodes[rows[late]])) ** 2).mean() / paid.var()
             for basis in (moves[late], moves[late - lag])
         ]
         # A fit may miss by more than the mean does: that is nothing explained, and no more.

@@ -130,12 +130,6 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
         "The observation's entry place changes at round 7",
     ),
     "one start, and another": (changes.look_at_observations, see(np.where(STEP, PLACE, LATE)), 5, "round 7"),
-    "a copy's rare rewards": (
-        copies.look_at_rewards,
-        healthy(reward=np.where(COPY == 2, 9, 1) * SPARSE),
-        0.5,
-        "rewards other than 0 in environment 2",
-    ),
     "a spike": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) == 930, 1e6, REWARD)), 5, "1e+06"),
     "spikes": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) % 999 == 30, 1e6, REWARD)), 5, "but 5"),
     "spikes amid nothing": (learning.look_at_outliers, healthy(reward=SPARSE + 50 * (np.arange(N) == 930)), 1.5, "50"),

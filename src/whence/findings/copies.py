@@ -21,13 +21,12 @@ _WIDEST = 64
 
 
 class _Trait(NamedTuple):
-    """A number of each episode, NaN where unknown, or of some; of what kind; whether a place, as at 0, or a size."""
+    """A number of each episode (n,), NaN where unknown, of what kind; whether it is a place, as at 0, or a size."""
 
     kind: str
     name: str
     values: Numbers
     is_place: bool = False
-    episodes: Int[np.ndarray, " n"] | None = None
 
 
 def name_features(evidence: Evidence) -> Features:
@@ -41,16 +40,11 @@ def name_features(evidence: Evidence) -> Features:
 def look_at_rewards(evidence: Evidence) -> Sight:
     """Find the environment whose rewards, or lengths of episodes, differ most from the others': in doublings."""
     count, rewards = np.bincount(evidence.episodes), evidence.columns["reward"]
-    totals, paid = np.bincount(evidence.episodes, np.abs(rewards)), rewards != 0
-    # Where most episodes pay nothing, means over them hide it; those that are paid once or less have hardly two alike.
-    is_rare = paid.sum() <= len(count)
-    counted = np.bincount(evidence.episodes, paid)
-    each = np.abs(rewards[paid]) if is_rare else np.where(counted > 0, totals / np.maximum(counted, 1), np.nan)
+    totals, paid = (np.bincount(evidence.episodes, each) for each in (np.abs(rewards), rewards != 0))
     traits = [
         _Trait("reward", "The size of rewards", totals / count),
-        _Trait(
-            "reward", "The size of rewards other than 0", each, episodes=evidence.episodes[paid] if is_rare else None
-        ),
+        # Where most episodes pay nothing, means over them hide it.
+        _Trait("reward", "The size of rewards other than 0", np.where(paid > 0, totals / np.maximum(paid, 1), np.nan)),
         _Trait("reward", "The reward of a step", np.bincount(evidence.episodes, rewards) / count, is_place=True),
         _Trait("episode", "The length of episodes", np.where(select_whole(evidence), count, np.nan)),
     ]
@@ -105,8 +99,7 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
         raise CannotTellError(f"{len(place)} episodes of {len(copies)} environments are too few for a sure difference")
     seen = []
     for trait in traits:
-        groups = place if trait.episodes is None else place[trait.episodes]
-        here, others, z = compare_groups(trait.values, groups, len(copies))
+        here, others, z = compare_groups(trait.values, place, len(copies))
         # Of a difference, what is beyond chance: so that it is next to nothing where it is just sure.
         differences = _measure(trait, here, others) * np.maximum(1 - by_chance / np.maximum(z, 1e-9), 0)
         at = int(differences.argmax())

@@ -19,7 +19,7 @@ def look_at_rewards(evidence: Evidence) -> Sight:
     rewards count as there are on the side that has fewer.
     """
     rounds, rewards = evidence.columns["round"], evidence.columns["reward"]
-    order = np.lexsort((rank_records(evidence), rounds))
+    order = np.lexsort((_rank_records(evidence), rounds))
     best, first, text = 0, 0, ""
     for rows, name in ((order, "reward"), (order[rewards[order] != 0], "reward other than 0")):
         for values in (rewards[rows], np.abs(rewards[rows])):
@@ -41,7 +41,7 @@ def look_at_rewards(evidence: Evidence) -> Sight:
     )
 
 
-def rank_records(evidence: Evidence) -> Int[np.ndarray, " n"]:
+def _rank_records(evidence: Evidence) -> Int[np.ndarray, " n"]:
     """Return how many records its environment has before each."""
     copies = evidence.columns["env_index"]
     starts = np.flatnonzero(np.append(True, copies[1:] != copies[:-1]))

@@ -242,7 +242,7 @@ def look_at_clipped_observations(evidence: Evidence) -> Sight:
             ends = [end for end in (values.min(), values.max()) if end and not np.isclose(end, limits, rtol=1e-5).any()]
             if blocks is not evidence.blocks:
                 ends = [-clip, clip] if clip else []
-            hits = np.isclose(values[:, None], ends, rtol=1e-6)
+            hits = np.stack([np.abs(values - end) <= 1e-8 + 1e-6 * abs(end) for end in ends or [np.inf]], axis=1)
             set_by = at_bounds[pairs[hits[pairs + 1].any(axis=1)]]
             is_set = len(set_by) > 0 and bool((set_by.mean(axis=0) > 1 - _SHARE).any())
             by_entry[name] = 0.0 if len(ends) < 2 or is_set else float(hits.mean(axis=0).min())

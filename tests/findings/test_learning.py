@@ -90,6 +90,8 @@ Look = Callable[[Evidence], Any]
 SWAPPED = replace(TWIN, actions=np.where(COPY == 3, 1 - TWIN.actions, TWIN.actions))
 
 SPARSE = np.where(LAST & (EPISODE % 9 == 0), 1.0, 0.0)
+PAID = np.abs(REWARD) + 0.01
+SIGN = np.sign(REWARD)
 
 FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
     "a copy's rewards": (
@@ -107,20 +109,27 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
         1,
         "do the opposite in environment 3: their effect on the observation's entry place",
     ),
-    "halved rewards": (changes.look_at_rewards, healthy(reward=np.where(LATE, 0.3, 1) * REWARD), 2, "round 7"),
+    "opposite rewards": (changes.look_at_rewards, healthy(reward=np.where(LATE, -1, 1) * PAID), 8, "round 7"),
+    "rewards without a sign": (changes.look_at_rewards, healthy(reward=np.where(LATE, 3, 1) * SIGN), 8, "round 7"),
+    "rare rewards": (
+        changes.look_at_rewards,
+        healthy(reward=np.where(LATE, 0.5, 1) * SPARSE),
+        2.5,
+        "Every reward other than 0 changes at round 7: from 1 to 1 before it, from 0.5 to 0.5",
+    ),
     "a new unit": (
         changes.look_at_observations,
         see(np.where(LATE, 57, 1) * PLACE),
-        3,
+        1,
         "The observation's entry place changes at round 7",
     ),
     "an offset": (
         changes.look_at_observations,
         see(PLACE + 5 * LATE),
-        3,
+        2,
         "The observation's entry place changes at round 7",
     ),
-    "short episodes": (changes.look_at_lengths, select(~LATE | (STEP < 3)), 3, "round 7"),
+    "one start, and another": (changes.look_at_observations, see(np.where(STEP, PLACE, LATE)), 5, "round 7"),
     "a spike": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) == 930, 1e6, REWARD)), 5, "1e+06"),
     "spikes": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) % 999 == 30, 1e6, REWARD)), 5, "but 5"),
     "spikes amid nothing": (learning.look_at_outliers, healthy(reward=SPARSE + 50 * (np.arange(N) == 930)), 1.5, "50"),
@@ -165,6 +174,7 @@ def test_a_fault_is_seen_and_its_twin_is_not(name: str) -> None:
 GROWN = REWARD * (0.5 + ROUND / ROUNDS)
 FAST = REWARD + 6 * np.exp(-ROUND / 1.5)
 ODD = REWARD + 3 * (ROUND == 6)
+FEW = np.where(np.isin(np.arange(N), np.flatnonzero(LAST & (COPY == 0))[[1, 2, 3, 31, 32, 33]]), 1.0 + LATE, 0.0)
 RARE = np.where(LAST & (EPISODE == 9), 1e4, REWARD)
 NOISE = np.random.default_rng(1).normal(size=N)
 EACH_STEP = select(STEP < 2 + EPISODE % 20)
@@ -174,9 +184,15 @@ HARMLESS: dict[str, tuple[Look, Evidence]] = {
     "what is learned in all environments": (copies.look_at_rewards, healthy(reward=GROWN)),
     "rewards that grow": (changes.look_at_rewards, healthy(reward=GROWN)),
     "a fast beginning": (changes.look_at_rewards, healthy(reward=FAST)),
+    "a larger reward, that is learned": (
+        changes.look_at_rewards,
+        healthy(reward=SPARSE * np.where(LATE & (COPY > 0), 2, 1)),
+    ),
+    "three rewards, and then larger ones": (changes.look_at_rewards, healthy(reward=FEW)),
     "one odd round": (changes.look_at_rewards, healthy(reward=ODD)),
     "a place that a policy seeks out": (changes.look_at_observations, see(PLACE + 5 * (LATE & (STEP > 0)))),
-    "a place that wanders": (changes.look_at_observations, see(PLACE + np.sin(ROUND))),
+    "one start": (changes.look_at_observations, see(np.where(STEP, PLACE + 5 * LATE, 1.0))),
+    "starts alike up to rounding": (changes.look_at_observations, see(np.where(STEP, PLACE, 1e-12 * LATE))),
     "a rare success at an end": (learning.look_at_outliers, healthy(reward=RARE)),
     "rare rewards as large as those of ends": (
         learning.look_at_outliers,
@@ -224,7 +240,7 @@ UNKNOWN: dict[str, tuple[Look, Evidence]] = {
     "there is one environment": (copies.look_at_rewards, select(COPY == 0)),
     "agents of one world": (copies.look_at_rewards, replace(TWIN, config={"env_wrappers": []})),
     "16 episodes of 4 environments are too few": (copies.look_at_rewards, select(ROUND == 1)),
-    "fewer than 8 rounds": (changes.look_at_lengths, select(ROUND < 8)),
+    "8 episodes begin in 2 rounds": (changes.look_at_observations, select((ROUND < 3) & (EPISODE % 4 < 1))),
     "rewards are 0, the others alike": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
     "no observation, value or return": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
     "few updates": (learning.look_at_critic, measure(**{"train/n_updates": np.arange(ROUNDS) * 10})),

@@ -36,6 +36,8 @@ N = COPIES * EPISODES * LENGTH
 STEP, EPISODE = np.arange(N) % LENGTH, np.arange(N) // LENGTH
 COPY = EPISODE // EPISODES
 LAST = STEP == LENGTH - 1
+FIFTH = np.random.default_rng(2).integers(1, LENGTH, COPIES * EPISODES)[EPISODE] == STEP
+FLAGS = {f"flag {i}": (EPISODE % EPISODES < 8) & (i == STEP // 2) for i in range(20)}
 
 
 def make_run() -> Evidence:
@@ -135,6 +137,7 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "a state that lasts": (look_at_lost_observations, 0.2, show(np.where(STEP % 12 < 8, 0, np.arange(N)))),
     "a known state": (look_at_repeats, 0.1, show(np.where(STEP % 12 < 8, 0, np.arange(N)))),
     "standing still": (look_at_repeats, 0.1, stand),
+    "a value that comes once an episode": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.where(FIFTH, 0.0, x))),
     "a value that lasts": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.where(STEP % 12 < 4, 0.0, x))),
     "a bound": (look_at_lost_entries, 0.3, edit("noise", lambda x: np.maximum(x, 0.0))),
     "stock runs out": (look_at_clipped_observations, 0.01, edit("noise", lambda x: np.maximum(x, 0.0))),
@@ -146,6 +149,14 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
         lambda run: with_entries(run, red=np.zeros(N), blue=np.zeros(N)),
     ),
     "a declared limit": (look_at_clipped_observations, 0.01, edit("speed", lambda x: np.clip(50 * x, -99, 99))),
+    "an empty stock of known prices": (
+        look_at_repeats,
+        0.1,
+        lambda run: with_entries(
+            show(np.where(FIFTH | np.roll(FIFTH, 1), 0, np.arange(N)))(run), price=np.sin(EPISODE)
+        ),
+    ),
+    "rare flags": (look_at_stops, 0.1, lambda run: with_entries(run, **FLAGS)),
     "a switch": (look_at_stops, 0.5, edit("noise", lambda x: x > 3.0)),
     "one start": (look_at_equal_starts, 0.1, show(np.where(STEP == 0, 0, np.arange(N)))),
     "a clock that shows": (look_at_limit, 0.3, edit("noise", lambda x: STEP / LENGTH)),
@@ -188,6 +199,15 @@ def test_clipping_counts_at_both_ends_and_under_vec_normalize():
     assert "`clip_obs`" in sight.title
 
 
+def test_a_speed_that_an_action_at_its_bound_sets_is_not_clipped():
+    actions = np.clip(np.random.default_rng(3).normal(size=(N, 1)), -1, 1)
+    run = replace(make_run(), actions=actions)
+    clipped = edit("speed", lambda x: np.clip(x, -1, 1))(run)
+    assert look_at_clipped_observations(clipped).statistic > 0.05
+    is_set = edit("speed", lambda x: np.where(STEP > 0, np.roll(2 * actions[:, 0], 1), 0.1))(run)
+    assert look_at_clipped_observations(is_set).statistic < 0.01
+
+
 def test_agents_of_one_world_may_have_entries_without_a_use():
     stopped = FAULTS["stopped in a copy"][2](make_run())
     assert look_at_stops(replace(stopped, config={"env_wrappers": []})).statistic < 0.5
@@ -200,6 +220,9 @@ def test_what_cannot_be_told_says_why():
             look(discrete)
     with pytest.raises(CannotTellError, match="hardly vary"):
         look_at_unforeseen_ends(end_at(pick(0.1))(show(COPY * EPISODES * LENGTH)(make_run())))
+    indicators = replace(make_run(), blocks={"door": 1.0 * pick(0.5)[:, None], "key": 1.0 * LAST[:, None]})
+    with pytest.raises(CannotTellError, match="no entry is continuous"):
+        look_at_repeats(indicators)
     alone = replace(make_run(), columns={**make_run().columns, "env_index": np.zeros(N)})
     with pytest.raises(CannotTellError, match="one environment"):
         look_at_equal_starts(alone)

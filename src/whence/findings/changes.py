@@ -1,149 +1,97 @@
-"""What changes from some round on: rewards, observations and the lengths of episodes, beyond what learning does."""
-
-from collections.abc import Iterator
-from typing import NamedTuple
+"""What changes from some round on, and no policy can change: what is paid ever again, and how episodes begin."""
 
 import numpy as np
-from jaxtyping import Float, Int
-from scipy import stats
+from jaxtyping import Int
+from scipy import special
 
-from whence.findings.evidence import Evidence, Features, Numbers
+from whence.findings.copies import compare_groups, name_features
+from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight
 
-_LEAST, _MOST = 8, 32
-"""Stretches of time: with fewer, a jump has too few others near it to be compared with; with more, each is too short
-where rounds are small. Episodes before and after a jump at least, for a word on how they begin."""
-
-_NEAR = 6
-"""Jumps before and after one that it is compared with: learning is fast at first and slow later."""
-
-_EARLIER = 2
-"""Jumps before one at least: learning is fastest at first, so that the first jump is often the largest."""
-
-_LEVELS = 128
-"""Levels of a number at which its distribution is compared."""
-
-_CHANCE = 1.36
-"""Jumps of a distribution below this, over √n, are of chance (Kolmogorov and Smirnov's 5% point)."""
-
-_WIDEST = 64
-"""Numbers of an observation that are looked at one by one: all, in a second."""
-
-
-class _Jump(NamedTuple):
-    """Between two stretches of time: how much larger it is than those near it, in doublings, and its number."""
-
-    doublings: float
-    after: int
+_LEAST = 1e-3
+"""Of an entry's spread in the run: what starts vary by less is rounding, or nothing."""
 
 
 def look_at_rewards(evidence: Evidence) -> Sight:
-    """Find the round at which rewards jump: in doublings of the largest jump near it."""
-    rewards = evidence.columns["reward"]
-    return _look(evidence, {"The reward": rewards}, "reward", "Compare what is paid before that round and after it.")
+    """Find the step from which on every reward differs from all before it, by value or size: in doublings of rewards.
 
-
-def look_at_observations(evidence: Evidence) -> Sight:
-    """Find the round at which a number of the observation jumps: in doublings of the largest jump near it."""
-    advice = "Compare what fills it in before that round and after it: its unit, its offset, its source."
-    return _look(evidence, name_features(evidence), "observation", advice)
-
-
-def name_features(evidence: Evidence) -> Features:
-    """Return the observation's numbers by what a sentence calls them; `CannotTellError` of none or too many."""
-    if not 0 < len(evidence.features) <= _WIDEST:
-        raise CannotTellError("the observation has too many numbers" if evidence.features else "it is not known")
-    entries = evidence.blocks
-    return {f"The observation's {'entry ' * (key in entries)}{key}": x for key, x in evidence.features.items()}
-
-
-def look_at_lengths(evidence: Evidence) -> Sight:
-    """Find the round at which episodes become longer or shorter: in doublings of the largest jump near it."""
-    steps = {"The length of episodes, by the step that records are at,": evidence.columns["step"]}
-    return _look(evidence, steps, "episode", "Look for a rule that ends episodes, or no longer does, from then on.")
-
-
-def _look(evidence: Evidence, numbers: Features, kind: str, advice: str) -> Sight:
-    time = _divide_time(evidence)
-    middles = np.bincount(time, evidence.columns["round"]) / np.bincount(time)
-    jumps = {}
-    for name, values in numbers.items():
-        each = sorted(_measure_jumps(values, time, np.diff(middles)), reverse=True)
-        # What a policy seeks out may change, but not where its episodes begin.
-        seen = (one for one in each if kind != "observation" or _do_starts_differ(values, evidence, time, one.after))
-        jumps[name] = next(seen, _Jump(0.0, 1))
-    name = max(jumps, key=lambda each: jumps[each].doublings)
-    jump, values = jumps[name], numbers[name]
-    before, after = values[time == jump.after - 1], values[time == jump.after]
-    first = int(evidence.columns["round"][time == jump.after].min())
+    What a policy learns moves the rewards that it gets, but old ones come again. Rewards of 0 may be left out; as many
+    rewards count as there are on the side that has fewer.
+    """
+    rounds, rewards = evidence.columns["round"], evidence.columns["reward"]
+    order = np.lexsort((_rank_records(evidence), rounds))
+    best, first, text = 0, 0, ""
+    for rows, name in ((order, "reward"), (order[rewards[order] != 0], "reward other than 0")):
+        for values in (rewards[rows], np.abs(rewards[rows])):
+            side, at = max(_divide(values), _divide(-values))
+            if side > best:
+                best, first = side, int(rows[at])
+                before, after = values[:at], values[at:]
+                text = (
+                    f"Every {name} changes at round {rounds[first]:.0f}: from {before.min():.3g} to {before.max():.3g} "
+                    f"before it, from {after.min():.3g} to {after.max():.3g} from then on"
+                )
     return Sight(
-        jump.doublings,
-        kind,
-        f"{name} changes at round {first}: {before.mean():.3g} ± {before.std():.2g} before it, {after.mean():.3g} ± "
-        f"{after.std():.2g} from then on",
-        f"The change is {2**jump.doublings:.3g} times the largest one at rounds near it.",
-        advice,
-        time == jump.after,
+        float(np.log2(max(best, 1))),
+        "reward",
+        text,
+        f"{best:,} rewards or more on either side have no value in common.",
+        "Compare what is paid before that round and after it.",
+        rounds == rounds[first],
     )
 
 
-def _do_starts_differ(values: Numbers, evidence: Evidence, time: Int[np.ndarray, " n"], after: int) -> bool:
-    """Return whether the first observations of episodes change, too; True where they are few or all equal."""
-    starts = (evidence.columns["step"] == 0) & (np.abs(time - after + 0.5) < _NEAR)
-    before, later = values[starts & (time < after)], values[starts & (time >= after)]
-    is_unknown = min(len(before), len(later)) < _LEAST or np.ptp(np.append(before, later)) == 0
-    return bool(is_unknown or stats.ks_2samp(before, later).pvalue < CHANCE)
+def _rank_records(evidence: Evidence) -> Int[np.ndarray, " n"]:
+    """Return how many records its environment has before each."""
+    copies = evidence.columns["env_index"]
+    starts = np.flatnonzero(np.append(True, copies[1:] != copies[:-1]))
+    return np.arange(len(copies)) - np.repeat(starts, np.diff(np.append(starts, len(copies))))
 
 
-def _divide_time(evidence: Evidence) -> Int[np.ndarray, " n"]:
-    """Return the number of each record's stretch of time: a round, or a few of them in a row."""
-    rounds, place = np.unique(evidence.columns["round"], return_inverse=True)
-    if len(rounds) < _LEAST:
-        raise CannotTellError(f"the run has fewer than {_LEAST} rounds")
-    return np.asarray(place * min(len(rounds), _MOST) // len(rounds))
+def _divide(values: Numbers) -> tuple[int, int]:
+    """Return how many values the smaller side has where all before are below all after; and the first one after."""
+    if len(values) < 2:
+        return 0, 0
+    below = np.maximum.accumulate(values)[:-1] < np.minimum.accumulate(values[::-1])[::-1][1:]
+    count = np.arange(1, len(values))
+    sides = np.minimum(count, count[::-1])
+    # Few are apart by chance: in one order of so many, of eight questions at each place.
+    sides[~below | (special.binom(len(values), sides) * CHANCE < 8 * len(values))] = 0
+    return int(sides.max()), int(sides.argmax()) + 1
 
 
-def _measure_jumps(values: Numbers, time: Int[np.ndarray, " n"], gaps: Numbers) -> Iterator[_Jump]:
-    """Return each jump of a number's distribution, and of its size, against those near it."""
-    count = int(time.max()) + 1
-    levels = np.unique(np.quantile(values, np.linspace(0, 1, _LEVELS + 1), method="nearest"))
-    bins, width = np.searchsorted(levels, values, side="right"), len(levels) + 1
-    counts = np.bincount(time * width + bins, minlength=count * width).reshape(count, width)
-    totals = counts.sum(axis=1)
-    yield from _compare(np.cumsum(counts, axis=1) / totals[:, None], totals, gaps, is_share=True)
-    sizes = np.abs(values - np.median(values))
-    if (sizes > 0).any():
-        logs, time = np.log(sizes[sizes > 0]), time[sizes > 0]
-        totals = np.bincount(time, minlength=count)
-        means = np.bincount(time, logs, minlength=count) / np.maximum(totals, 1)
-        spread = np.sqrt(np.mean((logs - means[time]) ** 2)) + 1e-3  # a size that changes by less is the same
-        yield from _compare(means[:, None] / spread, totals, gaps, is_share=False)
+def look_at_observations(evidence: Evidence) -> Sight:
+    """Find the round from which on episodes begin elsewhere, which no policy can change: in doublings of their spread.
 
-
-def _compare(
-    profiles: Float[np.ndarray, "t k"], totals: Int[np.ndarray, " t"], gaps: Numbers, *, is_share: bool
-) -> Iterator[_Jump]:
-    """Return each lasting jump against those near it that span half as many rounds at least.
-
-    Args:
-        profiles: of each stretch of time: its distribution, or a mean in deviations.
-        totals: records of each stretch.
-        gaps: rounds from each stretch to the next.
-        is_share: whether profiles are shares; odds then tell values that never came from those that come more often.
+    Places, and distances from the median, of what episodes begin with are compared where ranks tell them apart.
     """
-
-    def measure(distance: int) -> Numbers:
-        jumps = np.abs(profiles[distance:] - profiles[:-distance]).max(axis=1)
-        fewest = np.maximum(np.minimum(totals[distance:], totals[:-distance]), 1)
-        chance = _CHANCE * np.sqrt(2 / fewest)
-        both = np.stack([jumps, chance])
-        return np.asarray(both / np.maximum(1 - both, 1 / fewest) if is_share else both)
-
-    (jumps, chance), (lasting, _), numbers = measure(1), measure(3), np.arange(len(gaps))
-    for at in range(1, len(jumps) - 1):
-        apart = np.abs(numbers - at)
-        others = (apart > 1) & (apart <= _NEAR) & (2 * gaps >= gaps[at])
-        # Learning is fastest at first; and what does not last may be a policy that wanders.
-        if others[:at].sum() >= _EARLIER:
-            jump = max(min(jumps[at], lasting[at - 1]), 1e-12)
-            yield _Jump(max(0.0, float(np.log2(jump / max(jumps[others].max(), chance[at])))), at + 1)
+    features, rows = name_features(evidence), np.flatnonzero(evidence.columns["step"] == 0)
+    rounds, place = np.unique(evidence.columns["round"][rows], return_inverse=True)
+    before = np.cumsum(np.bincount(place, minlength=1))[:-1]
+    share = before * (len(rows) - before) / max(len(rows), 1) ** 2
+    tries = 2 * len(features) * max(1, len(before))
+    by_chance = -special.ndtri(CHANCE / (2 * tries))
+    if np.sqrt(len(rows) * share.max(initial=0.0)) * np.sqrt(3) < by_chance:  # where all are beyond all others
+        raise CannotTellError(f"{len(rows)} episodes begin in {len(rounds)} rounds, too few for a sure difference")
+    best = Sight(0.0)
+    for name, values in features.items():
+        starts, least = values[rows], max(_LEAST * float(values.std()), 1e-300)
+        for numbers in (starts, np.abs(starts - np.median(starts))):
+            means, rest, z = (each[:-1] for each in compare_groups(numbers, place, len(rounds), in_order=True))
+            apart = np.abs(means - rest)
+            within = np.maximum(np.sqrt(np.maximum(numbers.var() - share * apart**2, 0.0)), least)
+            doublings = np.where(z > by_chance, np.log2(1 + apart / within), 0.0)
+            at = int(doublings.argmax())
+            if doublings[at] > best.statistic:
+                early, late = starts[place <= at], starts[place > at]
+                best = Sight(
+                    float(doublings[at]),
+                    "observation",
+                    f"{name} changes at round {rounds[at + 1]:.0f}: episodes begin at {early.mean():.3g} ± "
+                    f"{early.std():.2g} before it, at {late.mean():.3g} ± {late.std():.2g} from then on",
+                    f"No policy changes how episodes begin; {len(early):,} began before that round, {len(late):,} "
+                    "after it.",
+                    "Compare what fills it in before that round and after it: its unit, its offset, its source.",
+                    evidence.columns["round"] == rounds[at + 1],
+                )
+    return best

@@ -6,8 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from scipy import special, stats
 
-from whence.findings.changes import name_features
-from whence.findings.evidence import Evidence, Numbers
+from whence.findings.evidence import Evidence, Features, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight
 
 _DOUBLINGS = 4.0
@@ -17,6 +16,10 @@ _FEWEST = 2
 """Episodes that an environment has at least: of one, its spread is unknown."""
 
 
+_WIDEST = 64
+"""Numbers of an observation that are looked at one by one: all, in a second."""
+
+
 class _Trait(NamedTuple):
     """A number of each episode (n,), NaN where unknown, of what kind; whether it is a place, as at 0, or a size."""
 
@@ -24,6 +27,14 @@ class _Trait(NamedTuple):
     name: str
     values: Numbers
     is_place: bool = False
+
+
+def name_features(evidence: Evidence) -> Features:
+    """Return the observation's numbers by what a sentence calls them; `CannotTellError` of none or too many."""
+    if not 0 < len(evidence.features) <= _WIDEST:
+        raise CannotTellError("the observation has too many numbers" if evidence.features else "it is not known")
+    entries = evidence.blocks
+    return {f"The observation's {'entry ' * (key in entries)}{key}": x for key, x in evidence.features.items()}
 
 
 def look_at_rewards(evidence: Evidence) -> Sight:
@@ -50,15 +61,17 @@ def look_at_observations(evidence: Evidence) -> Sight:
     """Find the environment whose observations, or their answer to actions, differ most from the others'."""
     features, count, before = name_features(evidence), np.bincount(evidence.episodes), np.flatnonzero(evidence.has_next)
     episodes, acting = evidence.episodes[before], evidence.acting[before]
-    acting, steps = acting - acting.mean(axis=0), np.maximum(np.bincount(episodes, minlength=len(count)), 1)
-    gram = acting.T @ acting + 1e-6 * max(len(before), 1) * np.eye(acting.shape[1])
+    steps, pairs = np.maximum(np.bincount(episodes, minlength=len(count)), 1), max(len(before), 1)
+    acting = acting - acting.sum(axis=0) / pairs
+    gram = acting.T @ acting + 1e-6 * pairs * np.eye(acting.shape[1])
     traits = []
     for name, values in features.items():
         change = values[before + 1] - values[before]
+        change = change - change.sum() / pairs
         # What the actions do on average to this number, and how much of it each episode has: -1 is the opposite.
-        effect = acting @ np.linalg.solve(gram, acting.T @ (change - change.mean()))
-        effect /= max(float((effect**2).mean()), 1e-300)
-        answers = np.bincount(episodes, effect * (change - change.mean()), minlength=len(count)) / steps
+        effect = acting @ np.linalg.solve(gram, acting.T @ change)
+        effect /= max(float((effect**2).sum()) / pairs, 1e-300)
+        answers = np.bincount(episodes, effect * change, minlength=len(count)) / steps
         sizes = np.bincount(evidence.episodes, np.abs(values - np.median(values))) / count
         traits += [
             _Trait("observation", f"The size of t{name[1:]}", sizes),
@@ -86,7 +99,7 @@ def _find_oddest(evidence: Evidence, traits: list[_Trait]) -> Sight:
         raise CannotTellError(f"{len(place)} episodes of {len(copies)} environments are too few for a sure difference")
     seen = []
     for trait in traits:
-        here, others, z = _compare_copies(trait.values, place, len(copies))
+        here, others, z = compare_groups(trait.values, place, len(copies))
         # Of a difference, what is beyond chance: so that it is next to nothing where it is just sure.
         differences = _measure(trait, here, others) * np.maximum(1 - by_chance / np.maximum(z, 1e-9), 0)
         at = int(differences.argmax())
@@ -129,14 +142,26 @@ def _measure(trait: _Trait, here: Numbers, others: Numbers) -> Numbers:
     return np.asarray(np.minimum(differences, _DOUBLINGS))
 
 
-def _compare_copies(values: Numbers, place: Int[np.ndarray, " n"], copies: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Return each environment's mean, that of the others, and Mann and Whitney's |z| of all, in one pass."""
+def compare_groups(
+    values: Numbers, place: Int[np.ndarray, " n"], groups: int, *, in_order: bool = False
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Return each group's mean, that of the others, and Mann and Whitney's |z| of all, in one pass.
+
+    Args:
+        values: (n,) numbers, NaN where unknown.
+        place: (n,) the group of each.
+        groups: how many there are.
+        in_order: whether each group is taken with all before it.
+    """
     known = np.isfinite(values)
     values, place = values[known], place[known]
-    sizes = np.bincount(place, minlength=copies)
-    totals, others = np.bincount(place, values, minlength=copies), len(values) - sizes
-    means, rest = totals / np.maximum(sizes, 1), (totals.sum() - totals) / np.maximum(others, 1)
+    if not len(values):
+        return np.zeros(groups), np.zeros(groups), np.zeros(groups)
     ranks = stats.rankdata(values)
+    sums = np.stack([np.bincount(place, each, minlength=groups) for each in (np.ones(len(values)), values, ranks)])
+    sizes, totals, ranked = np.cumsum(sums, axis=1) if in_order else sums
+    others = len(values) - sizes
+    means, rest = totals / np.maximum(sizes, 1), (values.sum() - totals) / np.maximum(others, 1)
     spread = np.sqrt(np.maximum(sizes * others, 1) / max(len(values) - 1, 1)) * max(ranks.std(), 1e-9)
-    z = np.maximum(np.abs(np.bincount(place, ranks, minlength=copies) - sizes * ranks.mean()) - 0.5, 0) / spread
+    z = np.maximum(np.abs(ranked - sizes * ranks.mean()) - 0.5, 0) / spread
     return means, rest, np.where(np.minimum(sizes, others) >= _FEWEST, z, 0.0)

@@ -59,9 +59,8 @@ DETECTORS: Mapping[str, Detector] = {
     "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual", is_fact=True),
     "rewards of copies": Detector(copies.look_at_rewards, 0.5),
     "observations of copies": Detector(copies.look_at_observations, 0.5),
-    "changes of rewards": Detector(changes.look_at_rewards, 1.0),
+    "changes of rewards": Detector(changes.look_at_rewards, 2.5),  # six rewards on a side
     "changes of observations": Detector(changes.look_at_observations, 1.0),
-    "changes of episodes": Detector(changes.look_at_lengths, 1.0),
     "time limit as end": Detector(episodes.look_at_limit, DOUBLE),
     "unforeseen ends": Detector(episodes.look_at_unforeseen_ends, 0.25),
     "rewards in loops": Detector(learning.look_at_loops, 1.0),

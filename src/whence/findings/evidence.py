@@ -70,12 +70,6 @@ class Evidence:
     def __len__(self) -> int:
         return len(self.actions)
 
-    def widen(self, rows: Mask, mask: Mask) -> Mask:
-        """Return a mask over all records from one over some rows."""
-        wide = np.zeros(len(self), dtype=bool)
-        wide[np.flatnonzero(rows)[mask]] = True
-        return wide
-
     def thin(self, most: int) -> "Evidence":
         """Return whole episodes, drawn at random, of at most so many records; all if there are few episodes."""
         counts = np.bincount(self.episodes)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 
 from whence.findings.evidence import FEW, Blocks, Evidence, Mask, Numbers
@@ -15,7 +15,8 @@ _MANY, _SAMPLE = 50, 2000
 """Distinct values, of so many records, from which on a number counts as continuous: none comes twice by chance."""
 
 _MOVES = 20
-"""Moves of an entry from which on the longest pause between them says how long it may pause."""
+"""Moves of an entry from which on the longest pause between them says how long it may pause; at least one for each
+entry of each environment, as of so many, one pauses for longer than ever by chance."""
 
 _SHARE = 0.05
 """The share of the steps from which on a fault matters to training."""
@@ -92,12 +93,13 @@ def look_at_stops(evidence: Evidence) -> Sight:
     starts = np.flatnonzero(np.append(True, copies[1:] != copies[:-1]))
     finals = np.append(starts[1:], len(copies))
     are_agents = len(starts) > 1 and evidence.config.get("env_wrappers") == []
-    for name, values in _list_entries(evidence.blocks):
+    entries = list(_list_entries(evidence.blocks))
+    for name, values in entries:
         moves = np.setdiff1d(1 + np.flatnonzero(values[1:] != values[:-1]), starts, assume_unique=True)
         edges = np.sort(np.concatenate([moves, starts, finals[-1:]]))
         pauses, is_final = np.diff(edges), np.isin(edges[1:], finals)
         is_last = is_final & ~(are_agents & np.isin(edges[:-1], starts))
-        if len(moves) < _MOVES or not is_last.any():
+        if len(moves) < max(_MOVES, len(entries) * len(starts)) or not is_last.any():
             continue
         longest, usual = int(pauses[is_last].max()), int(pauses[~is_final].max())
         if (decades := float(np.log10(longest / usual))) > best.statistic:
@@ -118,7 +120,8 @@ def look_at_lost_entries(evidence: Evidence) -> Sight:
     """Look for an exact value that an entry jumps to now and then.
 
     In nines, how much of an entry's squared movement goes there and back at once; or in decades, how often the entry
-    comes to a value amid the others, against the next such value: there jumps are small, and no bound holds it.
+    comes to a value amid the others, against the next such value: there jumps are small, and no bound holds it. Less
+    so where it stays there more or less often than what comes at random does.
     """
     entries, inside, best = list(_list_continuous(evidence.blocks)), _list_inner(evidence), Sight(0.0)
     if not entries:
@@ -137,9 +140,11 @@ def look_at_lost_entries(evidence: Evidence) -> Sight:
         nines = -np.log10(max(1 - 2 * movement.max() / max((jumps**2).sum(), 1e-300), 1e-9))
         for statistic, at in ((nines, movement.argmax()), (_compare_counts(visits, amid, len(ids)), amid)):
             mask = ids == at
-            if statistic > best.statistic and mask.sum() >= _FEWEST:
+            stays, expected = 1 + (mask[inside] & mask[inside - 1]).sum(), 1 + mask[inside].sum() * mask.mean()
+            random = float(statistic) * min(stays, expected) / max(stays, expected)
+            if random > best.statistic and mask.sum() >= _FEWEST:
                 best = Sight(
-                    float(statistic),
+                    random,
                     "observation",
                     f"The observation's entry {name} is lost now and then: in {mask.mean():.1%} of the records it "
                     f"jumps to exactly {distinct[at]:.4g}",
@@ -170,18 +175,23 @@ def look_at_repeats(evidence: Evidence) -> Sight:
     """Measure by how much more than usual an observation moves after it was exactly as before.
 
     Where something stands still, the next move is no larger than others; where an old observation was shown, it is
-    that of two steps. Parts of the observation move by their mean absolute change; the median over them counts.
+    that of two steps. Continuous entries and images move by their mean absolute change; the median over them counts.
     """
-    ids, inside = _identify(evidence), _list_inner(evidence)
-    if not evidence.blocks:
-        raise CannotTellError("observations are not stored")
-    # An observation that comes at several times is a state of the world, which may last.
+    _identify(evidence)  # raises where observations are of few states
+    inside, numbers, blocks = _list_inner(evidence), dict(_list_continuous(evidence.blocks)), evidence.blocks
+    parts = [block for name, block in blocks.items() if name in numbers or block.shape[1] > 1]
+    if not parts:
+        raise CannotTellError("no entry is continuous" if blocks else "observations are not stored")
+    pairs = np.flatnonzero(evidence.has_next)
+    # What never changes within an episode tells no state; one that comes at several times may last.
+    seen = [block for block in blocks.values() if (block[pairs] != block[pairs + 1]).any()] or parts
+    ids = np.unique(_hash(seen), return_inverse=True)[1]
     visits = np.bincount(ids[np.append(True, ids[1:] != ids[:-1])])[ids[inside]]
     repeats, moves = (ids[inside] == ids[inside - 1]) & (visits == 1), ids[inside] != ids[inside + 1]
     if (repeats & moves).sum() < _FEWEST:
         return Sight(0.0)
     excess = []
-    for block in evidence.blocks.values():
+    for block in parts:
         part = block[:, :: -(-block.shape[1] // _READ)].astype(np.float64)
         change = np.abs(part[inside + 1] - part[inside]).mean(axis=1)
         late, usual = change[repeats & moves].mean(), change[~repeats & moves].sum() / max(1, (~repeats & moves).sum())
@@ -220,8 +230,10 @@ def look_at_late_observations(evidence: Evidence) -> Sight:
 def look_at_clipped_observations(evidence: Evidence) -> Sight:
     """Measure which share of the values lies at either end of an entry's range: the mean over continuous entries.
 
-    An end that the space declares is no fault, nor is one at 0. VecNormalize's `clip_obs` is one.
+    An end that the space declares is no fault, nor is one at 0, or one that an action at its bound sets. VecNormalize's
+    `clip_obs` is one.
     """
+    pairs, at_bounds = np.flatnonzero(evidence.has_next), _list_bounds(evidence.actions)
     limits, texts, shares = _list_limits(evidence.config.get("observation_space")), [], []
     clip = (evidence.config.get("VecNormalize") or {}).get("clip_obs")
     for blocks in (evidence.blocks, evidence.normalised):
@@ -230,7 +242,10 @@ def look_at_clipped_observations(evidence: Evidence) -> Sight:
             ends = [end for end in (values.min(), values.max()) if end and not np.isclose(end, limits, rtol=1e-5).any()]
             if blocks is not evidence.blocks:
                 ends = [-clip, clip] if clip else []
-            by_entry[name] = min(np.isclose(values, end, rtol=1e-6).mean() for end in ends) if len(ends) == 2 else 0.0
+            hits = np.stack([np.abs(values - end) <= 1e-8 + 1e-6 * abs(end) for end in ends or [np.inf]], axis=1)
+            set_by = at_bounds[pairs[hits[pairs + 1].any(axis=1)]]
+            is_set = len(set_by) > 0 and bool((set_by.mean(axis=0) > 1 - _SHARE).any())
+            by_entry[name] = 0.0 if len(ends) < 2 or is_set else float(hits.mean(axis=0).min())
         shares.append(sum(by_entry.values()) / max(1, len(by_entry) - 1))
         worst = max(by_entry, key=lambda name: by_entry[name])
         texts.append(f"{worst} in {by_entry[worst]:.1%} at either end")
@@ -321,10 +336,14 @@ def _identify(evidence: Evidence, *, of_few: bool = False) -> Int[np.ndarray, " 
         raise CannotTellError("observations are of few states, or a single number")
     digests = evidence.digests
     if digests is None and evidence.blocks:
-        digests = pl.DataFrame(np.hstack(list(evidence.blocks.values()))).hash_rows().to_numpy()
+        digests = _hash(list(evidence.blocks.values()))
     if digests is None:
         raise CannotTellError("observations are not stored")
     return np.unique(digests, return_inverse=True)[1]
+
+
+def _hash(blocks: list[NDArray[Any]]) -> NDArray[Any]:
+    return pl.DataFrame(np.hstack(blocks)).hash_rows().to_numpy()
 
 
 def _list_inner(evidence: Evidence) -> Int[np.ndarray, " k"]:
@@ -355,6 +374,12 @@ def _compare_counts(counts: Int[np.ndarray, " k"], at: int, records: int) -> flo
     """Return how much larger a count is than any other, and than what is too rare to matter: in decades."""
     others = max(int(np.delete(counts, at).max(initial=0)), _RARE * records, 1)
     return max(0.0, float(np.log10(max(counts[at], 1) / others)))
+
+
+def _list_bounds(actions: NDArray[Any]) -> Bool[np.ndarray, "n axes"]:
+    """Return whether each axis of an action is at an end of its range; discrete actions have none."""
+    actions = actions if actions.ndim > 1 else np.zeros((len(actions), 0))
+    return np.asarray((actions == actions.min(axis=0)) | (actions == actions.max(axis=0)))
 
 
 def _say_value(evidence: Evidence, mask: Mask) -> str:

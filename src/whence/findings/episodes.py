@@ -26,7 +26,7 @@ _OTHERS = 10_000
 _WIDTH, _RIDGE = 64, 1e-3
 
 _PASSES = 8
-"""Of taking off means, in turn: unequal numbers of episodes leave less than a thousandth."""
+"""Of taking off means, in turn: unequal numbers of episodes leave less than a hundredth."""
 
 
 def look_at_limit(evidence: Evidence) -> Sight:

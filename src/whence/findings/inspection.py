@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -10,17 +9,7 @@ import numpy as np
 
 from whence.findings.detectors import DETECTORS, Look
 from whence.findings.evidence import Evidence, read_evidence
-from whence.findings.finding import (
-    CHANCE,
-    CannotTellError,
-    Check,
-    Finding,
-    Outcome,
-    Rank,
-    Sight,
-    link_records,
-    say_chance,
-)
+from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.reference import Reference, compare, read_reference
 from whence.findings.settings import RESPONSES, give_advice
@@ -32,30 +21,22 @@ MOST = 5
 _REWARDS = "rewards that rise while another falls"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a detector saw; or why it could not look."""
-
-    sight: Sight
-    reason: str = ""
-
-
-def measure(evidence: Evidence) -> dict[str, Measured]:
+def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
     return {name: measure_one(detector.look, evidence) for name, detector in DETECTORS.items()}
 
 
-def measure_one(look: Look, evidence: Evidence) -> Measured:
-    """Return what a detector sees."""
+def measure_one(look: Look, evidence: Evidence) -> Sight:
+    """Return what a detector sees, or why it cannot look."""
     try:
-        return Measured(look(evidence))
+        return look(evidence)
     except CannotTellError as error:
-        return Measured(Sight(0.0), str(error))
+        return Sight(0.0, reason=str(error))
     except np.linalg.LinAlgError:
-        return Measured(Sight(0.0), "numbers of the observation cannot be told apart")
+        return Sight(0.0, reason="numbers of the observation cannot be told apart")
 
 
-def judge(measured: Mapping[str, Measured], evidence: Evidence, reference: Reference) -> list[Check]:
+def judge(measured: Mapping[str, Sight], evidence: Evidence, reference: Reference) -> list[Check]:
     """Return a check for each detector, those with a finding first: what is wrong, then what is unusual."""
     return sort_checks([_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()])
 
@@ -65,12 +46,11 @@ def sort_checks(checks: Sequence[Check]) -> list[Check]:
     return sorted(checks, key=lambda check: get_args(Outcome).index(check.outcome))
 
 
-def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Sequence[float]) -> Check:
-    sight = measured.sight
-    if measured.reason:
-        return Check(name, "could not be looked at", f"because {measured.reason}")
+def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[float]) -> Check:
+    if sight.reason:
+        return Check(name, "could not be looked at", f"because {sight.reason}")
     outcome, text = compare(sight.statistic, healthy, DETECTORS[name])
-    if outcome not in get_args(Rank):
+    if outcome not in ("wrong", "unusual"):
         return Check(name, outcome, text)
     if sight.p is not None and sight.p > CHANCE:
         return Check(name, "fine", f"{text}, but by chance in {sight.p:.1%} of such runs")

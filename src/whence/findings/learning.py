@@ -136,8 +136,9 @@ def look_at_critic(evidence: Evidence) -> Sight:
     reach = updates * _read_metric(metrics, "train/learning_rate").max(initial=0)
     late = rounds > np.quantile(np.unique(rounds), 2 / 3)
     episodes, returns, values = evidence.episodes[late], returns[late], values[late]
-    if reach < max(_REACH, float(np.sqrt((returns**2).mean())) / _WIDTH):
-        raise CannotTellError("the critic had few updates")
+    size = float(np.sqrt((returns**2).mean()))
+    if reach < max(_REACH, size / _WIDTH):
+        raise CannotTellError(f"the critic had few updates for returns of size {size:.2g}")
     if len(np.unique(episodes)) < _LEAST_EPISODES or returns.std() < 1e-9:
         raise CannotTellError("late episodes are few, or all alike")
     fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[:, None], episodes)[0][:, 0]

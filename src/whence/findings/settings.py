@@ -79,10 +79,11 @@ def _apply(rule: _Rule, rows: Rows) -> Finding | None:
     sign = -1 if rule.column.endswith("loss") else 1
     rows = [row for row in rule.select(rows) if row.get(rule.column) is not None]
     for row in rows:
-        values = {"value": sign * row[rule.column], "first": sign * rows[0][rule.column]}
-        if rule.is_met(*values.values(), row.get("length") or 0.0):
-            words = (text.format(**values, rounds=row["round"] - rows[0]["round"]) for text in rule[2:5])
-            return Finding("setting", *words, round=row["round"])
+        value, first = (sign * one[rule.column] for one in (row, rows[0]))
+        if rule.is_met(value, first, row.get("length") or 0.0):
+            words = {"value": value, "first": first, "rounds": row["round"] - rows[0]["round"]}
+            title, evidence, advice = (text.format(**words) for text in (rule.title, rule.evidence, rule.advice))
+            return Finding("setting", title, evidence, advice, round=row["round"])
     return None
 
 

@@ -29,9 +29,9 @@ KEYS = ("environment", "variant")
 def describe(name: str, evidence: Evidence) -> dict[str, Any]:
     """Return what a detector sees in a run, as JSON has it, and how long it takes."""
     began = time.process_time()
-    sight, reason = (measured := measure_one(DETECTORS[name].look, evidence)).sight, measured.reason
+    sight = measure_one(DETECTORS[name].look, evidence)
     return {
-        **{"statistic": float(sight.statistic), "p": sight.p, "reason": reason, "kind": sight.kind},
+        **{"statistic": float(sight.statistic), "p": sight.p, "reason": sight.reason, "kind": sight.kind},
         **{"title": sight.title, "advice": sight.advice, "seconds": time.process_time() - began},
     }
 

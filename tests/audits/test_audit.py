@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 import whence
 from whence.audits import environment_checks
@@ -161,6 +162,8 @@ class Unpaid(Line):
 
 
 class LimitAsEnd(Line):
+    spec = EnvSpec("LimitAsEnd-v0", max_episode_steps=40)
+
     def step(self, action):
         observation, reward, _, truncated, info = super().step(action)
         return observation, reward, truncated, False, info

@@ -32,11 +32,11 @@ def test_a_page_tells_of_interruptions(tmp_path: Path) -> None:
 
 
 def test_nearly_all_dropped_and_entropy_that_collapses_after_selection_begins() -> None:
-    assert kinds(dropped_share=[0.5, 0.94, 0.95, 0.99]) == {"drops nearly all": 3}
+    assert kinds(dropped_share=[0.5, 0.94, 0.95, 0.99]) == {"dropped responses": 3}
     assert kinds(dropped_share=[0.94] * 5) == {}
     losses = [-1.0, -1.0, -0.9, -0.7, -0.4, -0.3]
     begun = {"train/entropy_loss": losses, "dropped_share": [0.0, 0.0, 0.2, 0.2, 0.2, 0.2]}
-    assert kinds(**begun) == {"entropy collapses": 5}
+    assert kinds(**begun) == {"entropy since the first selection": 5}
     # Without selection, or long after it began, it is training's own doing.
     assert kinds(**{"train/entropy_loss": losses, "dropped_share": [0.0] * 6}) == {}
     slow = [-1.0] * 14 + [-0.1]
@@ -56,11 +56,11 @@ COLLAPSE: dict[str, list[Any]] = {
 def test_a_language_model_that_collapses(tmp_path: Path) -> None:
     table = pl.DataFrame({"round": range(1, 6), **COLLAPSE})
     findings = give_advice(table)
-    assert findings.keys() == {"responses become alike", "leaves the start model", "responses do not end"}
+    assert findings.keys() == {"entropy of the tokens", "divergence from the start model", "ends of responses"}
     assert {finding.round for finding in findings.values()} == {4}
-    assert "31 nats a response" in findings["leaves the start model"].title
-    assert "fell from 3.35 in the first round to 0.15" in findings["responses become alike"].title
-    assert "5% end before the length limit, 90% did" in findings["responses do not end"].title
+    assert "31 nats a response" in findings["divergence from the start model"].title
+    assert "fell from 3.35 in the first round to 0.15" in findings["entropy of the tokens"].title
+    assert "5% end before the length limit, 90% did" in findings["ends of responses"].title
     for finding in findings.values():
         assert "KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`" in finding.advice
         assert "reward pays for" in finding.advice

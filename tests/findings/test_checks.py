@@ -15,8 +15,9 @@ from whence.findings.reference import compare
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
 
-HEALTHY = {"pace": [2.0, 1.0], "copies": [1.0], "ends": [0.0]}
 LONG = "A" * 250
+TOPS = {"pace": 2.0, "copies": 1.0, "ends": 0.0, "entropy": 1.0, f"luck{LONG}": 0.0}
+HEALTHY = {name: [largest, *[largest / 2] * 19] for name, largest in TOPS.items()}
 HOSTILE = "[red]x[/] \x1b[31m<img src=x>"
 
 
@@ -44,6 +45,7 @@ def make_agent(path: Any, **changes: Any) -> RunDirectory:
 @pytest.fixture
 def agent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     looks = {
+        "news": see(9.0),
         "images": see_nothing(f"it has none of {HOSTILE}"),
         "pixels": see_nothing(f"it has none of {HOSTILE}"),
         "pace": see(2.4),
@@ -61,25 +63,32 @@ def test_outcomes_say_how_a_figure_compares_with_healthy_environments(agent: Run
     checks = {check.name: (check.outcome, check.text) for check in inspect(agent)}
     reason = f"because it has none of {HOSTILE}"
     assert [*checks.items()] == [
-        ("copies", ("wrong", "larger than in any run of 1 healthy environments, 1.6 times the largest")),
-        ("ends", ("wrong", "seen in no run of 1 healthy environments")),
-        ("pace", ("unusual", "larger than in any run of 2 healthy environments")),
+        ("copies", ("wrong", "larger than in any run of 20 healthy environments, 1.6 times the largest")),
+        ("ends", ("wrong", "seen in no run of 20 healthy environments")),
+        ("pace", ("unusual", "larger than in any run of 20 healthy environments")),
         ("entropy", ("fine", "nothing is seen")),
-        (f"luck{LONG}", ("fine", "seen in no run of 0 healthy environments, but by chance in 2.0% of such runs")),
+        (
+            f"luck{LONG}",
+            (
+                "fine",
+                "seen in no run of 20 healthy environments, but by chance in 2.0% of such runs",
+            ),
+        ),
+        ("news", ("could not be looked at", "because no healthy run was measured")),
         ("images", ("could not be looked at", reason)),
         ("pixels", ("could not be looked at", reason)),
     ]
-    assert count_outcomes(inspect(agent)) == "2 wrong, 1 unusual, 2 fine, 2 could not be looked at"
+    assert count_outcomes(inspect(agent)) == "2 wrong, 1 unusual, 2 fine, 3 could not be looked at"
 
 
 @pytest.mark.parametrize(
     ("statistic", "rules", "outcome", "text"),
     [
-        (3.5, {}, "wrong", "larger than in any run of 2 healthy environments, 1.75 times the largest"),
-        (2.5, {}, "unusual", "larger than in any run of 2 healthy environments"),
-        (1.5, {}, "fine", "as large in 1 of 2 healthy environments"),
+        (3.5, {}, "wrong", "larger than in any run of 20 healthy environments, 1.75 times the largest"),
+        (2.5, {}, "unusual", "larger than in any run of 20 healthy environments"),
+        (1.5, {}, "fine", "as large in 1 of 20 healthy environments"),
         (3.5, {"least": 4.0}, "fine", "too little to matter"),
-        (3.5, {"most": "unusual"}, "unusual", "larger than in any run of 2 healthy environments"),
+        (3.5, {"most": "unusual"}, "unusual", "larger than in any run of 20 healthy environments"),
         (0.1, {"most": "unusual", "is_fact": True}, "unusual", "true by itself"),
     ],
 )
@@ -89,14 +98,21 @@ def test_a_detector_says_what_matters_and_what_is_at_most_unusual(
     assert compare(statistic, HEALTHY["pace"], see(0.0, **rules)) == (outcome, text)
 
 
+@pytest.mark.parametrize(("count", "outcome"), [(20, "wrong"), (19, "unusual"), (0, "could not be looked at")])
+def test_few_healthy_environments_are_no_ground_for_wrong(count: int, outcome: str) -> None:
+    for healthy in ([1.0] * count, [0.0] * count):
+        assert compare(9.0, healthy, see(0.0))[0] == outcome
+    assert compare(9.0, [], see(0.0, most="unusual", is_fact=True))[0] == "unusual"
+
+
 def test_findings_are_those_of_the_checks_and_have_their_ranks(agent: RunDirectory) -> None:
     first, *others = find(agent)
     assert [first.rank, *(one.rank for one in others)] == ["wrong", "wrong", "unusual"]
     assert [first, *others] == [check.finding for check in inspect(agent)[:3]]
     # The chance is said only where there is a test.
-    beyond = "Seen. It is larger than in any run of 1 healthy environments, 1.6 times the largest."
+    beyond = "Seen. It is larger than in any run of 20 healthy environments, 1.6 times the largest."
     assert first.evidence == f"{beyond} The chance of this where nothing is wrong is 0.001."
-    assert others[1].evidence == "Seen. It is larger than in any run of 2 healthy environments."
+    assert others[1].evidence == "Seen. It is larger than in any run of 20 healthy environments."
     assert (first.p, others[1].p) == (0.001, None)
     assert (first.round, first.record_ids) == (1, (1, 3, 5, 7))
     assert len(choose_findings([check for check in inspect(agent) for _ in range(3)])) == 5
@@ -117,7 +133,7 @@ def test_silence_says_what_it_is_worth(agent: RunDirectory) -> None:
         Check("copies", "fine", ""),
         Check("images", "could not be looked at", "because"),
     ]
-    compared = "2 figures were looked at, compared with those of 2 healthy environments"
+    compared = "2 figures were looked at, compared with those of 20 healthy environments"
     assert say_nothing_stands_out(fine) == f"Nothing stands out: {compared}. That is no proof that all is well."
     # Rules on a language model's run are compared with none.
     assert "one figure" in say_nothing_stands_out([Check("ends of responses", "fine", "")])
@@ -170,9 +186,10 @@ def test_the_command_prints_ranks_and_what_was_looked_at(agent: RunDirectory, wh
     assert lines[0] == f"1. wrong: Rewards of {shown}."
     assert lines[3] == f"   Round 1, records 1, 3, 5, 7: whence show {agent.path} --record 1"
     assert f"3. unusual: Rewards of {shown}." in lines
-    assert lines[-3:] == [
-        "What was looked at: 2 wrong, 1 unusual, 2 fine, 2 could not be looked at.",
+    assert lines[-4:] == [
+        "What was looked at: 2 wrong, 1 unusual, 2 fine, 3 could not be looked at.",
         f"   Fine: entropy, luck{LONG}.",
+        "   Could not be looked at because no healthy run was measured: news.",
         f"   Could not be looked at because it has none of {shown}: images, pixels.",
     ]
 
@@ -200,12 +217,13 @@ def test_json_has_findings_and_checks(agent: RunDirectory, whence: Any) -> None:
     assert [one["rank"] for one in content["findings"]] == ["wrong", "wrong", "unusual"]
     assert content["findings"][0]["p"] == 0.001
     assert content["checks"][3] == {"name": "entropy", "outcome": "fine", "text": "nothing is seen"}
-    assert len(content["checks"]) == 7
+    assert len(content["checks"]) == 8
 
 
 def test_findings_beyond_five_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, whence: Any) -> None:
     looks = {f"look {number}": see(1.0) for number in range(7)}
     monkeypatch.setattr("whence.findings.inspection.DETECTORS", looks)
+    monkeypatch.setattr("whence.findings.inspection.read_reference", lambda: dict.fromkeys(looks, [0.0] * 20))
     _, out, _ = whence("findings", make_agent(tmp_path).path)
     assert "5. wrong" in out
     assert "6. wrong" not in out
@@ -216,7 +234,7 @@ def test_the_page_has_ranks_and_checks(agent: RunDirectory) -> None:
     run = ExploredRun(agent)
     assert [one["rank"] for one in run.list_findings()] == ["wrong", "wrong", "unusual"]
     looked = run.describe_checks()
-    assert looked["counts"] == "2 wrong, 1 unusual, 2 fine, 2 could not be looked at"
+    assert looked["counts"] == "2 wrong, 1 unusual, 2 fine, 3 could not be looked at"
     assert looked["checks"][-1] == {
         "name": "pixels",
         "outcome": "could not be looked at",

@@ -87,8 +87,8 @@ def test_of_many_environments_the_odd_one_is_seen_in_seconds(crowd: Evidence) ->
     start = time.process_time()
     measured = measure(crowd)
     assert time.process_time() - start < 20
-    assert "environment 1234" in measured["rewards of copies"].sight.title
-    assert measured["rewards of copies"].sight.statistic > 10 * measured["observations of copies"].sight.statistic
+    assert "environment 1234" in measured["rewards of copies"].title
+    assert measured["rewards of copies"].statistic > 10 * measured["observations of copies"].statistic
 
 
 def test_a_sample_has_whole_episodes_in_the_order_of_time(crowd: Evidence) -> None:

@@ -243,6 +243,7 @@ UNKNOWN: dict[str, tuple[Look, Evidence]] = {
     "8 episodes begin in 2 rounds": (changes.look_at_observations, select((ROUND < 3) & (EPISODE % 4 < 1))),
     "rewards are 0, the others alike": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
     "no observation, value or return": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
+    "returns of size 9e.05": (learning.look_at_critic, healthy(**{"return": np.full(N, 9e5)})),
     "few updates": (learning.look_at_critic, measure(**{"train/n_updates": np.arange(ROUNDS) * 10})),
     "not PPO's": (learning.look_at_settings, configure(n_epochs=None)),
 }

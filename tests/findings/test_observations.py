@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from whence.findings.episodes import (
+    look_at_fixed_length,
     look_at_limit,
     look_at_paid_again,
     look_at_short_episodes,
@@ -49,7 +50,7 @@ def make_run() -> Evidence:
     columns = {"record_id": np.arange(N), "round": 1 + EPISODE % EPISODES // 5, "env_index": COPY, "step": STEP}
     columns |= {"episode_id": EPISODE, "reward": rng.normal(size=N)}
     evidence = Evidence(
-        {"observation_space": {"type": "Box", "low": [-99.0], "high": [99.0]}},
+        {"max_episode_steps": 99, "observation_space": {"type": "Box", "low": [-99.0], "high": [99.0]}},
         *(pl.DataFrame(), {name: np.asarray(values, dtype=float) for name, values in columns.items()}),
         *(rng.integers(0, 2, N), ["left", "right"], {}, {}, np.where(LAST, "terminated", "")),
     )
@@ -100,10 +101,14 @@ def end_at(ends: Any) -> Callable[[Evidence], Evidence]:
     return change
 
 
-def pay_again(run: Evidence) -> Evidence:
-    rewards = run.columns["reward"].copy()
-    rewards[1:][LAST[:-1]] += rewards[:-1][LAST[:-1]]
-    return replace(run, columns={**run.columns, "reward": rewards})
+def pay(rewards: Any, again: float = 0.0) -> Callable[[Evidence], Evidence]:
+    """Return what pays these rewards, and part of the last one once more after the reset."""
+    repeated = np.append(0.0, (rewards * LAST)[:-1]) * (EPISODE % EPISODES > 0)
+    return lambda run: replace(run, columns={**run.columns, "reward": rewards + again * repeated})
+
+
+CHANCY = np.random.default_rng(2).normal(size=N) * np.where(LAST, 9, 1)
+DRIFT = 9.0 * (EPISODE % EPISODES // 5) + 50 * COPY
 
 
 FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
@@ -130,7 +135,9 @@ FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "shrunk": (look_at_short_episodes, 1.4, end_at((COPY == 1) & (EPISODE > 40))),
     "limit": (look_at_limit, 1.0, edit("alarm", lambda x: 0 * x)),
     "random ends": (look_at_unforeseen_ends, 0.6, end_at(pick(0.1))),
-    "paid again": (look_at_paid_again, 5.0, pay_again),
+    "fixed length": (look_at_fixed_length, 1.0, lambda run: replace(edit("alarm", lambda x: 0 * x)(run), config={})),
+    "paid again": (look_at_paid_again, 0.6, pay(CHANCY, 0.3)),
+    "paid again, all alike": (look_at_paid_again, 5.0, pay(np.ones(N), 1.0)),
 }
 
 HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
@@ -161,6 +168,7 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "one start": (look_at_equal_starts, 0.1, show(np.where(STEP == 0, 0, np.arange(N)))),
     "a clock that shows": (look_at_limit, 0.3, edit("noise", lambda x: STEP / LENGTH)),
     "ends at a place": (look_at_unforeseen_ends, 0.3, lambda run: end_at(run.blocks["noise"][:, 0] > 1.5)(run)),
+    "rewards that drift": (look_at_paid_again, 0.1, pay(CHANCY + DRIFT)),
     "two short ones": (look_at_short_episodes, 0.5, end_at(np.isin(np.arange(N), [300, 301]))),
 }
 
@@ -171,7 +179,7 @@ def test_a_fault_is_seen_and_its_healthy_twin_is_not(name):
     sight = look(plant(make_run()))
     assert sight.statistic > least
     assert sight.title
-    assert measure_one(look, make_run()).sight.statistic < least / 2
+    assert measure_one(look, make_run()).statistic < least / 2
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -226,5 +234,11 @@ def test_what_cannot_be_told_says_why():
     alone = replace(make_run(), columns={**make_run().columns, "env_index": np.zeros(N)})
     with pytest.raises(CannotTellError, match="one environment"):
         look_at_equal_starts(alone)
+    with pytest.raises(CannotTellError, match="no time limit"):
+        look_at_limit(replace(make_run(), config={}))
+    with pytest.raises(CannotTellError, match="limit is registered"):
+        look_at_fixed_length(make_run())
+    with pytest.raises(CannotTellError, match="same reward"):
+        look_at_paid_again(pay(1.0 - LAST)(make_run()))
     with pytest.raises(CannotTellError, match="not stored"):
         look_at_limit(replace(make_run(), blocks={}))

@@ -50,7 +50,7 @@ DETECTORS: Mapping[str, Detector] = {
     "swapped actions of copies and rounds": Detector(partial(actions.look_at_swaps, in_parts=True), HALVED),
     "swapped actions of places": Detector(partial(actions.look_at_swaps, in_parts=False), HALVED),
     "short episodes": Detector(episodes.look_at_short_episodes, TENFOLD),
-    "paid again at the reset": Detector(episodes.look_at_paid_again, 1.0),
+    "paid again at the reset": Detector(episodes.look_at_paid_again, DOUBLE),
     "late rewards": Detector(reward_effects.look_at_late_rewards, HALVED),
     "rewards of copies and rounds": Detector(partial(reward_effects.look_at_rewards, in_parts=True), HALVED),
     "missing rewards": Detector(partial(reward_effects.look_at_rewards, is_missing=True), HALVED),
@@ -62,6 +62,7 @@ DETECTORS: Mapping[str, Detector] = {
     "changes of rewards": Detector(changes.look_at_rewards, 2.5),  # six rewards on a side
     "changes of observations": Detector(changes.look_at_observations, 1.0),
     "time limit as end": Detector(episodes.look_at_limit, DOUBLE),
+    "fixed length as end": Detector(episodes.look_at_fixed_length, DOUBLE),
     "unforeseen ends": Detector(episodes.look_at_unforeseen_ends, 0.25),
     "rewards in loops": Detector(learning.look_at_loops, 1.0),
     "spread of actions": Detector(actions.look_at_spread, TENFOLD),

@@ -1,11 +1,13 @@
 """What is wrong with episodes: how they end, how long they are, and what their first steps pay."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Int
 from scipy import stats
 
 from whence.findings.evidence import Evidence, Numbers
-from whence.findings.finding import CannotTellError, Sight
+from whence.findings.finding import CHANCE, CannotTellError, Sight
 from whence.findings.models import expand
 from whence.findings.observations import has_few_states, select_commonest
 
@@ -23,8 +25,25 @@ _OTHERS = 10_000
 
 _WIDTH, _RIDGE = 64, 1e-3
 
+_PASSES = 8
+"""Of taking off means, in turn: unequal numbers of episodes leave less than a hundredth."""
+
 
 def look_at_limit(evidence: Evidence) -> Sight:
+    """Compare ends at exactly the largest length with those before, where a limit is registered to truncate."""
+    if not evidence.config.get("max_episode_steps"):
+        raise CannotTellError("no time limit is registered")
+    return _compare_longest(evidence)
+
+
+def look_at_fixed_length(evidence: Evidence) -> Sight:
+    """Compare them where none is registered, and a fixed length may be a rule of the game."""
+    if evidence.config.get("max_episode_steps"):
+        raise CannotTellError("a time limit is registered")
+    return _compare_longest(evidence)
+
+
+def _compare_longest(evidence: Evidence) -> Sight:
     """Compare how many episodes are terminated at exactly the largest length with those before: in decades.
 
     Times the share of that which the observation leaves open: a game that shows its clock may end by it.
@@ -108,29 +127,42 @@ def look_at_short_episodes(evidence: Evidence) -> Sight:
 
 
 def look_at_paid_again(evidence: Evidence) -> Sight:
-    """Measure how a first reward follows the last one of the episode before: as a log likelihood ratio, in decades.
+    """Measure what first rewards have of the last one of the episode before: the variance without it, in decades.
 
-    Ranks are compared, and changes from one episode to the next, as both may drift while a policy learns.
+    Before an environment's first episode nothing was paid. Means of environments and of rounds are taken off, since a
+    policy's drift moves both rewards; of the correlation, what is beyond chance counts.
     """
-    rewards, env, steps = (evidence.columns[name] for name in ("reward", "env_index", "step"))
-    last = np.flatnonzero((evidence.ends[:-1] != "") & (env[1:] == env[:-1]) & (steps[1:] == 0))
-    last = last[evidence.ends[last + 1] == ""]  # a single step is paid for its end
-    ended, began = (np.diff(stats.rankdata(rewards[rows])) for rows in (last, last + 1))
-    pairs = np.flatnonzero(env[last[1:]] == env[last[:-1]])
-    if len(pairs) < 2 * _EPISODES:
+    rewards, rounds, env, steps = (evidence.columns[name] for name in ("reward", "round", "env_index", "step"))
+    starts = np.flatnonzero((steps == 0) & (evidence.ends == ""))  # a single step is paid for its end
+    follows = (starts > 0) & (env[starts - 1] == env[starts]) & (rounds[starts] - rounds[starts - 1] <= 1)
+    is_known = np.where(follows, evidence.ends[starts - 1] != "", rounds[starts] == rounds.min())
+    starts, follows = starts[is_known], follows[is_known]
+    groups = [np.unique(each[starts], return_inverse=True)[1] for each in (env, rounds)]
+    freedom = len(starts) - sum(len(np.unique(group)) for group in groups)
+    if min(follows.sum() - _EPISODES, freedom) < _EPISODES:
         raise CannotTellError("too few episodes follow one another")
-    if not (ended[pairs].std() and began[pairs].std()):
-        raise CannotTellError("all episodes begin or end with the same reward")
-    r = max(0.0, float(np.corrcoef(ended[pairs], began[pairs])[0, 1]))
+    last, first = (_center(each, groups) for each in (np.where(follows, rewards[starts - 1], 0.0), rewards[starts]))
+    least = 1e-6 * np.abs(rewards).max()
+    if last.std() <= least:
+        raise CannotTellError("all episodes of a round end with the same reward")
+    r = float(np.corrcoef(last, first)[0, 1]) if first.std() > least else 0.0
+    sure = max(0.0, float(np.tanh(np.arctanh(min(r, 1 - 1e-12)) - stats.norm.isf(CHANCE) / np.sqrt(freedom))))
     return Sight(
-        float(-len(pairs) / 2 * np.log10(max(1 - r**2, 1e-12))),
+        float(np.log10(1 / (1 - sure**2))),
         "reward",
-        f"The last reward of an episode is paid again at the first step of the next: over {len(pairs):,} pairs of "
-        f"episodes they rise and fall together, by a correlation of {r:.2f}",
-        "A first reward has nothing to do with the episode before.",
+        "The last reward of an episode is paid again at the first step of the next, "
+        f"{first @ last / (last @ last):.2g} times: {r**2:.0%} of how first rewards vary",
+        f"In {follows.sum():,} episodes that follow another; a first reward has nothing to do with the one before.",
         "Clear what the environment or a wrapper remembers of the reward in `reset()`.",
-        np.isin(np.arange(len(evidence)), last + 1),
+        np.isin(np.arange(len(evidence)), starts[follows]),
     )
+
+
+def _center(values: Numbers, groups: Sequence[Int[np.ndarray, " n"]]) -> Numbers:
+    """Return values less the means of groups, of several kinds in turn."""
+    for group in [*groups] * _PASSES:
+        values = values - (np.bincount(group, values) / np.bincount(group))[group]
+    return values
 
 
 def _read_numbers(evidence: Evidence, rows: Int[np.ndarray, " k"]) -> Float[np.ndarray, "k d"]:

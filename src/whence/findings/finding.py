@@ -64,6 +64,7 @@ class Sight(NamedTuple):
         statistic: dimensionless, the larger the worse; 0: nothing is seen.
         kind, title, evidence, advice, p: see `Finding`.
         mask: (n,) the records that show it; None: no single ones.
+        reason: why it could not look; empty: it could.
     """
 
     statistic: float
@@ -73,6 +74,7 @@ class Sight(NamedTuple):
     advice: str = ""
     mask: Mask | None = None
     p: float | None = None
+    reason: str = ""
 
 
 class CannotTellError(Exception):

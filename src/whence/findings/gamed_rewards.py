@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +54,7 @@ def find_gamed_rewards(run: RunDirectory) -> list[Finding]:
     falling = [name for name in numbers if name.startswith("reward.") or name.startswith("info.")]
     if len(rounds) < _LEAST_ROUNDS:
         raise CannotTellError(f"fewer than {_LEAST_ROUNDS} rounds are stored")
-    pairs = [pair for pair in permutations(dict.fromkeys([*rewards, *falling]), 2) if pair[0] in rewards]
-    pairs = [(one, other) for one, other in pairs if other in falling]
+    pairs = [(rises, falls) for rises in rewards for falls in falling if rises != falls]
     if not pairs:
         raise CannotTellError("there is no second reward or logged number")
     strongest: dict[str, _Pair] = {}

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +12,7 @@ from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.reference import Reference, compare, read_reference
-from whence.findings.settings import give_advice
+from whence.findings.settings import RESPONSES, give_advice
 from whence.runs import RunDirectory
 
 MOST = 5
@@ -21,39 +20,23 @@ MOST = 5
 
 _REWARDS = "rewards that rise while another falls"
 
-_RULES = {
-    "leaves the start model": ("divergence from the start model", "kl"),
-    "responses become alike": ("entropy of the tokens", "train/entropy_loss"),
-    "responses do not end": ("ends of responses", "ended_share"),
-    "drops nearly all": ("dropped responses", "dropped_share"),
-}
-"""Rules on a language model's metrics: what each looks at, and the column that it reads."""
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What a detector saw; or why it could not look."""
-
-    sight: Sight
-    reason: str = ""
-
-
-def measure(evidence: Evidence) -> dict[str, Measured]:
+def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
     return {name: measure_one(detector.look, evidence) for name, detector in DETECTORS.items()}
 
 
-def measure_one(look: Look, evidence: Evidence) -> Measured:
-    """Return what a detector sees."""
+def measure_one(look: Look, evidence: Evidence) -> Sight:
+    """Return what a detector sees, or why it cannot look."""
     try:
-        return Measured(look(evidence))
+        return look(evidence)
     except CannotTellError as error:
-        return Measured(Sight(0.0), str(error))
+        return Sight(0.0, reason=str(error))
     except np.linalg.LinAlgError:
-        return Measured(Sight(0.0), "numbers of the observation cannot be told apart")
+        return Sight(0.0, reason="numbers of the observation cannot be told apart")
 
 
-def judge(measured: Mapping[str, Measured], evidence: Evidence, reference: Reference) -> list[Check]:
+def judge(measured: Mapping[str, Sight], evidence: Evidence, reference: Reference) -> list[Check]:
     """Return a check for each detector, those with a finding first: what is wrong, then what is unusual."""
     return sort_checks([_judge_one(name, one, evidence, reference.get(name, ())) for name, one in measured.items()])
 
@@ -63,13 +46,12 @@ def sort_checks(checks: Sequence[Check]) -> list[Check]:
     return sorted(checks, key=lambda check: get_args(Outcome).index(check.outcome))
 
 
-def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Sequence[float]) -> Check:
-    sight = measured.sight
-    if measured.reason:
-        return Check(name, "could not be looked at", f"because {measured.reason}")
+def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[float]) -> Check:
+    if sight.reason:
+        return Check(name, "could not be looked at", f"because {sight.reason}")
     outcome, text = compare(sight.statistic, healthy, DETECTORS[name])
-    if outcome == "fine":
-        return Check(name, "fine", text)
+    if outcome not in ("wrong", "unusual"):
+        return Check(name, outcome, text)
     if sight.p is not None and sight.p > CHANCE:
         return Check(name, "fine", f"{text}, but by chance in {sight.p:.1%} of such runs")
     number, ids = link_records(sight.mask, evidence)
@@ -80,19 +62,18 @@ def _judge_one(name: str, measured: Measured, evidence: Evidence, healthy: Seque
 
 def _inspect_responses(run: RunDirectory) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
-    checks, metrics = list[Check](), run.table("metrics")
+    metrics = run.table("metrics")
     try:
-        gamed = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
-        checks += gamed or [Check(_REWARDS, "fine", "nothing is seen")]
+        checks = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
+        checks = checks or [Check(_REWARDS, "fine", "nothing is seen")]
     except CannotTellError as error:
-        checks += [Check(_REWARDS, "could not be looked at", f"because {error}")]
+        checks = [Check(_REWARDS, "could not be looked at", f"because {error}")]
     advice = give_advice(metrics)
-    checks += [Check(_RULES.get(rule, (rule,))[0], one.rank, one.title, one) for rule, one in advice.items()]
-    for name, column in (row for rule, row in _RULES.items() if rule not in advice):
-        if column in metrics.columns and metrics[column].count():
-            checks += [Check(name, "fine", f"nothing is seen in {metrics[column].count():,} rounds")]
-        else:
-            checks += [Check(name, "could not be looked at", f"because the metrics have no `{column}`")]
+    checks += [Check(name, one.rank, one.title, one) for name, one in advice.items()]
+    for name, column in ((name, rule.column) for name, rule in RESPONSES.items() if name not in advice):
+        rounds = metrics[column].count() if column in metrics.columns else 0
+        text = f"nothing is seen in {rounds:,} rounds" if rounds else f"because the metrics have no `{column}`"
+        checks += [Check(name, "fine" if rounds else "could not be looked at", text)]
     return sort_checks(checks)
 
 

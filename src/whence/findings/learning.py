@@ -5,7 +5,7 @@ import polars as pl
 from scipy import stats
 
 from whence.findings.copies import select_whole
-from whence.findings.evidence import Evidence, Mask, Numbers
+from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
 
@@ -15,9 +15,10 @@ _LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
 _FEW = 0.001
 """The share of the rewards at most that are few: two of a round of 2,048 records."""
 
-_REACH = 2.0
+_REACH = 0.5
 """How far Adam can move a weight, its updates times its rate, before a lag is a fault: weights have sizes of about 1,
-and sound critics of returns in the hundreds lag until then."""
+and a layer of `_WIDTH` units moves values by so many times as much, as far as to the size of returns.
+"""
 
 _WIDTH = 64
 """Random features of the regression that the critic is compared with: as many as a layer of SB3's critic has."""
@@ -91,41 +92,34 @@ def look_at_equal_rewards(evidence: Evidence) -> Sight:
 
 def look_at_loops(evidence: Evidence) -> Sight:
     """Compare episodes that are paid again and again at one place with those that reach an end: in doublings."""
-    rewards, steps = evidence.columns["reward"], evidence.columns["step"]
+    rewards, steps, episodes = evidence.columns["reward"], evidence.columns["step"], evidence.episodes
     inner = rewards[evidence.has_next & (steps > 0)]
     if not len(inner) or not evidence.state.shape[1]:
         raise CannotTellError("the observation is unknown" if len(inner) else "episodes have one step")
-    # Episodes that were read from their first step. A goal pays more than nearly any step, before the time is over.
-    is_last = (evidence.ends != "") & (np.bincount(evidence.episodes)[evidence.episodes] == steps + 1)
+    is_last = (evidence.ends != "") & select_whole(evidence)[episodes]
+    # A goal pays more than nearly any step, before the time is over.
     pays = rewards > np.quantile(inner, 0.995)
     reached = is_last & (evidence.ends != "truncated") & (steps < steps.max()) & pays
     runs_on = is_last & ~reached & (steps >= 0.9 * steps.max())
     if min(reached.sum(), runs_on.sum()) < _LEAST_ROUNDS:
         raise CannotTellError("not enough episodes both reach an end that pays and run to the limit")
-    totals = np.bincount(evidence.episodes, rewards)
-    with_end, without = (float(np.median(totals[evidence.episodes[each]])) for each in (reached, runs_on))
-    inside = np.isin(evidence.episodes, evidence.episodes[runs_on])
-    again = inside & _is_paid_again(evidence)
-    share = float(rewards[again].sum() / max(rewards[inside & (rewards > 0)].sum(), 1e-12))
-    doublings = float(np.log2(without / with_end)) if share >= 0.5 and without > with_end > 0 else 0.0
+    totals = np.bincount(episodes, rewards)
+    with_end, without = (float(np.median(totals[episodes[each]])) for each in (reached, runs_on))
+    # Gains where the episode had one before: states that are alike to half a standard deviation.
+    gains = np.flatnonzero(np.isin(episodes, episodes[runs_on]) & (rewards > 0))
+    places = np.column_stack([episodes, np.round(2 * evidence.state)]).astype(np.int64)[gains]
+    again = np.delete(gains, np.unique(places, axis=0, return_index=True)[1])
+    share = float(rewards[again].sum() / max(rewards[gains].sum(), 1e-12))
     return Sight(
-        doublings,
+        float(np.log2(without / with_end)) if share >= 0.5 and without > with_end > 0 else 0.0,
         "reward",
-        f"A reward of {np.median(rewards[again]) if again.any() else 0:.2g} is collected again and again at the same "
+        f"A reward of {np.median(rewards[again]) if len(again) else 0:.2g} is collected again and again at the same "
         f"place: episodes without an end earn {without:.3g}, those that reach it {with_end:.3g}",
         f"In {runs_on.sum():,} episodes that run to the limit, {share:.0%} of the gains are paid where the episode was "
         "paid before.",
         "Pay for progress once, or by a difference of potentials, so that going round in a loop earns nothing.",
-        again,
+        np.isin(np.arange(len(evidence)), again),
     )
-
-
-def _is_paid_again(evidence: Evidence) -> Mask:
-    """Return whether each record pays a gain where its episode had one: states alike to half a standard deviation."""
-    places = np.column_stack([evidence.episodes, np.round(2 * evidence.state)]).astype(np.int64)
-    paid = np.flatnonzero(evidence.columns["reward"] > 0)
-    first = np.unique(places[paid], axis=0, return_index=True)[1]
-    return np.isin(np.arange(len(evidence)), np.delete(paid, first))
 
 
 def look_at_critic(evidence: Evidence) -> Sight:
@@ -139,10 +133,12 @@ def look_at_critic(evidence: Evidence) -> Sight:
         raise CannotTellError("records have no observation, value or return")
     batches = settings.get("n_steps", 0) * evidence.config.get("n_envs", 1) / settings.get("batch_size", np.inf)
     updates = _read_metric(metrics, "train/n_updates").max(initial=0) * batches
+    reach = updates * _read_metric(metrics, "train/learning_rate").max(initial=0)
     late = rounds > np.quantile(np.unique(rounds), 2 / 3)
     episodes, returns, values = evidence.episodes[late], returns[late], values[late]
-    if updates * _read_metric(metrics, "train/learning_rate").max(initial=0) < _REACH:
-        raise CannotTellError("the critic had few updates")
+    size = float(np.sqrt((returns**2).mean()))
+    if reach < max(_REACH, size / _WIDTH):
+        raise CannotTellError(f"the critic had few updates for returns of size {size:.2g}")
     if len(np.unique(episodes)) < _LEAST_EPISODES or returns.std() < 1e-9:
         raise CannotTellError("late episodes are few, or all alike")
     fresh = predict_each(expand(evidence.state[late], _WIDTH), returns[:, None], episodes)[:, 0]

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from whence.findings.detectors import Detector
-from whence.findings.finding import Rank
+from whence.findings.finding import Outcome
 
 TABLE = Path(__file__).with_name("reference.csv")
 """Rows of detector, environment, family and statistic, written by `python -m studies.healthy.measure`."""
@@ -17,6 +17,11 @@ MARGIN = 1.5
 """How far beyond the largest of all healthy environments something is wrong, and no longer only unusual.
 
 Source: results/healthy, leaving each environment out in turn.
+"""
+
+FEWEST = 20
+"""Healthy environments from which on something may be wrong: a run that is like E of them is beyond all of them with
+chance 1 / (E + 1) for each detector, which is to be below 5%.
 """
 
 Reference: TypeAlias = Mapping[str, Sequence[float]]
@@ -34,23 +39,27 @@ def read_reference(keeps: Callable[[str, str], bool] = lambda environment, famil
     return {name: sorted(values, reverse=True) for name, values in statistics.items()}
 
 
-def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Rank | Literal["fine"], str]:
+def compare(statistic: float, healthy: Sequence[float], detector: Detector) -> tuple[Outcome, str]:
     """Return what a statistic is compared with those of healthy environments, largest first, and that in words.
 
-    Beyond all of them it is unusual; beyond the largest by `MARGIN` it is wrong; but what is smaller than the least
-    that matters is fine.
+    Beyond all of them it is unusual; beyond the largest by `MARGIN`, where they are enough, it is wrong; but what is
+    smaller than the least that matters is fine.
     """
     if detector.is_fact:
         return (detector.most, "true by itself") if statistic > detector.least else ("fine", "nothing is seen")
-    largest, count = (healthy[0] if healthy else 0.0), len(healthy)
-    if statistic <= max(largest, 0.0):
+    if not healthy:
+        return "could not be looked at", "because no healthy run was measured"
+    largest, count = max(healthy[0], 0.0), len(healthy)
+    if statistic <= largest:
         reached = sum(value >= statistic for value in healthy)
         return "fine", f"as large in {reached} of {count} healthy environments" if statistic else "nothing is seen"
     if statistic < detector.least:
         return "fine", "too little to matter"
-    if not largest:
-        return detector.most, f"seen in no run of {count} healthy environments"
-    beyond = f"larger than in any run of {count} healthy environments"
-    if statistic <= MARGIN * largest or detector.most == "unusual":
-        return "unusual", beyond
-    return "wrong", f"{beyond}, {statistic / largest:.3g} times the largest"
+    text = (
+        f"larger than in any run of {count} healthy environments"
+        if largest
+        else f"seen in no run of {count} healthy environments"
+    )
+    if statistic <= MARGIN * largest or count < FEWEST or detector.most == "unusual":
+        return "unusual", text
+    return "wrong", f"{text}, {statistic / largest:.3g} times the largest" if largest else text

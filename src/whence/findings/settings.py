@@ -1,8 +1,8 @@
 """Rules that read a run's metrics, while it trains and afterwards: selections that drop too much, collapsed texts."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -11,9 +11,39 @@ from whence.findings.finding import Finding
 log = logging.getLogger("whence")
 
 _WINDOW = 10
-"""Number of rounds from which a trend is read."""
+"""Rounds since the first selection that are looked at; later, it is training's own doing."""
+
+_MOST_NATS_PER_TOKEN = 1.0
+"""Divergence from the start model that useful training stays far below."""
+
+_LENGTH = 20.0
+"""Tokens of a response where its length was not logged."""
+
+_REMEDY = (
+    "raise the KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`, and look at what the reward pays "
+    "for."
+)
+"""What to do if a language model finds a trick."""
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+class _Rule(NamedTuple):
+    """What is said of the first round that shows it.
+
+    Attributes:
+        column: what it reads; of a loss, the entropy.
+        is_met: whether a round shows it, by its value, the first round's, and the length of responses, 0 if unknown.
+        title, evidence, advice: with `value`, `first`, and the `rounds` between them.
+        select: returns the rounds that are looked at.
+    """
+
+    column: str
+    is_met: Callable[[float, float, float], bool]
+    title: str
+    evidence: str
+    advice: str
+    select: Callable[[Rows], Rows] = lambda rows: rows
 
 
 def give_advice(metrics: pl.DataFrame) -> dict[str, Finding]:
@@ -40,103 +70,69 @@ def log_new_advice(metrics: Rows, config: Mapping[str, Any], logged: set[str]) -
 
 
 def _apply_rules(rows: Rows) -> dict[str, Finding]:
-    first = {name: one for name, rule in _RULES.items() if (one := next(rule(rows), None)) is not None}
+    first = {name: one for name, rule in _RULES.items() if (one := _apply(rule, rows)) is not None}
     return dict(sorted(first.items(), key=lambda pair: pair[1].round or 0))
 
 
-def _read(rows: Rows, name: str) -> list[tuple[int, float]]:
-    """Return the rounds that have a value in a column, each with its value."""
-    return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
+def _apply(rule: _Rule, rows: Rows) -> Finding | None:
+    """Return what a rule says of the first round that shows it."""
+    sign = -1 if rule.column.endswith("loss") else 1
+    rows = [row for row in rule.select(rows) if row.get(rule.column) is not None]
+    for row in rows:
+        value, first = (sign * one[rule.column] for one in (row, rows[0]))
+        if rule.is_met(value, first, row.get("length") or 0.0):
+            words = {"value": value, "first": first, "rounds": row["round"] - rows[0]["round"]}
+            title, evidence, advice = (text.format(**words) for text in (rule.title, rule.evidence, rule.advice))
+            return Finding("setting", title, evidence, advice, round=row["round"])
+    return None
 
 
-def _say(number: int, title: str, evidence: str, advice: str) -> Finding:
-    return Finding("setting", title, evidence, advice, round=number)
+def _select_since_selection(rows: Rows) -> Rows:
+    """Return the rounds from the one before an agent's first selection on."""
+    known = [row for row in rows if row.get("train/entropy_loss") is not None and "length" not in row]
+    start = next((at for at, row in enumerate(known) if (row.get("dropped_share") or 0) > 0), len(known))
+    return known[max(0, start - 1) : start + 1 + _WINDOW]
 
 
-def _drops_nearly_all(rows: Rows) -> Iterator[Finding]:
-    for number, share in _read(rows, "dropped_share"):
-        if share >= 0.95:
-            yield _say(
-                number,
-                f"{share:.0%} of the records were dropped",
-                "The rest is a small sample, and its gradient is noisy.",
-                "Lower `drop`, or use a rule with a bounded share, such as IIF.",
-            )
-
-
-def _entropy_collapses(rows: Rows) -> Iterator[Finding]:
-    """Look at the rounds after the first selection; later, it is training's own doing."""
-    losses = _read(rows, "train/entropy_loss")
-    selecting = {number for number, share in _read(rows, "dropped_share") if share > 0}
-    start = next((at for at, (number, _) in enumerate(losses) if number in selecting), None)
-    if start is None or "length" in rows[0]:
-        return
-    before = -losses[max(0, start - 1)][1]
-    for number, loss in losses[start + 1 : start + 1 + _WINDOW]:
-        if before > 0 and -loss < 0.5 * before:
-            yield _say(
-                number,
-                f"The policy's entropy fell from {before:.3g} to {-loss:.3g} within {number - losses[start][0]} rounds "
-                "of the first selection",
-                "The rule may drop the records that explore.",
-                "Add warm-up rounds, lower `drop`, or raise `ent_coef`.",
-            )
-
-
-_REMEDY = (
-    "raise the KL coefficient (`init_kl_coef`; TRL's `beta`), lower `learning_rate`, and look at what the reward pays "
-    "for."
-)
-"""What to do if a language model finds a trick."""
-
-_MOST_NATS_PER_TOKEN = 1.0
-"""Divergence from the start model that useful training stays far below."""
-
-
-def _leaves_start_model(rows: Rows) -> Iterator[Finding]:
-    lengths = dict(_read(rows, "length"))
-    for number, divergence in _read(rows, "kl"):
-        if divergence > _MOST_NATS_PER_TOKEN * lengths.get(number, 20.0):
-            yield _say(
-                number,
-                f"The divergence from the start model is {divergence:.3g} nats a response",
-                "The start model would hardly ever write such text, so this one may earn its reward by a trick.",
-                f"Read the responses; {_REMEDY}",
-            )
-
-
-def _responses_become_alike(rows: Rows) -> Iterator[Finding]:
-    losses = _read(rows, "train/entropy_loss")
-    for number, loss in losses[1:]:
-        first = -losses[0][1]
-        if "length" in rows[0] and first > 0 and -loss < 0.05 * first:
-            yield _say(
-                number,
-                f"The entropy of the model's tokens fell from {first:.3g} in the first round to {-loss:.3g}",
-                "It writes nearly the same tokens whatever is drawn, so rounds teach it little more.",
-                "If the responses are right and differ with the prompt, stop training. If they repeat a word, "
-                f"{_REMEDY}",
-            )
-
-
-def _responses_do_not_end(rows: Rows) -> Iterator[Finding]:
-    shares = _read(rows, "ended_share")
-    for number, share in shares[1:]:
-        first = shares[0][1]
-        if first >= 0.5 and share < 0.1 * first:
-            yield _say(
-                number,
-                f"Of the responses {share:.0%} end before the length limit, {first:.0%} did in the first round",
-                "The model runs on, often by repeating itself.",
-                f"Read the responses. Raise PPO's `missing_eos_penalty`, or {_REMEDY}",
-            )
-
-
-_RULES: Mapping[str, Callable[[Rows], Iterator[Finding]]] = {
-    "drops nearly all": _drops_nearly_all,
-    "entropy collapses": _entropy_collapses,
-    "leaves the start model": _leaves_start_model,
-    "responses become alike": _responses_become_alike,
-    "responses do not end": _responses_do_not_end,
+RESPONSES = {
+    "divergence from the start model": _Rule(
+        "kl",
+        lambda value, first, length: value > _MOST_NATS_PER_TOKEN * (length or _LENGTH),
+        "The divergence from the start model is {value:.3g} nats a response",
+        "The start model would hardly ever write such text, so this one may earn its reward by a trick.",
+        f"Read the responses; {_REMEDY}",
+    ),
+    "entropy of the tokens": _Rule(
+        "train/entropy_loss",
+        lambda value, first, length: length > 0 and value < 0.05 * first,
+        "The entropy of the model's tokens fell from {first:.3g} in the first round to {value:.3g}",
+        "It writes nearly the same tokens whatever is drawn, so rounds teach it little more.",
+        f"If the responses are right and differ with the prompt, stop training. If they repeat a word, {_REMEDY}",
+    ),
+    "ends of responses": _Rule(
+        "ended_share",
+        lambda value, first, length: first >= 0.5 and value < 0.1 * first,
+        "Of the responses {value:.0%} end before the length limit, {first:.0%} did in the first round",
+        "The model runs on, often by repeating itself.",
+        f"Read the responses. Raise PPO's `missing_eos_penalty`, or {_REMEDY}",
+    ),
+    "dropped responses": _Rule(
+        "dropped_share",
+        lambda value, first, length: value >= 0.95,
+        "{value:.0%} of the records were dropped",
+        "The rest is a small sample, and its gradient is noisy.",
+        "Lower `drop`, or use a rule with a bounded share, such as IIF.",
+    ),
 }
-"""The rules by their names. Each yields the rounds that it finds, the first first."""
+"""The rules on a language model, by the names of what they look at."""
+
+_RULES = RESPONSES | {
+    "entropy since the first selection": _Rule(
+        "train/entropy_loss",
+        lambda value, first, length: value < 0.5 * first,
+        "The policy's entropy fell from {first:.3g} to {value:.3g} in the {rounds} rounds since records are dropped",
+        "The rule may drop the records that explore.",
+        "Add warm-up rounds, lower `drop`, or raise `ent_coef`.",
+        _select_since_selection,
+    ),
+}

@@ -27,6 +27,8 @@ from whence.findings.places import (
     read_moves,
 )
 
+Rows = NDArray[np.int64]
+
 _WIDTH = 48
 _FEW_ACTIONS = 8
 
@@ -189,43 +191,8 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
         raise CannotTellError(f"actions are discrete, or have more than {_FEW_ACTIONS} axes")
     whole, evidence = evidence, evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
-    actions, units = evidence.actions[rows], cut_units(evidence, rows)
-    controls, best = np.hstack([np.ones((len(state), 1)), state]), Outstanding(0.0, None, None)
-    for axis, name in enumerate(evidence.action_names):
-        acting = actions[:, axis, None] * controls
-        basis = np.hstack([expand(state, _WIDTH), np.delete(actions, axis, axis=1), acting]).astype(np.float32)
-        ridge = Ridge(basis, change.astype(np.float32))
-        scale = ridge.measure_scale()
-        coefficients = ridge.fit(np.zeros(len(rows), dtype=bool))[0]
-        due = acting @ coefficients[-acting.shape[1] :] / scale
-        seen = (change - basis @ coefficients) / scale + due
-
-        def measure(
-            _: Ridge, place: Mask, without: Mask, like: Misfit | None, due: Matrix = due, seen: Matrix = seen
-        ) -> Misfit | None:
-            elsewhere = compare_slopes(due[~without], seen[~without], controls[~without], units[~without], 0.0, 0.0)
-            if elsewhere is None:
-                return None
-            known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
-            one = compare_slopes(*known, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
-            # Another stretch is compared by its slope alone, as its error says nothing of the world.
-            return one and one._replace(misfit=one.misfit - bool(like) / one.weight)
-
-        atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
-        ends = itertools.combinations(range(0, len(atlas.levels[name]), 2), 2)
-        tried = atlas.list_places((atlas.make_range(name, *each) for each in ends), by_action=False)
-        known = [(one, misfit) for one in tried if (misfit := measure(ridge, one.mask, one.around, None))]
-        if known:
-            first, misfit = max(known, key=lambda one: one[1].likelihood)
-            # The rest of a stretch would be among those that it is compared with.
-            least = _NEARLY * misfit.exceed(0.0)
-            wider = [one for one in known if one[1].exceed(0.0) >= least and not (first.mask & ~one[0].mask).any()]
-            place, misfit = max(wider or [(first, misfit)], key=lambda one: one[0].mask.sum())
-            places = atlas.list_places(atlas.list_ranges(), by_action=False)
-            best = max(
-                [best, *compare_with_others(place, misfit, ridge, places, measure)], key=lambda one: one.statistic
-            )
-    statistic, place, misfit = best
+    seen = [_find_dead_stretch(axis, state, change, rows, evidence) for axis in range(len(evidence.action_names))]
+    statistic, place, misfit = max(seen, key=lambda one: one.statistic)
     if place is None or misfit is None:
         return Sight(0.0)
     return Sight(
@@ -238,3 +205,41 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
         f"Compare how the environment and its wrappers read the action {place.text} with elsewhere.",
         Atlas(evidence, rows).mark(whole, place),
     )
+
+
+def _find_dead_stretch(axis: int, state: Matrix, change: Matrix, rows: Rows, evidence: Evidence) -> Outstanding:
+    """Return the stretch of an axis whose effect on moves is nearest to none, compared with other stretches."""
+    actions, units = evidence.actions[rows], cut_units(evidence, rows)
+    controls = np.hstack([np.ones((len(state), 1)), state])
+    acting = actions[:, axis, None] * controls
+    basis = np.hstack([expand(state, _WIDTH), np.delete(actions, axis, axis=1), acting]).astype(np.float32)
+    ridge = Ridge(basis, change.astype(np.float32))
+    scale = ridge.measure_scale()
+    coefficients = ridge.fit(np.zeros(len(rows), dtype=bool))[0]
+    due = acting @ coefficients[-acting.shape[1] :] / scale
+    seen = (change - basis @ coefficients) / scale + due
+
+    def measure(_: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
+        elsewhere = compare_slopes(due[~without], seen[~without], controls[~without], units[~without], 0.0, 0.0)
+        if elsewhere is None:
+            return None
+        known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
+        one = compare_slopes(*known, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
+        # Another stretch is compared by its slope alone, as its error says nothing of the world.
+        return one and one._replace(misfit=one.misfit - bool(like) / one.weight)
+
+    name = evidence.action_names[axis]
+    atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
+    ends = itertools.combinations(range(0, len(atlas.levels[name]), 2), 2)
+    tried = atlas.list_places((atlas.make_range(name, *each) for each in ends), by_action=False)
+    known = [(one, misfit) for one in tried if (misfit := measure(ridge, one.mask, one.around, None))]
+    if not known:
+        return Outstanding(0.0, None, None)
+    first, misfit = max(known, key=lambda one: one[1].likelihood)
+    # The rest of a stretch would be among those that it is compared with.
+    least = _NEARLY * misfit.exceed(0.0)
+    wider = [one for one in known if one[1].exceed(0.0) >= least and not (first.mask & ~one[0].mask).any()]
+    place, misfit = max(wider or [(first, misfit)], key=lambda one: one[0].mask.sum())
+    places = atlas.list_places(atlas.list_ranges(), by_action=False)
+    compared = compare_with_others(place, misfit, ridge, places, measure)
+    return max(compared, key=lambda one: one.statistic, default=Outstanding(0.0, None, None))

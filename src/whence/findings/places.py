@@ -246,7 +246,7 @@ class Ridge:
     def measure_scale(self) -> Numbers:
         """Return the deviation of each target's noise."""
         missed = self.targets - self.basis @ self.fit(np.zeros(len(self.basis), dtype=bool))[0]
-        return np.maximum(np.sqrt(np.median(missed**2, axis=0)) / 0.674, _PRECISE)
+        return np.asarray(np.maximum(np.sqrt(np.median(missed**2, axis=0)) / 0.674, _PRECISE))
 
     def measure_support(self, inverse: Matrix, rows: Mask) -> Mask:
         """Return which of some records are alike to those that a fit has seen, by their leverage."""

@@ -14,7 +14,6 @@ from whence.findings.evidence import Evidence
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.reward_effects import look_at_late_rewards, look_at_rewards
 
-look_at_swaps_of_places, look_at_swaps_of_parts = (partial(look_at_swaps, in_parts=each) for each in (False, True))
 look_at_rewards_of_parts = partial(look_at_rewards, in_parts=True)
 look_at_missing_rewards = partial(look_at_rewards, is_missing=True)
 
@@ -105,19 +104,14 @@ FAULTS: dict[str, tuple[Look, Callable[[], Evidence], list[str]]] = {
         ["late by 1 step:"],
     ),
     "swapped": (
-        look_at_swaps_of_parts,
+        look_at_swaps,
         lambda: make(lambda one: one["copy"] == 2),
         ["Actions back and forth are swapped", "environment 2"],
     ),
     "reversed": (
-        look_at_swaps_of_parts,
+        look_at_swaps,
         lambda: make(lambda one: one["round"] >= 4, is_box=True),
         ["axis push acts in reverse", "from round 4 on"],
-    ),
-    "swapped in a range": (
-        look_at_swaps_of_places,
-        lambda: make(lambda one: 0.3 <= one["speed"] < 1.3),
-        ["Actions back and forth are swapped", "speed"],
     ),
     "dead stretch of an axis": (
         look_at_dead_stretches,

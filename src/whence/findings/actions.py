@@ -95,10 +95,11 @@ def _list_swaps(actions: NDArray[np.generic], evidence: Evidence) -> Iterator[tu
         yield text, np.ones(len(other), dtype=bool), np.hstack([other, other**2])
 
 
-def look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
-    """Look for a range of an entry, or a copy or later rounds, where moves are those of another action elsewhere.
+def look_at_swaps(evidence: Evidence) -> Sight:
+    """Look for an environment copy, or rounds, where moves are those of another action elsewhere.
 
-    The log of how much nearer an effect is to that of another action than to its usual one.
+    Ranges of an entry are not looked at: in healthy worlds, too, an action turns round from place to place, as the
+    rudder of a boat does. The log of how much nearer an effect is to that of another action than to its usual one.
     The effect is the slope of moves on the difference that the two actions make elsewhere, which needs no good
     prediction of the whole move.
     """
@@ -135,7 +136,7 @@ def look_at_swaps(evidence: Evidence, *, in_parts: bool) -> Sight:
         return best
 
     atlas = Atlas(evidence, rows)
-    places = atlas.list_places(atlas.list_parts() if in_parts else atlas.list_ranges(), by_action=False)
+    places = atlas.list_places(atlas.list_parts(), by_action=False)
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)

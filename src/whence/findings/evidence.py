@@ -100,11 +100,16 @@ class Evidence:
         """The number of each record's episode, from 0."""
         return np.unique(self.columns["episode_id"], return_inverse=True)[1]
 
+    @property
+    def is_table(self) -> bool:
+        """Whether the observation is one whole number: of states that are next to each other in number alone."""
+        return len(self.features) == 1 and all((values % 1 == 0).all() for values in self.features.values())
+
     @cached_property
     def state(self) -> Float[np.ndarray, "n d"]:
         """The observation as a few standardised numbers; one of few states as indicators, of many as nothing."""
         values = np.stack(list(self.features.values()), axis=1) if self.features else np.zeros((len(self), 0))
-        if values.shape[1] == 1 and (values % 1 == 0).all():
+        if self.is_table:
             distinct = np.unique(values)
             return np.asarray(values == distinct[: len(distinct) if len(distinct) <= _STATES else 0], dtype=np.float64)
         spread = values.std(axis=0)

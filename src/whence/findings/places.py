@@ -137,9 +137,9 @@ class Atlas:
 
     @cached_property
     def levels(self) -> dict[str, Numbers]:
-        """The cuts of each entry, the ends as infinities; of an observation of many entries none."""
+        """The cuts of each entry, the ends as infinities; of an observation of many entries, or a table, none."""
         cuts = {}
-        features = self.evidence.features
+        features = {} if self.evidence.is_table else self.evidence.features
         for name, values in features.items() if len(features) <= FEW else ():
             values = values[self.rows]
             levels = np.unique(np.quantile(values, np.arange(1, _FINE) / _FINE))

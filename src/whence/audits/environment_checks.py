@@ -344,8 +344,8 @@ def look_at_ranges(play: Play) -> Said:
         return "actions are not continuous"
     low, high = space.low.ravel().astype(np.float64), space.high.ravel().astype(np.float64)
     width = np.where(np.isfinite(high - low), high - low, 1)
-    reached, drawn = (np.clip(2, low, high) - np.clip(-2, low, high)) / width, norm.cdf(high) - norm.cdf(low)
-    share = np.minimum(reached, drawn)
+    reached, likely = (np.clip(2, low, high) - np.clip(-2, low, high)) / width, norm.cdf(high) - norm.cdf(low)
+    share = np.minimum(reached, likely)
     i = int(share.argmin())
     if share[i] < _SHARE:
         what = f"reaches {reached[i]:.1%} of it within two deviations, and draws {drawn[i]:.1%} within it"

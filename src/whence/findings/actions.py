@@ -154,7 +154,10 @@ def look_at_swaps(evidence: Evidence) -> Sight:
 
 
 def look_at_late_actions(evidence: Evidence) -> Sight:
-    """Compare how well an action before explains moves with how well their own does: the log of squared misses."""
+    """Compare how well an action before explains moves with how well their own does: the log of squared misses.
+
+    Times the part of it by which it is better.
+    """
     evidence = evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
     episodes, best = evidence.episodes[rows], (0.0, 0, 0.0, 0.0)
@@ -162,21 +165,23 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
         bases = [_describe_actions(state[late], evidence.acting[rows[each]]) for each in (late, late - lag)]
         start = expand(state[:1], _WIDTH).shape[1]
         moves = change[late]
-        none, own, before = (
+        none, present, before = (
             np.maximum(((moves - predict_each(basis, moves, episodes[late])) ** 2).mean(axis=0), FLOOR)
             for basis in (bases[0][:, :start], *bases)
         )
         # Each entry's gain, so that those that no action moves count for nothing.
-        gains = [float(np.maximum(np.log(none / each), 0).sum()) for each in (own, before)]
-        best = max(best, (gains[1] - gains[0], lag, gains[0], gains[1]), key=lambda one: one[0])
-    statistic, lag, own_gain, gain = best
+        gains = [float(np.maximum(np.log(none / each), 0).sum()) for each in (present, before)]
+        # Where the present action tells nearly all, too, it does not act late.
+        statistic = max(gains[1] - gains[0], 0.0) ** 2 / max(gains[1], 1e-9)
+        best = max(best, (statistic, lag, gains[0], gains[1]), key=lambda one: one[0])
+    statistic, lag, present_gain, gain = best
     if not statistic:
         return Sight(0.0)
     return Sight(
         statistic,
         "dynamics",
         f"Actions act late, by {lag} step{'s' * (lag > 1)}: the action then lowers the misses of the move by "
-        f"{1 - np.exp(-gain):.0%}, the present one by {1 - np.exp(-own_gain):.0%}",
+        f"{1 - np.exp(-gain):.0%}, the present one by {1 - np.exp(-present_gain):.0%}",
         "Moves are predicted from the observation with either action, in episodes that were not fitted.",
         "Check whether the environment or a wrapper applies an earlier action; if that is meant, let the observation "
         "hold the actions on their way.",

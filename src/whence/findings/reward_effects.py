@@ -164,18 +164,18 @@ def look_at_late_rewards(evidence: Evidence) -> Sight:
             for basis in (moves[late], moves[late - lag])
         ]
         # A fit may miss by more than the mean does: that is nothing explained, and no more.
-        own, before = (min(max(float(miss), FLOOR), 1.0) for miss in misses)
+        present, before = (min(max(float(miss), FLOOR), 1.0) for miss in misses)
         # A move further back may tell the same state: it has to halve the misses again.
-        if np.log(own / before) > best[0] + (np.log(2) if best[0] else 0):
-            best = (float(np.log(own / before)), lag, own, before)
-    statistic, lag, own, before = best
+        if np.log(present / before) > best[0] + (np.log(2) if best[0] else 0):
+            best = (float(np.log(present / before)), lag, present, before)
+    statistic, lag, present, before = best
     if not statistic:
         return Sight(0.0)
     return Sight(
         statistic,
         "reward",
-        f"Rewards are late by {lag} step{'s' * (lag > 1)}: a step explains {max(0, 1 - own):.0%} of the variance of "
-        f"its own reward, and {max(0, 1 - before):.0%} of the one {lag} later",
+        f"Rewards are late by {lag} step{'s' * (lag > 1)}: a step explains {max(0, 1 - present):.0%} of the variance "
+        f"of its own reward, and {max(0, 1 - before):.0%} of the one {lag} later",
         "Both are predicted from the observation, the action and the move, in episodes that were not fitted.",
         "Check which step's reward the environment and its wrappers return.",
     )

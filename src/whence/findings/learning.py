@@ -15,7 +15,7 @@ _LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
 _FEW = 0.001
 """The share of the rewards at most that are few: two of a round of 2,048 records."""
 
-_REACH = 0.5
+_REACH = 2.0
 """How far Adam can move a weight, its updates times its rate, before a lag is a fault: weights have sizes of about 1,
 and a layer of `_WIDTH` units moves values by so many times as much, as far as to the size of returns.
 """

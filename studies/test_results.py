@@ -35,6 +35,7 @@ MAKERS = {
     "loophole": "loophole.tables",
     "hunt": "hunt.tables",
     "healthy": "healthy.tables",
+    "operators": "operators.tables operators.audits",
     "doorkey": "practice.doorkey",
     "selection": "selection.tables",
     **{f"llm/{path.parent.name}": "llm.tables" for path in sorted(RESULTS.glob("llm/*/curves.parquet"))},

@@ -156,9 +156,11 @@ class Narrow(Line):
 
 
 class Unpaid(Line):
+    """As many are: a factor of 0 leaves negative zeros."""
+
     def step(self, action):
-        observation, _, *rest = super().step(action)
-        return observation, 0.0, *rest
+        observation, reward, *rest = super().step(action)
+        return observation, (reward + 1) * 0.0, *rest
 
 
 class LimitAsEnd(Line):

@@ -255,7 +255,8 @@ def look_at_ends(play: Play) -> Said:
 
 def look_at_rewards(play: Play) -> Said:
     """Say whether any reward differs from the others, in random play or where an action is held."""
-    rewards = [f"{reward!s:.20}" for episode in play.episodes for reward, _, _ in episode.results]
+    texts = [f"{reward!s:.20}" for episode in play.episodes for reward, _, _ in episode.results]
+    rewards = ["0.0" if text == "-0.0" else text for text in texts]
     if not rewards:
         raise CannotTellError("no step was played")
     ((value, count),) = Counter(rewards).most_common(1)

@@ -349,7 +349,7 @@ def look_at_ranges(play: Play) -> Said:
     share = np.minimum(reached, likely)
     i = int(share.argmin())
     if share[i] < _SHARE:
-        what = f"reaches {reached[i]:.1%} of it within two deviations, and draws {drawn[i]:.1%} within it"
+        what = f"reaches {reached[i]:.1%} of it within two deviations, and draws {likely[i]:.1%} within it"
         title = f"Action a{i} is from {low[i]:g} to {high[i]:g}: a new Gaussian policy {what}"
         evidence = f"It begins with mean 0 and deviation 1. Axes like that: {(share < _SHARE).sum()}."
         advice = "Let the environment take actions from −1 to 1 and scale them (`gymnasium.wrappers.RescaleAction`)."

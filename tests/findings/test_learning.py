@@ -110,7 +110,12 @@ FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
         "do the opposite in environment 3: their effect on the observation's entry place",
     ),
     "opposite rewards": (changes.look_at_rewards, healthy(reward=np.where(LATE, -1, 1) * PAID), 8, "round 7"),
-    "rewards without a sign": (changes.look_at_rewards, healthy(reward=np.where(LATE, 3, 1) * SIGN), 8, "round 7"),
+    "rewards without a sign": (
+        changes.look_at_rewards,
+        healthy(reward=np.where(LATE, 3, 1) * SIGN),
+        8,
+        "The size of every reward changes at round 7: from 1 to 1 before it, from 3 to 3",
+    ),
     "rare rewards": (
         changes.look_at_rewards,
         healthy(reward=np.where(LATE, 0.5, 1) * SPARSE),

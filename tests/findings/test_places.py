@@ -135,6 +135,15 @@ def test_a_fault_is_far_above_its_healthy_twin(name: str) -> None:
     assert sight.advice
 
 
+def test_an_axis_of_whole_numbers_has_no_stretch() -> None:
+    evidence = make(is_box=True)
+    signs = np.sign(evidence.actions)
+    with pytest.raises(CannotTellError, match="whole numbers"):
+        look_at_dead_stretches(replace(evidence, actions=signs))
+    both = np.hstack([evidence.actions, signs])
+    assert look_at_dead_stretches(replace(evidence, actions=both, action_names=["push", "sign"])).statistic < 0.4
+
+
 def test_the_records_of_a_place_are_marked() -> None:
     evidence = pay(np.negative, is_middle)
     mask, there = look_at_rewards(evidence).mask, is_middle(evidence)

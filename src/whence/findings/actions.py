@@ -197,7 +197,10 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
         raise CannotTellError(f"actions are discrete, or have more than {_FEW_ACTIONS} axes")
     whole, evidence = evidence, evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
-    seen = [_find_dead_stretch(axis, state, change, rows, evidence) for axis in range(len(evidence.action_names))]
+    axes = np.flatnonzero((evidence.actions[rows] % 1 != 0).any(axis=0))
+    if not len(axes):
+        raise CannotTellError("actions are whole numbers")
+    seen = [_find_dead_stretch(int(axis), state, change, rows, evidence) for axis in axes]
     statistic, place, misfit = max(seen, key=lambda one: one.statistic)
     if place is None or misfit is None:
         return Sight(0.0)

@@ -19,17 +19,19 @@ def look_at_rewards(evidence: Evidence) -> Sight:
     rewards count as there are on the side that has fewer.
     """
     rounds, rewards = evidence.columns["round"], evidence.columns["reward"]
+    if rounds.min() == rounds.max():
+        raise CannotTellError("there is one round")
     order = np.lexsort((_rank_records(evidence), rounds))
     best, first, text = 0, 0, ""
     for rows, name in ((order, "reward"), (order[rewards[order] != 0], "reward other than 0")):
-        for values in (rewards[rows], np.abs(rewards[rows])):
+        for start, values in (("Every", rewards[rows]), ("The size of every", np.abs(rewards[rows]))):
             side, at = max(_divide(values), _divide(-values))
             if side > best:
                 best, first = side, int(rows[at])
                 before, after = values[:at], values[at:]
                 text = (
-                    f"Every {name} changes at round {rounds[first]:.0f}: from {before.min():.3g} to {before.max():.3g} "
-                    f"before it, from {after.min():.3g} to {after.max():.3g} from then on"
+                    f"{start} {name} changes at round {rounds[first]:.0f}: from {before.min():.3g} to "
+                    f"{before.max():.3g} before it, from {after.min():.3g} to {after.max():.3g} from then on"
                 )
     return Sight(
         float(np.log2(max(best, 1))),

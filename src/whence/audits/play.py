@@ -230,8 +230,8 @@ class Play:
         fresh = next(name for name, same in self.repeats.items() if same).startswith("fresh")
         states = [(episode, i) for episode in self.episodes for i in range(min(len(episode), _DEEPEST))]
         weights = np.array([1 / (i + 1) for _, i in states])  # deep ones cost more: all before them is played again
-        some = self._rng.choice(len(states), min(_STATES, len(states)), replace=False, p=weights / weights.sum())
-        for episode, i in [*self._list_rare_states(states), *(states[k] for k in some)][:_STATES]:
+        sampled = self._rng.choice(len(states), min(_STATES, len(states)), replace=False, p=weights / weights.sum())
+        for episode, i in [*self._list_rare_states(states), *(states[k] for k in sampled)][:_STATES]:
             after = [self._actions.sample() for _ in range(HORIZON - 1)]
             by_axis = list[list[list[Outcome]]]()
             for axis in self.axes:

@@ -99,9 +99,9 @@ def look_at_swaps(evidence: Evidence) -> Sight:
     """Look for an environment copy, or rounds, where moves are those of another action elsewhere.
 
     Ranges of an entry are not looked at: in healthy worlds, too, an action turns round from place to place, as the
-    rudder of a boat does. The log of how much nearer an effect is to that of another action than to its usual one.
-    The effect is the slope of moves on the difference that the two actions make elsewhere, which needs no good
-    prediction of the whole move.
+    rudder of a boat does. The statistic is the log of how much nearer an effect is to that of another action than to
+    its usual one. The effect is the slope of moves on the difference that the two actions make elsewhere, which needs
+    no good prediction of the whole move.
     """
     whole, evidence = evidence, evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
@@ -156,7 +156,7 @@ def look_at_swaps(evidence: Evidence) -> Sight:
 def look_at_late_actions(evidence: Evidence) -> Sight:
     """Compare how well an action before explains moves with how well their own does: the log of squared misses.
 
-    Times the part of it by which it is better.
+    The difference counts by its share of what the action before explains.
     """
     evidence = evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
@@ -191,7 +191,8 @@ def look_at_late_actions(evidence: Evidence) -> Sight:
 def look_at_dead_stretches(evidence: Evidence) -> Sight:
     """Look for a stretch of an axis in which it does nothing, though it does outside of it.
 
-    The log of how much nearer its effect on moves there is to none than to the one that it has elsewhere.
+    The statistic is the log of how much nearer its effect on moves there is to none than to the one that it has
+    elsewhere.
     """
     if evidence.actions.ndim == 1 or len(evidence.action_names) > _FEW_ACTIONS:
         raise CannotTellError(f"actions are discrete, or have more than {_FEW_ACTIONS} axes")

@@ -15,7 +15,6 @@ _DOUBLINGS = 4.0
 _FEWEST = 2
 """Episodes that an environment has at least: of one, its spread is unknown."""
 
-
 _WIDEST = 64
 """Numbers of an observation that are looked at one by one: all, in a second."""
 

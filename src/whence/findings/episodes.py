@@ -37,7 +37,10 @@ def look_at_limit(evidence: Evidence) -> Sight:
 
 
 def look_at_fixed_length(evidence: Evidence) -> Sight:
-    """Compare them where none is registered, and a fixed length may be a rule of the game."""
+    """Compare ends at exactly the largest length with those before, where no limit is registered.
+
+    A fixed length may then be a rule of the game.
+    """
     if evidence.config.get("max_episode_steps"):
         raise CannotTellError("a time limit is registered")
     return _compare_longest(evidence)

@@ -7,7 +7,7 @@ of the curves, and asked about once. What a method also says of a healthy twin d
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
@@ -40,19 +40,25 @@ def ask(cell: Cell, runs: Path, out: Path) -> None:
     said: Row = {**json.loads((cell.place_run(runs) / "touched.json").read_text(encoding="utf-8"))}
     said["place"] = json.dumps(said["place"])
     began = time.process_time()
-    findings = [each.finding for each in audit(make, steps=STEPS, seconds=SECONDS) if each.finding]  # type: ignore[arg-type]
-    said |= {METHODS[0]: [f"{each.kind}: {each.title}" for each in findings], "seconds": time.process_time() - began}
-    said[METHODS[1]] = [line.text for line in check(make)]  # type: ignore[arg-type]
+    said[METHODS[0]] = _try(cell, lambda: _audit(make))
+    said["seconds"] = time.process_time() - began
+    said[METHODS[1]] = _try(cell, lambda: [line.text for line in check(make)])  # type: ignore[arg-type]
     write_line(out / ROWS, said, KEYS)
     report(*cell, f"{said['seconds']:.0f} CPU s")
 
 
-def try_asking(cell: Cell, runs: Path, out: Path) -> None:
-    """Ask about a cell, and say if that fails: others go on."""
+def _audit(make: Callable[[], object]) -> list[str]:
+    checks = audit(make, steps=STEPS, seconds=SECONDS)  # type: ignore[arg-type]
+    return [f"{check.finding.kind}: {check.finding.title}" for check in checks if check.finding]
+
+
+def _try(cell: Cell, ask_one: Callable[[], list[str]]) -> list[str]:
+    """Return what a method says; nothing, and a report, if it raises: methods are on trial here too."""
     try:
-        ask(cell, runs, out)
-    except Exception as failure:  # checks are on trial here too
-        report(*cell, f"was not asked about: {type(failure).__name__} {failure}")
+        return ask_one()
+    except Exception as failure:
+        report(*cell, f"raised {type(failure).__name__} {failure}")
+        return []
 
 
 def count_named(rows: Sequence[Row]) -> list[list[str]]:
@@ -106,7 +112,7 @@ def main(out: Out, runs: Runs = Path("out/operators"), workers: Workers = 2) -> 
         and (cell.place_run(runs) / "touched.json").exists()
         and (*cell,) not in done
     ]
-    run_jobs(try_asking, [(cell, runs, out) for cell in cells], workers=workers)
+    run_jobs(ask, [(cell, runs, out) for cell in cells], workers=workers)
     write_tables(out)
 
 

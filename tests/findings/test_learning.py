@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings import changes, copies, learning
+from whence.findings import learning, parts
 from whence.findings.evidence import Evidence
 from whence.findings.finding import CannotTellError
 from whence.findings.settings import log_new_advice
@@ -95,46 +95,51 @@ SIGN = np.sign(REWARD)
 
 FAULTS: dict[str, tuple[Look, Evidence, float, str]] = {
     "a copy's rewards": (
-        copies.look_at_rewards,
+        parts.look_at_rewards_of_copies,
         healthy(reward=np.where(COPY == 2, 3, 1) * REWARD),
         1,
         "environment 2",
     ),
-    "a copy's sign": (copies.look_at_rewards, healthy(reward=np.where(COPY == 2, -1, 1) * REWARD), 1, "environment 2"),
-    "a copy's lengths": (copies.look_at_rewards, select((COPY != 1) | (STEP < 5)), 1, "environment 1"),
-    "a copy's offset": (copies.look_at_observations, see(PLACE + 9 * (COPY == 3)), 1, "environment 3"),
+    "a copy's sign": (
+        parts.look_at_rewards_of_copies,
+        healthy(reward=np.where(COPY == 2, -1, 1) * REWARD),
+        1,
+        "environment 2",
+    ),
+    "a copy's lengths": (parts.look_at_rewards_of_copies, select((COPY != 1) | (STEP < 5)), 1, "environment 1"),
+    "a copy's offset": (parts.look_at_observations_of_copies, see(PLACE + 9 * (COPY == 3)), 1, "environment 3"),
     "a copy's moves": (
-        copies.look_at_observations,
+        parts.look_at_observations_of_copies,
         SWAPPED,
         1,
         "do the opposite in environment 3: their effect on the observation's entry place",
     ),
-    "opposite rewards": (changes.look_at_rewards, healthy(reward=np.where(LATE, -1, 1) * PAID), 8, "round 7"),
+    "opposite rewards": (parts.look_at_changes_of_rewards, healthy(reward=np.where(LATE, -1, 1) * PAID), 8, "round 7"),
     "rewards without a sign": (
-        changes.look_at_rewards,
+        parts.look_at_changes_of_rewards,
         healthy(reward=np.where(LATE, 3, 1) * SIGN),
         8,
         "The size of every reward changes at round 7: from 1 to 1 before it, from 3 to 3",
     ),
     "rare rewards": (
-        changes.look_at_rewards,
+        parts.look_at_changes_of_rewards,
         healthy(reward=np.where(LATE, 0.5, 1) * SPARSE),
         2.5,
         "Every reward other than 0 changes at round 7: from 1 to 1 before it, from 0.5 to 0.5",
     ),
     "a new unit": (
-        changes.look_at_observations,
+        parts.look_at_changes_of_observations,
         see(np.where(LATE, 57, 1) * PLACE),
         1,
         "The observation's entry place changes at round 7",
     ),
     "an offset": (
-        changes.look_at_observations,
+        parts.look_at_changes_of_observations,
         see(PLACE + 5 * LATE),
         2,
         "The observation's entry place changes at round 7",
     ),
-    "one start, and another": (changes.look_at_observations, see(np.where(STEP, PLACE, LATE)), 5, "round 7"),
+    "one start, and another": (parts.look_at_changes_of_observations, see(np.where(STEP, PLACE, LATE)), 5, "round 7"),
     "a spike": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) == 930, 1e6, REWARD)), 5, "1e+06"),
     "spikes": (learning.look_at_outliers, healthy(reward=np.where(np.arange(N) % 999 == 30, 1e6, REWARD)), 5, "but 5"),
     "spikes amid nothing": (learning.look_at_outliers, healthy(reward=SPARSE + 50 * (np.arange(N) == 930)), 1.5, "50"),
@@ -186,18 +191,18 @@ EACH_STEP = select(STEP < 2 + EPISODE % 20)
 EACH_STEP = replace(EACH_STEP, columns={**EACH_STEP.columns, "reward": np.ones(len(EACH_STEP))})
 
 HARMLESS: dict[str, tuple[Look, Evidence]] = {
-    "what is learned in all environments": (copies.look_at_rewards, healthy(reward=GROWN)),
-    "rewards that grow": (changes.look_at_rewards, healthy(reward=GROWN)),
-    "a fast beginning": (changes.look_at_rewards, healthy(reward=FAST)),
+    "what is learned in all environments": (parts.look_at_rewards_of_copies, healthy(reward=GROWN)),
+    "rewards that grow": (parts.look_at_changes_of_rewards, healthy(reward=GROWN)),
+    "a fast beginning": (parts.look_at_changes_of_rewards, healthy(reward=FAST)),
     "a larger reward, that is learned": (
-        changes.look_at_rewards,
+        parts.look_at_changes_of_rewards,
         healthy(reward=SPARSE * np.where(LATE & (COPY > 0), 2, 1)),
     ),
-    "three rewards, and then larger ones": (changes.look_at_rewards, healthy(reward=FEW)),
-    "one odd round": (changes.look_at_rewards, healthy(reward=ODD)),
-    "a place that a policy seeks out": (changes.look_at_observations, see(PLACE + 5 * (LATE & (STEP > 0)))),
-    "one start": (changes.look_at_observations, see(np.where(STEP, PLACE + 5 * LATE, 1.0))),
-    "starts alike up to rounding": (changes.look_at_observations, see(np.where(STEP, PLACE, 1e-12 * LATE))),
+    "three rewards, and then larger ones": (parts.look_at_changes_of_rewards, healthy(reward=FEW)),
+    "one odd round": (parts.look_at_changes_of_rewards, healthy(reward=ODD)),
+    "a place that a policy seeks out": (parts.look_at_changes_of_observations, see(PLACE + 5 * (LATE & (STEP > 0)))),
+    "one start": (parts.look_at_changes_of_observations, see(np.where(STEP, PLACE + 5 * LATE, 1.0))),
+    "starts alike up to rounding": (parts.look_at_changes_of_observations, see(np.where(STEP, PLACE, 1e-12 * LATE))),
     "a rare success at an end": (learning.look_at_outliers, healthy(reward=RARE)),
     "rare rewards as large as those of ends": (
         learning.look_at_outliers,
@@ -242,10 +247,10 @@ def test_one_step_a_round_has_no_divergence() -> None:
 
 
 UNKNOWN: dict[str, tuple[Look, Evidence]] = {
-    "there is one environment": (copies.look_at_rewards, select(COPY == 0)),
-    "agents of one world": (copies.look_at_rewards, replace(TWIN, config={"env_wrappers": []})),
-    "16 episodes of 4 environments are too few": (copies.look_at_rewards, select(ROUND == 1)),
-    "8 episodes begin in 2 rounds": (changes.look_at_observations, select((ROUND < 3) & (EPISODE % 4 < 1))),
+    "there is one environment": (parts.look_at_rewards_of_copies, select(COPY == 0)),
+    "agents of one world": (parts.look_at_rewards_of_copies, replace(TWIN, config={"env_wrappers": []})),
+    "16 episodes of 4 environments are too few": (parts.look_at_rewards_of_copies, select(ROUND == 1)),
+    "8 episodes begin in 2 rounds": (parts.look_at_changes_of_observations, select((ROUND < 3) & (EPISODE % 4 < 1))),
     "rewards are 0, the others alike": (learning.look_at_outliers, healthy(reward=np.arange(N) == 930)),
     "no observation, value or return": (learning.look_at_critic, healthy(value=np.full(N, np.nan))),
     "returns of size 9e.05": (learning.look_at_critic, healthy(**{"return": np.full(N, 9e5)})),

@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from whence.findings.episodes import (
+    look_at_first_rewards,
     look_at_fixed_length,
     look_at_limit,
     look_at_paid_again,
@@ -50,7 +51,7 @@ def make_run() -> Evidence:
     columns = {"record_id": np.arange(N), "round": 1 + EPISODE % EPISODES // 5, "env_index": COPY, "step": STEP}
     columns |= {"episode_id": EPISODE, "reward": rng.normal(size=N)}
     evidence = Evidence(
-        {"max_episode_steps": 99, "observation_space": {"type": "Box", "low": [-99.0], "high": [99.0]}},
+        {"max_episode_steps": LENGTH, "observation_space": {"type": "Box", "low": [-99.0], "high": [99.0]}},
         *(pl.DataFrame(), {name: np.asarray(values, dtype=float) for name, values in columns.items()}),
         *(rng.integers(0, 2, N), ["left", "right"], {}, {}, np.where(LAST, "terminated", "")),
     )
@@ -111,6 +112,11 @@ CHANCY = np.random.default_rng(2).normal(size=N) * np.where(LAST, 9, 1)
 DRIFT = 9.0 * (EPISODE % EPISODES // 5) + 50 * COPY
 
 
+def register(limit: int | None) -> Callable[[Evidence], Evidence]:
+    """Return what registers a time limit, and hides the end."""
+    return lambda run: replace(edit("alarm", lambda x: 0 * x)(run), config={"max_episode_steps": limit})
+
+
 FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "equal": (look_at_equal_observations, 3.0, show(np.zeros(N, dtype=int))),
     "equal in each environment": (look_at_equal_observations, 3.0, show(COPY * EPISODES * LENGTH)),
@@ -135,7 +141,9 @@ FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "shrunk": (look_at_short_episodes, 1.4, end_at((COPY == 1) & (EPISODE > 40))),
     "limit": (look_at_limit, 1.0, edit("alarm", lambda x: 0 * x)),
     "random ends": (look_at_unforeseen_ends, 0.6, end_at(pick(0.1))),
-    "fixed length": (look_at_fixed_length, 1.0, lambda run: replace(edit("alarm", lambda x: 0 * x)(run), config={})),
+    "fixed length": (look_at_fixed_length, 1.0, register(None)),
+    "a length below the limit": (look_at_fixed_length, 1.0, register(99)),
+    "late rewards": (look_at_first_rewards, 1.5, pay(np.where(STEP, CHANCY, 0.0))),
     "paid again": (look_at_paid_again, 0.6, pay(CHANCY, 0.3)),
     "paid again, all alike": (look_at_paid_again, 5.0, pay(np.ones(N), 1.0)),
 }
@@ -168,6 +176,8 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "one start": (look_at_equal_starts, 0.1, show(np.where(STEP == 0, 0, np.arange(N)))),
     "a clock that shows": (look_at_limit, 0.3, edit("noise", lambda x: STEP / LENGTH)),
     "ends at a place": (look_at_unforeseen_ends, 0.3, lambda run: end_at(run.blocks["noise"][:, 0] > 1.5)(run)),
+    "rewards that are rare": (look_at_first_rewards, 0.1, pay(1.0 * (STEP % 12 == 11))),
+    "a longer limit": (look_at_limit, 0.1, register(99)),
     "rewards that drift": (look_at_paid_again, 0.1, pay(CHANCY + DRIFT)),
     "two short ones": (look_at_short_episodes, 0.5, end_at(np.isin(np.arange(N), [300, 301]))),
 }
@@ -211,7 +221,9 @@ def test_a_speed_that_an_action_at_its_bound_sets_is_not_clipped():
     actions = np.clip(np.random.default_rng(3).normal(size=(N, 1)), -1, 1)
     run = replace(make_run(), actions=actions)
     clipped = edit("speed", lambda x: np.clip(x, -1, 1))(run)
-    assert look_at_clipped_observations(clipped).statistic > 0.05
+    for taken in (actions, np.hstack([actions, np.zeros((N, 1))]), np.sign(actions)):
+        assert look_at_clipped_observations(replace(run, actions=taken)).statistic < 0.01
+        assert look_at_clipped_observations(replace(clipped, actions=taken)).statistic > 0.05
     is_set = edit("speed", lambda x: np.where(STEP > 0, np.roll(2 * actions[:, 0], 1), 0.1))(run)
     assert look_at_clipped_observations(is_set).statistic < 0.01
 
@@ -236,7 +248,7 @@ def test_what_cannot_be_told_says_why():
         look_at_equal_starts(alone)
     with pytest.raises(CannotTellError, match="no time limit"):
         look_at_limit(replace(make_run(), config={}))
-    with pytest.raises(CannotTellError, match="limit is registered"):
+    with pytest.raises(CannotTellError, match="registered time limit"):
         look_at_fixed_length(make_run())
     with pytest.raises(CannotTellError, match="same reward"):
         look_at_paid_again(pay(1.0 - LAST)(make_run()))

@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[Look, Callable[[], Evidence], list[str]]] = {
     "dead stretch of an axis": (
         look_at_dead_stretches,
         partial(make, is_box=True, dead=0.2),
-        ["axis", "where push", "nothing"],
+        ["axis", "nothing where push ≥ 0.2|nothing where push ≥ 0.1", "in 4"],
     ),
     "late action": (look_at_late_actions, partial(make, delay=1), ["late, by 1 step:"]),
     "later action": (look_at_late_actions, partial(make, delay=2), ["late, by 2 steps:"]),

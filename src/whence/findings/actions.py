@@ -119,10 +119,10 @@ def look_at_swaps(evidence: Evidence) -> Sight:
 
     def measure(ridge: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
         coefficients, inverse = ridge.fit(without)
-        known = ridge.measure_support(inverse, place)
-        if known.mean() < MATCHED:
+        support = ridge.measure_support(inverse, place)
+        if support.mean() < MATCHED:
             return None
-        rows_here = np.flatnonzero(place)[known]
+        rows_here = np.flatnonzero(place)[support]
         missed = (change[rows_here] - ridge.basis[rows_here] @ coefficients.astype(np.float32)) / scale
         best: Misfit | None = None
         for number in range(len(swaps)) if like is None else [int(like.change)]:
@@ -201,8 +201,8 @@ def look_at_dead_stretches(evidence: Evidence) -> Sight:
     axes = np.flatnonzero((evidence.actions[rows] % 1 != 0).any(axis=0))
     if not len(axes):
         raise CannotTellError("actions are whole numbers")
-    seen = [_find_dead_stretch(int(axis), state, change, rows, evidence) for axis in axes]
-    statistic, place, misfit = max(seen, key=lambda one: one.statistic)
+    stretches = [_find_dead_stretch(int(axis), state, change, rows, evidence) for axis in axes]
+    statistic, place, misfit = max(stretches, key=lambda one: one.statistic)
     if place is None or misfit is None:
         return Sight(0.0)
     return Sight(
@@ -227,29 +227,30 @@ def _find_dead_stretch(axis: int, state: Matrix, change: Matrix, rows: Rows, evi
     scale = ridge.measure_scale()
     coefficients = ridge.fit(np.zeros(len(rows), dtype=bool))[0]
     due = acting @ coefficients[-acting.shape[1] :] / scale
-    seen = (change - basis @ coefficients) / scale + due
+    moves = (change - basis @ coefficients) / scale + due
 
     def measure(_: Ridge, place: Mask, without: Mask, like: Misfit | None) -> Misfit | None:
-        elsewhere = compare_slopes(due[~without], seen[~without], controls[~without], units[~without], 0.0, 0.0)
+        elsewhere = compare_slopes(due[~without], moves[~without], controls[~without], units[~without], 0.0, 0.0)
         if elsewhere is None:
             return None
-        known = due[place] * elsewhere.slope, seen[place], controls[place], units[place]
-        one = compare_slopes(*known, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
+        here = due[place] * elsewhere.slope, moves[place], controls[place], units[place]
+        one = compare_slopes(*here, 0.0, 0.0, 1 / elsewhere.weight / max(elsewhere.slope**2, 1e-12))
         # Another stretch is compared by its slope alone, as its error says nothing of the world.
         return one and one._replace(misfit=one.misfit - bool(like) / one.weight)
 
     name = evidence.action_names[axis]
     atlas = Atlas(replace(evidence, features={name: evidence.actions[:, axis]}), rows, most=0.8)
-    ends = itertools.combinations(range(0, len(atlas.levels[name]), 2), 2)
-    tried = atlas.list_places((atlas.make_range(name, *each) for each in ends), by_action=False)
-    known = [(one, misfit) for one in tried if (misfit := measure(ridge, one.mask, one.around, None))]
-    if not known:
+    last = len(atlas.levels[name]) - 1
+    ends = itertools.combinations([*range(0, last, 2), last], 2)
+    stretches = atlas.list_places((atlas.make_range(name, *each) for each in ends), by_action=False)
+    misfits = [(one, misfit) for one in stretches if (misfit := measure(ridge, one.mask, one.around, None))]
+    if not misfits:
         return Outstanding(0.0, None, None)
-    first, misfit = max(known, key=lambda one: one[1].likelihood)
+    first, misfit = max(misfits, key=lambda one: one[1].likelihood)
     # The rest of a stretch would be among those that it is compared with.
     least = _NEARLY * misfit.exceed(0.0)
-    wider = [one for one in known if one[1].exceed(0.0) >= least and not (first.mask & ~one[0].mask).any()]
+    wider = [one for one in misfits if one[1].exceed(0.0) >= least and not (first.mask & ~one[0].mask).any()]
     place, misfit = max(wider or [(first, misfit)], key=lambda one: one[0].mask.sum())
     places = atlas.list_places(atlas.list_ranges(), by_action=False)
-    compared = compare_with_others(place, misfit, ridge, places, measure)
-    return max(compared, key=lambda one: one.statistic, default=Outstanding(0.0, None, None))
+    candidates = compare_with_others(place, misfit, ridge, places, measure)
+    return max(candidates, key=lambda one: one.statistic, default=Outstanding(0.0, None, None))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from whence.findings import actions, changes, copies, episodes, learning, observations, reward_effects
+from whence.findings import actions, episodes, learning, observations, parts, reward_effects
 from whence.findings.evidence import Evidence
 from whence.findings.finding import Rank, Sight
 
@@ -51,15 +51,16 @@ DETECTORS: Mapping[str, Detector] = {
     "short episodes": Detector(episodes.look_at_short_episodes, TENFOLD),
     "paid again at the reset": Detector(episodes.look_at_paid_again, DOUBLE),
     "late rewards": Detector(reward_effects.look_at_late_rewards, HALVED),
+    "first rewards": Detector(episodes.look_at_first_rewards, DOUBLE),
     "rewards of copies and rounds": Detector(partial(reward_effects.look_at_rewards, in_parts=True), HALVED),
     "missing rewards": Detector(partial(reward_effects.look_at_rewards, is_missing=True), HALVED),
     "rewards of places": Detector(reward_effects.look_at_rewards, HALVED),
     "outlying rewards": Detector(learning.look_at_outliers, TENFOLD),
     "equal rewards": Detector(learning.look_at_equal_rewards, TENFOLD, "unusual", is_fact=True),
-    "rewards of copies": Detector(copies.look_at_rewards, 0.5),
-    "observations of copies": Detector(copies.look_at_observations, 0.5),
-    "changes of rewards": Detector(changes.look_at_rewards, 2.5),  # six rewards on a side
-    "changes of observations": Detector(changes.look_at_observations, 1.0),
+    "rewards of copies": Detector(parts.look_at_rewards_of_copies, 0.5),
+    "observations of copies": Detector(parts.look_at_observations_of_copies, 0.5),
+    "changes of rewards": Detector(parts.look_at_changes_of_rewards, 2.5),  # six rewards on a side
+    "changes of observations": Detector(parts.look_at_changes_of_observations, 1.0),
     "time limit as end": Detector(episodes.look_at_limit, DOUBLE),
     "fixed length as end": Detector(episodes.look_at_fixed_length, DOUBLE),
     "unforeseen ends": Detector(episodes.look_at_unforeseen_ends, 0.25),

@@ -9,7 +9,7 @@ from scipy import stats
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight
 from whence.findings.models import expand
-from whence.findings.observations import has_few_states, select_commonest
+from whence.findings.observations import compare_firsts, has_few_states, select_commonest
 
 _SHORTEST = 20
 """Steps below which a fixed length is more likely a rule of the game than a time limit."""
@@ -30,23 +30,25 @@ _PASSES = 8
 
 
 def look_at_limit(evidence: Evidence) -> Sight:
-    """Compare ends at exactly the largest length with those before, where a limit is registered to truncate."""
-    if not evidence.config.get("max_episode_steps"):
+    """Compare ends at exactly the largest length with those before, where it is the limit registered to truncate."""
+    if not (limit := evidence.config.get("max_episode_steps")):
         raise CannotTellError("no time limit is registered")
-    return _compare_longest(evidence)
+    if evidence.columns["step"].max() + 1 != limit:
+        return Sight(0.0)
+    return _compare_longest(evidence, "A time limit is reported as an end")
 
 
 def look_at_fixed_length(evidence: Evidence) -> Sight:
-    """Compare ends at exactly the largest length with those before, where no limit is registered.
+    """Compare ends at exactly the largest length with those before, where it is no registered limit.
 
     A fixed length may then be a rule of the game.
     """
-    if evidence.config.get("max_episode_steps"):
-        raise CannotTellError("a time limit is registered")
-    return _compare_longest(evidence)
+    if evidence.columns["step"].max() + 1 == evidence.config.get("max_episode_steps"):
+        raise CannotTellError("episodes are as long as the registered time limit")
+    return _compare_longest(evidence, "Episodes are cut at a fixed length, which is reported as an end")
 
 
-def _compare_longest(evidence: Evidence) -> Sight:
+def _compare_longest(evidence: Evidence, title: str) -> Sight:
     """Compare how many episodes are terminated at exactly the largest length with those before: in decades.
 
     Times the share of that which the observation leaves open: a game that shows its clock may end by it.
@@ -65,7 +67,7 @@ def _compare_longest(evidence: Evidence) -> Sight:
     return Sight(
         max(0.0, float(np.log10(at_limit.sum() / (1 + expected)))) * hidden,
         "episode",
-        f"A time limit is reported as an end: {at_limit.sum():,} episodes are terminated after exactly {longest} "
+        f"{title}: {at_limit.sum():,} episodes are terminated after exactly {longest} "
         f"steps, {at_limit.sum() / ended.sum():.0%} of those that end",
         f"No episode is longer, {near.sum():,} end in the tenth before that, and {hidden:.0%} of whether a step is the "
         "last cannot be seen in the observation.",
@@ -158,6 +160,24 @@ def look_at_paid_again(evidence: Evidence) -> Sight:
         f"In {follows.sum():,} episodes that follow another; a first reward has nothing to do with the one before.",
         "Clear what the environment or a wrapper remembers of the reward in `reset()`.",
         np.isin(np.arange(len(evidence)), starts[follows]),
+    )
+
+
+def look_at_first_rewards(evidence: Evidence) -> Sight:
+    """Compare how many episodes' first reward is exactly 0, as where rewards are late, with later ones: in decades."""
+    is_first, is_nothing = evidence.columns["step"] == 0, evidence.columns["reward"] == 0
+    count, late = int(is_first.sum()), int((is_first & is_nothing).sum())
+    if count < _EPISODES or is_first.all():
+        raise CannotTellError("there are few episodes of more than one step")
+    usual = float(is_nothing[~is_first].mean())
+    return Sight(
+        compare_firsts(late, count, usual),
+        "reward",
+        f"Rewards look late by a step or more: the first one of {late:,} of {count:,} episodes is 0",
+        f"Of later rewards {usual:.2%} are 0.",
+        "Return the reward of the action that `step` was given, not the one before it. If the first step earns "
+        "nothing by the rules, all is well.",
+        is_first & is_nothing,
     )
 
 

@@ -100,6 +100,12 @@ class Evidence:
         """The number of each record's episode, from 0."""
         return np.unique(self.columns["episode_id"], return_inverse=True)[1]
 
+    @cached_property
+    def is_whole(self) -> Bool[np.ndarray, " e"]:
+        """Whether each episode was read from its first step to its end."""
+        sides = (self.columns["step"] == 0).astype(int) + (self.ends != "")
+        return np.asarray(np.bincount(self.episodes, sides) == 2)
+
     @property
     def is_table(self) -> bool:
         """Whether the observation is one whole number: of states that are next to each other in number alone."""

@@ -4,7 +4,6 @@ import numpy as np
 import polars as pl
 from scipy import stats
 
-from whence.findings.copies import select_whole
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.models import expand, predict_each
@@ -75,7 +74,7 @@ def look_at_outliers(evidence: Evidence) -> Sight:
 
 def look_at_equal_rewards(evidence: Evidence) -> Sight:
     """Count the episodes without another return where all rewards are equal: in decades."""
-    returns = np.bincount(evidence.episodes, evidence.columns["reward"])[select_whole(evidence)]
+    returns = np.bincount(evidence.episodes, evidence.columns["reward"])[evidence.is_whole]
     if not len(returns):
         raise CannotTellError("no episode ended")
     rewards = evidence.columns["reward"]
@@ -96,7 +95,7 @@ def look_at_loops(evidence: Evidence) -> Sight:
     inner = rewards[evidence.has_next & (steps > 0)]
     if not len(inner) or not evidence.state.shape[1]:
         raise CannotTellError("the observation is unknown" if len(inner) else "episodes have one step")
-    is_last = (evidence.ends != "") & select_whole(evidence)[episodes]
+    is_last = (evidence.ends != "") & evidence.is_whole[episodes]
     # A goal pays more than nearly any step, before the time is over.
     pays = rewards > np.quantile(inner, 0.995)
     reached = is_last & (evidence.ends != "truncated") & (steps < steps.max()) & pays
@@ -241,7 +240,7 @@ def look_at_settings(evidence: Evidence) -> Sight:
     rates = _read_metric(evidence.metrics, "train/learning_rate")
     rate = float(rates.max()) if len(rates) and rates.max() > 0 else _LARGEST_RATE
     zoo = "RL Baselines3 Zoo's settings of PPO have"
-    lengths = np.bincount(evidence.episodes)[select_whole(evidence)]
+    lengths = np.bincount(evidence.episodes)[evidence.is_whole]
     length = float(np.median(lengths)) if len(lengths) else 0.0
     texts = {
         f"Rounds are too short: {steps} steps of {copies} environments are {steps * copies} records": (

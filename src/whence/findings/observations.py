@@ -216,15 +216,20 @@ def look_at_late_observations(evidence: Evidence) -> Sight:
     # Of all episodes: one that lasts for a second step only where the first did nothing has such a second observation.
     count, late = int((evidence.columns["step"] == 0).sum()), int(repeats[is_first].sum())
     usual = float(repeats[~is_first].mean()) if not is_first.all() else 0.0
-    # Nearly all of them are, and far more than usual.
     return Sight(
-        float(max(0.0, min(np.log10((late + 1) / (count * usual + 1)), np.log10((count + 1) / (count - late + 1))))),
+        compare_firsts(late, count, usual),
         "observation",
         f"The observation is late, by a step or more: the second one of {late:,} of {count:,} episodes is their first",
         f"Of later steps {usual:.2%} repeat the observation.",
         "Return the observation after the action, not the one before it.",
         np.isin(np.arange(len(ids)), rows[is_first & repeats] + 1),
     )
+
+
+def compare_firsts(late: int, episodes: int, usual: float) -> float:
+    """Return how far nearly all episodes begin as if late, and how far beyond a usual share: in decades."""
+    all_of_them, beyond = (episodes + 1) / (episodes - late + 1), (late + 1) / (episodes * usual + 1)
+    return max(0.0, float(np.log10(min(all_of_them, beyond))))
 
 
 def look_at_clipped_observations(evidence: Evidence) -> Sight:
@@ -235,7 +240,7 @@ def look_at_clipped_observations(evidence: Evidence) -> Sight:
     """
     pairs, at_bounds = np.flatnonzero(evidence.has_next), _list_bounds(evidence.actions)
     limits, texts, shares = _list_limits(evidence.config.get("observation_space")), [], []
-    clip = (evidence.config.get("VecNormalize") or {}).get("clip_obs")
+    clip, usual = (evidence.config.get("VecNormalize") or {}).get("clip_obs"), (~at_bounds[pairs]).mean(axis=0)
     for blocks in (evidence.blocks, evidence.normalised):
         by_entry = {"": 0.0}
         for name, values in _list_continuous(blocks):
@@ -243,8 +248,8 @@ def look_at_clipped_observations(evidence: Evidence) -> Sight:
             if blocks is not evidence.blocks:
                 ends = [-clip, clip] if clip else []
             hits = np.stack([np.abs(values - end) <= 1e-8 + 1e-6 * abs(end) for end in ends or [np.inf]], axis=1)
-            set_by = at_bounds[pairs[hits[pairs + 1].any(axis=1)]]
-            is_set = len(set_by) > 0 and bool((set_by.mean(axis=0) > 1 - _SHARE).any())
+            free = ~at_bounds[pairs[hits[pairs + 1].any(axis=1)]]  # the axes that are not at a bound where it comes
+            is_set = len(free) > 0 and bool((free.mean(axis=0) < _SHARE * usual).any())
             by_entry[name] = 0.0 if len(ends) < 2 or is_set else float(hits.mean(axis=0).min())
         shares.append(sum(by_entry.values()) / max(1, len(by_entry) - 1))
         worst = max(by_entry, key=lambda name: by_entry[name])

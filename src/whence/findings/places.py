@@ -83,13 +83,20 @@ def read_moves(evidence: Evidence) -> tuple[Matrix, Matrix, np.ndarray]:
     return evidence.state[rows], change / np.maximum(change.std(axis=0), 1e-9), rows
 
 
-def list_lags(evidence: Evidence, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield by how many steps something may be late, and the positions in `rows` of steps that have one before them."""
-    for lag in LAGS:
-        episodes = evidence.episodes[rows]
-        late = lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag]))
-        if len(late) >= LEAST_RECORDS:
-            yield lag, late
+def list_lags(evidence: Evidence, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Return by how many steps something may be late, and the positions in `rows` of steps that have one before them.
+
+    Raises:
+        CannotTellError: these are too few for any.
+    """
+    episodes = evidence.episodes[rows]
+    lags = [
+        (lag, lag + np.flatnonzero((rows[lag:] == rows[:-lag] + lag) & (episodes[lag:] == episodes[:-lag])))
+        for lag in LAGS
+    ]
+    if len(lags[0][1]) < LEAST_RECORDS:
+        raise CannotTellError(f"{len(lags[0][1])} steps have others before them, and {LEAST_RECORDS} are needed")
+    return [(lag, late) for lag, late in lags if len(late) >= LEAST_RECORDS]
 
 
 def cut_units(evidence: Evidence, rows: np.ndarray) -> Int[np.ndarray, " n"]:
@@ -359,14 +366,14 @@ def find_outstanding(atlas: Atlas, ridge: Ridge, places: Sequence[Place], measur
     rough = [measure(ridge, place.mask, place.around, None) for place in places]
     # A place that is partly at fault is explained badly, but is missed by much.
     weights = [-np.inf if one is None else (one.misfit - one.changed) * one.weight for one in rough]
-    best, seen = list[Outstanding](), set[tuple[str, int | None]]()
+    best, tried = list[Outstanding](), set[tuple[str, int | None]]()
     for number in np.argsort(weights)[::-1]:
         place = places[number]
         if weights[number] <= 0 or len(best) == _CANDIDATES:
             break
-        if (place.key or place.text, place.action) in seen:
+        if (place.key or place.text, place.action) in tried:
             continue
-        seen.add((place.key or place.text, place.action))
+        tried.add((place.key or place.text, place.action))
         place = max(atlas.vary(place), key=weigh)
         misfit = measure(ridge, place.mask, place.around, None)
         if misfit is not None:

@@ -1,7 +1,5 @@
 """Rewards compared with what the same move earns elsewhere in the run: in places, environments, rounds, and late."""
 
-from functools import lru_cache
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,9 +74,8 @@ def _compare(ridge: Ridge, episodes: Episodes, place: Mask, without: Mask) -> tu
     return paid - paid.sum() / max(len(paid), 1), due - due.sum() / max(len(due), 1), episodes[place][known]
 
 
-@lru_cache(maxsize=1)
 def _prepare(evidence: Evidence) -> tuple[Atlas, Ridge]:
-    """Return the places of a run, and a regression of rewards on moves, which several detectors share."""
+    """Return the places of a run, and a regression of rewards on moves."""
     evidence = evidence.thin(FITTED)
     state, change, rows = read_moves(evidence)
     rewards = read_rewards(evidence, rows)[:, None].astype(np.float32)

@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "limit": (look_at_limit, 1.0, edit("alarm", lambda x: 0 * x)),
     "random ends": (look_at_unforeseen_ends, 0.6, end_at(pick(0.1))),
     "fixed length": (look_at_fixed_length, 1.0, register(None)),
-    "a length below the limit": (look_at_fixed_length, 1.0, register(99)),
+    "a length below the limit": (look_at_limit, 1.0, register(99)),
     "late rewards": (look_at_first_rewards, 1.5, pay(np.where(STEP, CHANCY, 0.0))),
     "paid again": (look_at_paid_again, 0.6, pay(CHANCY, 0.3)),
     "paid again, all alike": (look_at_paid_again, 5.0, pay(np.ones(N), 1.0)),
@@ -177,7 +177,6 @@ HARMLESS: dict[str, tuple[Any, float, Callable[[Evidence], Evidence]]] = {
     "a clock that shows": (look_at_limit, 0.3, edit("noise", lambda x: STEP / LENGTH)),
     "ends at a place": (look_at_unforeseen_ends, 0.3, lambda run: end_at(run.blocks["noise"][:, 0] > 1.5)(run)),
     "rewards that are rare": (look_at_first_rewards, 0.1, pay(1.0 * (STEP % 12 == 11))),
-    "a longer limit": (look_at_limit, 0.1, register(99)),
     "rewards that drift": (look_at_paid_again, 0.1, pay(CHANCY + DRIFT)),
     "two short ones": (look_at_short_episodes, 0.5, end_at(np.isin(np.arange(N), [300, 301]))),
 }
@@ -204,6 +203,13 @@ def test_the_place_is_named():
     assert (stopped.mask == (COPY == 2)).all()
     assert "noise is lost now and then" in lost.title
     assert "exactly 0" in lost.title
+
+
+def test_only_a_length_that_is_registered_is_called_the_limit():
+    at_limit, below = (look_at_limit(register(limit)(make_run())) for limit in (LENGTH, 99))
+    assert "A time limit is reported as an end: 100 episodes" in at_limit.title
+    assert "A fixed length, as of a time limit, is reported as an end: 100 episodes" in below.title
+    assert "the registered limit is 99 steps" in below.evidence
 
 
 def test_clipping_counts_at_both_ends_and_under_vec_normalize():
@@ -248,7 +254,7 @@ def test_what_cannot_be_told_says_why():
         look_at_equal_starts(alone)
     with pytest.raises(CannotTellError, match="no time limit"):
         look_at_limit(replace(make_run(), config={}))
-    with pytest.raises(CannotTellError, match="registered time limit"):
+    with pytest.raises(CannotTellError, match="limit is registered"):
         look_at_fixed_length(make_run())
     with pytest.raises(CannotTellError, match="same reward"):
         look_at_paid_again(pay(1.0 - LAST)(make_run()))

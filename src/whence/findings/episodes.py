@@ -30,25 +30,23 @@ _PASSES = 8
 
 
 def look_at_limit(evidence: Evidence) -> Sight:
-    """Compare ends at exactly the largest length with those before, where it is the limit registered to truncate."""
-    if not (limit := evidence.config.get("max_episode_steps")):
+    """Compare ends at exactly the largest length with those before, where a limit is registered to truncate."""
+    if not evidence.config.get("max_episode_steps"):
         raise CannotTellError("no time limit is registered")
-    if evidence.columns["step"].max() + 1 != limit:
-        return Sight(0.0)
-    return _compare_longest(evidence, "A time limit is reported as an end")
+    return _compare_longest(evidence)
 
 
 def look_at_fixed_length(evidence: Evidence) -> Sight:
-    """Compare ends at exactly the largest length with those before, where it is no registered limit.
+    """Compare ends at exactly the largest length with those before, where no limit is registered.
 
     A fixed length may then be a rule of the game.
     """
-    if evidence.columns["step"].max() + 1 == evidence.config.get("max_episode_steps"):
-        raise CannotTellError("episodes are as long as the registered time limit")
-    return _compare_longest(evidence, "Episodes are cut at a fixed length, which is reported as an end")
+    if evidence.config.get("max_episode_steps"):
+        raise CannotTellError("a time limit is registered")
+    return _compare_longest(evidence)
 
 
-def _compare_longest(evidence: Evidence, title: str) -> Sight:
+def _compare_longest(evidence: Evidence) -> Sight:
     """Compare how many episodes are terminated at exactly the largest length with those before: in decades.
 
     Times the share of that which the observation leaves open: a game that shows its clock may end by it.
@@ -63,14 +61,17 @@ def _compare_longest(evidence: Evidence, title: str) -> Sight:
     rows = np.flatnonzero(evidence.columns["step"] >= longest - _LAST)
     is_last = (evidence.columns["step"][rows] == longest - 1).astype(np.float64)
     missed = is_last - _predict(_read_numbers(evidence, rows), is_last, evidence.episodes[rows])
+    limit = evidence.config.get("max_episode_steps")
+    what = "A time limit" if limit == longest else "A fixed length, as of a time limit,"
+    registered = f"; the registered limit is {limit} steps" if limit and limit != longest else ""
     hidden = min(1.0, float((missed**2).mean()) / max(float(is_last.var()), 1e-9))
     return Sight(
         max(0.0, float(np.log10(at_limit.sum() / (1 + expected)))) * hidden,
         "episode",
-        f"{title}: {at_limit.sum():,} episodes are terminated after exactly {longest} "
+        f"{what} is reported as an end: {at_limit.sum():,} episodes are terminated after exactly {longest} "
         f"steps, {at_limit.sum() / ended.sum():.0%} of those that end",
         f"No episode is longer, {near.sum():,} end in the tenth before that, and {hidden:.0%} of whether a step is the "
-        "last cannot be seen in the observation.",
+        f"last cannot be seen in the observation{registered}.",
         "Return `truncated=True`, not `terminated=True`, at the limit, as Gymnasium's `TimeLimit` does: the critic "
         "then learns that more would have followed. If the game is over then, show the time left.",
         at_limit,

@@ -158,7 +158,8 @@ def look_at_critic(evidence: Evidence) -> Sight:
 def look_at_small_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of larger rounds with a usual one: in decades below it."""
     kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
-    size = float(np.sqrt(np.nanmean(evidence.columns["return"] ** 2)))
+    returns = evidence.columns["return"]
+    size = float(np.sqrt((returns[np.isfinite(returns)] ** 2).mean())) if np.isfinite(returns).any() else 0.0
     large = size >= _LARGE
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),

@@ -15,9 +15,9 @@ from torch import Tensor
 from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
 from whence.engines import ENGINES
 from whence.runs import RunRecorder
-from whence.sb3.episodes import ResetTracker
+from whence.sb3.episodes import MOST_INFOS, ResetTracker
 from whence.sb3.models import named_tensors
-from whence.sb3.rounds import MOST_INFOS, EnvironmentSteps, model_objective, note_rewards, wrap_next
+from whence.sb3.rounds import EnvironmentSteps, model_objective, note_rewards, wrap_next
 from whence.scores import Influence, NoMean, add_errors, usable_folds
 from whence.selection import Selection, summarise_selection
 
@@ -185,7 +185,7 @@ def write_round(
     """
     assert tracker is not None
     records = steps.add_columns(table)
-    if left_out := {f"info {key!r}" for key in steps.left_out} - logged:
+    if left_out := {f"info {key!r}" for key in steps.infos.left_out} - logged:
         logged |= left_out
         names = ", ".join(name.removeprefix("info ") for name in sorted(left_out))
         log.warning(_LEFT_OUT, names, MOST_INFOS)

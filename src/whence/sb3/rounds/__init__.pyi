@@ -1,4 +1,3 @@
-from .environment_steps import MOST_INFOS as MOST_INFOS
 from .environment_steps import EnvironmentSteps as EnvironmentSteps
 from .environment_steps import load_statistics as load_statistics
 from .environment_steps import note_rewards as note_rewards

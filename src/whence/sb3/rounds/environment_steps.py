@@ -2,9 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import lru_cache
-from numbers import Number
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,15 +13,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from torch import Tensor
 
 from whence.core import add_observations, named_leaves
-from whence.sb3.episodes import DIGEST, STATE, iterate_vec_wrappers
-
-MOST_INFOS = 32
-"""How many numbers of the user's `infos` a round's table holds."""
-
-_NUMBERS = bool, int, float, np.bool_, np.integer, np.floating
-_SB3S = "TimeLimit.truncated", "episode", "terminal_observation"
-_OTHERS = frozenset((*_SB3S, "final_observation", "final_obs", "final_info", DIGEST, STATE))
-"""The keys of infos that are SB3's, Gymnasium's or whence's."""
+from whence.sb3.episodes import InfoNumbers, iterate_vec_wrappers
 
 
 class GivenRewards:
@@ -78,7 +68,7 @@ class EnvironmentSteps:
         model: the model whose rollout begins, inside of `note_rewards`.
 
     Attributes:
-        left_out: the keys of infos that are no columns, though they hold numbers.
+        infos: the numbers in infos.
     """
 
     def __init__(self, model: Any) -> None:
@@ -92,9 +82,8 @@ class EnvironmentSteps:
         self._unscaled: list[NDArray[Any]] = []
         self._dones: list[NDArray[np.bool_]] = []
         self._limits: dict[tuple[int, int], Any] = {}
-        self._infos: list[list[dict[str, Any]]] = []
+        self.infos = InfoNumbers()
         self._observations: list[dict[str, NDArray[Any]]] = []
-        self.left_out: set[Any] = set()
         self._note_observation()
         if isinstance(self._noted, GivenRewards):
             self._noted.take()
@@ -121,7 +110,7 @@ class EnvironmentSteps:
         self._unscaled.append((rewards if self._scaling is None else self._scaling.old_reward).copy())
         self._rewards.append(self._unscaled[-1] if noted_rewards is None else noted_rewards)
         self._dones.append(dones.copy())
-        self._infos.append([self._select_numbers(info) for info in infos])
+        self.infos.add(infos)
         self._note_observation()
 
     def _note_observation(self) -> None:
@@ -180,11 +169,7 @@ class EnvironmentSteps:
             columns.append(pl.Series("trained_reward", trained))
         if truncated.any():
             columns.append(pl.Series("bootstrap", self._compute_bootstraps()).set(pl.Series(~truncated), None))
-        rows = [step[env] for env in range(len(self._infos[0])) for step in self._infos]
-        keys = list(dict.fromkeys(key for row in rows for key in row))
-        self.left_out.update(keys[MOST_INFOS:])
-        columns += [_make_numbers(f"info.{key}", [row.get(key) for row in rows]) for key in keys[:MOST_INFOS]]
-        table = table.with_columns(columns)
+        table = table.with_columns(*columns, *self.infos.make_columns())
         if self._observations:
             # One more was noted than there are steps: the next rollout's first.
             steps = self._observations[:-1]
@@ -210,53 +195,6 @@ class EnvironmentSteps:
             for (step, env), value in zip(limits, values, strict=True):
                 bootstraps[env, step] = self._model.gamma * value
         return bootstraps.reshape(-1)
-
-    def _select_numbers(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        numbers = {}
-        for key, value in info.items():
-            if key in _OTHERS:
-                continue
-            number = _read_number(value)
-            if number is not None and _is_name(key):
-                numbers[key] = number
-            elif key not in self.left_out and (number is not None or _holds_numbers(value)):
-                self.left_out.add(key)
-        return numbers
-
-
-def _read_number(value: Any) -> Any:
-    """Return a number, or the only one of an array; None if it is none that a column of floats could hold."""
-    with suppress(Exception):  # several numbers, one that is too large, or what only looks like a number
-        number = value if isinstance(value, _NUMBERS) else value.item()
-        float(number)
-        return number if isinstance(number, _NUMBERS) else None
-    return None
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Return whether something that is no single number holds numbers, by the first that it holds."""
-    with suppress(Exception):  # a user's object may raise anything, and a list hold itself
-        if isinstance(value, Mapping | list | tuple):
-            return _holds_numbers(next(iter(value.values() if isinstance(value, Mapping) else value), None))
-        return isinstance(value, Number | Tensor) or value.dtype.kind in (*"biufc",)
-    return False
-
-
-@lru_cache(maxsize=1024)
-def _is_name(key: object) -> bool:
-    """Return whether a key can name a column, which surrogates cannot."""
-    return isinstance(key, str) and key.encode(errors="ignore").decode() == key
-
-
-def _make_numbers(name: str, values: list[Any]) -> pl.Series:
-    """Return a column of numbers, with nulls where there is none."""
-    present = [value for value in values if value is not None]
-    kind: type = float
-    if all(isinstance(value, bool | np.bool_) for value in present):
-        kind = bool
-    elif all(isinstance(value, int | np.integer) and -(2**63) <= value < 2**63 for value in present):
-        kind = int
-    return pl.Series(name, [None if value is None else kind(value) for value in values])
 
 
 def _flatten(steps: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -22,14 +22,14 @@ NAMED = {
     *(f"{name}: {place}" for name in ("compare", "llm compare") for place in ("environments", "environments.*")),
     *(f"{name}: environments.*.*" for name in ("compare", "llm compare")),
     *("table: experiments", "table: experiments.*", "table: experiments.*.*", "sweep: failures"),
-    *("prove: run", "prove: verdicts", "show: moment.window"),
+    *("prove: stored", "prove: verdicts", "show: moment.window"),
 }
 """Objects whose keys are names: of arms, environments, metrics or outcomes."""
 
 DESCRIBED_ELSEWHERE = {f"{name}: {place}" for name in ("train", "llm train") for place in ("config", "last_round")}
 """What is copied from a run's files, which have a version of their own."""
 
-AGENT = "CartPole-v1 --rounds 2 --n-steps 64 --n-epochs 1 --eval-episodes 2"
+AGENT = "CartPole-v1 --rounds 2 --n-steps 256 --n-epochs 1 --eval-episodes 2"
 SMALL = "--arms ppo,iif --seeds 1 --rounds 1 --n-steps 64 --n-epochs 1 --eval-episodes 2 --workers 1"
 TINY = '--size tiny --settings \'{"rounds": 2, "batch_size": 8, "mini_batch_size": 4, "save_every": 1}\''
 LINES = {
@@ -45,7 +45,7 @@ LINES = {
     "view": "view agent --no-browser",
     "report": "report agent --rounds 1",
     "list": "list",
-    "prove": "prove agent --where 'action = 1' --seeds 2 --test-episodes 2",
+    "prove": "prove agent --where 'action = 1 and step < 5' --seeds 2 --test-episodes 2",
     "llm train": f"llm train {TINY} --run language",
     "llm compare": f"llm compare {TINY} --arms none,iif-sequence --seeds 1 --workers 1 --out answers",
     "llm score": "llm score rollouts --model model --run scored",

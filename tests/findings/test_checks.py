@@ -277,7 +277,9 @@ def test_a_rank_fails_the_command_even_if_it_is_not_printed(
 
 
 def test_errors_keep_their_code(tmp_path: Any, whence: Any) -> None:
-    assert whence("findings", tmp_path / "none", "--fail-on", "wrong")[0] == 2
+    code, out, err = whence("findings", tmp_path / "none", "--fail-on", "wrong")
+    assert (code, out) == (2, "")
+    assert "none is not there" in err
 
 
 def test_findings_beyond_five_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, whence: Any) -> None:

@@ -375,3 +375,8 @@ def test_the_command_prints_json(capsys):
     content = json.loads(capsys.readouterr().out)
     assert content["env"] == "CartPole-v1"
     assert {check["outcome"] for check in content["checks"]} == {"fine"}
+
+
+@pytest.mark.parametrize(("rank", "code"), [("wrong", 0), ("unusual", 3)])
+def test_a_rank_fails_the_command(whence: Any, rank: str, code: int) -> None:
+    assert whence("audit", "test_audit:Unpaid", "--steps", 2000, "--fail-on", rank)[0] == code

@@ -182,11 +182,11 @@ class TestVerdicts:
     def test_an_outcome_of_the_run_alone_is_shown(self, value, capsys):
         proof = make_proof({"reward": level()}, {"test return": value, "reward": value})
         assert proof.verdicts == {"reward": "no difference", "test return": "not measured"}
-        _print_proof(proof, json=True)
+        _print_proof(proof, Path("runs/mine"), json=True)
         printed = json.loads(capsys.readouterr().out)
         assert (printed["text"], printed["verdicts"]) == (proof.text, proof.verdicts)
-        assert printed["run"] == {"test return": None, "reward": None}
-        _print_proof(proof, json=False)
+        assert (printed["run"], printed["stored"]) == ("runs/mine", {"test return": None, "reward": None})
+        _print_proof(proof, Path("runs/mine"), json=False)
         assert re.search("test return . the run itself +. not measured", shown := capsys.readouterr().out)
         assert proof.text in shown
         assert make_proof({}).text == "Nothing was measured."

@@ -198,7 +198,7 @@ def test_attribute_writes_all_scores(lake: Path, tmp_path: Path) -> None:
 
 def test_list_names_all_there_is() -> None:
     content = parsed(whence("list", "--json").stdout)
-    assert content.keys() == {"arms", "arms of language models", "presets", "engines", "targets"}
+    assert content.keys() == {"schema", "arms", "arms of language models", "presets", "engines", "targets"}
     assert list(content["arms"]) == list(ARMS)
     assert content["arms of language models"]["zero-variance"].items() >= {"unit": "group", "needs": "groups"}.items()
     assert list(content["presets"]) == list(read_presets())

@@ -1,6 +1,8 @@
 """What was looked at in a run: outcomes, the findings among them, and both in the terminal and on the page."""
 
 import json
+import shlex
+import shutil
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from whence.runs import RunDirectory
 LONG = "A" * 250
 TOPS = {"pace": 2.0, "copies": 1.0, "ends": 0.0, "entropy": 1.0, f"luck{LONG}": 0.0}
 HEALTHY = {name: [largest, *[largest / 2] * 19] for name, largest in TOPS.items()}
+RANKS = ("unusual", "wrong")
 HOSTILE = "[red]x[/] \x1b[31m<img src=x>"
 
 
@@ -115,6 +118,7 @@ def test_findings_are_those_of_the_checks_and_have_their_ranks(agent: RunDirecto
     assert others[1].evidence == "Seen. It is larger than in any run of 20 healthy environments."
     assert (first.p, others[1].p) == (0.001, None)
     assert (first.round, first.record_ids) == (1, (1, 3, 5, 7))
+    assert {one.next_command for one in find(agent)} == {f"whence show {agent.path} --record 1"}
     assert len(choose_findings([check for check in inspect(agent) for _ in range(3)])) == 5
 
 
@@ -168,6 +172,7 @@ def test_rules_of_a_language_model_are_fine_wrong_or_unknown(tmp_path: Any) -> N
     ]
     assert find(run) == [checks[0].finding]
     assert find(run)[0].rank == "wrong"
+    assert find(run)[0].next_command == f"whence view {run.path}"
 
 
 def test_rewards_of_enough_rounds_are_looked_at(tmp_path: Any) -> None:
@@ -216,8 +221,65 @@ def test_json_has_findings_and_checks(agent: RunDirectory, whence: Any) -> None:
     content = json.loads(whence("findings", agent.path, "--json")[1])
     assert [one["rank"] for one in content["findings"]] == ["wrong", "wrong", "unusual"]
     assert content["findings"][0]["p"] == 0.001
+    assert content["findings"][0]["next_command"] == f"whence show {agent.path} --record 1"
     assert content["checks"][3] == {"name": "entropy", "outcome": "fine", "text": "nothing is seen"}
     assert len(content["checks"]) == 8
+
+
+@pytest.mark.parametrize("name", ["mine", "my runs; and yours"])
+def test_the_next_command_can_be_given_as_it_is(agent: RunDirectory, tmp_path: Any, name: str, whence: Any) -> None:
+    shutil.copytree(agent.path, tmp_path / name)
+    program, *arguments = shlex.split(find(tmp_path / name)[0].next_command)
+    assert (program, *arguments) == ("whence", "show", str(tmp_path / name), "--record", "1")
+    code, out, _ = whence(*arguments, "--continuations", 0, "--env", "CartPole-v1")
+    assert code == 0
+    assert out.startswith("Record 1 of ")
+
+
+def test_a_finding_without_records_leads_to_the_page(agent: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whence.findings.inspection.link_records", lambda mask, evidence: (None, ()))
+    assert {one.next_command for one in find(agent)} == {f"whence view {agent.path}"}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "rank", "code"),
+    [
+        ("wrong unusual fine", "wrong", 3),
+        ("wrong unusual fine", "unusual", 3),
+        ("unusual fine", "wrong", 0),
+        ("unusual fine", "unusual", 3),
+        ("fine", "unusual", 0),
+        ("wrong unusual", None, 0),
+    ],
+)
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_rank_fails_the_command(
+    agent: RunDirectory, monkeypatch: pytest.MonkeyPatch, whence: Any, outcomes: str, rank: str, code: int, form: Any
+) -> None:
+    looks = {"wrong": see(9.0), "unusual": see(9.0, most="unusual"), "fine": see(0.1)}
+    looks = {name: looks[name] for name in outcomes.split()}
+    monkeypatch.setattr("whence.findings.inspection.DETECTORS", looks)
+    monkeypatch.setattr("whence.findings.inspection.read_reference", lambda: dict.fromkeys(looks, [1.0] * 20))
+    assert [check.outcome for check in inspect(agent)] == outcomes.split()
+    _, plain, _ = whence("findings", agent.path, *form)
+    options = () if rank is None else ("--fail-on", rank)
+    assert whence("findings", agent.path, *form, *options)[:2] == (code, plain)
+
+
+def test_a_rank_fails_the_command_even_if_it_is_not_printed(
+    agent: RunDirectory, monkeypatch: pytest.MonkeyPatch, whence: Any
+) -> None:
+    unusual, wrong = (Check(rank, rank, "", Finding("reward", "Odd", "Seen.", "Look.", rank)) for rank in RANKS)
+    monkeypatch.setattr("whence.cli.commands.findings_command.inspect", lambda run: [*[unusual] * 5, wrong])
+    code, out, _ = whence("findings", agent.path, "--fail-on", "wrong")
+    assert out.splitlines()[-1] == "   Also wrong: wrong."
+    assert code == 3
+
+
+def test_errors_keep_their_code(tmp_path: Any, whence: Any) -> None:
+    code, out, err = whence("findings", tmp_path / "none", "--fail-on", "wrong")
+    assert (code, out) == (2, "")
+    assert "none is not there" in err
 
 
 def test_findings_beyond_five_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, whence: Any) -> None:

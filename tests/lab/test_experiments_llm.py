@@ -436,7 +436,7 @@ class TestCommand:
 
     def test_compare(self, comparison):
         path, output = comparison
-        summary = json.loads(output)
+        summary = json.loads(output)["environments"]
         assert list(summary["arithmetic"]) == ["ppo", "iif-sequence"]
         page = (path / "report.html").read_text()
         assert "1 seed, 2 rounds, up to 512 prompts of the test." in page

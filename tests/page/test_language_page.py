@@ -39,6 +39,7 @@ class TestGamedRewards:
     def test_which_reward_since_when_and_by_which_responses(self, tmp_path):
         run = run_of(tmp_path / "run", hack)
         (finding,) = find(run)
+        assert finding.next_command == f"whence view {run.path}"
         assert finding.title == "`long` rises while `right` falls, since about round 4"
         assert "`long` goes from 0.2 to 0.9" in finding.evidence
         assert finding.kind == "reward"

@@ -1,5 +1,6 @@
 from .finding import Check as Check
 from .finding import Finding as Finding
+from .finding import Rank as Rank
 from .inspection import choose_findings as choose_findings
 from .inspection import count_outcomes as count_outcomes
 from .inspection import find as find

@@ -28,6 +28,8 @@ class Finding:
             as between environments that share a policy. None: there is no such test.
         round: the round that shows it; None: no single one.
         record_ids: the records of that round that show it.
+        next_command: the command to give next, such as `whence show runs/lander --record 12556`. Empty: there is none,
+            as of an environment that is no run.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Finding:
     p: float | None = None
     round: int | None = None
     record_ids: tuple[int, ...] = ()
+    next_command: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """What is looked at in a run: each detector's statistic, compared with those of healthy runs."""
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -87,12 +89,25 @@ def inspect(run: RunDirectory | str | Path) -> list[Check]:
         RunDirectoryError: a round's file is damaged.
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    return [_name_next_command(check, run) for check in _look_at(run)]
+
+
+def _look_at(run: RunDirectory) -> list[Check]:
     if run.is_language:
         return _inspect_responses(run)
     if (evidence := read_evidence(run)) is None:
         reason = "because no round holds actions and rewards by environment and episode"
         return [Check(name, "could not be looked at", reason) for name in DETECTORS]
     return judge(measure(evidence), evidence, read_reference())
+
+
+def _name_next_command(check: Check, run: RunDirectory) -> Check:
+    """Return a check whose finding, if any, names the command that opens its records, or the run's page."""
+    if (finding := check.finding) is None:
+        return check
+    path, shows_record = shlex.quote(str(run.path)), finding.record_ids and not run.is_language
+    command = f"whence show {path} --record {finding.record_ids[0]}" if shows_record else f"whence view {path}"
+    return replace(check, finding=replace(finding, next_command=command))
 
 
 def choose_findings(checks: Sequence[Check]) -> list[Finding]:

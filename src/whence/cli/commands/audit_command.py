@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from whence.audits import audit as check_environment
-from whence.cli.terminal import AsJson, RoundBar, options, parse_json, print_findings, print_json
+from whence.cli.terminal import RoundBar, exit_on_findings, options, parse_json, print_findings, print_json
 from whence.stored.agents import make_env
 
 
@@ -20,7 +20,8 @@ def audit(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to play at most.", min=100)] = 20_000,
     seconds: Annotated[float, typer.Option(help="Seconds to play at most.", min=1)] = 60.0,
-    json: AsJson = False,
+    json: options.AsJson = False,
+    fail_on: options.FailOn = None,
 ) -> None:
     """Check an environment before anything is trained in it: play it for a minute, and say what is wrong or unusual.
 
@@ -32,7 +33,7 @@ def audit(
     It prints at most five findings, what is wrong first, each with what was seen and what to do. The last lines say
     what was looked at: what is fine, and what could not be looked at, and why.
 
-    Example: whence audit CartPole-v1
+    Example: whence audit CartPole-v1 --fail-on wrong
 
     Example: whence audit my_package.envs:make_env --env-kwargs '{"size": 8}'
     """
@@ -44,3 +45,4 @@ def audit(
         print_json({"env": env, "checks": [asdict(check) for check in checks]})
     else:
         print_findings(checks)
+    exit_on_findings(checks, fail_on)

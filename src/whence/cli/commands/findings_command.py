@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from whence.cli.terminal import AsJson, errors, print_findings, print_json
+from whence.cli.terminal import errors, exit_on_findings, options, print_findings, print_json
 from whence.findings import choose_findings, inspect
 from whence.runs import RunDirectory
 
 
 def findings(
     run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
-    json: AsJson = False,
+    json: options.AsJson = False,
+    fail_on: options.FailOn = None,
 ) -> None:
     """Say what is wrong with a run, or unusual: at most five findings, what is wrong first, each with what to do.
 
@@ -26,6 +27,8 @@ def findings(
     It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
 
     Example: whence findings runs/lander
+
+    Example: whence findings runs/lander --json --fail-on wrong
     """
     directory = RunDirectory.open(run)
     directory.require_rounds()
@@ -34,9 +37,6 @@ def findings(
     if json:
         looked = [{"name": one.name, "outcome": one.outcome, "text": one.text} for one in checks]
         print_json({"run": str(run), "findings": [asdict(one) for one in choose_findings(checks)], "checks": looked})
-        return
-
-    def name_command(record: int) -> str:
-        return f"whence view {run}" if directory.is_language else f"whence show {run} --record {record}"
-
-    print_findings(checks, name_command)
+    else:
+        print_findings(checks)
+    exit_on_findings(checks, fail_on)

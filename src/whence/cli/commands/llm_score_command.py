@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from whence.cli.terminal import errors, make_printable, print_line
-from whence.cli.terminal.options import Overwrite, optional
+from whence.cli.terminal import errors, make_printable, print_json, print_line
+from whence.cli.terminal.options import AsJson, Overwrite, optional
 from whence.core import WhenceError
 from whence.llm.rollout_files import NAMES
 from whence.llm.rollout_scores import score_rollouts
@@ -62,6 +62,7 @@ def score(
         Literal["float32", "bfloat16", "float16"], typer.Option(help="The model's precision.")
     ] = "float32",
     overwrite: Overwrite = False,
+    json: AsJson = False,
 ) -> None:
     """Score the rollouts that any trainer wrote, at a checkpoint, and make a run of them.
 
@@ -99,7 +100,11 @@ def score(
             on_round=lambda number, rows: status.update(f"Round {number}: {rows:,} rows scored …"),
         )
     metrics = directory.table("metrics")
-    print_line(f"{metrics['records'].sum():,} rows in {len(metrics)} rounds, {target}: {TARGETS[target]}.")
+    rows = int(metrics["records"].sum())
+    if json:
+        print_json({"run": str(folder), "target": target, "rounds": len(metrics), "rows": rows})
+        return
+    print_line(f"{rows:,} rows in {len(metrics)} rounds, {target}: {TARGETS[target]}.")
     print_line(make_printable(f"Run: {folder}   See it: whence view {folder}"))
 
 

@@ -134,7 +134,7 @@ def prove(
             env=env,
             on_stage=status.update,
         )
-    _print_proof(proof, json=json)
+    _print_proof(proof, run, json=json)
 
 
 def _name_options(fields: dict[str, Any]) -> dict[str, Any]:
@@ -159,12 +159,12 @@ def _find_group(run: RunDirectory, number: int, where: str, env: str | None) -> 
     return group.select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id")
 
 
-def _print_proof(proof: causes.Proof, *, json: bool) -> None:
+def _print_proof(proof: causes.Proof, run: Path, *, json: bool) -> None:
     """Print what came of the trainings: a table, and what it means in a sentence."""
     rows = proof.summarise()
     if json:
-        about = {"text": proof.text, "left_out": proof.size, "run": dict(proof.stored), "verdicts": proof.verdicts}
-        print_json(about | {"outcomes": rows, "notes": list(proof.notes)})
+        about = {"run": str(run), "text": proof.text, "left_out": proof.size, "verdicts": proof.verdicts}
+        print_json(about | {"stored": dict(proof.stored), "outcomes": rows, "notes": list(proof.notes)})
         return
     cells = [[name, "the run itself", causes.format_outcome(name, value), "–"] for name, value in proof.stored.items()]
     cells += [

@@ -3,6 +3,7 @@
 import webbrowser
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -74,10 +75,12 @@ def view(
         int, typer.Option(help="Fresh rollouts by which an opened record's advantage is measured; 0: none.", min=0)
     ] = CONTINUATIONS,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+    json: options.AsJson = False,
 ) -> None:
     """Serve the page of a run on this machine, live while training goes on, until Ctrl-C.
 
-    Every round, record and frame can be opened, and records flagged. No other machine is answered.
+    Every round, record and frame can be opened, and records flagged. No other machine is answered. --json prints one
+    line once the page is served.
 
     Example: whence view runs/lander
     """
@@ -90,12 +93,17 @@ def view(
             each.label = str(each.directory.path)
 
     def announce(url: str) -> None:
-        print_line(f"{url}  (Ctrl-C ends it)")
+        if json:
+            content = {"url": url, "port": urlsplit(url).port, "runs": [str(each.directory.path) for each in runs]}
+            print_json(content, indent=None)
+        else:
+            print_line(f"{url}  (Ctrl-C ends it)")
         if browser:
             webbrowser.open(url)
 
     server.serve(runs, port=port, continuations=continuations, on_start=announce)
-    print_line("Ended.")
+    if not json:
+        print_line("Ended.")
 
 
 def _open_run(path: Path, env: str | None, *, trust: bool) -> ExploredRun:

@@ -82,7 +82,7 @@ def table(
     summary = lab.summarise_sweep(results)
     text = write_tables(results, summary, out)
     if json:
-        print_json(summary)
+        print_json({"experiments": summary})
         return
     console.print(make_printable(text), markup=False, highlight=False, soft_wrap=True)
     for name, what in (("Text", "tables.md"), ("Numbers", "summary.json")):

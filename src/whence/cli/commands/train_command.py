@@ -329,7 +329,7 @@ def _compare(configs: Sequence[AnyConfig], out: Path, *, json: bool, **settings:
     with RoundBar() as rounds_bar:
         lab.write_comparison(comparison, out / "report.html", on_round=rounds_bar.update)
     if json:
-        print_json(comparison.summary)
+        print_json({"environments": comparison.summary})
         return
     _print_comparison(comparison)
     print_paths({"Numbers": out / "summary.json", "Page": out / "report.html"})

@@ -7,6 +7,7 @@ from .console import print_json as print_json
 from .console import print_line as print_line
 from .console import print_paths as print_paths
 from .console import resumable as resumable
+from .finding_lines import exit_on_findings as exit_on_findings
 from .finding_lines import print_findings as print_findings
 from .laboratory import HAS_LABORATORY as HAS_LABORATORY
 from .laboratory import describe_training as describe_training

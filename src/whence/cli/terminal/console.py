@@ -17,11 +17,19 @@ from rich.table import Table
 console = Console()
 errors = Console(stderr=True)
 
+SCHEMA = 1
+"""The version of what --json prints, of all commands: raised when a key is removed, renamed or means something else."""
 
-def print_json(content: Any) -> None:
-    """Print a value as JSON, for scripts: nothing else goes to standard output. What is not finite is null."""
-    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
-    typer.echo(json.dumps(finite, indent=2))
+
+def print_json(content: Mapping[str, Any], *, indent: int | None = 2) -> None:
+    """Print an object as JSON, for scripts: nothing else goes to standard output. What is not finite is null.
+
+    Args:
+        content: the object, without the version of its form, which is put before it as `schema`.
+        indent: spaces of a level; None: the object is one line.
+    """
+    finite = json.loads(json.dumps({"schema": SCHEMA, **content}, default=str), parse_constant=lambda name: None)
+    typer.echo(json.dumps(finite, indent=indent))
 
 
 def make_printable(text: str) -> str:

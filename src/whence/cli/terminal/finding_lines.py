@@ -1,26 +1,39 @@
 """Findings in the terminal, and what was looked at."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from whence.cli.terminal.console import console, make_printable, print_line
-from whence.findings import Check, choose_findings, count_outcomes, say_nothing_stands_out
+from whence.findings import Check, Rank, choose_findings, count_outcomes, say_nothing_stands_out
 
 _LISTED = 5
 """Records of a finding that are named."""
 
 _STYLES = {"wrong": "bold red", "unusual": "yellow"}
 
+_FAILED = 3
+"""The exit code where a finding has the rank of --fail-on, or a worse one."""
 
-def print_findings(checks: Sequence[Check], name_command: Callable[[int], str] | None = None) -> None:
+
+def exit_on_findings(checks: Sequence[Check], rank: Rank | None) -> None:
+    """End with exit code 3 if a check has a finding of this rank or a worse one, printed or not; None: do not.
+
+    Raises:
+        typer.Exit: there is one.
+    """
+    if rank is not None and any(check.outcome in ("wrong", rank) for check in checks):
+        raise typer.Exit(_FAILED)
+
+
+def print_findings(checks: Sequence[Check]) -> None:
     """Print findings with their rank, evidence, advice and records; then what was looked at.
 
     Args:
         checks: what was looked at, what is wrong first.
-        name_command: returns the command that shows a record; None: there are no records to show.
     """
     findings = choose_findings(checks)
     for number, one in enumerate(findings, start=1):
@@ -28,10 +41,10 @@ def print_findings(checks: Sequence[Check], name_command: Callable[[int], str] |
         _print_paragraph(title, f"{number}.")
         _print_paragraph(one.evidence)
         _print_paragraph(one.advice)
-        if one.record_ids and name_command is not None:
+        if one.record_ids and one.next_command:
             listed = ", ".join(map(str, one.record_ids[:_LISTED]))
             # The command is to be copied, so its line is not broken.
-            print_line(f"   Round {one.round}, records {listed}: {name_command(one.record_ids[0])}")
+            print_line(f"   Round {one.round}, records {listed}: {one.next_command}")
     if findings:
         console.print()
     else:

@@ -98,6 +98,10 @@ Trust: TypeAlias = Annotated[
     typer.Option("--trust", help="Run what the run names, such as its environment, even if you did not make it here."),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+FailOn: TypeAlias = Annotated[
+    Literal["wrong", "unusual"] | None,
+    optional(help="End with exit code 3 if any finding has this rank or a worse one, even if it is not printed."),
+]
 
 
 def parse_json(option: str, text: str | None, example: str, kind: type = object) -> Any:

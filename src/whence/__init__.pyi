@@ -37,6 +37,7 @@ from .findings import inspect as inspect
 from .rounds import RoundRecording as RoundRecording
 from .runs import RunDirectory as RunDirectory
 from .runs import open_run as open_run
+from .sb3.recorded_envs import record as record
 from .scores import Influence as Influence
 from .scores import Moment as Moment
 from .scores import attribute as attribute

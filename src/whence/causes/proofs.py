@@ -194,6 +194,8 @@ def prove(
     check_links(run.path)
     numbers = run.require_rounds() if rounds is None else sorted(set(rounds))
     run.require_rounds(numbers)
+    if not run.is_language:
+        run.require_rounds(name="policies")
     tables = {number: run.round("records", number) for number in numbers}
     trained = list_trained(tables)
 

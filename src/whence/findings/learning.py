@@ -196,8 +196,8 @@ def _read_divergence(evidence: Evidence) -> Numbers:
         # SB3 measures divergence before each step, so in a round of one step it is 0.
         metrics = metrics.filter(metrics["kept"] > settings["batch_size"])
     values = _read_metric(metrics, "train/approx_kl")[1:]
-    if not len(values):
-        raise CannotTellError("no divergence of rounds was logged")
+    if len(values) < _LEAST_ROUNDS // 2:
+        raise CannotTellError("too few rounds have a divergence" if len(values) else "no divergence was logged")
     return values
 
 

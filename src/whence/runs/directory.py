@@ -376,7 +376,10 @@ class RunDirectory:
         """
         rounds = self.rounds(name)
         if not rounds and self.rounds():
-            raise RunDirectoryError(f"{self.path} holds no {name}, which this needs. Restore {name}/ from a copy.")
+            remedy = f"Restore {name}/ from a copy."
+            if self.config.get("algorithm", "") is None:
+                remedy = "It was recorded around its environments alone: findings, moments and groups work without."
+            raise RunDirectoryError(f"{self.path} holds no {name}, which this needs. {remedy}")
         if not rounds:
             raise RunDirectoryError(
                 f"{self.path} holds no rounds yet: its training is in round 1, or was interrupted there. Wait for the "

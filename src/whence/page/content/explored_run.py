@@ -286,6 +286,9 @@ class ExploredRun:
                 "all responses, or give the rollouts to `whence llm score`."
             )
             return table
+        if self.directory.config.get("algorithm", "") is None:
+            notes.append("The run was recorded around its environments alone: without a policy no record has a score.")
+            return table
         failure = "Nothing was scored in this round, and scoring it now failed"
         scores = attempt(lambda: score_round(self.directory, number, env=self.env), notes, failure)
         if scores is None:
@@ -372,7 +375,7 @@ def identify_run(run: RunDirectory) -> tuple[str, int | None]:
     seed = run.experiment.get("seed", config.get("seed", inner))
     rule = config.get("rule")
     selects = rule is not None and rule not in ({"rule": "KeepAll"}, {"rule": "ScoreAll"})
-    label = run.experiment.get("arm") or (show(rule) if selects else config.get("algorithm", "run"))
+    label = run.experiment.get("arm") or (show(rule) if selects else config.get("algorithm") or "recorded")
     return str(label), seed if isinstance(seed, int) else None
 
 

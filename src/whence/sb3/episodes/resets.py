@@ -66,7 +66,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         # As SB3 calls it: an environment of another library may know no options.
         observation, info = self.env.reset(seed=seed, **({} if options is None else {"options": options}))
         state = before and json.dumps(before, default=lambda number: number.tolist())
-        return observation, {**info, STATE: state, DIGEST: digest_observation(observation, self.space)}
+        return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Bring back the state that a reset's info held, to reset the environment again; a seed is for the reset."""
@@ -91,7 +91,11 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         """Step; the info holds the observation's digest."""
         vars(self)["last_action"] = action  # not by a __setattr__ that looks where attributes belong
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, reward, terminated, truncated, {**info, DIGEST: digest_observation(observation, self.space)}
+        return observation, reward, terminated, truncated, {**info, DIGEST: self._digest(observation)}
+
+    def _digest(self, observation: Any) -> np.uint64:
+        # Gymnasium's vectors would put an integer of Python's into an array that is too narrow for it.
+        return np.uint64(digest_observation(observation, self.space))
 
 
 def _set_generator(env: gym.Env[Any, Any], state: Mapping[str, Any]) -> None:
@@ -147,6 +151,23 @@ def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
     return int.from_bytes(blake2b(_to_bytes(observation, space), digest_size=8).digest(), "little")
 
 
+def digest_rows(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str = "observation") -> list[int]:
+    """Return the digests of n observations of a space, (n, ...) as `named_leaves` lists them by a name."""
+    if isinstance(space, gym.spaces.Dict):
+        count = len(next(iter(columns.values())))
+        return [digest_observation(_nest(columns, space, name, row), space) for row in range(count)]
+    (column,) = columns.values()
+    rows, begin = np.ascontiguousarray(column, dtype=space.dtype).reshape(len(column), -1), _write_shape(space.shape)
+    return [int.from_bytes(blake2b(begin + row.tobytes(), digest_size=8).digest(), "little") for row in rows]
+
+
+def _nest(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str, row: int) -> Any:
+    """Return one observation of a space, of columns."""
+    if isinstance(space, gym.spaces.Dict):
+        return {key: _nest(columns, part, f"{name}.{key}", row) for key, part in space.items()}
+    return columns[name][row]
+
+
 def _to_bytes(observation: Any, space: gym.Space[Any]) -> bytes:
     if isinstance(space, gym.spaces.Dict):
         parts = ((name, _to_bytes(observation[name], space[name])) for name in sorted(space.spaces))
@@ -183,19 +204,17 @@ class ResetTracker:
     def wrapped(self) -> Iterator[None]:
         """Wrap the environments that are not yet, if they can be reached; on exit they are the user's own again."""
         envs = self._base.envs if isinstance(self._base, DummyVecEnv) else []
-        envs[:] = [
-            env if _records_resets(env) else _AddedRecordResets(env, steps=not self._has_buffers) for env in envs
-        ]
+        envs[:] = [env if _records_resets(env) else AddedRecordResets(env, steps=not self._has_buffers) for env in envs]
         try:
             yield
         finally:
-            envs[:] = [env.env if isinstance(env, _AddedRecordResets) else env for env in envs]
+            envs[:] = [env.env if isinstance(env, AddedRecordResets) else env for env in envs]
 
     def start(self, starts: NDArray[np.bool_]) -> None:
         """Read the present observations, and the states before resets where episodes are about to begin."""
         self.has_started, self._past = True, []
         infos = self._read_reset_infos()
-        self._current = [info.get(DIGEST) if start else None for start, info in zip(starts, infos, strict=True)]
+        self._current = [_read_digest(info) if start else None for start, info in zip(starts, infos, strict=True)]
         states = [info.get(STATE) for info in infos]
         if isinstance(self._base, DummyVecEnv):
             # learn() resets before its callbacks can wrap anything. A first reset follows from the generator's seed;
@@ -208,7 +227,7 @@ class ResetTracker:
     def step(self, actions: NDArray[Any], ended: NDArray[np.int64], infos: list[dict[str, Any]]) -> None:
         """Follow one step: the actions as the environments took them, which episodes ended, and what was returned."""
         self._past.append(self._current)
-        self._current = self._digest_buffers() if self._has_buffers else [info.get(DIGEST) for info in infos]
+        self._current = self._digest_buffers() if self._has_buffers else [_read_digest(info) for info in infos]
         for (_, taken), action in zip(self._open, actions, strict=True):
             taken.append(action)
         if len(ended):
@@ -216,7 +235,7 @@ class ResetTracker:
             for env in ended:
                 state = resets[env].get(STATE)
                 if not self._has_buffers:
-                    self._current[env] = resets[env].get(DIGEST)
+                    self._current[env] = _read_digest(resets[env])
                 self._states[env].append(state)
                 self._open[env] = state, []
 
@@ -266,7 +285,12 @@ class ResetTracker:
         return [digest_observation(row.get(None, row), self._base.observation_space) for row in rows]
 
 
-class _AddedRecordResets(RecordResets):
+def _read_digest(info: Mapping[str, Any]) -> int | None:
+    digest = info.get(DIGEST)
+    return None if digest is None else int(digest)
+
+
+class AddedRecordResets(RecordResets):
     """The wrapper that whence adds to a user's environments while it trains in them.
 
     It is outermost, where `VecEnv.set_attr` sets attributes, so all but its own are read and set in the user's
@@ -279,6 +303,7 @@ class _AddedRecordResets(RecordResets):
         vars(self)["_names"] = frozenset(vars(self))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step; the info holds the observation's digest where that is needed."""
         return super().step(action) if self.notes_steps else self.env.step(action)
 
     def __getattr__(self, name: str) -> Any:

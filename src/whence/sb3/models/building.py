@@ -71,6 +71,11 @@ def build_model(
             schedule that `changes` does not.
     """
     config = run.config
+    if config.get("algorithm", "") is None:
+        raise RunDirectoryError(
+            f"{run.path} was recorded around its environments alone, and holds no policy to score with, ask or train "
+            "again. Findings, moments and groups work without."
+        )
     policies = {**_POLICIES, **_REGISTERED}
     for what, classes in (("algorithm", _ALGORITHMS), ("policy", policies)):
         if (name := config.get(what)) not in classes:

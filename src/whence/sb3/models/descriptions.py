@@ -42,7 +42,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     """Return a model's algorithm, environments, policy, optimiser and hyper-parameters, in JSON types."""
     env, policy = model.get_env(), model.policy
     normalised = unwrap_vec_normalize(env)
-    spec = _read_spec(env)
+    spec = read_spec(env)
     settings = _select(model, (*HYPERPARAMETERS, "seed"))
     first, *others = describe_environments(env) or [[]]
     return {
@@ -65,7 +65,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     }
 
 
-def _read_spec(env: VecEnv) -> Any:
+def read_spec(env: VecEnv) -> Any:
     """Return how Gymnasium made the first environment; None if it did not, as where a simulator is a `VecEnv`."""
     with suppress(Exception):
         return env.get_attr("spec")[0]

@@ -1,0 +1,278 @@
+"""The recorder of any loop: what environments return, step by step, becomes the rounds of a run directory."""
+
+import atexit
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from whence.core import WhenceError, add_observations, describe, make_series, named_leaves
+from whence.runs import Checkpoint, RunDirectory, RunRecorder
+from whence.sb3.episodes import InfoNumbers, digest_observation, digest_rows
+from whence.sb3.models import describe_space, read_versions
+
+_STORED = 4096
+"""Bytes of an observation that a table holds at most, see `add_observations`; of larger ones it holds digests."""
+
+_EPISODES = 100
+"""Last episodes that a round's mean return is of, as in Stable-Baselines3."""
+
+_ENDS = pl.Series(["terminated", "truncated", None], dtype=pl.String)
+
+States = Mapping[int, str | None]
+"""By environment that was reset, the generator's state before, as `RecordResets` notes it."""
+
+
+class _Step(NamedTuple):
+    """What n environments showed, did and returned in a step; copies, and those of one environment have no axis."""
+
+    observation: Mapping[str, NDArray[Any]] | Sequence[int]
+    action: NDArray[Any]
+    reward: NDArray[Any]
+    terminated: NDArray[Any]
+    truncated: NDArray[Any]
+
+
+class Recording:
+    """A run directory that is written while environments are stepped.
+
+    Args:
+        run: the directory. If it holds a run of the same configuration, rounds are added to it.
+        config: what the run's configuration says of the environments.
+        spaces: of the observations and of the actions of one environment.
+        count: the number of environments n; None: one, whose observations, actions and rewards have no axis for it.
+        length: records of a round; None: rounds end at `end_round` alone.
+        overwrite: delete the run that the directory holds, and start anew.
+        resets_late: whether an environment whose episode has ended is reset by the next step, in which nobody acts.
+
+    Raises:
+        WhenceError: an argument is not what it should be.
+        RunDirectoryError: the directory holds another run; see `RunDirectory.begin`.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        config: Mapping[str, Any],
+        *,
+        spaces: tuple[gym.Space[Any], gym.Space[Any]],
+        count: int | None = None,
+        length: int | None = 2048,
+        overwrite: bool = False,
+        resets_late: bool = False,
+    ) -> None:
+        if length is not None and (type(length) is not int or length < 1):
+            raise WhenceError(f"round is {length!r}; give the records of a round, or None to end it by end_round().")
+        self._space, self._is_one, self._length, self._resets_late = spaces[0], count is None, length, resets_late
+        self._count = count or 1
+        self._recorder = RunRecorder(run)
+        names = ("observation_space", "action_space")
+        described = {name: describe(describe_space(space)) for name, space in zip(names, spaces, strict=True)}
+        checkpoint = self._recorder.begin(
+            {"algorithm": None, "n_envs": self._count, **described, **config},
+            versions=read_versions(),
+            overwrite=overwrite,
+            find=_find_last_round,
+        )
+        self._rounds, self._records, self._episodes = 0, 0, 0
+        if checkpoint is not None and checkpoint.round:
+            self._continue_after(checkpoint)
+        # Of each environment: its episode, -1 where its beginning was not seen, its steps so far and their rewards.
+        self._ids, self._steps = np.full(self._count, -1), np.zeros(self._count, int)
+        self._sums, self._returns = np.zeros(self._count), deque[float](maxlen=_EPISODES)
+        self._done, self._waits = np.zeros((2, self._count), bool)
+        self._states: list[list[str | None]] = [[] for _ in range(self._count)]
+        self._seen: Mapping[str, NDArray[Any]] | Sequence[int] = {}
+        self._begin_round()
+        atexit.register(self.close)
+
+    def _begin_round(self) -> None:
+        self._rows: list[_Step] = []
+        self._starts: dict[int, NDArray[np.bool_]] = {}
+        self._absent: dict[int, NDArray[np.bool_]] = {}
+        self._infos: InfoNumbers | None = None
+
+    def _continue_after(self, checkpoint: Checkpoint) -> None:
+        self._recorder.continue_after(checkpoint, ["the loop began anew, and with it whatever it trains"])
+        self._rounds, directory = checkpoint.round, self._recorder.directory
+        last = directory.round("records", checkpoint.round)
+        self._records, self._episodes = (int(last[name].max() or 0) + 1 for name in ("record_id", "episode_id"))  # type: ignore[arg-type]
+
+    def start(self, observation: Any, states: States, reset: NDArray[np.bool_] | None = None) -> None:
+        """Begin episodes.
+
+        Args:
+            observation: of all environments, as resets returned them.
+            states: of the environments that were reset.
+            reset: (n,) which were reset; None: all.
+        """
+        starts = self._starts.get(len(self._rows), np.zeros(self._count, bool))
+        self._starts[len(self._rows)] = starts | (np.ones(self._count, bool) if reset is None else reset)
+        self._note_states(states)
+        self._seen = self._read(observation)
+
+    def add(
+        self,
+        action: Any,
+        reward: Any,
+        ends: tuple[Any, Any],
+        observation: Any,
+        infos: Sequence[Mapping[str, Any]],
+        states: States | None = None,
+        absent: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Take a step of all environments.
+
+        Args:
+            action: (n, ...).
+            reward: (n,).
+            ends: whether episodes were terminated, and whether truncated, (n,) each.
+            observation: of all environments, as the step returned them.
+            infos: one of each environment; empty: there are none.
+            states: of the environments that the step has reset.
+            absent: (n,) which did not take part; None: none.
+        """
+        if absent is not None and absent.any():
+            self._absent[len(self._rows)] = absent
+        self._rows.append(_Step(self._seen, np.array(action), np.array(reward), np.array(ends[0]), np.array(ends[1])))
+        self._seen = self._read(observation)
+        if self._infos is not None or any(infos):
+            if self._infos is None:
+                self._infos = InfoNumbers()
+                for _ in self._rows[1:]:
+                    self._infos.add([{}] * self._count)
+            self._infos.add(infos or [{}] * self._count)
+        self._note_states(states or {})
+        if self._length is not None and len(self._rows) * self._count >= self._length:
+            self.end_round()
+
+    def _note_states(self, states: States) -> None:
+        for env, state in states.items():
+            self._states[env].append(state)
+
+    def _read(self, observation: Any) -> Mapping[str, NDArray[Any]] | Sequence[int]:
+        """Return a copy of observations, (n, ...) by column; of those that a table does not hold, their digests."""
+        copy = _copy(observation, self._is_one)
+        columns: Any = dict(named_leaves(copy, "observation"))
+        if sum(column.nbytes for column in columns.values()) <= _STORED * self._count:
+            return columns  # type: ignore[no-any-return]
+        return [digest_observation(_take(copy, env), self._space) for env in range(self._count)]
+
+    def end_round(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Write the steps since the last round as a round; without a step, nothing is written.
+
+        Args:
+            metrics: further numbers of the round by name, such as {"train/approx_kl": 0.01}.
+        """
+        if not self._rows:
+            return
+        records, episodes = self._make_tables()
+        self._begin_round()
+        self._rounds += 1
+        self._records += len(records)
+        self._recorder.write_round(self._rounds, records, tables={"episodes": episodes})
+        row = {
+            **{"round": self._rounds, "timestep": self._records, "records": len(records), "kept": len(records)},
+            "episode_return": float(np.mean(self._returns)) if self._returns else None,
+            **{name: float(number) for name, number in (metrics or {}).items()},
+        }
+        self._recorder.directory.append("metrics", row)
+
+    def close(self) -> None:
+        """Write what is left as a last round, and let others write the directory."""
+        atexit.unregister(self.close)
+        self.end_round()
+        self._recorder.end()
+
+    def _make_tables(self) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Return the records since the last round, environment by environment, and the episodes that began."""
+        rows, shape = self._rows, (len(self._rows), self._count)
+        actions, *parts = (np.stack(part) for part in list(zip(*rows, strict=True))[1:])
+        rewards, terminated, truncated = (part.reshape(shape) for part in parts)
+        begins, acts = self._mark_steps(terminated.astype(bool) | truncated.astype(bool))
+        order = np.arange(acts.size).reshape(shape).T[acts.T]
+        env, begins, rewards = order % self._count, begins.ravel()[order], rewards.ravel()[order].astype(np.float32)
+        kinds = np.where(terminated, 0, np.where(truncated, 1, 2)).ravel()[order]
+        episode, step = self._number(env, begins, kinds < 2, rewards)
+        columns = {
+            "record_id": self._records + np.arange(len(order)),
+            **{"env_index": env, "episode_id": _null(episode), "step": _null(step)},
+            "action": make_series(
+                "action", actions.reshape(acts.size, *actions.shape[1 + (not self._is_one) :])[order]
+            ),
+            **{"reward": rewards, "episode_start": begins, "end": _ENDS.gather(kinds)},
+        }
+        seen, observations = [row.observation for row in rows], dict[str, NDArray[Any]]()
+        if isinstance(seen[0], Mapping):
+            observations = {name: np.concatenate([each[name] for each in seen])[order] for name in seen[0]}  # type: ignore[call-overload]
+            digests = digest_rows(observations, self._space)
+        else:
+            digests = np.array(seen, np.uint64).ravel()[order].tolist()
+        columns["observation_digest"] = pl.Series(digests, dtype=pl.UInt64)
+        if self._infos is not None:  # whose rows come environment by environment
+            places = env * len(rows) + order // self._count
+            columns |= {column.name: column.gather(places) for column in self._infos.make_columns()}
+        table = add_observations(pl.DataFrame(columns), observations) if observations else pl.DataFrame(columns)
+        states = [self._states[index].pop(0) if self._states[index] else None for index in env[begins]]
+        began = {"episode_id": episode[begins], "env_index": env[begins]}
+        return table, pl.DataFrame({**began, "generator_state": pl.Series(states, dtype=pl.String)})
+
+    def _mark_steps(self, done: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return in which steps an episode begins, and in which somebody acts, (steps, n)."""
+        none = np.zeros(self._count, bool)
+        starts, absent = (
+            np.stack([each.get(at, none) for at in range(len(done))]) for each in (self._starts, self._absent)
+        )
+        follows_end = np.vstack([self._done, done[:-1]]) & ~starts
+        waits = follows_end & self._resets_late
+        begins = starts | np.vstack([self._waits, waits[:-1]]) | (follows_end & (not self._resets_late))
+        self._done, self._waits = done[-1], waits[-1]
+        return begins, ~(waits | absent)
+
+    def _number(
+        self, env: NDArray[np.int64], begins: NDArray[np.bool_], done: NDArray[np.bool_], rewards: NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each record's episode, and its step there; -1 where its beginning was not seen."""
+        place, first = np.arange(len(env)), np.searchsorted(env, env)
+        begun = np.cumsum(begins)
+        latest = np.maximum.accumulate(np.where(begins, place, -1))
+        is_new = latest >= first
+        episode = np.where(is_new, self._episodes + begun - 1, self._ids[env])
+        step = np.where(is_new, place - latest, np.where(episode < 0, -1, self._steps[env] + place - first))
+        sums = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
+        returns = sums[1:] - sums[np.where(is_new, latest, first)] + np.where(is_new, 0.0, self._sums[env])
+        self._returns.extend(returns[done & (step >= 0)].tolist())
+        last = np.flatnonzero(np.append(env[1:] != env[:-1], True)) if len(env) else place
+        for values, now in ((self._ids, episode), (self._steps, step + 1), (self._sums, returns)):
+            values[env[last]] = now[last]
+        self._episodes += int(begins.sum())
+        return episode, step
+
+
+def _null(numbers: NDArray[np.int64]) -> Any:
+    """Return a column that is null where a number is below 0."""
+    column = pl.Series(numbers)
+    return column if (numbers >= 0).all() else column.set(column < 0, None)
+
+
+def _copy(observation: Any, is_one: bool) -> Any:
+    """Return a copy of observations, with an axis for the environments."""
+    if isinstance(observation, Mapping):
+        return {name: _copy(part, is_one) for name, part in observation.items()}
+    return np.array(observation)[None] if is_one else np.array(observation)
+
+
+def _take(observation: Any, env: int) -> Any:
+    if isinstance(observation, Mapping):
+        return {name: _take(part, env) for name, part in observation.items()}
+    return observation[env]
+
+
+def _find_last_round(run: Path) -> Checkpoint:
+    """Return where recording stopped: after the last round that has its row."""
+    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)

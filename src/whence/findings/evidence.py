@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from whence.runs import RunDirectory
 from whence.scores import name_entries
+from whence.stored import Logs
 from whence.stored.agents import action_labels, box_action_labels, state_names
 
 RECORDS = 40_000
@@ -23,6 +24,7 @@ _LEAST_EPISODES = 32
 
 _BYTES = 2**27
 _STRETCHES = 8
+_COLUMNS = ("record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return")
 
 FEW = 24
 """Numbers of an observation that are looked at one by one, and that regions are made of."""
@@ -141,14 +143,21 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
     return make_evidence(table, run.config, run.table("metrics"))
 
 
+def make_log_evidence(logs: Logs) -> Evidence:
+    """Return what logs hold: metrics, the learning rate if it stays the same, and no records."""
+    rates = logs.metrics["train/learning_rate"].drop_nulls() if "train/learning_rate" in logs.metrics.columns else []
+    settings = {"learning_rate": rates[0]} if len({*rates}) == 1 else {}
+    actions, no = np.zeros((0, logs.axes) if logs.axes else 0), dict.fromkeys(_COLUMNS, np.zeros(0))
+    return Evidence({"hyperparameters": settings}, logs.metrics, no, actions, [], {}, {}, np.zeros(0, dtype=str))
+
+
 def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:
     """Return what a table of records holds; None if it lacks what the detectors need."""
     if not {"env_index", "episode_id", "step", "action", "reward"} <= set(table.columns):
         return None
     table = table.sort("env_index", "record_id")
     blocks, raw = (_read_blocks(table, config, name) for name in ("observation", "raw_observation"))
-    names = "record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return"
-    columns = {name: _read_column(table, name) for name in names}
+    columns = {name: _read_column(table, name) for name in _COLUMNS}
     actions, labels = _read_actions(table, config)
     return Evidence(
         config=config,

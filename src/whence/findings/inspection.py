@@ -6,24 +6,34 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import polars as pl
 
+from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
-from whence.findings.evidence import Evidence, read_evidence
+from whence.findings.evidence import Evidence, make_log_evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.reference import Reference, compare, read_reference
 from whence.findings.settings import RESPONSES, give_advice
 from whence.runs import RunDirectory
+from whence.stored import LOG_FILES, Logs, find_logs, read_logs
 
 MOST = 5
 """Findings that are returned at most."""
 
 _REWARDS = "rewards that rise while another falls"
 
+_NO_RECORDS = "logs hold no records"
+
 
 def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
-    return {name: measure_one(detector.look, evidence) for name, detector in DETECTORS.items()}
+    return {
+        name: measure_one(detector.look, evidence)
+        if len(evidence) or not detector.reads_records
+        else Sight(0.0, reason=_NO_RECORDS)
+        for name, detector in DETECTORS.items()
+    }
 
 
 def measure_one(look: Look, evidence: Evidence) -> Sight:
@@ -62,31 +72,60 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
 
 def _inspect_responses(run: RunDirectory) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
-    metrics = run.table("metrics")
     try:
         checks = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
         checks = checks or [Check(_REWARDS, "fine", "nothing is seen")]
     except CannotTellError as error:
         checks = [Check(_REWARDS, "could not be looked at", f"because {error}")]
+    return sort_checks(checks + _apply_rules(run.table("metrics")))
+
+
+def _apply_rules(metrics: pl.DataFrame) -> list[Check]:
     advice = give_advice(metrics)
-    checks += [Check(name, one.rank, one.title, one) for name, one in advice.items()]
+    checks = [Check(name, one.rank, one.title, one) for name, one in advice.items()]
     for name, column in ((name, rule.column) for name, rule in RESPONSES.items() if name not in advice):
         rounds = metrics[column].count() if column in metrics.columns else 0
         text = f"nothing is seen in {rounds:,} rounds" if rounds else f"because the metrics have no `{column}`"
         checks += [Check(name, "fine" if rounds else "could not be looked at", text)]
-    return sort_checks(checks)
+    return checks
 
 
-def inspect(run: RunDirectory | str | Path) -> list[Check]:
+def open_run_or_logs(path: str | Path) -> RunDirectory | Logs:
+    """Open a run's directory, or read logs.
+
+    Raises:
+        RunDirectoryError: it is a run's directory that cannot be read, or holds neither.
+        WhenceError: see `read_logs`.
+    """
+    path = Path(path)
+    try:
+        return RunDirectory.open(path)
+    except RunDirectoryError as no_run:  # a language model's folder may hold another config.json
+        if not path.exists() or (path / "records").exists():
+            raise
+        if not find_logs(path):
+            raise RunDirectoryError(f"{no_run} Logs are read, too: {', '.join(LOG_FILES)}.") from None
+        return read_logs(path)
+
+
+def inspect(run: RunDirectory | Logs | str | Path) -> list[Check]:
     """Return what was looked at in a run, and what came of it, what is wrong first.
 
     Args:
-        run: the run of an agent or of a language model, or its directory.
+        run: the run of an agent or of a language model, or its directory; or logs that another library wrote.
 
     Raises:
         RunDirectoryError: a round's file is damaged.
+        WhenceError: there is neither a run nor logs that can be read.
     """
-    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    run = open_run_or_logs(run) if isinstance(run, str | Path) else run
+    if isinstance(run, Logs) and run.is_language:
+        return sort_checks(
+            [Check(_REWARDS, "could not be looked at", f"because {_NO_RECORDS}"), *_apply_rules(run.metrics)]
+        )
+    if isinstance(run, Logs):
+        evidence = make_log_evidence(run)
+        return judge(measure(evidence), evidence, read_reference())
     if run.is_language:
         return _inspect_responses(run)
     if (evidence := read_evidence(run)) is None:
@@ -100,16 +139,16 @@ def choose_findings(checks: Sequence[Check]) -> list[Finding]:
     return [check.finding for check in checks if check.finding is not None][:MOST]
 
 
-def find(run: RunDirectory | str | Path) -> list[Finding]:
+def find(run: RunDirectory | Logs | str | Path) -> list[Finding]:
     """Return what is wrong with a run or unusual, at most five; nothing where nothing stands out.
 
     These are the findings of `inspect`. In a language model's run it looks at the rewards and the metrics.
 
     Args:
-        run: the run, or its directory.
+        run: the run, or its directory; or logs that another library wrote.
 
     Raises:
-        RunDirectoryError: a round's file is damaged.
+        WhenceError: see `inspect`.
     """
     return choose_findings(inspect(run))
 

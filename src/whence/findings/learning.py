@@ -158,13 +158,14 @@ def look_at_critic(evidence: Evidence) -> Sight:
 def look_at_small_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of larger rounds with a usual one: in decades below it."""
     kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
-    size = float(np.sqrt(np.nanmean(evidence.columns["return"] ** 2)))
+    returns = evidence.columns["return"]
+    size = float(np.sqrt(np.nanmean(returns**2))) if len(returns) else 0.0
     large = size >= _LARGE
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),
         "reward" if large else "setting",
-        f"{'Rewards are large, and the' if large else 'The'} policy hardly moves: by {kl:.2g} nats a round; returns "
-        f"are of size {size:.2g}{_say_rate(evidence)}",
+        f"{'Rewards are large, and the' if large else 'The'} policy hardly moves: by {kl:.2g} nats a round"
+        f"{f'; returns are of size {size:.2g}' if size else ''}{_say_rate(evidence)}",
         f"In nine of ten rounds it moves by less; about {_USUAL} is usual. Large returns have this effect: the "
         "critic's squared error then takes nearly all of the gradient that `max_grad_norm` leaves to both.",
         _NORMALISE if large else "Raise `learning_rate`.",
@@ -236,7 +237,7 @@ def look_at_settings(evidence: Evidence) -> Sight:
     steps, gamma, entropy = (settings.get(name) for name in ("n_steps", "gamma", "ent_coef"))
     # A2C's rounds are short on purpose.
     if settings.get("n_epochs") is None or not isinstance(steps, int) or not isinstance(copies, int):
-        raise CannotTellError("the run is not PPO's")
+        raise CannotTellError("the run is not PPO's, or its settings are not known")
     rates = _read_metric(evidence.metrics, "train/learning_rate")
     rate = float(rates.max()) if len(rates) and rates.max() > 0 else _LARGEST_RATE
     zoo = "RL Baselines3 Zoo's settings of PPO have"

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from whence.cli.terminal import AsJson, errors, print_findings, print_json
-from whence.findings import choose_findings, inspect
+from whence.findings import choose_findings, inspect, open_run_or_logs
 from whence.runs import RunDirectory
 
 
 def findings(
-    run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not; or logs.")],
     json: AsJson = False,
 ) -> None:
     """Say what is wrong with a run, or unusual: at most five findings, what is wrong first, each with what to do.
@@ -25,18 +25,25 @@ def findings(
 
     It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
 
+    Of a training that is over it reads logs: TensorBoard's files, SB3's progress.csv, monitor.csv and evaluations.npz,
+    trainer_state.json, a CSV file or JSON lines, with the names of Stable-Baselines3, CleanRL, rsl_rl, TRL, verl or
+    OpenRLHF. They hold no records, so fewer figures are looked at.
+
     Example: whence findings runs/lander
     """
-    directory = RunDirectory.open(run)
-    directory.require_rounds()
+    directory = open_run_or_logs(run)
+    if isinstance(directory, RunDirectory):
+        directory.require_rounds()
+    not_read = [] if isinstance(directory, RunDirectory) else list(directory.not_read)
     with errors.status("Looking for what stands out …"):
         checks = inspect(directory)
     if json:
         looked = [{"name": one.name, "outcome": one.outcome, "text": one.text} for one in checks]
-        print_json({"run": str(run), "findings": [asdict(one) for one in choose_findings(checks)], "checks": looked})
+        found = [asdict(one) for one in choose_findings(checks)]
+        print_json({"run": str(run), "findings": found, "checks": looked, "not_read": not_read})
         return
 
     def name_command(record: int) -> str:
         return f"whence view {run}" if directory.is_language else f"whence show {run} --record {record}"
 
-    print_findings(checks, name_command)
+    print_findings(checks, name_command, not_read)

@@ -15,12 +15,15 @@ _LISTED = 5
 _STYLES = {"wrong": "bold red", "unusual": "yellow"}
 
 
-def print_findings(checks: Sequence[Check], name_command: Callable[[int], str] | None = None) -> None:
+def print_findings(
+    checks: Sequence[Check], name_command: Callable[[int], str] | None = None, not_read: Sequence[str] = ()
+) -> None:
     """Print findings with their rank, evidence, advice and records; then what was looked at.
 
     Args:
         checks: what was looked at, what is wrong first.
         name_command: returns the command that shows a record; None: there are no records to show.
+        not_read: names in logs that were not read.
     """
     findings = choose_findings(checks)
     for number, one in enumerate(findings, start=1):
@@ -39,6 +42,8 @@ def print_findings(checks: Sequence[Check], name_command: Callable[[int], str] |
     print_line(f"What was looked at: {count_outcomes(checks) or 'nothing'}.")
     for heading, names in _group_names(checks, findings_above=len(findings)).items():
         _print_paragraph(f"{heading}: {', '.join(names)}.")
+    if not_read:
+        _print_paragraph(f"Not read: {', '.join(not_read)}.")
 
 
 def _group_names(checks: Sequence[Check], findings_above: int) -> dict[str, list[str]]:

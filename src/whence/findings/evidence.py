@@ -24,7 +24,6 @@ _LEAST_EPISODES = 32
 
 _BYTES = 2**27
 _STRETCHES = 8
-_COLUMNS = ("record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return")
 
 FEW = 24
 """Numbers of an observation that are looked at one by one, and that regions are made of."""
@@ -147,8 +146,8 @@ def make_log_evidence(logs: Logs) -> Evidence:
     """Return what logs hold: metrics, the learning rate if it stays the same, and no records."""
     rates = logs.metrics["train/learning_rate"].drop_nulls() if "train/learning_rate" in logs.metrics.columns else []
     settings = {"learning_rate": rates[0]} if len({*rates}) == 1 else {}
-    actions, no = np.zeros((0, logs.axes) if logs.axes else 0), dict.fromkeys(_COLUMNS, np.zeros(0))
-    return Evidence({"hyperparameters": settings}, logs.metrics, no, actions, [], {}, {}, np.zeros(0, dtype=str))
+    actions = np.zeros((0, logs.axes) if logs.axes else 0)
+    return Evidence({"hyperparameters": settings}, logs.metrics, {}, actions, [], {}, {}, np.zeros(0, dtype=str))
 
 
 def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:
@@ -157,7 +156,8 @@ def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.Da
         return None
     table = table.sort("env_index", "record_id")
     blocks, raw = (_read_blocks(table, config, name) for name in ("observation", "raw_observation"))
-    columns = {name: _read_column(table, name) for name in _COLUMNS}
+    names = "record_id", "round", "env_index", "episode_id", "step", "reward", "value", "return"
+    columns = {name: _read_column(table, name) for name in names}
     actions, labels = _read_actions(table, config)
     return Evidence(
         config=config,

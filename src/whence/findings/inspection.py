@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-import polars as pl
 
 from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
@@ -28,12 +27,9 @@ _NO_RECORDS = "logs hold no records"
 
 def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
-    return {
-        name: measure_one(detector.look, evidence)
-        if len(evidence) or not detector.reads_records
-        else Sight(0.0, reason=_NO_RECORDS)
-        for name, detector in DETECTORS.items()
-    }
+    fit = {name: one.look for name, one in DETECTORS.items() if len(evidence) or not one.reads_records}
+    unfit = dict.fromkeys(DETECTORS, Sight(0.0, reason=_NO_RECORDS))
+    return unfit | {name: measure_one(look, evidence) for name, look in fit.items()}
 
 
 def measure_one(look: Look, evidence: Evidence) -> Sight:
@@ -70,38 +66,32 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
     return Check(name, outcome, text, finding)
 
 
-def _inspect_responses(run: RunDirectory) -> list[Check]:
+def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
+    metrics = run.metrics if isinstance(run, Logs) else run.table("metrics")
     try:
+        if isinstance(run, Logs):
+            raise CannotTellError(_NO_RECORDS)
         checks = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
         checks = checks or [Check(_REWARDS, "fine", "nothing is seen")]
     except CannotTellError as error:
         checks = [Check(_REWARDS, "could not be looked at", f"because {error}")]
-    return sort_checks(checks + _apply_rules(run.table("metrics")))
-
-
-def _apply_rules(metrics: pl.DataFrame) -> list[Check]:
     advice = give_advice(metrics)
-    checks = [Check(name, one.rank, one.title, one) for name, one in advice.items()]
+    checks += [Check(name, one.rank, one.title, one) for name, one in advice.items()]
     for name, column in ((name, rule.column) for name, rule in RESPONSES.items() if name not in advice):
         rounds = metrics[column].count() if column in metrics.columns else 0
         text = f"nothing is seen in {rounds:,} rounds" if rounds else f"because the metrics have no `{column}`"
         checks += [Check(name, "fine" if rounds else "could not be looked at", text)]
-    return checks
+    return sort_checks(checks)
 
 
 def open_run_or_logs(path: str | Path) -> RunDirectory | Logs:
-    """Open a run's directory, or read logs.
-
-    Raises:
-        RunDirectoryError: it is a run's directory that cannot be read, or holds neither.
-        WhenceError: see `read_logs`.
-    """
+    """Open a run's directory, or read logs; a `WhenceError` says why neither can be read."""
     path = Path(path)
     try:
         return RunDirectory.open(path)
     except RunDirectoryError as no_run:  # a language model's folder may hold another config.json
-        if not path.exists() or (path / "records").exists():
+        if (path / "records").exists():
             raise
         if not find_logs(path):
             raise RunDirectoryError(f"{no_run} Logs are read, too: {', '.join(LOG_FILES)}.") from None
@@ -115,20 +105,12 @@ def inspect(run: RunDirectory | Logs | str | Path) -> list[Check]:
         run: the run of an agent or of a language model, or its directory; or logs that another library wrote.
 
     Raises:
-        RunDirectoryError: a round's file is damaged.
-        WhenceError: there is neither a run nor logs that can be read.
+        WhenceError: there is neither a run nor a log, or a file is damaged.
     """
     run = open_run_or_logs(run) if isinstance(run, str | Path) else run
-    if isinstance(run, Logs) and run.is_language:
-        return sort_checks(
-            [Check(_REWARDS, "could not be looked at", f"because {_NO_RECORDS}"), *_apply_rules(run.metrics)]
-        )
-    if isinstance(run, Logs):
-        evidence = make_log_evidence(run)
-        return judge(measure(evidence), evidence, read_reference())
     if run.is_language:
         return _inspect_responses(run)
-    if (evidence := read_evidence(run)) is None:
+    if (evidence := make_log_evidence(run) if isinstance(run, Logs) else read_evidence(run)) is None:
         reason = "because no round holds actions and rewards by environment and episode"
         return [Check(name, "could not be looked at", reason) for name in DETECTORS]
     return judge(measure(evidence), evidence, read_reference())

@@ -158,8 +158,7 @@ def look_at_critic(evidence: Evidence) -> Sight:
 def look_at_small_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of larger rounds with a usual one: in decades below it."""
     kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
-    returns = evidence.columns["return"]
-    size = float(np.sqrt(np.nanmean(returns**2))) if len(returns) else 0.0
+    size = float(np.sqrt(np.nanmean(evidence.columns["return"] ** 2))) if len(evidence) else 0.0  # logs do not say
     large = size >= _LARGE
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),

@@ -2,25 +2,49 @@
 
 import json
 import math
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import polars as pl
 
 from whence.core import WhenceError, first_line
-from whence.stored.log_names import LIBRARIES, look_up, translate
 
-_EPISODES = 100
-"""Episodes that a mean return is of, as in SB3's `rollout/ep_rew_mean`."""
+Names: TypeAlias = Mapping[tuple[str, Literal["x", "-x", "1 - x", "x · length"]], tuple[str, ...]]
+"""Logged names, by the column of a run's metrics that they are, and what becomes of a logged x."""
+
+AGENT_NAMES: Names = {
+    ("step", "x"): ("time/total_timesteps", "timesteps", "global_step", "step"),
+    ("round", "x"): ("time/iterations",),
+    ("episode_return", "x"): ("rollout/ep_rew_mean", "Train/mean_reward"),
+    ("episode", "x"): ("r", "charts/episodic_return"),
+    ("test_return", "x"): ("results", "eval/mean_reward"),
+    ("train/approx_kl", "x"): ("train/approx_kl", "losses/approx_kl"),
+    ("train/entropy_loss", "x"): ("train/entropy_loss",),
+    ("train/entropy_loss", "-x"): ("losses/entropy", "Loss/entropy"),
+    ("train/std", "x"): ("train/std", "Policy/mean_noise_std", "Policy/mean_std"),
+    ("train/learning_rate", "x"): ("train/learning_rate", "charts/learning_rate", "Loss/learning_rate"),
+    ("train/n_updates", "x"): ("train/n_updates",),
+}
+"""Of Stable-Baselines3, CleanRL and rsl_rl. Returns of single episodes become a mean of the last hundred."""
+
+LANGUAGE_NAMES: Names = {
+    ("round", "x"): ("training/global_step", "step"),
+    ("reward", "x"): ("reward", "critic/score/mean"),
+    ("length", "x"): ("completions/mean_length", "completion_length", "response_length/mean", "response_length"),
+    ("ended_share", "1 - x"): ("completions/clipped_ratio", "response_length/clip_ratio"),
+    ("kl", "x · length"): ("kl", "actor/kl_loss", "actor/reward_kl_penalty"),
+    # What verl and OpenRLHF call entropy_loss is the entropy: their losses subtract it.
+    ("train/entropy_loss", "-x"): ("entropy", "actor/entropy", "actor/entropy_loss", "entropy_loss"),
+    ("train/approx_kl", "x"): ("actor/ppo_kl", "ppo_kl"),
+    ("train/learning_rate", "x"): ("learning_rate", "actor/lr", "actor_lr"),
+}
+"""Of TRL, verl and OpenRLHF, whose TensorBoard files may have `train/` in front of them."""
 
 _AXIS = 0.5 * math.log(2 * math.pi * math.e)
 """The entropy of an axis of actions whose deviation is 1, in nats."""
-
-_STEP = "time/total_timesteps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +52,9 @@ class Logs:
     """What a training logged.
 
     Attributes:
-        metrics: a row each time something was logged, in the columns of a run's table of that name. If the deviation of
-            actions is known, the entropy is that of one axis.
+        metrics: a row each time something was logged, in the columns of a run's table of that name.
         is_language: whether a language model was trained, and no agent.
-        axes: axes that an agent's entropy is of; 0: its actions are discrete.
+        axes: axes of actions that the entropy is of; 0: they are discrete.
         not_read: the logged names that whence does not read.
     """
 
@@ -42,44 +65,54 @@ class Logs:
 
 
 def read_logs(path: Path) -> Logs:
-    """Read a log, or together those of one training that a folder holds, at least one; nothing in them runs.
+    """Read a log, or together those of one training that a folder holds; nothing in them runs.
 
     Raises:
-        WhenceError: they are of several trainings, or have no known name; or a file is damaged.
+        WhenceError: a file is damaged, no name is known, or there are several trainings.
     """
     table = pl.concat([_read_files(*each) for each in find_logs(path).items()], how="diagonal")
-    keys = ([look_up(name, is_language=each) for name in table.columns] for each in (False, True))
-    places = "round", "step", "train/learning_rate"  # which any training has
-    agents, language = (sum(key is not None and key[0] not in places for key in each) for each in keys)
-    if not agents + language:
-        raise WhenceError(
-            f"{path} holds {', '.join(table.columns[:8]) or 'no numbers'}: no metric of reinforcement learning that "
-            f"whence reads. It reads what {LIBRARIES} log; rename yours to theirs."
-        )
-    metrics, not_read = translate(table, is_language=language > agents)
-    if language > agents and "round" in metrics.columns:
-        metrics = metrics.drop_nulls("round").with_columns(pl.col("round").cast(pl.Int64))
-        return Logs(metrics, True, 0, tuple(not_read))
-    metrics, axes = (metrics, 0) if language > agents else _measure_axes(_join_returns(metrics), table.columns)
-    metrics = metrics.drop("round", strict=False).with_row_index("round", 1)
-    return Logs(metrics, language > agents, axes, tuple(not_read))
+    agent, language = (_translate(table, known) for known in (AGENT_NAMES, LANGUAGE_NAMES))
+    # What any training logs tells nothing of its kind.
+    counts = [len({*metrics.columns} - {"round", "step", "train/learning_rate"}) for metrics, _ in (agent, language)]
+    if not any(counts):
+        came = ", ".join(table.columns[:8]) or "no numbers"
+        raise WhenceError(f"{path} holds {came}: no metric that whence reads. The guide to findings lists their names.")
+    is_language, axes = counts[1] > counts[0], 0
+    metrics, not_read = language if is_language else agent
+    if not is_language:
+        metrics, axes = _measure_axes(_join_returns(metrics), is_sb3="train/entropy_loss" in table.columns)
+    if not is_language or "round" not in metrics.columns:
+        metrics = metrics.drop("round", strict=False).with_row_index("round", 1)
+    metrics = metrics.drop_nulls("round").cast({"round": pl.Int64})
+    return Logs(metrics, is_language, axes, tuple(not_read))
+
+
+def _translate(table: pl.DataFrame, known: Names) -> tuple[pl.DataFrame, list[str]]:
+    """Return logged numbers in whence's columns, of several names of one the first; and the names that are not read."""
+    prefix = "train/" if known is LANGUAGE_NAMES else ""
+    logged = {name: key for name in table.columns for key, names in known.items() if name.removeprefix(prefix) in names}
+    length = next((pl.col(name) for name, (column, _) in logged.items() if column == "length"), None)
+    if known is LANGUAGE_NAMES and length is None:  # which rules on these need
+        logged = {name: key for name, key in logged.items() if key[0] not in ("kl", "train/entropy_loss")}
+    columns: dict[str, pl.Expr] = {}
+    for name, (column, change) in logged.items():
+        x = pl.col(name)
+        columns.setdefault(column, {"x": x, "-x": -x, "1 - x": 1 - x}.get(change, x * length).alias(column))
+    return table.select(columns.values()), [name for name in table.columns if name not in logged]
 
 
 def find_logs(path: Path) -> dict[str, list[Path]]:
-    """Return the files of one training's logs, of a folder or those below it, by the pattern that their names match."""
+    """Return a training's logs in a folder, or else in one below it, by the patterns of their names."""
     folders: dict[Path, dict[str, list[Path]]] = {}
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         if pattern := next((each for each in _READERS if file.match(each)), None):
             folders.setdefault(file.parent, {}).setdefault(pattern, []).append(file)
-    if not folders:
-        return {}
     if path.is_dir() and path not in folders:
         _refuse_several(path, [*folders])
-    groups = folders.get(path, folders[min(folders)])
-    metrics = next((each for each in _READERS if each in groups and each not in _FURTHER), None)
-    if metrics in ("*.csv", "*.jsonl"):
-        _refuse_several(path, groups[metrics])
-    return {each: groups[each] for each in (metrics, *_FURTHER) if each in groups}
+    groups = folders.get(path) or next(iter(folders.values()), {})
+    metrics = next((pattern for pattern in _READERS if pattern in groups and pattern not in _FURTHER), "")
+    _refuse_several(path, groups.get(metrics, []))
+    return {pattern: groups[pattern] for pattern in (metrics, *_FURTHER) if pattern in groups}
 
 
 def _refuse_several(path: Path, places: Sequence[Path]) -> None:
@@ -91,69 +124,47 @@ def _read_files(pattern: str, files: Sequence[Path]) -> pl.DataFrame:
     """Return numbers as columns by their logged names; what is not finite is null."""
     try:
         table = _READERS[pattern](files)
-    except WhenceError:
-        raise
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        zipfile.BadZipFile,
-        pl.exceptions.PolarsError,
-    ) as error:
-        reason = f"{files[0]} cannot be read as {pattern}: {first_line(error)}."
+    except ImportError as error:
+        raise WhenceError(f"{files[0]} needs TensorBoard to be read: pip install tensorboard.") from error
+    except Exception as error:  # a damaged file may raise any
+        reason = f"{files[0]} cannot be read as {pattern}: {first_line(error).rstrip('.')}."
         raise WhenceError(f"{reason} Give the file as it was logged.") from error
     numbers = pl.all().cast(pl.Float64, strict=False)
     table = table.select(pl.when(numbers.is_finite()).then(numbers))
     return table.select(column for column in table if column.count())
 
 
-def _read_csv(files: Sequence[Path]) -> pl.DataFrame:
-    return pl.read_csv(files[0], infer_schema=False)
-
-
 def _read_monitors(files: Sequence[Path]) -> pl.DataFrame:
     """Read episodes of SB3's environments in the order of time, with the steps of all until then."""
-    tables = []
-    for file in files:
-        start = json.loads(file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#"))["t_start"]
-        table = pl.read_csv(file, skip_rows=1, infer_schema=False).select(pl.col("r", "l", "t").cast(pl.Float64))
-        tables.append(table.with_columns(pl.col("t") + start))
-    return pl.concat(tables).sort("t").select("r", pl.col("l").cum_sum().alias(_STEP))
+    table = pl.concat([pl.read_csv(file, skip_rows=1, infer_schema=False) for file in files], how="diagonal")
+    table = table.select(pl.col("r", "l", "t").cast(pl.Float64)).sort("t")
+    return table.select("r", pl.col("l").cum_sum().alias("time/total_timesteps"))
 
 
 def _read_evaluations(files: Sequence[Path]) -> pl.DataFrame:
     with np.load(files[0], allow_pickle=False) as arrays:
-        return pl.DataFrame({_STEP: arrays["timesteps"], "results": arrays["results"].mean(axis=1)})
+        return pl.DataFrame({"time/total_timesteps": arrays["timesteps"], "results": arrays["results"].mean(axis=1)})
 
 
 def _read_json(files: Sequence[Path]) -> pl.DataFrame:
     """Read a trainer's state, or a row of metrics a line; verl has them under `data`."""
     text = files[0].read_text(encoding="utf-8")
-    if files[0].match("trainer_state.json"):
+    if files[0].name == "trainer_state.json":
         return _make_table(json.loads(text)["log_history"])
     rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     return _make_table([{**row, **row.get("data", {})} for row in rows])
 
 
 def _read_events(files: Sequence[Path]) -> pl.DataFrame:
-    try:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-        from tensorboard.util.tensor_util import make_ndarray
-    except ImportError:
-        raise WhenceError(f"To read {files[0]}, TensorBoard is needed: pip install tensorboard.") from None
-    rows, begins = dict[int, dict[str, float]](), dict[tuple[str, int], Path]()
-    for file in files:
-        tags = set[str]()
-        for event in EventFileLoader(str(file)).Load():
-            for value in event.summary.value:
-                array = make_ndarray(value.tensor)
-                if array.size == 1 and array.dtype.kind in "fiu":
-                    rows.setdefault(event.step, {})[value.tag] = array.item()
-                    if value.tag not in tags:  # a training that continues begins later
-                        _refuse_several(file.parent, sorted({begins.setdefault((value.tag, event.step), file), file}))
-                    tags.add(value.tag)
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    rows: dict[int, dict[str, float]] = {}
+    for event in EventFileLoader(str(files[0])).Load():
+        for value in event.summary.value:
+            array = make_ndarray(value.tensor)
+            if array.size == 1 and array.dtype.kind in "fiu":
+                rows.setdefault(event.step, {})[value.tag] = array.item()
     return _make_table([{**rows[step], "step": step} for step in sorted(rows)])
 
 
@@ -163,47 +174,42 @@ def _make_table(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
 
 
 _READERS: Mapping[str, Callable[[Sequence[Path]], pl.DataFrame]] = {
-    "progress.csv": _read_csv,
-    "progress.json": _read_json,
+    "progress.csv": lambda files: pl.read_csv(files[0], infer_schema=False),
     "trainer_state.json": _read_json,
     "*tfevents*": _read_events,
     "*monitor.csv": _read_monitors,
     "evaluations.npz": _read_evaluations,
-    "*.csv": _read_csv,
+    "*.csv": lambda files: pl.read_csv(files[0], infer_schema=False),
     "*.jsonl": _read_json,
 }
-"""By the names of files. In a folder the first that is there is read, since others repeat it, and `_FURTHER`."""
-
 _FURTHER = ("*monitor.csv", "evaluations.npz")
+"""What is read with the first of the others that a folder has: these repeat each other, or are no logs."""
+
 LOG_FILES = tuple(_READERS)
 
 
 def _join_returns(metrics: pl.DataFrame) -> pl.DataFrame:
-    """Return an agent's metrics in the order of steps, with the returns of episodes as a mean at each round."""
+    """Return an agent's metrics in the order of steps, with the mean of the last hundred episodes at each round."""
     metrics = metrics if "step" in metrics.columns else metrics.with_row_index("step").cast(pl.Float64)
     metrics = metrics.drop_nulls("step").sort("step", maintain_order=True)
-    if {"train/approx_kl", "train/n_updates", "round"} <= {*metrics.columns}:
-        rows = metrics.select("train/n_updates", "round").drop_nulls().to_numpy()
-        if len(rows) > 1 and np.ptp(rows[:, 0]) <= np.ptp(rows[:, 1]):
-            # SB3 measures divergence before each step, so in rounds of one epoch it is that of an earlier policy.
-            metrics = metrics.drop("train/approx_kl")
+    most = [np.nanmax(metrics[name].to_numpy()) for name in ("train/n_updates", "round") if name in metrics.columns]
+    if len(most) == 2 and most[0] <= most[1]:  # one epoch a round: SB3 measures divergence before each step
+        metrics = metrics.drop("train/approx_kl", strict=False)
     if "episode" not in metrics.columns or "episode_return" in metrics.columns:
-        return metrics.drop("episode", strict=False)
+        return metrics
     episodes = metrics.select("step", pl.col("episode").alias("episode_return")).drop_nulls()
-    episodes = episodes.with_columns(pl.col("episode_return").rolling_mean(_EPISODES, min_samples=1))
-    rounds = metrics.drop("episode").filter(pl.any_horizontal(pl.exclude("step", "episode").is_not_null()))
+    episodes = episodes.with_columns(pl.col("episode_return").rolling_mean(100, min_samples=1))
+    rounds = metrics.filter(pl.any_horizontal(pl.exclude("step", "episode").is_not_null()))
     return rounds.join_asof(episodes, on="step") if len(rounds) else episodes
 
 
-def _measure_axes(metrics: pl.DataFrame, names: Sequence[str]) -> tuple[pl.DataFrame, int]:
+def _measure_axes(metrics: pl.DataFrame, *, is_sb3: bool) -> tuple[pl.DataFrame, int]:
     """Return metrics with the entropy of one axis if actions have a deviation, and the axes that the entropy is of.
 
-    SB3 logs a deviation if actions have one. In other logs without it they may be discrete, and count as axes of
-    deviation 1 at first: as such they lose less of their entropy.
+    Unlike SB3, others may not log it: they count as axes of deviation 1 at first, which makes less of what is lost.
     """
     if "train/std" in metrics.columns:
         return metrics.with_columns((-_AXIS - pl.col("train/std").log()).alias("train/entropy_loss")), 1
-    if "train/entropy_loss" not in metrics.columns or "train/entropy_loss" in names:
+    if "train/entropy_loss" not in metrics.columns or is_sb3:
         return metrics, 0
-    first = -metrics["train/entropy_loss"].drop_nulls()[0]
-    return metrics, max(1, math.ceil(first / _AXIS - 0.05))
+    return metrics, max(1, math.ceil(-metrics["train/entropy_loss"].drop_nulls()[0] / _AXIS - 0.05))

@@ -12,7 +12,7 @@ from whence.runs import RunDirectory
 
 
 def findings(
-    run: Annotated[Path, typer.Argument(help="A run directory, finished or not; or logs.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not; or logs of another library.")],
     json: AsJson = False,
 ) -> None:
     """Say what is wrong with a run, or unusual: at most five findings, what is wrong first, each with what to do.
@@ -25,16 +25,15 @@ def findings(
 
     It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
 
-    Of a training that is over it reads logs: TensorBoard's files, SB3's progress.csv, monitor.csv and evaluations.npz,
-    trainer_state.json, a CSV file or JSON lines, with the names of Stable-Baselines3, CleanRL, rsl_rl, TRL, verl or
-    OpenRLHF. They hold no records, so fewer figures are looked at.
+    In place of a run it reads logs of SB3, CleanRL, rsl_rl, TRL, verl or OpenRLHF, or a folder of one training's:
+    TensorBoard's files, progress.csv, monitor.csv, evaluations.npz, trainer_state.json, other CSV or JSON lines.
 
     Example: whence findings runs/lander
     """
     directory = open_run_or_logs(run)
+    not_read = [] if isinstance(directory, RunDirectory) else list(directory.not_read)
     if isinstance(directory, RunDirectory):
         directory.require_rounds()
-    not_read = [] if isinstance(directory, RunDirectory) else list(directory.not_read)
     with errors.status("Looking for what stands out …"):
         checks = inspect(directory)
     if json:

@@ -206,10 +206,13 @@ def _join_returns(metrics: pl.DataFrame) -> pl.DataFrame:
 def _measure_axes(metrics: pl.DataFrame, *, is_sb3: bool) -> tuple[pl.DataFrame, int]:
     """Return metrics with the entropy of one axis if actions have a deviation, and the axes that the entropy is of.
 
-    Unlike SB3, others may not log it: they count as axes of deviation 1 at first, which makes less of what is lost.
+    Unlike SB3, CleanRL does not log it: actions are continuous if their entropy begins as that of axes whose deviation
+    is 1, or falls below 0.
     """
     if "train/std" in metrics.columns:
         return metrics.with_columns((-_AXIS - pl.col("train/std").log()).alias("train/entropy_loss")), 1
     if "train/entropy_loss" not in metrics.columns or is_sb3:
         return metrics, 0
-    return metrics, max(1, math.ceil(-metrics["train/entropy_loss"].drop_nulls()[0] / _AXIS - 0.05))
+    entropy = -metrics["train/entropy_loss"].drop_nulls().to_numpy()
+    axes = max(1, round(entropy[0] / _AXIS))
+    return metrics, axes if entropy.min() < 0 or abs(entropy[0] / axes - _AXIS) < 0.1 else 0

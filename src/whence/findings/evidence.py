@@ -144,8 +144,9 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
 
 def make_log_evidence(logs: Logs) -> Evidence:
     """Return what logs hold: metrics, the learning rate if it stays the same, and no records."""
-    rates = logs.metrics["train/learning_rate"].drop_nulls() if "train/learning_rate" in logs.metrics.columns else []
-    settings = {"learning_rate": rates[0]} if len({*rates}) == 1 else {}
+    name = "train/learning_rate"
+    rates = logs.metrics[name].drop_nulls().unique().to_list() if name in logs.metrics.columns else []
+    settings = {"learning_rate": rates[0]} if len(rates) == 1 else {}
     actions = np.zeros((0, logs.axes) if logs.axes else 0)
     return Evidence({"hyperparameters": settings}, logs.metrics, {}, actions, [], {}, {}, np.zeros(0, dtype=str))
 

@@ -20,12 +20,14 @@ class Detector(NamedTuple):
         least: the statistic from which on what is seen matters to training, however rare it is among healthy runs.
         most: the rank that a finding has at most: what may be meant, or only follows, is no more than unusual.
         is_fact: it stands by itself, as that nothing was ever paid does: it is not compared with healthy runs.
+        reads_records: whether it needs records; else metrics and settings, which logs may hold, too.
     """
 
     look: Look
     least: float
     most: Rank = "wrong"
     is_fact: bool = False
+    reads_records: bool = True
 
 
 DOUBLE, TENFOLD = 0.3, 1.0
@@ -67,10 +69,10 @@ DETECTORS: Mapping[str, Detector] = {
     "rewards in loops": Detector(learning.look_at_loops, 1.0),
     "spread of actions": Detector(actions.look_at_spread, TENFOLD),
     "scales of observations": Detector(observations.look_at_scales, 2.0),
-    "large steps": Detector(learning.look_at_large_steps, DOUBLE),
-    "small steps": Detector(learning.look_at_small_steps, TENFOLD),
-    "lost entropy": Detector(learning.look_at_entropy, DOUBLE),
+    "large steps": Detector(learning.look_at_large_steps, DOUBLE, reads_records=False),
+    "small steps": Detector(learning.look_at_small_steps, TENFOLD, reads_records=False),
+    "lost entropy": Detector(learning.look_at_entropy, DOUBLE, reads_records=False),
     "critic": Detector(learning.look_at_critic, 0.25),
-    "settings of rounds": Detector(learning.look_at_settings, 0.0, "unusual", is_fact=True),
+    "settings of rounds": Detector(learning.look_at_settings, 0.0, "unusual", is_fact=True, reads_records=False),
 }
 """By the names that the reference has; of findings of one rank, causes come before what follows from them."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from whence.runs import RunDirectory
 from whence.scores import name_entries
+from whence.stored import Logs
 from whence.stored.agents import action_labels, box_action_labels, state_names
 
 RECORDS = 40_000
@@ -139,6 +140,15 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
     tables = [run.round("records", each).with_columns(round=pl.lit(each)) for each in _choose_rounds(run)]
     table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
     return make_evidence(table, run.config, run.table("metrics"))
+
+
+def make_log_evidence(logs: Logs) -> Evidence:
+    """Return what logs hold: metrics, the learning rate if it stays the same, and no records."""
+    name = "train/learning_rate"
+    rates = logs.metrics[name].drop_nulls().unique().to_list() if name in logs.metrics.columns else []
+    settings = {"learning_rate": rates[0]} if len(rates) == 1 else {}
+    actions = np.zeros((0, logs.axes) if logs.axes else 0)
+    return Evidence({"hyperparameters": settings}, logs.metrics, {}, actions, [], {}, {}, np.zeros(0, dtype=str))
 
 
 def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:

@@ -9,23 +9,29 @@ from typing import get_args
 
 import numpy as np
 
+from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
-from whence.findings.evidence import Evidence, read_evidence
+from whence.findings.evidence import Evidence, make_log_evidence, read_evidence
 from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
 from whence.findings.gamed_rewards import find_gamed_rewards
 from whence.findings.reference import Reference, compare, read_reference
 from whence.findings.settings import RESPONSES, give_advice
 from whence.runs import RunDirectory
+from whence.stored import LOG_FILES, Logs, find_logs, read_logs
 
 MOST = 5
 """Findings that are returned at most."""
 
 _REWARDS = "rewards that rise while another falls"
 
+_NO_RECORDS = "logs hold no records"
+
 
 def measure(evidence: Evidence) -> dict[str, Sight]:
     """Return what each detector sees."""
-    return {name: measure_one(detector.look, evidence) for name, detector in DETECTORS.items()}
+    fit = {name: one.look for name, one in DETECTORS.items() if len(evidence) or not one.reads_records}
+    unfit = dict.fromkeys(DETECTORS, Sight(0.0, reason=_NO_RECORDS))
+    return unfit | {name: measure_one(look, evidence) for name, look in fit.items()}
 
 
 def measure_one(look: Look, evidence: Evidence) -> Sight:
@@ -62,10 +68,12 @@ def _judge_one(name: str, sight: Sight, evidence: Evidence, healthy: Sequence[fl
     return Check(name, outcome, text, finding)
 
 
-def _inspect_responses(run: RunDirectory) -> list[Check]:
+def _inspect_responses(run: RunDirectory | Logs) -> list[Check]:
     """Return a check for each rule on a language model's rewards and metrics, what is wrong first."""
-    metrics = run.table("metrics")
+    metrics = run.metrics if isinstance(run, Logs) else run.table("metrics")
     try:
+        if isinstance(run, Logs):
+            raise CannotTellError(_NO_RECORDS)
         checks = [Check(_REWARDS, one.rank, one.title, one) for one in find_gamed_rewards(run)]
         checks = checks or [Check(_REWARDS, "fine", "nothing is seen")]
     except CannotTellError as error:
@@ -79,23 +87,37 @@ def _inspect_responses(run: RunDirectory) -> list[Check]:
     return sort_checks(checks)
 
 
-def inspect(run: RunDirectory | str | Path) -> list[Check]:
+def open_run_or_logs(path: str | Path) -> RunDirectory | Logs:
+    """Open a run's directory, or read logs; a `WhenceError` says why neither can be read."""
+    path = Path(path)
+    try:
+        return RunDirectory.open(path)
+    except RunDirectoryError as no_run:  # a language model's folder may hold another config.json
+        if (path / "records").exists():
+            raise
+        if not find_logs(path):
+            raise RunDirectoryError(f"{no_run} Logs are read, too: {', '.join(LOG_FILES)}.") from None
+        return read_logs(path)
+
+
+def inspect(run: RunDirectory | Logs | str | Path) -> list[Check]:
     """Return what was looked at in a run, and what came of it, what is wrong first.
 
     Args:
-        run: the run of an agent or of a language model, or its directory.
+        run: the run of an agent or of a language model, or its directory; or logs that another library wrote.
 
     Raises:
-        RunDirectoryError: a round's file is damaged.
+        WhenceError: there is neither a run nor a log, or a file is damaged.
     """
-    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
-    return [_name_next_command(check, run) for check in _look_at(run)]
+    run = open_run_or_logs(run) if isinstance(run, str | Path) else run
+    checks = _look_at(run)
+    return checks if isinstance(run, Logs) else [_name_next_command(check, run) for check in checks]
 
 
-def _look_at(run: RunDirectory) -> list[Check]:
+def _look_at(run: RunDirectory | Logs) -> list[Check]:
     if run.is_language:
         return _inspect_responses(run)
-    if (evidence := read_evidence(run)) is None:
+    if (evidence := make_log_evidence(run) if isinstance(run, Logs) else read_evidence(run)) is None:
         reason = "because no round holds actions and rewards by environment and episode"
         return [Check(name, "could not be looked at", reason) for name in DETECTORS]
     return judge(measure(evidence), evidence, read_reference())
@@ -115,16 +137,16 @@ def choose_findings(checks: Sequence[Check]) -> list[Finding]:
     return [check.finding for check in checks if check.finding is not None][:MOST]
 
 
-def find(run: RunDirectory | str | Path) -> list[Finding]:
+def find(run: RunDirectory | Logs | str | Path) -> list[Finding]:
     """Return what is wrong with a run or unusual, at most five; nothing where nothing stands out.
 
     These are the findings of `inspect`. In a language model's run it looks at the rewards and the metrics.
 
     Args:
-        run: the run, or its directory.
+        run: the run, or its directory; or logs that another library wrote.
 
     Raises:
-        RunDirectoryError: a round's file is damaged.
+        WhenceError: see `inspect`.
     """
     return choose_findings(inspect(run))
 

@@ -164,8 +164,8 @@ def look_at_small_steps(evidence: Evidence) -> Sight:
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),
         "reward" if large else "setting",
-        f"{'Rewards are large, and the' if large else 'The'} policy hardly moves: by {kl:.2g} nats a round; returns "
-        f"are of size {size:.2g}{_say_rate(evidence)}",
+        f"{'Rewards are large, and the' if large else 'The'} policy hardly moves: by {kl:.2g} nats a round"
+        f"{f'; returns are of size {size:.2g}' if size else ''}{_say_rate(evidence)}",
         f"In nine of ten rounds it moves by less; about {_USUAL} is usual. Large returns have this effect: the "
         "critic's squared error then takes nearly all of the gradient that `max_grad_norm` leaves to both.",
         _NORMALISE if large else "Raise `learning_rate`.",
@@ -237,7 +237,7 @@ def look_at_settings(evidence: Evidence) -> Sight:
     steps, gamma, entropy = (settings.get(name) for name in ("n_steps", "gamma", "ent_coef"))
     # A2C's rounds are short on purpose.
     if settings.get("n_epochs") is None or not isinstance(steps, int) or not isinstance(copies, int):
-        raise CannotTellError("the run is not PPO's")
+        raise CannotTellError("the run is not PPO's, or its settings are not known")
     rates = _read_metric(evidence.metrics, "train/learning_rate")
     rate = float(rates.max()) if len(rates) and rates.max() > 0 else _LARGEST_RATE
     zoo = "RL Baselines3 Zoo's settings of PPO have"

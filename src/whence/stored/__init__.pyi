@@ -8,3 +8,7 @@ from .language.language_config import LanguageConfig as LanguageConfig
 # isort: split
 # What only whence imports besides.
 from .agents.replaying import replay_episode as replay_episode
+from .logs import LOG_FILES as LOG_FILES
+from .logs import Logs as Logs
+from .logs import find_logs as find_logs
+from .logs import read_logs as read_logs

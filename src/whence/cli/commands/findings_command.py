@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from whence.cli.terminal import errors, exit_on_findings, options, print_findings, print_json
-from whence.findings import choose_findings, inspect
+from whence.findings import choose_findings, inspect, open_run_or_logs
 from whence.runs import RunDirectory
 
 
 def findings(
-    run: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not; or logs of another library.")],
     json: options.AsJson = False,
     fail_on: options.FailOn = None,
 ) -> None:
@@ -26,17 +26,23 @@ def findings(
 
     It takes seconds: it reads up to 40,000 records and the metrics of all rounds, and plays nothing.
 
+    In place of a run it reads logs of SB3, CleanRL, rsl_rl, TRL, verl or OpenRLHF, or a folder of one training's:
+    TensorBoard's files, progress.csv, monitor.csv, evaluations.npz, trainer_state.json, other CSV or JSON lines.
+
     Example: whence findings runs/lander
 
     Example: whence findings runs/lander --json --fail-on wrong
     """
-    directory = RunDirectory.open(run)
-    directory.require_rounds()
+    directory = open_run_or_logs(run)
+    not_read = [] if isinstance(directory, RunDirectory) else list(directory.not_read)
+    if isinstance(directory, RunDirectory):
+        directory.require_rounds()
     with errors.status("Looking for what stands out …"):
         checks = inspect(directory)
     if json:
         looked = [{"name": one.name, "outcome": one.outcome, "text": one.text} for one in checks]
-        print_json({"run": str(run), "findings": [asdict(one) for one in choose_findings(checks)], "checks": looked})
+        found = [asdict(one) for one in choose_findings(checks)]
+        print_json({"run": str(run), "findings": found, "checks": looked, "not_read": not_read})
     else:
-        print_findings(checks)
+        print_findings(checks, not_read)
     exit_on_findings(checks, fail_on)

@@ -29,11 +29,12 @@ def exit_on_findings(checks: Sequence[Check], rank: Rank | None) -> None:
         raise typer.Exit(_FAILED)
 
 
-def print_findings(checks: Sequence[Check]) -> None:
+def print_findings(checks: Sequence[Check], not_read: Sequence[str] = ()) -> None:
     """Print findings with their rank, evidence, advice and records; then what was looked at.
 
     Args:
         checks: what was looked at, what is wrong first.
+        not_read: names in logs that were not read.
     """
     findings = choose_findings(checks)
     for number, one in enumerate(findings, start=1):
@@ -52,6 +53,8 @@ def print_findings(checks: Sequence[Check]) -> None:
     print_line(f"What was looked at: {count_outcomes(checks) or 'nothing'}.")
     for heading, names in _group_names(checks, findings_above=len(findings)).items():
         _print_paragraph(f"{heading}: {', '.join(names)}.")
+    if not_read:
+        _print_paragraph(f"Not read: {', '.join(not_read)}.")
 
 
 def _group_names(checks: Sequence[Check], findings_above: int) -> dict[str, list[str]]:

@@ -1,0 +1,218 @@
+"""Logs of a training that is over, where no run directory exists: other libraries' files, in whence's names."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import polars as pl
+
+from whence.core import WhenceError, first_line
+
+Names: TypeAlias = Mapping[tuple[str, Literal["x", "-x", "1 - x", "x · length"]], tuple[str, ...]]
+"""Logged names, by the column of a run's metrics that they are, and what becomes of a logged x."""
+
+AGENT_NAMES: Names = {
+    ("step", "x"): ("time/total_timesteps", "timesteps", "global_step", "step"),
+    ("round", "x"): ("time/iterations",),
+    ("episode_return", "x"): ("rollout/ep_rew_mean", "Train/mean_reward"),
+    ("episode", "x"): ("r", "charts/episodic_return"),
+    ("test_return", "x"): ("results", "eval/mean_reward"),
+    ("train/approx_kl", "x"): ("train/approx_kl", "losses/approx_kl"),
+    ("train/entropy_loss", "x"): ("train/entropy_loss",),
+    ("train/entropy_loss", "-x"): ("losses/entropy", "Loss/entropy"),
+    ("train/std", "x"): ("train/std", "Policy/mean_noise_std", "Policy/mean_std"),
+    ("train/learning_rate", "x"): ("train/learning_rate", "charts/learning_rate", "Loss/learning_rate"),
+    ("train/n_updates", "x"): ("train/n_updates",),
+}
+"""Of Stable-Baselines3, CleanRL and rsl_rl. Returns of single episodes become a mean of the last hundred."""
+
+LANGUAGE_NAMES: Names = {
+    ("round", "x"): ("training/global_step", "step"),
+    ("reward", "x"): ("reward", "critic/score/mean"),
+    ("length", "x"): ("completions/mean_length", "completion_length", "response_length/mean", "response_length"),
+    ("ended_share", "1 - x"): ("completions/clipped_ratio", "response_length/clip_ratio"),
+    ("kl", "x · length"): ("kl", "actor/kl_loss", "actor/reward_kl_penalty"),
+    # What verl and OpenRLHF call entropy_loss is the entropy: their losses subtract it.
+    ("train/entropy_loss", "-x"): ("entropy", "actor/entropy", "actor/entropy_loss", "entropy_loss"),
+    ("train/approx_kl", "x"): ("actor/ppo_kl", "ppo_kl"),
+    ("train/learning_rate", "x"): ("learning_rate", "actor/lr", "actor_lr"),
+}
+"""Of TRL, verl and OpenRLHF, whose TensorBoard files may have `train/` in front of them."""
+
+_AXIS = 0.5 * math.log(2 * math.pi * math.e)
+"""The entropy of an axis of actions whose deviation is 1, in nats."""
+
+
+@dataclass(frozen=True, eq=False)
+class Logs:
+    """What a training logged.
+
+    Attributes:
+        metrics: a row each time something was logged, in the columns of a run's table of that name.
+        is_language: whether a language model was trained, and no agent.
+        axes: axes of actions that the entropy is of; 0: they are discrete.
+        not_read: the logged names that whence does not read.
+    """
+
+    metrics: pl.DataFrame
+    is_language: bool
+    axes: int
+    not_read: tuple[str, ...]
+
+
+def read_logs(path: Path) -> Logs:
+    """Read a log, or together those of one training that a folder holds; nothing in them runs.
+
+    Raises:
+        WhenceError: a file is damaged, no name is known, or there are several trainings.
+    """
+    table = pl.concat([_read_files(*each) for each in find_logs(path).items()], how="diagonal")
+    agent, language = (_translate(table, known) for known in (AGENT_NAMES, LANGUAGE_NAMES))
+    # What any training logs tells nothing of its kind.
+    counts = [len({*metrics.columns} - {"round", "step", "train/learning_rate"}) for metrics, _ in (agent, language)]
+    if not any(counts):
+        came = ", ".join(table.columns[:8]) or "no numbers"
+        raise WhenceError(f"{path} holds {came}: no metric that whence reads. The guide to findings lists their names.")
+    is_language, axes = counts[1] > counts[0], 0
+    metrics, not_read = language if is_language else agent
+    if not is_language:
+        metrics, axes = _measure_axes(_join_returns(metrics), is_sb3="train/entropy_loss" in table.columns)
+    if not is_language or "round" not in metrics.columns:
+        metrics = metrics.drop("round", strict=False).with_row_index("round", 1)
+    metrics = metrics.drop_nulls("round").cast({"round": pl.Int64})
+    return Logs(metrics, is_language, axes, tuple(not_read))
+
+
+def _translate(table: pl.DataFrame, known: Names) -> tuple[pl.DataFrame, list[str]]:
+    """Return logged numbers in whence's columns, of several names of one the first; and the names that are not read."""
+    prefix = "train/" if known is LANGUAGE_NAMES else ""
+    logged = {name: key for name in table.columns for key, names in known.items() if name.removeprefix(prefix) in names}
+    length = next((pl.col(name) for name, (column, _) in logged.items() if column == "length"), None)
+    if known is LANGUAGE_NAMES and length is None:  # which rules on these need
+        logged = {name: key for name, key in logged.items() if key[0] not in ("kl", "train/entropy_loss")}
+    columns: dict[str, pl.Expr] = {}
+    for name, (column, change) in logged.items():
+        x = pl.col(name)
+        columns.setdefault(column, {"x": x, "-x": -x, "1 - x": 1 - x}.get(change, x * length).alias(column))
+    return table.select(columns.values()), [name for name in table.columns if name not in logged]
+
+
+def find_logs(path: Path) -> dict[str, list[Path]]:
+    """Return a training's logs in a folder, or else in one below it, by the patterns of their names."""
+    folders: dict[Path, dict[str, list[Path]]] = {}
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if pattern := next((each for each in _READERS if file.match(each)), None):
+            folders.setdefault(file.parent, {}).setdefault(pattern, []).append(file)
+    if path.is_dir() and path not in folders:
+        _refuse_several(path, [*folders])
+    groups = folders.get(path) or next(iter(folders.values()), {})
+    metrics = next((pattern for pattern in _READERS if pattern in groups and pattern not in _FURTHER), "")
+    _refuse_several(path, groups.get(metrics, []))
+    return {pattern: groups[pattern] for pattern in (metrics, *_FURTHER) if pattern in groups}
+
+
+def _refuse_several(path: Path, places: Sequence[Path]) -> None:
+    if len(places) > 1:
+        raise WhenceError(f"{path} holds several logs. Give that of one training: {', '.join(map(str, places[:5]))}.")
+
+
+def _read_files(pattern: str, files: Sequence[Path]) -> pl.DataFrame:
+    """Return numbers as columns by their logged names; what is not finite is null."""
+    try:
+        table = _READERS[pattern](files)
+    except ImportError as error:
+        raise WhenceError(f"{files[0]} needs TensorBoard to be read: pip install tensorboard.") from error
+    except Exception as error:  # a damaged file may raise any
+        reason = f"{files[0]} cannot be read as {pattern}: {first_line(error).rstrip('.')}."
+        raise WhenceError(f"{reason} Give the file as it was logged.") from error
+    numbers = pl.all().cast(pl.Float64, strict=False)
+    table = table.select(pl.when(numbers.is_finite()).then(numbers))
+    return table.select(column for column in table if column.count())
+
+
+def _read_monitors(files: Sequence[Path]) -> pl.DataFrame:
+    """Read episodes of SB3's environments in the order of time, with the steps of all until then."""
+    table = pl.concat([pl.read_csv(file, skip_rows=1, infer_schema=False) for file in files], how="diagonal")
+    table = table.select(pl.col("r", "l", "t").cast(pl.Float64)).sort("t")
+    return table.select("r", pl.col("l").cum_sum().alias("time/total_timesteps"))
+
+
+def _read_evaluations(files: Sequence[Path]) -> pl.DataFrame:
+    with np.load(files[0], allow_pickle=False) as arrays:
+        return pl.DataFrame({"time/total_timesteps": arrays["timesteps"], "results": arrays["results"].mean(axis=1)})
+
+
+def _read_json(files: Sequence[Path]) -> pl.DataFrame:
+    """Read a trainer's state, or a row of metrics a line; verl has them under `data`."""
+    text = files[0].read_text(encoding="utf-8")
+    if files[0].name == "trainer_state.json":
+        return _make_table(json.loads(text)["log_history"])
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return _make_table([{**row, **row.get("data", {})} for row in rows])
+
+
+def _read_events(files: Sequence[Path]) -> pl.DataFrame:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    rows: dict[int, dict[str, float]] = {}
+    for event in EventFileLoader(str(files[0])).Load():
+        for value in event.summary.value:
+            array = make_ndarray(value.tensor)
+            if array.size == 1 and array.dtype.kind in "fiu":
+                rows.setdefault(event.step, {})[value.tag] = array.item()
+    return _make_table([{**rows[step], "step": step} for step in sorted(rows)])
+
+
+def _make_table(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
+    numbers = [{name: float(x) for name, x in row.items() if isinstance(x, int | float)} for row in rows]
+    return pl.DataFrame(numbers, infer_schema_length=None)
+
+
+_READERS: Mapping[str, Callable[[Sequence[Path]], pl.DataFrame]] = {
+    "progress.csv": lambda files: pl.read_csv(files[0], infer_schema=False),
+    "trainer_state.json": _read_json,
+    "*tfevents*": _read_events,
+    "*monitor.csv": _read_monitors,
+    "evaluations.npz": _read_evaluations,
+    "*.csv": lambda files: pl.read_csv(files[0], infer_schema=False),
+    "*.jsonl": _read_json,
+}
+_FURTHER = ("*monitor.csv", "evaluations.npz")
+"""What is read with the first of the others that a folder has: these repeat each other, or are no logs."""
+
+LOG_FILES = tuple(_READERS)
+
+
+def _join_returns(metrics: pl.DataFrame) -> pl.DataFrame:
+    """Return an agent's metrics in the order of steps, with the mean of the last hundred episodes at each round."""
+    metrics = metrics if "step" in metrics.columns else metrics.with_row_index("step").cast(pl.Float64)
+    metrics = metrics.drop_nulls("step").sort("step", maintain_order=True)
+    most = [np.nanmax(metrics[name].to_numpy()) for name in ("train/n_updates", "round") if name in metrics.columns]
+    if len(most) == 2 and most[0] <= most[1]:  # one epoch a round: SB3 measures divergence before each step
+        metrics = metrics.drop("train/approx_kl", strict=False)
+    if "episode" not in metrics.columns or "episode_return" in metrics.columns:
+        return metrics
+    episodes = metrics.select("step", pl.col("episode").alias("episode_return")).drop_nulls()
+    episodes = episodes.with_columns(pl.col("episode_return").rolling_mean(100, min_samples=1))
+    rounds = metrics.filter(pl.any_horizontal(pl.exclude("step", "episode").is_not_null()))
+    return rounds.join_asof(episodes, on="step") if len(rounds) else episodes
+
+
+def _measure_axes(metrics: pl.DataFrame, *, is_sb3: bool) -> tuple[pl.DataFrame, int]:
+    """Return metrics with the entropy of one axis if actions have a deviation, and the axes that the entropy is of.
+
+    Unlike SB3, CleanRL does not log it: actions are continuous if their entropy begins as that of axes whose deviation
+    is 1, or falls below 0.
+    """
+    if "train/std" in metrics.columns:
+        return metrics.with_columns((-_AXIS - pl.col("train/std").log()).alias("train/entropy_loss")), 1
+    if "train/entropy_loss" not in metrics.columns or is_sb3:
+        return metrics, 0
+    entropy = -metrics["train/entropy_loss"].drop_nulls().to_numpy()
+    axes = max(1, round(entropy[0] / _AXIS))
+    return metrics, axes if entropy.min() < 0 or abs(entropy[0] / axes - _AXIS) < 0.1 else 0

@@ -158,8 +158,9 @@ def look_at_critic(evidence: Evidence) -> Sight:
 def look_at_small_steps(evidence: Evidence) -> Sight:
     """Compare the divergence of larger rounds with a usual one: in decades below it."""
     kl = float(np.quantile(_read_divergence(evidence), 0.9))  # a converged policy moves little, but moved before
-    returns = evidence.columns["return"]
-    size = float(np.sqrt((returns[np.isfinite(returns)] ** 2).mean())) if np.isfinite(returns).any() else 0.0
+    returns = evidence.columns.get("return", np.zeros(0))  # logs have none
+    returns = returns[np.isfinite(returns)]
+    size = float(np.sqrt((returns**2).mean())) if len(returns) else 0.0
     large = size >= _LARGE
     return Sight(
         max(0.0, float(np.log10(_USUAL / max(kl, 1e-12)))),

@@ -191,6 +191,19 @@ def test_an_episode_is_played_again_to_the_bit(tmp_path: Any, name: str) -> None
         assert len(replay.observations) == len(table.filter(episode_id=episode))
 
 
+def test_a_second_reset_counts_alone(tmp_path: Any) -> None:
+    env = whence.record(make_walk(), tmp_path / "run")
+    for seed in (3, 4):
+        env.reset(seed=seed)
+    env.step(1)
+    env.reset(seed=5)
+    env.step(0)
+    env.close()
+    run, table = read(tmp_path / "run")
+    assert table["episode_id"].to_list() == [0, 1]
+    assert all(whence.replay_episode(run, episode, env=make_walk).mismatch is None for episode in range(2))
+
+
 def test_observations_are_those_before_the_action_and_copies(tmp_path: Any) -> None:
     env = whence.record(make_walk(), tmp_path / "run")
     seen = [env.reset(seed=1)[0].copy()]

@@ -8,6 +8,7 @@ from .columns import add_observations as add_observations
 from .columns import make_series as make_series
 from .columns import map_tree as map_tree
 from .columns import named_leaves as named_leaves
+from .columns import read_observations as read_observations
 from .columns import take as take
 from .columns import to_numpy as to_numpy
 from .errors import InvalidInfluence as InvalidInfluence

@@ -134,6 +134,8 @@ def look_at_critic(evidence: Evidence) -> Sight:
     updates = _read_metric(metrics, "train/n_updates").max(initial=0) * batches
     reach = updates * _read_metric(metrics, "train/learning_rate").max(initial=0)
     late = rounds > np.quantile(np.unique(rounds), 2 / 3)
+    if not late.any():
+        raise CannotTellError("there is one round")
     episodes, returns, values = evidence.episodes[late], returns[late], values[late]
     size = float(np.sqrt((returns**2).mean()))
     if reach < max(_REACH, size / _WIDTH):

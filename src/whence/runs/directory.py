@@ -377,7 +377,7 @@ class RunDirectory:
         rounds = self.rounds(name)
         if not rounds and self.rounds():
             remedy = f"Restore {name}/ from a copy."
-            if self.config.get("algorithm", "") is None:
+            if self.config.get("policy", "") is None:
                 remedy = "It was recorded around its environments alone: findings, moments and groups work without."
             raise RunDirectoryError(f"{self.path} holds no {name}, which this needs. {remedy}")
         if not rounds:

@@ -14,6 +14,7 @@ from whence.core import (
     RecordBatch,
     Return,
     Target,
+    Unsupported,
     WhenceError,
     as_objective,
     call_plugin,
@@ -27,6 +28,8 @@ from whence.sb3.checkpointing import count_learns, is_other, open_run, read_trai
 from whence.sb3.episodes import ResetTracker, check_factory
 from whence.sb3.models import Names, check_model, check_names, named_tensors, read_names
 from whence.sb3.policy import warn_of_log_probs
+from whence.sb3.recorded_envs import RecordedVecEnv
+from whence.sb3.recorded_models import end_round_if_due, record_model, stop_recording, warn_of_no_scores
 from whence.sb3.round_result import (
     Choice,
     RoundResult,
@@ -119,7 +122,8 @@ class InfluenceCallback(BaseCallback):
             callback is inside of one that acts at events, such as EvalCallback, or its run is another model's.
         NonFinite: raised by `learn()` before a step is taken on a number that is NaN or infinite; the message names
             the round, the record or the minibatch, and the parameter.
-        Unsupported: raised by `learn()` for a model that whence cannot score, before anything is trained.
+        Unsupported: raised by `learn()`, before anything is trained, for a model that whence cannot score. With a run
+            and without a rule, its steps are recorded, and a warning says that they have no scores.
     """
 
     def __init__(
@@ -142,6 +146,8 @@ class InfluenceCallback(BaseCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__(verbose)
+        # Who asks for no choice gets a record of a training that cannot be scored, too.
+        self._only_records = run is not None and rule is None and not recordings and type(self) is InfluenceCallback
         rule = ScoreAll() if rule is None else rule
         check_rule(rule, AGENT_UNITS)
         check_engine(engine)
@@ -157,6 +163,7 @@ class InfluenceCallback(BaseCallback):
         self.optimisation_clock = Stopwatch()
         self._recorder, self._overwrite = None if run is None else RunRecorder(run, save_every=save_every), overwrite
         self._checkpoint: Checkpoint | None = None
+        self._recorded: RecordedVecEnv | None = None
         self._start_model()
 
     def _start_model(self) -> None:
@@ -197,6 +204,16 @@ class InfluenceCallback(BaseCallback):
             objective = self.objective or model_objective(self.model)
             influence = score_for(self.rule, records, score, target=self.target, objective=objective)
         return Choice(influence, self.select(records, influence))
+
+    def _choose_if_scored(self, records: RecordBatch) -> Choice:
+        """Return the choice; all records without scores if these cannot be had and nobody asked for a choice."""
+        try:
+            return self.choose(records)
+        except Unsupported as refusal:
+            if not self._only_records:
+                raise
+            warn_of_no_scores(self.model, str(refusal), self._logged)
+            return Choice(None, self.select(records, None))
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
         """Return the rule's selection among records.
@@ -245,7 +262,16 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         check_callers(self)
-        self.check_model()
+        if self._recorded is not None:  # by a learn() that was interrupted
+            stop_recording(self.model, self._recorded)
+        try:
+            self.check_model()
+        except Unsupported as refusal:
+            if not self._only_records or self._rounds_done or self._recorder is None:
+                raise
+            options: dict[str, Any] = {"names": self.names, "factory": self.env, "overwrite": self._overwrite}
+            self._recorded = record_model(self.model, self._recorder.path, str(refusal), **options)
+            return
         if self._rounds_done and is_other(self.model, self._scored_model, self.rule, self._recorder):
             self._start_model()
         claim_learn(self.model)
@@ -256,6 +282,8 @@ class InfluenceCallback(BaseCallback):
         self._scored_model = self.model
 
     def _on_training_start(self) -> None:
+        if self._recorded is not None:
+            return
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
         else:
@@ -308,12 +336,17 @@ class InfluenceCallback(BaseCallback):
         }
 
     def _on_rollout_start(self) -> None:
+        if self._recorded is not None:
+            end_round_if_due(self.model, self._recorded)
+            return
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
             check_observation(self.model, self.model._last_obs, self._ongoing.first_record)
         self._steps = EnvironmentSteps(self.model)
 
     def _on_step(self) -> bool:
+        if self._recorded is not None:
+            return True
         dones, step = self.locals["dones"], self.locals
         ended, infos = dones.nonzero()[0], list(step["infos"]) or [{}] * len(dones)  # a VecEnv may have none
         if self._tracker is not None:
@@ -324,6 +357,8 @@ class InfluenceCallback(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
+        if self._recorded is not None:
+            return
         seconds = {"collection": self._collection_clock.seconds()}
         # Not here: callbacks and a collect_rollouts() of the model's own may still change the rollout.
         wrap_next(self.model, "train", lambda train: self._train_round(train, seconds))
@@ -336,7 +371,7 @@ class InfluenceCallback(BaseCallback):
             self._last_timestep = self.model.num_timesteps
             if self.rule.needs_influence and not self._rounds_done:
                 warn_of_log_probs(self.model.policy, records)
-            choice = self.choose(records)
+            choice = self._choose_if_scored(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
             if self._recorder is not None and self.folds is not None:
@@ -377,6 +412,9 @@ class InfluenceCallback(BaseCallback):
         record_next_rollout(self.model, self._tracker)
 
     def _on_training_end(self) -> None:
+        if self._recorded is not None:
+            stop_recording(self.model, self._recorded)
+            return
         cancel_hook(self.model)
         if self._recorder is not None:
             self._recorder.directory.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))

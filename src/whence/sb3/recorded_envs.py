@@ -20,6 +20,7 @@ from whence.sb3.episodes import (
     describe_environments,
     describe_parts,
     iterate_wrappers,
+    read_seed,
     select_settings,
 )
 from whence.sb3.models import Names, check_names, read_spec
@@ -216,8 +217,9 @@ class RecordedVecEnv(VecEnvWrapper):
 
     def __init__(self, env: VecEnv, recording: Recording) -> None:
         super().__init__(env)
-        self.recording = recording
+        self.recording, self._own = recording, list[Any]()
         if isinstance(base := env.unwrapped, DummyVecEnv):
+            self._own = [*base.envs]
             base.envs[:] = [each if _notes_resets(each) else AddedRecordResets(each, steps=False) for each in base.envs]
 
     def reset(self) -> VecEnvObs:
@@ -225,6 +227,18 @@ class RecordedVecEnv(VecEnvWrapper):
         observations = self.venv.reset()
         self.recording.start(observations, self._read_states(range(self.num_envs)))
         return observations
+
+    def begin(self, observations: Any) -> None:
+        """Begin episodes in environments that were reset before; None: what they show is not known."""
+        if observations is not None:
+            states = self._read_states(range(self.num_envs))
+            first = {env: states[env] or read_seed(each) for env, each in enumerate(self._own)}
+            self.recording.start(observations, {**states, **first})
+
+    def release(self) -> None:
+        """Give the environments back as they were."""
+        if self._own:
+            self.venv.unwrapped.envs[:] = self._own  # type: ignore[attr-defined]
 
     def step_async(self, actions: Any) -> None:
         """Step the environments with these actions."""

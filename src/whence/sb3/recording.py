@@ -2,7 +2,7 @@
 
 import atexit
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Recording:
         count: the number of environments n; None: one, whose observations, actions and rewards have no axis for it.
         length: records of a round; None: rounds end at `end_round` alone.
         overwrite: delete the run that the directory holds, and start anew.
+        complete: adds columns to a round's table before it is written; None: nothing does.
         resets_late: whether an environment whose episode has ended is reset by the next step, in which nobody acts.
 
     Raises:
@@ -65,16 +66,17 @@ class Recording:
         length: int | None = 2048,
         overwrite: bool = False,
         resets_late: bool = False,
+        complete: Callable[[pl.DataFrame], pl.DataFrame] | None = None,
     ) -> None:
         if length is not None and (type(length) is not int or length < 1):
             raise WhenceError(f"round is {length!r}; give the records of a round, or None to end it by end_round().")
         self._space, self._is_one, self._length, self._resets_late = spaces[0], count is None, length, resets_late
-        self._count = count or 1
+        self._count, self._complete = count or 1, complete
         self._recorder = RunRecorder(run)
         names = ("observation_space", "action_space")
         described = {name: describe(describe_space(space)) for name, space in zip(names, spaces, strict=True)}
         checkpoint = self._recorder.begin(
-            {"algorithm": None, "n_envs": self._count, **described, **config},
+            {"algorithm": None, "policy": None, "n_envs": self._count, **described, **config},
             versions=read_versions(),
             overwrite=overwrite,
             find=_find_last_round,
@@ -87,7 +89,7 @@ class Recording:
         self._sums, self._returns = np.zeros(self._count), deque[float](maxlen=_EPISODES)
         self._done, self._waits = np.zeros((2, self._count), bool)
         self._states: list[list[str | None]] = [[] for _ in range(self._count)]
-        self._seen: Mapping[str, NDArray[Any]] | Sequence[int] = {}
+        self._seen: Mapping[str, NDArray[Any]] | Sequence[int] | None = None
         self._begin_round()
         atexit.register(self.close)
 
@@ -112,6 +114,9 @@ class Recording:
             reset: (n,) which were reset; None: all.
         """
         starts = self._starts.get(len(self._rows), np.zeros(self._count, bool))
+        for env in np.flatnonzero(starts):  # reset twice, without a step
+            if env in states and self._states[env]:
+                self._states[env].pop()
         self._starts[len(self._rows)] = starts | (np.ones(self._count, bool) if reset is None else reset)
         self._note_states(states)
         self._seen = self._read(observation)
@@ -137,10 +142,12 @@ class Recording:
             states: of the environments that the step has reset.
             absent: (n,) which did not take part; None: none.
         """
+        seen, self._seen = self._seen, self._read(observation)
+        if seen is None:  # nobody has reset the environments since recording began
+            return
         if absent is not None and absent.any():
             self._absent[len(self._rows)] = absent
-        self._rows.append(_Step(self._seen, np.array(action), np.array(reward), np.array(ends[0]), np.array(ends[1])))
-        self._seen = self._read(observation)
+        self._rows.append(_Step(seen, np.array(action), np.array(reward), np.array(ends[0]), np.array(ends[1])))
         if self._infos is not None or any(infos):
             if self._infos is None:
                 self._infos = InfoNumbers()
@@ -163,6 +170,11 @@ class Recording:
             return columns  # type: ignore[no-any-return]
         return [digest_observation(_take(copy, env), self._space) for env in range(self._count)]
 
+    @property
+    def size(self) -> int:
+        """The number of records since the last round."""
+        return len(self._rows) * self._count
+
     def end_round(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write the steps since the last round as a round; without a step, nothing is written.
 
@@ -172,6 +184,7 @@ class Recording:
         if not self._rows:
             return
         records, episodes = self._make_tables()
+        records = records if self._complete is None else self._complete(records)
         self._begin_round()
         self._rounds += 1
         self._records += len(records)

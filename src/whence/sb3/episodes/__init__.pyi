@@ -29,6 +29,7 @@ from .resets import RecordResets as RecordResets
 from .resets import ResetTracker as ResetTracker
 from .resets import digest_observation as digest_observation
 from .resets import digest_rows as digest_rows
+from .resets import read_seed as read_seed
 from .resets import reseed as reseed
 from .resets import reuses_world as reuses_world
 from .wrappers import Part as Part

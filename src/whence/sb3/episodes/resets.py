@@ -220,7 +220,7 @@ class ResetTracker:
             # learn() resets before its callbacks can wrap anything. A first reset follows from the generator's seed;
             # whether it was the first is seen when the episode is played again.
             self._current = self._digest_buffers()
-            states = [state or _read_seed(env) for state, env in zip(states, self._base.envs, strict=True)]
+            states = [state or read_seed(env) for state, env in zip(states, self._base.envs, strict=True)]
         self._states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
         self._open = [(state if start else None, []) for state, start in zip(states, starts, strict=True)]
 
@@ -375,7 +375,7 @@ def _read_emulator(env: gym.Env[Any, Any], last_action: Any) -> dict[str, Any]:
     return {}
 
 
-def _read_seed(env: gym.Env[Any, Any]) -> str | None:
+def read_seed(env: gym.Env[Any, Any]) -> str | None:
     """Return the seed of an environment's generator as a state; None if it has none."""
     base = env.unwrapped
     if getattr(base, "_np_random", None) is not None and getattr(base, "_np_random_seed", None) is None:

@@ -71,7 +71,7 @@ def build_model(
             schedule that `changes` does not.
     """
     config = run.config
-    if config.get("algorithm", "") is None:
+    if config.get("policy", "") is None:
         raise RunDirectoryError(
             f"{run.path} was recorded around its environments alone, and holds no policy to score with, ask or train "
             "again. Findings, moments and groups work without."

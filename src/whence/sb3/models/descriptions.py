@@ -60,7 +60,7 @@ def describe_model(model: Any) -> dict[str, Any]:
         "policy": type(policy).__name__,
         "policy_kwargs": describe(model.policy_kwargs),
         "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in policy.parameters()),
-        "optimizer": type(policy.optimizer).__name__,
+        "optimizer": type(policy.optimizer).__name__ if hasattr(policy, "optimizer") else None,
         "hyperparameters": {name: _describe_setting(value) for name, value in settings.items()},
     }
 

@@ -197,7 +197,7 @@ def test_the_pages_commands_run_one_after_the_other(page, elsewhere, monkeypatch
         (elsewhere / name).write_text(small, encoding="utf-8")
     monkeypatch.setattr("whence.cli.terminal.console.width", 100)
     if page == "guide/record":  # its commands read what its script writes
-        exec(compile(blocks(page, "python")[0], page, "exec"), {})  # noqa: S102
+        exec(compile(blocks(page, "python")[0], page, "exec"), {})
     printed = []
     for name, *arguments in command_lines(page):
         if any(model in argument for model in LARGE for argument in arguments):

@@ -144,7 +144,8 @@ def _make_part(place: str, columns: Columns, used: set[str]) -> _Part:
     longer = (*(length + 1 for length in steps[:1]), *steps[1:])
     for key, tree in chosen.items():
         for name, leaf in named_leaves(tree, called[key]):
-            fits = leaf.shape[: len(steps)] in ((steps, longer) if key == "observations" else (steps,))
+            axes = leaf.shape[: len(steps)] if key in ("observations", "actions") else leaf.shape
+            fits = axes == steps or (key == "observations" and axes == longer)
             if len(steps) not in (1, 2) or not fits or leaf.dtype.kind not in "biuf":
                 raise WhenceError(
                     f"{place} holds {name} of shape {leaf.shape} and dtype {leaf.dtype}, and rewards of {steps}. "
@@ -203,10 +204,10 @@ def _read(path: Path, stack: ExitStack) -> tuple[str, list[tuple[str, Columns]],
             return "Minari", _read_minari(file, stack), []
     if path.is_file() and (path.suffix in (".pkl", ".pickle") or path.read_bytes()[:1] == b"\x80"):
         raise WhenceError(_PICKLE.format(path=path, name=path.name))
-    if path.suffix != ".npz":
-        needed = "an .npz, main_data.hdf5 or the folder of a data set of Minari's, or of LeRobot's"
-        raise WhenceError(f"{path} is {'none of these' if path.exists() else 'not there'}: {needed}.")
-    with np.load(path, allow_pickle=False) as arrays:
+    if path.suffix != ".npz" or not path.is_file():
+        came = "something else" if path.exists() else "not there"
+        raise WhenceError(f"{path} is {came}. Give an .npz, or the folder of a data set of Minari's or LeRobot's.")
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return "npz", [(str(path), dict(arrays))], []
 
 

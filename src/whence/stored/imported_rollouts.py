@@ -143,7 +143,8 @@ def _make_part(place: str, columns: Columns, used: set[str]) -> _Part:
     steps = chosen["rewards"].shape
     longer = (*(length + 1 for length in steps[:1]), *steps[1:])
     for key, tree in chosen.items():
-        for name, leaf in named_leaves(tree, called[key]):
+        leaves: Any = named_leaves(tree, called[key])
+        for name, leaf in leaves:
             axes = leaf.shape[: len(steps)] if key in ("observations", "actions") else leaf.shape
             fits = axes == steps or (key == "observations" and axes == longer)
             if len(steps) not in (1, 2) or not fits or leaf.dtype.kind not in "biuf":
@@ -207,7 +208,7 @@ def _read(path: Path, stack: ExitStack) -> tuple[str, list[tuple[str, Columns]],
     if path.suffix != ".npz" or not path.is_file():
         came = "something else" if path.exists() else "not there"
         raise WhenceError(f"{path} is {came}. Give an .npz, or the folder of a data set of Minari's or LeRobot's.")
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
         return "npz", [(str(path), dict(arrays))], []
 
 

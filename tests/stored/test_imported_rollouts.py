@@ -281,7 +281,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ("half.npz", whole[: len(whole) // 2], "cannot be read"),
         ("buffer.pkl", b"", "is a pickle(.|\n)*np.savez"),
         ("buffer", pickle.dumps(make_arrays()), "is a pickle"),
-        ("table.csv", b"1,2", "something else"),
+        ("table.csv", b"1,2", "table.csv is something else"),
+        ("array.npy", b"\x93NUMPY\x01\x00", "array.npy is something else"),
+        ("", None, "is something else"),
         ("half.hdf5", b"\x89HDF\r\n", r"cannot be read|pip install h5py"),
         ("missing.npz", None, "not there"),
     ):

@@ -203,9 +203,13 @@ def _read(path: Path, stack: ExitStack) -> tuple[str, list[tuple[str, Columns]],
     for file in (path, path / "main_data.hdf5", path / "data/main_data.hdf5"):
         if file.suffix in (".hdf5", ".h5") and file.is_file():
             return "Minari", _read_minari(file, stack), []
-    if path.is_file() and (path.suffix in (".pkl", ".pickle") or path.read_bytes()[:1] == b"\x80"):
+    begins = b""
+    if path.is_file():
+        with path.open("rb") as stream:
+            begins = stream.read(2)
+    if begins[:1] == b"\x80" or path.suffix in (".pkl", ".pickle"):
         raise WhenceError(_PICKLE.format(path=path, name=path.name))
-    if path.suffix != ".npz" or not path.is_file():
+    if begins != b"PK":  # of a zip
         came = "something else" if path.exists() else "not there"
         raise WhenceError(f"{path} is {came}. Give an .npz, or the folder of a data set of Minari's or LeRobot's.")
     with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -39,6 +40,7 @@ LINES = {
     "table": "table swept",
     "attribute": "attribute agent --round 1 --top 2",
     "show": "show agent --bottom 2 --continuations 2 --out moment.png",
+    "import": "import rollouts.npz --out imported",
     "findings": "findings agent",
     "audit": "audit CartPole-v1",
     "why": "why agent --episode-seed 0 --step 1 --top 2 --out why.png",
@@ -95,6 +97,8 @@ def write_sources(folder: Path) -> None:
     (folder / "rollouts").mkdir()
     rows = [{"prompt": "ab", "response": text, "reward": len(text), "step": 1} for text in ("cde", "a")]
     (folder / "rollouts" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    arrays = {"obs": np.zeros((4, 1)), "act": np.zeros(4, int), "rew": np.zeros(4), "dones": np.zeros(4), "note": 0}
+    np.savez(folder / "rollouts.npz", **arrays)
     make_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
 

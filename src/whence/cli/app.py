@@ -33,6 +33,7 @@ COMMANDS = _list_commands(
     table="sweep_command:table",
     attribute="attribute_command:attribute",
     show="show_command:show",
+    **{"import": "import_command:import_"},  # a word of Python's
     findings="findings_command:findings",
     audit="audit_command:audit",
     why="why_command:why",

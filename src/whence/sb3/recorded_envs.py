@@ -76,13 +76,13 @@ def record(
         return _record_vector(env, run, settings, options)  # type: ignore[return-value]
     if isinstance(env, VecEnv):
         config = {
-            **_describe(read_spec(env), describe_environments(env)),
+            **describe_env(read_spec(env), describe_environments(env)),
             **settings,
         }
         spaces = env.observation_space, env.action_space
         return RecordedVecEnv(env, Recording(run, config, spaces=spaces, count=env.num_envs, **options))  # type: ignore[return-value]
     if isinstance(env, gym.Env):
-        config = {**_describe(env.spec, [describe_parts(env)]), **settings}
+        config = {**describe_env(env.spec, [describe_parts(env)]), **settings}
         spaces = env.observation_space, env.action_space
         return RecordedEnv(env, Recording(run, config, spaces=spaces, **options))  # type: ignore[return-value]
     if hasattr(env, "possible_agents") and hasattr(env, "action_space"):
@@ -93,7 +93,7 @@ def record(
     )
 
 
-def _describe(spec: Any, environments: Sequence[Any]) -> dict[str, Any]:
+def describe_env(spec: Any, environments: Sequence[Any]) -> dict[str, Any]:
     """Return what a run's configuration says of environments; see `describe_model`."""
     first, *others = environments or [[]]
     return {
@@ -148,7 +148,7 @@ def _record_vector(env: VectorEnv, run: str | Path, settings: dict[str, Any], op
     spaces = env.single_observation_space, env.single_action_space
     options["resets_late"] = AutoresetMode(mode) == AutoresetMode.NEXT_STEP
     spec = env.spec or (base.envs[0].spec if environments else None)
-    config = {**_describe(spec, environments), **settings}
+    config = {**describe_env(spec, environments), **settings}
     return RecordedVectorEnv(env, Recording(run, config, spaces=spaces, count=env.num_envs, **options))
 
 
@@ -282,7 +282,7 @@ def _record_agents(env: Any, run: str | Path, settings: dict[str, Any], options:
                 f"The agents {agents[0]} and {agent} have different spaces, and the records of a run have one. Record "
                 "an environment whose agents are alike, or pad them, as SuperSuit does."
             )
-    config = {**_describe(None, []), "agents": [*map(str, agents)], **settings}
+    config = {**describe_env(None, []), "agents": [*map(str, agents)], **settings}
     return RecordedAgents(env, Recording(run, config, spaces=first, count=len(agents), **options))
 
 

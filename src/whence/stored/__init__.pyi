@@ -3,6 +3,7 @@ from .agents.rounds import compare_policies as compare_policies
 from .agents.rounds import load_recording as load_recording
 from .agents.rounds import load_round as load_round
 from .agents.rounds import measure_returns as measure_returns
+from .imported_rollouts import import_rollouts as import_rollouts
 from .language.language_config import LanguageConfig as LanguageConfig
 
 # isort: split

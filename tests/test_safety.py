@@ -136,10 +136,10 @@ class TestSources:
                 assert (node.module or "").split(".")[0] not in MODULES
             elif isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
-                assert name not in CALLS
-                assert not any(word.arg == "allow_pickle" for word in node.keywords)
+                # NumPy's reader refuses objects where it is told so in the call.
+                assert name not in CALLS or (name == "np.load" and "allow_pickle=False" in ast.unparse(node))
                 for word in node.keywords:
-                    if word.arg in ("trust_remote_code", "weights_only", "shell"):
+                    if word.arg in ("trust_remote_code", "weights_only", "shell", "allow_pickle"):
                         assert ast.unparse(word.value) == ("True" if word.arg == "weights_only" else "False")
                 if re.match(r"(pl|polars)\.(read|scan)_", name):
                     assert not re.search(r"https?:|s3:|hf:|gs:", ast.unparse(node))

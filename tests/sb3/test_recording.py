@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 from stable_baselines3 import DQN
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 from typer.testing import CliRunner
 
 import whence
@@ -110,7 +111,7 @@ def play_vec_env(envs: Any) -> list[Any]:
     seen.append(envs.reset().tolist())
     for _ in range(STEPS):
         observations, rewards, dones, infos = envs.step(rng.integers(2, size=COUNT))
-        keys = [sorted(key for key in info if key != "episode") for info in infos]
+        keys = [sorted(key for key in info if key != "episode" and "whence" not in key) for info in infos]
         seen.append((observations.tolist(), rewards.tolist(), dones.tolist(), keys))
     return seen
 
@@ -131,6 +132,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
     "disabled": (make_sync(AutoresetMode.DISABLED), play_vector),
     "forked": (lambda: AsyncVectorEnv([make_watched] * COUNT, context="fork"), play_vector),
     "VecEnv": (make_vec_env, play_vec_env),
+    "spawned": (lambda: SubprocVecEnv([make_watched] * COUNT, start_method="spawn"), play_vec_env),
     "inside of VecNormalize": (make_vec_env, lambda envs: play_vec_env(VecNormalize(envs))),
 }
 
@@ -143,8 +145,9 @@ def read(path: Any) -> tuple[whence.RunDirectory, pl.DataFrame]:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_loop_sees_is_the_same_and_the_run_holds_it(tmp_path: Any, name: str) -> None:
     make, trial = KINDS[name]
-    if name == "forked":
-        plain = AsyncVectorEnv([make_walk] * COUNT, context="fork")
+    if name in ("forked", "spawned"):  # without what notes resets in each
+        kind: Any = partial(AsyncVectorEnv, context="fork")
+        plain = (kind if name == "forked" else partial(SubprocVecEnv, start_method="spawn"))([make_walk] * COUNT)
         expected = trial(plain)
         plain.close()
     else:

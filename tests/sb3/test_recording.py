@@ -207,6 +207,20 @@ def test_a_second_reset_counts_alone(tmp_path: Any) -> None:
     assert all(whence.replay_episode(run, episode, env=make_walk).mismatch is None for episode in range(2))
 
 
+def test_a_reset_between_rounds_begins_an_episode_of_the_next_one(tmp_path: Any) -> None:
+    env: Any = whence.record(make_walk(), tmp_path / "run", round=None)
+    for seed in (3, 4):  # the first episode is left before it ends
+        env.reset(seed=seed)
+        env.end_round()
+        env.step(1)
+        env.step(0)
+    env.close()
+    run, table = read(tmp_path / "run")
+    assert table["step"].to_list() == [0, 1, 0, 1]
+    assert [len(run.round("episodes", number)) for number in run.rounds()] == [1, 1]
+    assert all(whence.replay_episode(run, episode, env=make_walk).mismatch is None for episode in range(2))
+
+
 def test_observations_are_those_before_the_action_and_copies(tmp_path: Any) -> None:
     env = whence.record(make_walk(), tmp_path / "run")
     seen = [env.reset(seed=1)[0].copy()]

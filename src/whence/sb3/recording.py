@@ -31,11 +31,11 @@ States = Mapping[int, str | None]
 class _Step(NamedTuple):
     """What n environments showed, did and returned in a step; copies, and those of one environment have no axis."""
 
-    observation: Mapping[str, NDArray[Any]] | Sequence[int]
-    action: NDArray[Any]
-    reward: NDArray[Any]
-    terminated: NDArray[Any]
-    truncated: NDArray[Any]
+    observation: Any
+    action: Any
+    reward: Any
+    terminated: Any
+    truncated: Any
 
 
 class Recording:
@@ -89,13 +89,15 @@ class Recording:
         self._sums, self._returns = np.zeros(self._count), deque[float](maxlen=_EPISODES)
         self._done, self._waits = np.zeros((2, self._count), bool)
         self._states: list[list[str | None]] = [[] for _ in range(self._count)]
-        self._seen: Mapping[str, NDArray[Any]] | Sequence[int] | None = None
+        self._seen: Any = None
+        self._is_stored: bool | None = None
         self._begin_round()
         atexit.register(self.close)
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, reset: NDArray[np.bool_] | None = None) -> None:
+        """Begin a round; `reset` are the environments that were reset since the last step."""
         self._rows: list[_Step] = []
-        self._starts: dict[int, NDArray[np.bool_]] = {}
+        self._starts: dict[int, NDArray[np.bool_]] = {} if reset is None else {0: reset}
         self._absent: dict[int, NDArray[np.bool_]] = {}
         self._infos: InfoNumbers | None = None
 
@@ -147,14 +149,15 @@ class Recording:
             return
         if absent is not None and absent.any():
             self._absent[len(self._rows)] = absent
-        self._rows.append(_Step(seen, np.array(action), np.array(reward), np.array(ends[0]), np.array(ends[1])))
+        self._rows.append(_Step(seen, _copy(action), _copy(reward), _copy(ends[0]), _copy(ends[1])))
         if self._infos is not None or any(infos):
             if self._infos is None:
                 self._infos = InfoNumbers()
                 for _ in self._rows[1:]:
                     self._infos.add([{}] * self._count)
             self._infos.add(infos or [{}] * self._count)
-        self._note_states(states or {})
+        if states:
+            self._note_states(states)
         if self._length is not None and len(self._rows) * self._count >= self._length:
             self.end_round()
 
@@ -162,13 +165,15 @@ class Recording:
         for env, state in states.items():
             self._states[env].append(state)
 
-    def _read(self, observation: Any) -> Mapping[str, NDArray[Any]] | Sequence[int]:
-        """Return a copy of observations, (n, ...) by column; of those that a table does not hold, their digests."""
-        copy = _copy(observation, self._is_one)
-        columns: Any = dict(named_leaves(copy, "observation"))
-        if sum(column.nbytes for column in columns.values()) <= _STORED * self._count:
-            return columns  # type: ignore[no-any-return]
-        return [digest_observation(_take(copy, env), self._space) for env in range(self._count)]
+    def _read(self, observation: Any) -> Any:
+        """Return a copy of observations; of those that a table does not hold, their digests."""
+        if self._is_stored is None:
+            size = sum(np.asarray(leaf).nbytes for _, leaf in named_leaves(observation))
+            self._is_stored = size <= _STORED * self._count
+        if self._is_stored:
+            return _copy(observation)
+        each = [observation] if self._is_one else [_take(observation, env) for env in range(self._count)]
+        return [digest_observation(one, self._space) for one in each]
 
     @property
     def size(self) -> int:
@@ -185,7 +190,7 @@ class Recording:
             return
         records, episodes = self._make_tables()
         records = records if self._complete is None else self._complete(records)
-        self._begin_round()
+        self._begin_round(self._starts.pop(len(self._rows), None))
         self._rounds += 1
         self._records += len(records)
         self._recorder.write_round(self._rounds, records, tables={"episodes": episodes})
@@ -205,8 +210,9 @@ class Recording:
     def _make_tables(self) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Return the records since the last round, environment by environment, and the episodes that began."""
         rows, shape = self._rows, (len(self._rows), self._count)
-        actions, *parts = (np.stack(part) for part in list(zip(*rows, strict=True))[1:])
-        rewards, terminated, truncated = (part.reshape(shape) for part in parts)
+        seen, taken, *parts = zip(*rows, strict=True)
+        actions = self._flatten(taken)
+        rewards, terminated, truncated = (np.array(part).reshape(shape) for part in parts)
         begins, acts = self._mark_steps(terminated.astype(bool) | truncated.astype(bool))
         order = np.arange(acts.size).reshape(shape).T[acts.T]
         env, begins, rewards = order % self._count, begins.ravel()[order], rewards.ravel()[order].astype(np.float32)
@@ -215,14 +221,14 @@ class Recording:
         columns = {
             "record_id": self._records + np.arange(len(order)),
             **{"env_index": env, "episode_id": _null(episode), "step": _null(step)},
-            "action": make_series(
-                "action", actions.reshape(acts.size, *actions.shape[1 + (not self._is_one) :])[order]
-            ),
+            "action": make_series("action", actions[order]),
             **{"reward": rewards, "episode_start": begins, "end": _ENDS.gather(kinds)},
         }
-        seen, observations = [row.observation for row in rows], dict[str, NDArray[Any]]()
-        if isinstance(seen[0], Mapping):
-            observations = {name: np.concatenate([each[name] for each in seen])[order] for name in seen[0]}  # type: ignore[call-overload]
+        observations = dict[str, NDArray[Any]]()
+        if self._is_stored:
+            names = [name for name, _ in named_leaves(seen[0], "observation")]
+            leaves = zip(*([leaf for _, leaf in named_leaves(each)] for each in seen), strict=True)
+            observations = {name: self._flatten(each)[order] for name, each in zip(names, leaves, strict=True)}
             digests = digest_rows(observations, self._space)
         else:
             digests = np.array(seen, np.uint64).ravel()[order].tolist()
@@ -235,12 +241,17 @@ class Recording:
         began = {"episode_id": episode[begins], "env_index": env[begins]}
         return table, pl.DataFrame({**began, "generator_state": pl.Series(states, dtype=pl.String)})
 
+    def _flatten(self, steps: Sequence[Any]) -> NDArray[Any]:
+        """Return an array of each step as one of all records, step by step."""
+        array = np.array(steps)
+        return array.reshape(len(steps) * self._count, *array.shape[1 + (not self._is_one) :])
+
     def _mark_steps(self, done: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return in which steps an episode begins, and in which somebody acts, (steps, n)."""
-        none = np.zeros(self._count, bool)
-        starts, absent = (
-            np.stack([each.get(at, none) for at in range(len(done))]) for each in (self._starts, self._absent)
-        )
+        starts, absent = np.zeros((2, *done.shape), bool)
+        for marks, noted in ((starts, self._starts), (absent, self._absent)):
+            for at, mask in noted.items():
+                marks[at : at + 1] = mask  # what was reset after the last step begins in the next round
         follows_end = np.vstack([self._done, done[:-1]]) & ~starts
         waits = follows_end & self._resets_late
         begins = starts | np.vstack([self._waits, waits[:-1]]) | (follows_end & (not self._resets_late))
@@ -273,11 +284,13 @@ def _null(numbers: NDArray[np.int64]) -> Any:
     return column if (numbers >= 0).all() else column.set(column < 0, None)
 
 
-def _copy(observation: Any, is_one: bool) -> Any:
-    """Return a copy of observations, with an axis for the environments."""
-    if isinstance(observation, Mapping):
-        return {name: _copy(part, is_one) for name, part in observation.items()}
-    return np.array(observation)[None] if is_one else np.array(observation)
+def _copy(value: Any) -> Any:
+    """Return a copy of an array, of several by name, or of what only looks like one; numbers need none."""
+    if type(value) is np.ndarray:
+        return value.copy()
+    if isinstance(value, int | float | np.generic):
+        return value
+    return {name: _copy(part) for name, part in value.items()} if isinstance(value, Mapping) else np.array(value)
 
 
 def _take(observation: Any, env: int) -> Any:

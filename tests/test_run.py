@@ -172,6 +172,17 @@ def test_episodes_and_their_returns_go_through_rounds(tmp_path: Path, known: str
     assert directory.table("metrics")["episode_return"][-1] == pytest.approx(np.mean(returns), abs=1e-5)
 
 
+def test_findings_look_at_episodes_whose_beginning_was_not_seen(tmp_path: Path) -> None:
+    run, starts = begin(tmp_path / "run"), torch.zeros(STEPS, ENVS, dtype=torch.bool)
+    starts[10], starts[25] = True, True
+    records = collect(make_actor(), 0, episode_starts=starts)
+    run.write_round(view(), records, ends=(starts.roll(-1, 0), torch.zeros_like(starts)))
+    run.close()
+    table = RunDirectory.open(tmp_path / "run").round("records", 1)
+    assert table["step"].null_count() == table["episode_id"].null_count() == 10 * ENVS
+    assert {check.name: check.outcome for check in whence.inspect(tmp_path / "run")}["fixed length as end"] == "fine"
+
+
 def test_a_second_start_adds_rounds_and_another_loop_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", 2)
     train(tmp_path / "run", 1)

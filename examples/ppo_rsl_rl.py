@@ -10,7 +10,7 @@ from rsl_rl.models import MLPModel
 from rsl_rl.storage import RolloutStorage
 from tensordict import TensorDict
 
-from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Run
 
 
 def read_actor(actor, inputs):
@@ -20,17 +20,17 @@ def read_actor(actor, inputs):
 
 
 class SelectivePPO(PPO):
-    """PPO that trains on what a rule keeps; a runner makes one if its algorithm's "class_name" says so."""
+    """PPO that trains on what the rule of `run` keeps; a runner makes one by its algorithm's "class_name"."""
 
-    def update(self, rule=None):
+    def update(self):
         """Choose the rows, and train on them."""
         if self.actor.is_recurrent or self.symmetry:
             raise ValueError("The rows of recurrent models and of symmetry are no single records: leave them out.")
-        st, objective = self.storage, PPOClip(self.clip_param, ent_coef=self.entropy_coef)
+        st = self.storage
         columns = {"observations": st.observations.to_dict(), "actions": st.actions, "log_probs": st.actions_log_prob}
-        self.records = RecordBatch.from_rollout(**columns, advantages=st.returns - st.values, values=st.values)
-        influence = attribute(ModuleView(self.actor, read_actor), self.records, target=Return(), objective=objective)
-        self.keep = (rule or IIF(0.25)).select(self.records, influence).keep
+        columns |= {"advantages": st.returns - st.values, "values": st.values, "rewards": st.rewards}
+        self.records = RecordBatch.from_rollout(**columns)
+        self.keep = self.run.write_round(ModuleView(self.actor, read_actor), self.records).selection.keep
         rows = RolloutStorage("rl", 1, int(self.keep.sum()), st.observations[0, :1], st.actions_shape, st.device)
         for name in ("observations", "actions", "actions_log_prob", "values", "returns", "advantages"):
             setattr(rows, name, getattr(st, name).flatten(0, 1)[self.keep].unsqueeze(1))
@@ -39,11 +39,13 @@ class SelectivePPO(PPO):
         return super().update()
 
 
-def main(rounds=10):
+def main(rule=None, rounds=10, path="runs/rsl_rl"):
     """Train points to move to 0 in 32 steps, print a line and return the PPO."""
     obs, kinds = TensorDict({"x": torch.randn(4, 1)}, [4]), {"actor": ["x"], "critic": ["x"]}
     actor = MLPModel(obs, kinds, "actor", 1, [64], distribution_cfg={"class_name": "GaussianDistribution"})
     ppo = SelectivePPO(actor, MLPModel(obs, kinds, "critic", 1, [64]), RolloutStorage("rl", 4, 128, obs, [1]))
+    objective = PPOClip(ppo.clip_param, ent_coef=ppo.entropy_coef)
+    ppo.run = Run(path, rule or IIF(0.25), objective=objective, overwrite=True)
     for step in range(128 * rounds):
         x, done = obs["x"] + 0.1 * ppo.act(obs), torch.full([4], step % 32 == 31)
         obs = TensorDict({"x": torch.where(done[:, None], torch.randn(4, 1), x)}, [4])
@@ -51,6 +53,7 @@ def main(rounds=10):
         if step % 128 == 127:
             ppo.compute_returns(obs)
             ppo.update()
+    ppo.run.close()
     print(f"trained on {ppo.keep.sum()} of the last {len(ppo.keep)} records; reward: {ppo.storage.rewards.mean():.2f}")
     return ppo
 

@@ -12,7 +12,7 @@ from skrl.memories.torch import RandomMemory
 from skrl.trainers.torch import SequentialTrainer
 from skrl.utils.model_instantiators.torch import categorical_model, deterministic_model
 
-from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Run
 
 
 def read_policy(policy, inputs):
@@ -22,9 +22,9 @@ def read_policy(policy, inputs):
 
 
 class SelectiveMemory(RandomMemory):
-    """A memory that samples from the rows that a rule keeps."""
+    """A memory that samples from the rows that the rule of a run, its attribute `run`, keeps."""
 
-    def set_tensor_by_name(self, name, tensor, rule=None):
+    def set_tensor_by_name(self, name, tensor):
         """Set a column; choose the rows after the last one that update() sets before it samples."""
         super().set_tensor_by_name(name, tensor)
         if name == "advantages":
@@ -32,18 +32,17 @@ class SelectiveMemory(RandomMemory):
             if cfg.observation_preprocessor or cfg.value_preprocessor:
                 raise ValueError("Preprocessors change in update(), after the records were scored: leave them out.")
             columns = {"observations": t["observations"], "actions": t["actions"], "log_probs": t["log_prob"]}
-            columns |= {"advantages": t["returns"] - t["values"], "values": t["values"]}
-            self.records = RecordBatch.from_rollout(**columns)
-            objective = PPOClip(cfg.ratio_clip, ent_coef=cfg.entropy_loss_scale)
-            influence = attribute(ModuleView(policy, read_policy), self.records, target=Return(), objective=objective)
-            self.rows = (rule or IIF(0.25)).select(self.records, influence).keep.nonzero().flatten()
+            columns |= {"advantages": t["returns"] - t["values"], "values": t["values"], "rewards": t["rewards"]}
+            self.records, ends = RecordBatch.from_rollout(**columns), (t["terminated"], t["truncated"])
+            result = self.run.write_round(ModuleView(policy, read_policy), self.records, ends=ends)
+            self.rows = result.selection.keep.nonzero().flatten()
 
     def sample(self, names, *, mini_batches=1, **_):
         """Return minibatches of kept rows."""
         return self.sample_by_index(names, indexes=self.rows[torch.randperm(len(self.rows))], mini_batches=mini_batches)
 
 
-def main(steps=1280):
+def main(rule=None, steps=1280, path="runs/skrl"):
     """Train on CartPole-v1 and print a line."""
     envs = gym.make_vec("CartPole-v1", 4, "sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP})
     spaces = {"observation_space": envs.single_observation_space, "action_space": envs.single_action_space}
@@ -52,8 +51,11 @@ def main(steps=1280):
     cfg = {"rollouts": 128, "mini_batches": 8, "experiment": {"write_interval": 0, "checkpoint_interval": 0}}
     memory = SelectiveMemory(memory_size=128, num_envs=4)
     memory.agent = PPO(models=models, memory=memory, cfg=cfg, **spaces)
+    objective = PPOClip(memory.agent.cfg.ratio_clip, ent_coef=memory.agent.cfg.entropy_loss_scale)
+    memory.run = Run(path, rule or IIF(0.25), objective=objective, env="CartPole-v1", overwrite=True)
     settings = {"timesteps": steps, "headless": True, "disable_progressbar": True, "close_environment_at_exit": False}
     SequentialTrainer(env=wrap_env(envs, verbose=False), agents=memory.agent, cfg=settings).train()
+    memory.run.close()
     print(f"trained on {len(memory.rows)} of {len(memory)} records; {memory.tensors['terminated'].sum()} end episodes")
 
 

@@ -14,10 +14,10 @@ from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Return, attribute
+from whence import IIF, ModuleView, Outputs, PPOClip, RecordBatch, Run
 
 KEYS = {"observations": "observation", "actions": "action", "log_probs": "action_log_prob", "advantages": "advantage"}
-KEYS |= {"values": "state_value", "returns": "value_target", "episode_starts": "is_init"}
+KEYS |= {"values": "state_value", "returns": "value_target", "rewards": ("next", "reward"), "episode_starts": "is_init"}
 
 
 def read_actor(actor, inputs):
@@ -26,7 +26,7 @@ def read_actor(actor, inputs):
     return Outputs(dist.log_prob(inputs["actions"]), entropy=dist.entropy())
 
 
-def main(rule=None, rounds=8, frames=512):
+def main(rule=None, rounds=8, frames=512, path="runs/torchrl"):
     """Train on CartPole-v1, print a line and return the loss module."""
     network = TensorDictModule(MLP(in_features=4, out_features=2, num_cells=[64]), ["observation"], ["logits"])
     distribution = {"distribution_class": torch.distributions.Categorical, "return_log_prob": True}
@@ -34,6 +34,7 @@ def main(rule=None, rounds=8, frames=512):
     critic = ValueOperator(MLP(in_features=4, out_features=1, num_cells=[64]), ["observation"])
     loss_module = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=0.01, normalize_advantage=True)
     optim, gae = torch.optim.Adam(loss_module.parameters(), lr=2e-3), GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    run = Run(path, rule or IIF(0.25), objective=PPOClip(0.2, ent_coef=0.01), env="CartPole-v1", overwrite=True)
     storage, sampler = LazyTensorStorage(frames), SamplerWithoutReplacement()
     buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=64)
     env = TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True), InitTracker())
@@ -42,9 +43,8 @@ def main(rule=None, rounds=8, frames=512):
         rows = gae(rollout)
         columns = {name: rows[key].unsqueeze(1) for name, key in KEYS.items()}  # one environment
         records = RecordBatch.from_rollout(**columns)
-        objective = PPOClip(0.2, ent_coef=0.01)
-        influence = attribute(ModuleView(actor, read_actor), records, target=Return(), objective=objective)
-        keep = (rule or IIF(0.25)).select(records, influence).keep
+        ends = rows["next", "terminated"], rows["next", "truncated"]
+        keep = run.write_round(ModuleView(actor, read_actor), records, ends=ends).selection.keep
         buffer.empty()
         buffer.extend(rows[keep])
         for batch in (batch for _ in range(4) for batch in buffer):
@@ -52,8 +52,9 @@ def main(rule=None, rounds=8, frames=512):
             optim.zero_grad()
             (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
             optim.step()
-    ends = rows["next", "done"].sum()
-    print(f"trained on {keep.sum()} of the last {len(keep)} records; {ends} of them ended episodes")
+    run.close()
+    done = rows["next", "done"].sum()
+    print(f"trained on {keep.sum()} of the last {len(keep)} records; {done} of them ended episodes")
     return loss_module
 
 

@@ -34,6 +34,7 @@ from .findings import Check as Check
 from .findings import Finding as Finding
 from .findings import find as find
 from .findings import inspect as inspect
+from .loops import Run as Run
 from .rounds import RoundRecording as RoundRecording
 from .runs import RunDirectory as RunDirectory
 from .runs import open_run as open_run

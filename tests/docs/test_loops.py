@@ -1,6 +1,7 @@
 """The recipes for PPO loops of other libraries: whence reads their records, and they train on those it keeps."""
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import whence
 from helpers.examples import script
+from whence.core import preserve_rng_state
 
 LIBRARIES = {"cleanrl": "gymnasium", **{name: name for name in ("torchrl", "tianshou", "skrl", "rsl_rl")}}
 MODULES = pytest.mark.parametrize("name", LIBRARIES)
@@ -32,7 +34,7 @@ class Chosen:
     def __init__(self, keeps: Any, then: Any = None) -> None:
         self.keeps, self.then = keeps, then
 
-    def select(self, records: whence.RecordBatch, influence: Any) -> whence.Selection:
+    def select(self, records: whence.RecordBatch, influence: Any, progress: Any) -> whence.Selection:
         keep = self.keeps(torch.arange(len(records)))
         if self.then is not None:
             self.then(records, keep)
@@ -47,19 +49,32 @@ def keep_three_of_four(positions):
     return positions % 4 > 0  # 384, which rsl_rl cuts into four minibatches without a rest
 
 
+class NoRun:
+    """What a recipe does without whence: nothing is scored or written, and every row trains."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        pass
+
+    def write_round(self, policy: Any, records: whence.RecordBatch, **ends: Any) -> Any:
+        return SimpleNamespace(selection=SimpleNamespace(keep=keep_all(records.ids)))
+
+    def close(self) -> None:
+        pass
+
+
 class Recipe:
     """A recipe that runs one round, with what it hands to whence and what it trains."""
 
-    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pytest.importorskip(LIBRARIES[name])
             self.module = script(f"ppo_{name}")
-        self.name, self.patch = name, monkeypatch
+        self.name, self.patch, self.path = name, monkeypatch, path
         self.view = self.records = self.settings = self.owner = None
         self.columns: dict[str, Any] = {}
         self.at_scoring: Any = None
-        attribute, recipe = self.module.attribute, self
+        recipe = self
         make = whence.RecordBatch if name == "tianshou" else whence.RecordBatch.from_rollout
 
         def note(**columns: Any) -> whence.RecordBatch:
@@ -68,14 +83,16 @@ class Recipe:
 
         note.from_rollout = note  # type: ignore[attr-defined]
 
-        def score(view: Any, records: whence.RecordBatch, **settings: Any) -> whence.Influence:
-            self.view, self.records, self.settings = view, records, settings
-            if self.at_scoring is not None:
-                self.at_scoring()
-            return attribute(view, records, **settings)
+        class WatchedRun(whence.Run):
+            def write_round(self, policy: Any, records: whence.RecordBatch, **ends: Any) -> Any:
+                recipe.view, recipe.records = policy, records
+                recipe.settings = {"target": self.target, "objective": self.objective}
+                if recipe.at_scoring is not None:
+                    recipe.at_scoring()
+                return super().write_round(policy, records, **ends)
 
         monkeypatch.setattr(self.module, "RecordBatch", note)
-        monkeypatch.setattr(self.module, "attribute", score)
+        monkeypatch.setattr(self.module, "Run", WatchedRun)
         self.selective = {"skrl": "SelectiveMemory", "tianshou": "SelectivePPO", "rsl_rl": "SelectivePPO"}.get(name)
         if self.selective is not None:
             self.watch(getattr(self.module, self.selective))
@@ -93,13 +110,10 @@ class Recipe:
 
     def run(self, rule: Any) -> dict[str, torch.Tensor]:
         """Return the parameters after a round with the rule."""
-        if self.name == "tianshou":
-            self.patch.setattr(self.module.SelectivePPO, "rule", rule, raising=False)
-        else:
-            self.patch.setattr(self.module, "IIF", lambda share: rule)
         torch.manual_seed(0)
         np.random.seed(0)
-        trained = self.module.main(**{"steps": 128} if self.name == "skrl" else {"rounds": 1})
+        length = {"steps": 128} if self.name == "skrl" else {"rounds": 1}
+        trained = self.module.main(rule, path=self.path, **length)
         if self.name == "skrl":
             models = self.owner.agent.models
             modules = [models["policy"], models["value"]]
@@ -114,8 +128,8 @@ class Recipe:
     def train_without_whence(self) -> dict[str, torch.Tensor]:
         """Return the parameters after a round of the library's own."""
         if self.selective is None:  # the loop is the recipe's: nothing is scored, and every row trains
-            self.patch.setattr(self.module, "attribute", lambda *args, **kwargs: None)
-            return self.run(SimpleNamespace(select=lambda records, _: SimpleNamespace(keep=keep_all(records.ids))))
+            self.patch.setattr(self.module, "Run", NoRun)
+            return self.run(None)
         every = torch.ones(512, dtype=torch.bool)
         base = getattr(self.module, self.selective).__mro__[2]
         assert base.__module__.startswith(LIBRARIES[self.name])
@@ -141,8 +155,8 @@ class Recipe:
 
 
 @pytest.fixture
-def recipe(name, monkeypatch):
-    return Recipe(name, monkeypatch)
+def recipe(name, monkeypatch, tmp_path):
+    return Recipe(name, monkeypatch, tmp_path / "run")
 
 
 @MODULES
@@ -151,7 +165,8 @@ def test_with_every_record_kept_scores_are_the_loops_and_training_is_the_library
 
     def compare():
         view, records = recipe.view, recipe.records.take(slice(0, 512, 4))
-        outputs = view(view.parameters(), view.prepare(records))
+        with preserve_rng_state():  # some libraries draw an action wherever they compute a distribution
+            outputs = view(view.parameters(), view.prepare(records))
         # The columns are the policy's: it is still the one that collected them.
         torch.testing.assert_close(outputs.log_prob.detach(), records.log_probs, rtol=0, atol=1e-5)
         assert (outputs.entropy > 0).all() or recipe.name == "rsl_rl"

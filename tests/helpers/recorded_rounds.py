@@ -6,11 +6,10 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 
 from whence import KeepAll
-from whence.core import eval_mode, preserve_rng_state
+from whence.core import eval_mode, named_tensors, preserve_rng_state
 from whence.lab.rounds import check_finite, check_weights, step
 from whence.lab.rounds.replay import open_round, raise_on_divergence
 from whence.sb3 import InfluenceCallback
-from whence.sb3.models.building import named_tensors
 
 SMALL = {"n_steps": 32, "batch_size": 16, "n_epochs": 3, "learning_rate": 0.01}
 OPTIMIZERS = {

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from whence.causes.decisions import join_trees, read_log_probs
 from whence.causes.retraining import AgentTraining, Retraining
-from whence.core import Action, RecordBatch
+from whence.core import Action, RecordBatch, named_tensors
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
 from whence.sb3.episodes import digest_environment
-from whence.sb3.models import copy_tensors, load_tensors, named_tensors
+from whence.sb3.models import copy_tensors, load_tensors
 from whence.sb3.rounds import replay_rounds
 from whence.scores import raise_if_refused
 from whence.selection import read_weights

@@ -15,15 +15,23 @@ from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from torch import Tensor
 
 from whence.causes.ranking import OnRound, average_nearest, score_rounds
-from whence.core import Action, RecordBatch, Tree, WhenceError, eval_mode, suggest
+from whence.core import Action, RecordBatch, Tree, WhenceError, as_view, eval_mode, suggest
 from whence.runs import RunDirectory
-from whence.sb3 import model_objective
 from whence.sb3.episodes import explain_no_frames, open_env, render, to_env_actions, use_fresh_noise
 from whence.sb3.models import add_history, is_recurrent, zero_states
-from whence.sb3.policy import actor_critic_view
 from whence.scores import attribute, multiply_gradients
 from whence.selection import read_weights
-from whence.stored.agents import AnyEnv, LockstepEnvs, is_squashed, load_agent, load_policy, make_lockstep, read_records
+from whence.stored.agents import (
+    AnyEnv,
+    LockstepEnvs,
+    is_squashed,
+    load_agent,
+    load_policy,
+    make_lockstep,
+    read_objective,
+    read_records,
+    refuse_custom,
+)
 
 LONGEST = 10_000
 """Steps after which an episode that goes on is left."""
@@ -130,6 +138,7 @@ def play_episode(
         ReplayError: the environment or a wrapper cannot be made again, or fails.
         RunDirectoryError: the policy cannot be built again.
     """
+    refuse_custom(run, "play an episode with its policy", "Name a decision of a stored round: --record.")
     policies = run.require_rounds(name="policies")
     model = load_agent(run, policies[-1], env=env)
     is_masked = isinstance(model.policy, MaskableActorCriticPolicy)
@@ -210,12 +219,12 @@ def find_decision_causes(
         records = read_records(run, number, model, env=env)
         load_policy(run, number, model)
         if method == INFLUENCE:
-            scores = attribute(model.policy, records, target=target, objective=model_objective(model)).scores.double()
+            scores = attribute(model.policy, records, target=target, objective=read_objective(model)).scores.double()
         else:
             pairs = target.as_records(records, model.action_space)
             cosines = multiply_gradients(model.policy, records, pairs).cosines()
             # Raw advantages are above 0 for other records than those that training raised.
-            scores = average_nearest(cosines) * model_objective(model).prepare(records).advantages.double()
+            scores = average_nearest(cosines) * read_objective(model).prepare(records).advantages.double()
         return {"score": scores.numpy() * read_weights(table)}
 
     return score_rounds(run, numbers, _COLUMNS, score, on_round)
@@ -230,6 +239,6 @@ def join_trees(states: list[Tree]) -> Tree:
 
 def read_log_probs(model: Any, records: RecordBatch) -> Float[Tensor, " m"]:
     """Return the log-probabilities of records' actions under a model's policy."""
-    view = actor_critic_view(model.policy)
-    with torch.no_grad(), eval_mode(model.policy.modules()):
+    view = as_view(model.policy)
+    with torch.no_grad(), eval_mode(view.module.modules()):
         return view(view.parameters(), view.prepare(records)).log_prob

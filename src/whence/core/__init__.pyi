@@ -53,6 +53,7 @@ from .policies import Outputs as Outputs
 from .policies import Params as Params
 from .policies import PolicyView as PolicyView
 from .policies import as_view as as_view
+from .policies import named_tensors as named_tensors
 from .policies import notes_on as notes_on
 from .policies import register_placement as register_placement
 from .policies import register_view as register_view

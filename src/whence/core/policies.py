@@ -173,6 +173,15 @@ class ModuleView(PolicyView):
         return None if None in codes else (type(self), *codes)
 
 
+def named_tensors(policy: Any) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module, or of a view's, each once.
+
+    A shared features extractor stands under three names in `state_dict()`, which safetensors refuses.
+    """
+    module = policy.module if isinstance(policy, PolicyView) else policy
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def _default_inputs(records: RecordBatch) -> Tree:
     inputs = {"observations": records.observations, "actions": records.actions}
     return inputs if records.action_masks is None else inputs | {"action_masks": records.action_masks}

@@ -52,7 +52,7 @@ def _compare_longest(evidence: Evidence) -> Sight:
     Times the share of that which the observation leaves open: a game that shows its clock may end by it.
     """
     lengths, ended = evidence.columns["step"] + 1, evidence.ends == "terminated"
-    longest = int(lengths.max())
+    longest = int(evidence.last_step) + 1
     at_limit, near = (lengths == longest) & ended, (lengths >= 0.9 * longest) & (lengths < longest) & ended
     if longest < _SHORTEST or at_limit.sum() < _EPISODES:
         return Sight(0.0)
@@ -85,7 +85,7 @@ def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
     foresees rank as any step: half of them in the lower half.
     """
     steps = evidence.columns["step"]
-    ends = np.flatnonzero((evidence.ends == "terminated") & (steps < steps.max()))
+    ends = np.flatnonzero((evidence.ends == "terminated") & (steps < evidence.last_step))
     others = np.flatnonzero(evidence.has_next)[:: max(1, evidence.has_next.sum() // _OTHERS)]
     if has_few_states(evidence) or select_commonest(evidence).mean() > 0.5:
         raise CannotTellError("observations are of few states, or hardly vary")

@@ -97,6 +97,11 @@ class Evidence:
         return np.append(joins, False)
 
     @cached_property
+    def last_step(self) -> float:
+        """The largest step of an episode, from 0; 0 if no episode's beginning was seen."""
+        return float(np.nanmax(self.columns["step"], initial=0.0))
+
+    @cached_property
     def episodes(self) -> Int[np.ndarray, " n"]:
         """The number of each record's episode, from 0."""
         return np.unique(self.columns["episode_id"], return_inverse=True)[1]

@@ -98,8 +98,8 @@ def look_at_loops(evidence: Evidence) -> Sight:
     is_last = (evidence.ends != "") & evidence.is_whole[episodes]
     # A goal pays more than nearly any step, before the time is over.
     pays = rewards > np.quantile(inner, 0.995)
-    reached = is_last & (evidence.ends != "truncated") & (steps < steps.max()) & pays
-    runs_on = is_last & ~reached & (steps >= 0.9 * steps.max())
+    reached = is_last & (evidence.ends != "truncated") & (steps < evidence.last_step) & pays
+    runs_on = is_last & ~reached & (steps >= 0.9 * evidence.last_step)
     if min(reached.sum(), runs_on.sum()) < _LEAST_ROUNDS:
         raise CannotTellError("not enough episodes both reach an end that pays and run to the limit")
     totals = np.bincount(episodes, rewards)

@@ -24,7 +24,7 @@ from whence.llm.text import (
     list_chats,
     list_vocabulary,
 )
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, digest_content, time_stage
+from whence.runs import RunDirectory, RunRecorder, digest_content, find_last_round, time_stage
 from whence.scores import Influence
 from whence.selection import ScoreAll, add_selection, summarise_selection
 
@@ -213,7 +213,7 @@ def score_rollouts(
         raise WhenceError(f"{path} holds no rollouts that can be scored: {_list_skipped(skipped)}.")
     recorder = RunRecorder(run)
     versions = library_versions(("whence", "torch", "transformers"))
-    checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=_find_last_round)
+    checkpoint = recorder.begin(description, versions=versions, overwrite=overwrite, find=find_last_round)
     if checkpoint is not None:
         recorder.continue_after(checkpoint)
     recorder.plan_vocabulary(lambda: list_vocabulary(tokenizer))
@@ -247,11 +247,6 @@ def _digest_files(path: Path) -> dict[str, str | None]:
     """Return a digest of each file of rollouts; those of further steps may follow."""
     files = list_files(path, Counter())
     return {file.relative_to(path if path.is_dir() else path.parent).as_posix(): digest_content(file) for file in files}
-
-
-def _find_last_round(run: Path) -> Checkpoint:
-    """Return where scoring stopped: after the last round that has its rows. It needs nothing else to continue."""
-    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
 def _encode_steps(

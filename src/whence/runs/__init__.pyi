@@ -17,6 +17,7 @@ from .config_file import sign as sign
 from .directory import POLICIES_EVERY as POLICIES_EVERY
 from .directory import RunDirectory as RunDirectory
 from .directory import open_run as open_run
+from .episode_counter import EpisodeCounter as EpisodeCounter
 from .files import CHANGED as CHANGED
 from .files import Damaged as Damaged
 from .files import Table as Table
@@ -34,4 +35,5 @@ from .locks import lock_directory as lock_directory
 from .recorder import RunRecorder as RunRecorder
 from .recorder import Seconds as Seconds
 from .recorder import Stopwatch as Stopwatch
+from .recorder import find_last_round as find_last_round
 from .recorder import time_stage as time_stage

@@ -1,7 +1,8 @@
 """The recorder of a training's run directory, for agents and language models alike, and its stopwatch.
 
-Three trainings write runs: `InfluenceCallback`, `PPOTrainer`, and the trainers of TRL; `score_rollouts` writes one
-without training. Each hands its tables, tensors and numbers to a `RunRecorder`, and keeps nothing of a run itself.
+Three trainings write runs: `InfluenceCallback`, `PPOTrainer`, and the trainers of TRL. `Run` writes the learner's side
+of any loop, and `score_rollouts` a run without training. Each hands its tables, tensors and numbers to a
+`RunRecorder`, and keeps nothing of a run itself.
 
 1. `begin(config, versions=...)` opens the directory and locks it. Whether the training continues a run, starts anew or
    is refused is decided in `RunDirectory.find_start` and nowhere else. What only a trainer knows goes there as
@@ -83,6 +84,11 @@ def _sum_by_clock(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float
 def flatten_seconds(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return seconds by stage and clock as one row, with names such as `scoring_cpu`."""
     return {f"{stage}_{clock}": value for stage, clocks in seconds.items() for clock, value in clocks.items()}
+
+
+def find_last_round(run: Path) -> Checkpoint:
+    """Return where writing stopped that needs no state to continue: after the last round that has its row."""
+    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
 
 
 class RunRecorder:

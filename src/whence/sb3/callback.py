@@ -19,6 +19,7 @@ from whence.core import (
     as_objective,
     call_plugin,
     describe_scoring,
+    named_tensors,
     suggest,
 )
 from whence.engines import check_engine, check_memory
@@ -26,16 +27,13 @@ from whence.rounds import RoundRecording
 from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
 from whence.sb3.checkpointing import count_learns, is_other, open_run, read_training, restore_training
 from whence.sb3.episodes import ResetTracker, check_factory
-from whence.sb3.models import Names, check_model, check_names, named_tensors, read_names
+from whence.sb3.models import Names, check_model, check_names, read_names
 from whence.sb3.policy import warn_of_log_probs
 from whence.sb3.recorded_envs import RecordedVecEnv
 from whence.sb3.recorded_models import end_round_if_due, record_model, stop_recording, warn_of_no_scores
 from whence.sb3.round_result import (
     Choice,
     RoundResult,
-    can_train,
-    check_selection,
-    estimate_errors,
     measure_choice,
     read_settings,
     read_train_metrics,
@@ -60,14 +58,16 @@ from whence.sb3.rounds import (
     watch_training,
     wrap_next,
 )
-from whence.scores import FOLDS, Influence, attribute, check_folds, name_round
+from whence.scores import FOLDS, Influence, attribute, check_folds, estimate_errors, name_round
 from whence.selection import (
     Progress,
     ScoreAll,
     Selection,
     SelectionRule,
     add_selection,
+    can_train,
     check_rule,
+    check_selection,
     choose_target,
     score_for,
 )
@@ -374,10 +374,11 @@ class InfluenceCallback(BaseCallback):
             choice = self._choose_if_scored(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
         with time_stage(seconds, "errors"):  # no part of the selection, so no part of its time
-            if self._recorder is not None and self.folds is not None:
-                settings: Any = {"objective": self.objective, "engine": self.engine, "memory": self.memory}
-                scores = choice.influence, records, self.target, self.folds
-                choice = replace(choice, influence=estimate_errors(self.model, *scores, self._logged, **settings))
+            if self._recorder is not None:
+                objective = self.objective or model_objective(self.model)
+                settings: Any = {"objective": objective, "engine": self.engine, "memory": self.memory}
+                scores = choice.influence, records, self.target, self.folds, self._logged
+                choice = replace(choice, influence=estimate_errors(self.model.policy, *scores, **settings))
         self._rounds_done += 1
         self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
         self.skipped_rounds += not can_train(choice.selection)

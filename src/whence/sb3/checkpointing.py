@@ -13,7 +13,7 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
-from whence.core import RunDirectoryError, WhenceError, load_rng_state, read_rng_state
+from whence.core import RunDirectoryError, WhenceError, load_rng_state, named_tensors, read_rng_state
 from whence.runs import Checkpoint, RunRecorder
 from whence.sb3.episodes import (
     ResetTracker,
@@ -24,7 +24,7 @@ from whence.sb3.episodes import (
     restore_environments,
     restore_vec_wrappers,
 )
-from whence.sb3.models import describe_model, load_tensors, named_tensors, read_versions
+from whence.sb3.models import describe_model, load_tensors, read_versions
 from whence.sb3.rounds import begin_episodes
 from whence.selection import SelectionRule
 

@@ -1,7 +1,6 @@
 """The recorder of any loop: what environments return, step by step, becomes the rounds of a run directory."""
 
 import atexit
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +11,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from whence.core import WhenceError, add_observations, describe, make_series, named_leaves
-from whence.runs import Checkpoint, RunDirectory, RunRecorder
+from whence.runs import Checkpoint, EpisodeCounter, RunRecorder, find_last_round
 from whence.sb3.episodes import InfoNumbers, digest_observation, digest_rows
 from whence.sb3.models import describe_space, read_versions
 
 _STORED = 4096
 """Bytes of an observation that a table holds at most, see `add_observations`; of larger ones it holds digests."""
-
-_EPISODES = 100
-"""Last episodes that a round's mean return is of, as in Stable-Baselines3."""
 
 _ENDS = pl.Series(["terminated", "truncated", None], dtype=pl.String)
 
@@ -79,14 +75,11 @@ class Recording:
             {"algorithm": None, "policy": None, "n_envs": self._count, **described, **config},
             versions=read_versions(),
             overwrite=overwrite,
-            find=_find_last_round,
+            find=find_last_round,
         )
-        self._rounds, self._records, self._episodes = 0, 0, 0
+        self._rounds, self._records, self._episodes = 0, 0, EpisodeCounter()
         if checkpoint is not None and checkpoint.round:
             self._continue_after(checkpoint)
-        # Of each environment: its episode, -1 where its beginning was not seen, its steps so far and their rewards.
-        self._ids, self._steps = np.full(self._count, -1), np.zeros(self._count, int)
-        self._sums, self._returns = np.zeros(self._count), deque[float](maxlen=_EPISODES)
         self._done, self._waits = np.zeros((2, self._count), bool)
         self._states: list[list[str | None]] = [[] for _ in range(self._count)]
         self._seen: Any = None
@@ -105,7 +98,8 @@ class Recording:
         self._recorder.continue_after(checkpoint, ["the loop began anew, and with it whatever it trains"])
         self._rounds, directory = checkpoint.round, self._recorder.directory
         last = directory.round("records", checkpoint.round)
-        self._records, self._episodes = (int(last[name].max() or 0) + 1 for name in ("record_id", "episode_id"))  # type: ignore[arg-type]
+        self._records, episode = (int(last[name].max() or 0) + 1 for name in ("record_id", "episode_id"))  # type: ignore[arg-type]
+        self._episodes = EpisodeCounter(episode)
 
     def start(self, observation: Any, states: States, reset: NDArray[np.bool_] | None = None) -> None:
         """Begin episodes.
@@ -196,7 +190,7 @@ class Recording:
         self._recorder.write_round(self._rounds, records, tables={"episodes": episodes})
         row = {
             **{"round": self._rounds, "timestep": self._records, "records": len(records), "kept": len(records)},
-            "episode_return": float(np.mean(self._returns)) if self._returns else None,
+            "episode_return": self._episodes.mean_return,
             **{name: float(number) for name, number in (metrics or {}).items()},
         }
         self._recorder.directory.append("metrics", row)
@@ -217,7 +211,7 @@ class Recording:
         order = np.arange(acts.size).reshape(shape).T[acts.T]
         env, begins, rewards = order % self._count, begins.ravel()[order], rewards.ravel()[order].astype(np.float32)
         kinds = np.where(terminated, 0, np.where(truncated, 1, 2)).ravel()[order]
-        episode, step = self._number(env, begins, kinds < 2, rewards)
+        episode, step = self._episodes.number(env, begins, kinds < 2, rewards)
         columns = {
             "record_id": self._records + np.arange(len(order)),
             **{"env_index": env, "episode_id": _null(episode), "step": _null(step)},
@@ -258,25 +252,6 @@ class Recording:
         self._done, self._waits = done[-1], waits[-1]
         return begins, ~(waits | absent)
 
-    def _number(
-        self, env: NDArray[np.int64], begins: NDArray[np.bool_], done: NDArray[np.bool_], rewards: NDArray[Any]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each record's episode, and its step there; -1 where its beginning was not seen."""
-        place, first = np.arange(len(env)), np.searchsorted(env, env)
-        begun = np.cumsum(begins)
-        latest = np.maximum.accumulate(np.where(begins, place, -1))
-        is_new = latest >= first
-        episode = np.where(is_new, self._episodes + begun - 1, self._ids[env])
-        step = np.where(is_new, place - latest, np.where(episode < 0, -1, self._steps[env] + place - first))
-        sums = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
-        returns = sums[1:] - sums[np.where(is_new, latest, first)] + np.where(is_new, 0.0, self._sums[env])
-        self._returns.extend(returns[done & (step >= 0)].tolist())
-        last = np.flatnonzero(np.append(env[1:] != env[:-1], True)) if len(env) else place
-        for values, now in ((self._ids, episode), (self._steps, step + 1), (self._sums, returns)):
-            values[env[last]] = now[last]
-        self._episodes += int(begins.sum())
-        return episode, step
-
 
 def _null(numbers: NDArray[np.int64]) -> Any:
     """Return a column that is null where a number is below 0."""
@@ -297,8 +272,3 @@ def _take(observation: Any, env: int) -> Any:
     if isinstance(observation, Mapping):
         return {name: _take(part, env) for name, part in observation.items()}
     return observation[env]
-
-
-def _find_last_round(run: Path) -> Checkpoint:
-    """Return where recording stopped: after the last round that has its row."""
-    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)

@@ -12,33 +12,15 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
-from whence.core import Objective, RecordBatch, Target, WhenceError, target_name
-from whence.engines import ENGINES
+from whence.core import named_tensors
 from whence.runs import RunRecorder
 from whence.sb3.episodes import MOST_INFOS, ResetTracker
-from whence.sb3.models import named_tensors
-from whence.sb3.rounds import EnvironmentSteps, model_objective, note_rewards, wrap_next
-from whence.scores import Influence, NoMean, add_errors, usable_folds
-from whence.selection import Selection, summarise_selection
+from whence.sb3.rounds import EnvironmentSteps, note_rewards, wrap_next
+from whence.scores import Influence
+from whence.selection import RoundResult as RoundResult
+from whence.selection import Selection, can_train, summarise_selection
 
 log = logging.getLogger("whence")
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """What happened in one round; `InfluenceCallback.round` holds the last one's.
-
-    Attributes:
-        number: the round's number, from 1.
-        records: the rollout.
-        influence: the rollout's scores; None if nothing was scored.
-        selection: the records that trained.
-    """
-
-    number: int
-    records: RecordBatch
-    influence: Influence | None
-    selection: Selection
 
 
 @dataclass(frozen=True)
@@ -62,29 +44,6 @@ class Choice:
     influence: Influence | None
     selection: Selection
     metrics: Mapping[str, float | bool | None] = field(default_factory=dict)
-
-
-def check_selection(selection: object, records: RecordBatch, source: str, *, strict: bool = False) -> None:
-    """Refuse what is no selection with one entry per record, or, if strict, one that keeps fewer than two.
-
-    `source` names the call that returned it.
-    """
-    if not isinstance(selection, Selection) or len(selection.keep) != len(records):
-        received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
-        raise WhenceError(
-            f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
-            "whence.Selection with one entry per record."
-        )
-    if strict and not can_train(selection):
-        raise WhenceError(
-            f"{source} keeps {int(selection.keep.sum())} of {len(records)} records, and training needs two. Drop less, "
-            "or pass strict=False to skip such rounds."
-        )
-
-
-def can_train(selection: Selection) -> bool:
-    """Return whether a selection keeps two records, which advantages are normalised over; or all, if there is one."""
-    return int(selection.keep.sum()) >= min(2, len(selection.keep))
 
 
 _LOGGED = ("dropped_share", "negative_share", "mean")
@@ -116,37 +75,6 @@ def read_train_metrics(logger: Logger) -> dict[str, float]:
             with suppress(TypeError, ValueError):
                 numbers[name] = float(value)
     return numbers
-
-
-def estimate_errors(
-    model: Any,
-    influence: Influence | None,
-    records: RecordBatch,
-    target: Target,
-    folds: int,
-    logged: set[str],
-    *,
-    objective: Objective | None,
-    engine: str,
-    memory: int | None,
-) -> Influence | None:
-    """Return snapshot scores of a rollout with errors over folds of its episodes; unchanged where there can be none.
-
-    A target that is no mean over records has none, which is logged once, and noted in `logged`.
-    """
-    if influence is None or influence.errors is not None or "errors" in logged:
-        return influence
-    usable = usable_folds(target, records, folds)
-    is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
-    if usable is None or not is_snapshot or len(influence) != len(records):
-        return influence
-    settings: Any = {"objective": objective or model_objective(model), "engine": engine, "memory": memory}
-    try:
-        return add_errors(influence, model.policy, records, target=target, folds=usable, **settings)
-    except NoMean as reason:
-        logged.add("errors")
-        log.warning("Scores are written without errors. %s", reason)
-        return influence
 
 
 def read_settings(model: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Scores of records: which of them raise a target, which lower it (LDA §3)."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from whence.core import (
     train_mode,
 )
 from whence.engines import (
+    ENGINES,
     Problem,
     Summed,
     add_masks,
@@ -44,6 +46,7 @@ from whence.engines import (
     subtract_own_parts,
 )
 from whence.scores.folds import (
+    NoMean,
     PartialTarget,
     balance_folds,
     check_batch_target,
@@ -51,9 +54,12 @@ from whence.scores.folds import (
     check_mean_target,
     count_folds,
     standard_errors,
+    usable_folds,
 )
 from whence.scores.influence import Influence, Provenance
 from whence.scores.nonfinite import check_scores
+
+log = logging.getLogger("whence")
 
 
 @overload
@@ -238,6 +244,34 @@ def add_errors(
     check_mean(target_name(target), influence.scores, scores, sizes)
     errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
     return replace(influence, errors=errors, by_fold=scores.T.contiguous(), folds=fold.to(torch.int16))
+
+
+def estimate_errors(
+    policy: object,
+    influence: Influence | None,
+    records: RecordBatch,
+    target: Target,
+    folds: int | None,
+    logged: set[str],
+    **settings: Any,
+) -> Influence | None:
+    """Return snapshot scores of a rollout with errors over folds of its episodes; unchanged where there can be none.
+
+    A target that is no mean over records has none, which is logged once, and noted in `logged`. The settings are the
+    `objective`, `engine` and `memory` that the records were scored with.
+    """
+    if influence is None or influence.errors is not None or folds is None or "errors" in logged:
+        return influence
+    usable = usable_folds(target, records, folds)
+    is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
+    if usable is None or not is_snapshot or len(influence) != len(records):
+        return influence
+    try:
+        return add_errors(influence, policy, records, target=target, folds=usable, **settings)
+    except NoMean as reason:
+        logged.add("errors")
+        log.warning("Scores are written without errors. %s", reason)
+        return influence
 
 
 @contextmanager

@@ -15,10 +15,13 @@ from .score_rules import read_scores as read_scores
 from .selections import DEFAULT_SHARE as DEFAULT_SHARE
 from .selections import KeepAll as KeepAll
 from .selections import Progress as Progress
+from .selections import RoundResult as RoundResult
 from .selections import ScoreAll as ScoreAll
 from .selections import Selection as Selection
 from .selections import SelectionRule as SelectionRule
 from .selections import add_selection as add_selection
+from .selections import can_train as can_train
 from .selections import check_rule as check_rule
+from .selections import check_selection as check_selection
 from .selections import read_weights as read_weights
 from .selections import summarise_selection as summarise_selection

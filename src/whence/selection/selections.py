@@ -59,6 +59,23 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class RoundResult:
+    """What happened in one round; `Run.write_round` returns it, and `InfluenceCallback.round` holds the last one's.
+
+    Attributes:
+        number: the round's number, from 1.
+        records: the rollout.
+        influence: the rollout's scores; None if nothing was scored.
+        selection: the records that train.
+    """
+
+    number: int
+    records: RecordBatch
+    influence: Influence | None
+    selection: Selection
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far training has come.
 
@@ -186,6 +203,29 @@ class CheckedRule:
 def drop_units(units: Int[Tensor, " k"], labels: Int[Tensor, " n"], reason: str) -> Selection:
     """Return the selection that drops the records with these labels."""
     return Selection.dropping(~torch.isin(labels, units), reason)
+
+
+def check_selection(selection: object, records: RecordBatch, source: str, *, strict: bool = False) -> None:
+    """Refuse what is no selection with one entry per record, or, if strict, one that keeps fewer than two.
+
+    `source` names the call that returned it.
+    """
+    if not isinstance(selection, Selection) or len(selection.keep) != len(records):
+        received = f"{len(selection.keep)} records" if isinstance(selection, Selection) else repr(selection)
+        raise WhenceError(
+            f"{source} returned a selection of {received} for a rollout of {len(records)}; it must return a "
+            "whence.Selection with one entry per record."
+        )
+    if strict and not can_train(selection):
+        raise WhenceError(
+            f"{source} keeps {int(selection.keep.sum())} of {len(records)} records, and training needs two. Drop less, "
+            "or pass strict=False to skip such rounds."
+        )
+
+
+def can_train(selection: Selection) -> bool:
+    """Return whether a selection keeps two records, which advantages are normalised over; or all, if there is one."""
+    return int(selection.keep.sum()) >= min(2, len(selection.keep))
 
 
 def add_selection(table: pl.DataFrame, selection: Selection, influence: Influence | None) -> pl.DataFrame:

@@ -13,9 +13,9 @@ from whence import stored
 from whence.cli.terminal import console, find_round, make_table, options, print_json, print_line
 from whence.core import Action, RecordBatch, Return, Target, WhenceError
 from whence.runs import RunDirectory
-from whence.sb3 import model_objective
 from whence.scores import attribute as attribute_records
 from whence.scores import is_significant, list_observations, usable_folds
+from whence.stored.agents import read_objective
 
 
 def attribute(
@@ -55,7 +55,7 @@ def attribute(
         model.policy,
         records,
         target=explained,
-        objective=model_objective(model),
+        objective=read_objective(model),
         engine=engine,
         folds=usable_folds(explained, records),
     )

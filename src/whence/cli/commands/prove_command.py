@@ -26,7 +26,7 @@ from whence.core import WhenceError, first_line
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
 from whence.scores import read_axes
-from whence.stored.agents import score_round, state_names
+from whence.stored.agents import require_training, score_round, state_names
 
 _EXAMPLE = '"action = 2 and advantage < 0"'
 
@@ -105,6 +105,7 @@ def prove(
     has_decision = any(option is not None for option in (*agents.values(), *written.values()))
     if flagged and where is not None:
         raise WhenceError("--flagged and --where both name the records to leave out; give one of them.")
+    require_training(directory)
     numbers = parse_rounds("--rounds", rounds) or directory.require_rounds()
     torch.set_num_threads(1)
     with resumable(), errors.status("reading") as status:

@@ -12,7 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, WhenceError, named_tensors
 from whence.lab import efficiency
 from whence.lab.agents.environments import digest_sources, make_evaluation_env, make_training_env
 from whence.lab.agents.run_config import RunConfig
@@ -25,7 +25,6 @@ from whence.sb3.models import (
     copy_tensors,
     describe_model,
     load_tensors,
-    named_tensors,
     read_versions,
     resolve_classes,
 )

@@ -24,6 +24,7 @@ from whence.stored.agents import (
     action_labels,
     compare_policies,
     estimate_advantages,
+    is_custom,
     read_reward_scale,
     replay_episode,
     score_round,
@@ -147,7 +148,8 @@ class ExploredRun:
     def name_command(self, command: str, options: str = "") -> str:
         """Return a command on this run, with the environment that has to be named where the run names none."""
         env = self.env if isinstance(self.env, str) else None
-        if env is None and not (self.is_language or self.env_name or self.directory.config.get("env_wrappers")):
+        is_named = self.env_name or self.directory.config.get("env_wrappers") or is_custom(self.directory)
+        if env is None and not (self.is_language or is_named):
             env = "MODULE:FUNCTION"
         words = ["whence", command, shlex.quote(str(self.directory.path)), options, f"--env {env}" if env else ""]
         return " ".join(filter(None, words))

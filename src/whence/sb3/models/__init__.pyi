@@ -4,7 +4,6 @@ from .building import MiniGridCNN as MiniGridCNN
 from .building import build_model as build_model
 from .building import copy_tensors as copy_tensors
 from .building import load_tensors as load_tensors
-from .building import named_tensors as named_tensors
 from .building import preserve_model as preserve_model
 from .building import register_policy_class as register_policy_class
 from .building import resolve_classes as resolve_classes

@@ -20,7 +20,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor, nn, optim
 
-from whence.core import RunDirectoryError, WhenceError, read_numbers, show, suggest
+from whence.core import RunDirectoryError, WhenceError, named_tensors, read_numbers, show, suggest
 from whence.runs import RunDirectory
 from whence.sb3.models.descriptions import HYPERPARAMETERS, is_schedule, make_space
 
@@ -179,14 +179,6 @@ def _find_class(argument: str, path: str) -> type:
         f"{argument} is {path!r}, which is no class of PyTorch's or Stable-Baselines3's."
         f"{suggest(name, names, otherwise='')} {_NAME_CLASS.rstrip()}"
     )
-
-
-def named_tensors(policy: Any) -> dict[str, Tensor]:
-    """Return a policy's parameters and buffers, each once.
-
-    A shared features extractor stands under three names in `state_dict()`, which safetensors refuses.
-    """
-    return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from torch import Tensor
 
-from whence.core import Objective, RecordBatch, Unsupported, WhenceError, library_versions, objectives
+from whence.core import Objective, RecordBatch, Unsupported, WhenceError, library_versions, named_tensors, objectives
 from whence.rounds import OptimizerState, RoundRecording, Update
-from whence.sb3.models.building import copy_tensors, named_tensors
+from whence.sb3.models.building import copy_tensors
 from whence.sb3.models.descriptions import is_own_schedule
 
 

@@ -11,9 +11,9 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import FloatSchedule
 from torch import Tensor
 
-from whence.core import Tree, WhenceError, as_view, eval_mode, library_versions, preserve_rng_state
+from whence.core import Tree, WhenceError, as_view, eval_mode, library_versions, named_tensors, preserve_rng_state
 from whence.rounds import RoundRecording, check_collected, check_policy
-from whence.sb3.models.building import copy_tensors, load_tensors, named_tensors, preserve_model
+from whence.sb3.models.building import copy_tensors, load_tensors, preserve_model
 from whence.sb3.rounds.recorder import training_libraries
 
 log = logging.getLogger("whence")

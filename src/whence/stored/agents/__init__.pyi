@@ -1,3 +1,6 @@
+from .custom_agents import is_custom as is_custom
+from .custom_agents import read_objective as read_objective
+from .custom_agents import refuse_custom as refuse_custom
 from .environments import action_labels as action_labels
 from .environments import box_action_labels as box_action_labels
 from .environments import check_action as check_action
@@ -26,4 +29,5 @@ from .rounds import load_trainable_rounds as load_trainable_rounds
 from .rounds import measure_returns as measure_returns
 from .rounds import read_records as read_records
 from .rounds import read_reward_scale as read_reward_scale
+from .rounds import require_training as require_training
 from .rounds import score_round as score_round

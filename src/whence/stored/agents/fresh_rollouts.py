@@ -20,6 +20,7 @@ from whence.core import ReplayError, map_tree, preserve_rng_state
 from whence.runs import RunDirectory
 from whence.sb3.episodes import StoredEpisode, open_env, read_episode, reseed, to_env_actions, use_fresh_noise
 from whence.sb3.models import is_recurrent, repeat_states, zero_states
+from whence.stored.agents.custom_agents import refuse_custom
 from whence.stored.agents.replaying import AnyEnv, LockstepEnvs, make_lockstep, replay_exactly
 from whence.stored.agents.rounds import load_agent, read_reward_scale
 
@@ -75,6 +76,7 @@ def estimate_advantages(
     run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     if continuations < 2:
         raise ReplayError(f"continuations is {continuations}; at least 2 are needed for an error.")
+    refuse_custom(run, "act with its policy", "Its stored scores and advantages need no fresh rollouts.")
     by_episode = _group_by_episode(run, number, records)
     model, scale = load_agent(run, number, env=env), read_reward_scale(run, number)
     rows: dict[int, tuple[float, ...]] = {}

@@ -18,10 +18,18 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
 
-from whence.core import InvalidRecords, RecordBatch, Return, RunDirectoryError, eval_mode, preserve_rng_state, to_numpy
+from whence.core import (
+    InvalidRecords,
+    RecordBatch,
+    Return,
+    RunDirectoryError,
+    eval_mode,
+    named_tensors,
+    preserve_rng_state,
+    to_numpy,
+)
 from whence.rounds import RoundRecording
 from whence.runs import RunDirectory
-from whence.sb3 import model_objective
 from whence.sb3.episodes import Pool
 from whence.sb3.models import (
     SPACES,
@@ -31,11 +39,11 @@ from whence.sb3.models import (
     is_recurrent,
     is_schedule,
     load_tensors,
-    named_tensors,
 )
 from whence.sb3.policy import actor_critic_view, predict
 from whence.sb3.rounds import read_optimizer, read_update
 from whence.scores import Influence, attribute, usable_folds
+from whence.stored.agents.custom_agents import build_agent, is_custom, read_objective, refuse_custom, shape_actions
 from whence.stored.agents.environments import measure_return
 from whence.stored.agents.replaying import AnyEnv, make_test_envs, observe_again
 
@@ -99,9 +107,9 @@ def read_records(
 def _read_table(run: RunDirectory, table: pl.DataFrame, model: Any, env: AnyEnv) -> RecordBatch:
     options: dict[str, Any] = {"space": model.observation_space, "gamma": model.gamma, "gae_lambda": model.gae_lambda}
     try:
-        return RecordBatch.from_polars(table, **options)
+        return shape_actions(model, RecordBatch.from_polars(table, **options))
     except InvalidRecords:
-        if any(name.split(".")[0] == "observation" for name in table.columns):
+        if is_custom(run) or any(name.split(".")[0] == "observation" for name in table.columns):
             raise
         return RecordBatch.from_polars(observe_again(run, table, env, model.observation_space), **options)
 
@@ -111,7 +119,7 @@ def score_round(run: RunDirectory, number: int, *, env: AnyEnv = None) -> Influe
     target = Return()
     model, records = load_round(run, number, env=env)
     folds = usable_folds(target, records)
-    return attribute(model.policy, records, target=target, objective=model_objective(model), folds=folds)
+    return attribute(model.policy, records, target=target, objective=read_objective(model), folds=folds)
 
 
 def load_recording(run: RunDirectory, number: int, *, env: AnyEnv = None) -> tuple[Any, RoundRecording]:
@@ -136,6 +144,10 @@ def load_agent(run: RunDirectory, number: int, *, env: AnyEnv = None, changes: M
     Raises:
         RunDirectoryError: there is no such policy, or it cannot be built again.
     """
+    if is_custom(run):
+        agent = build_agent(run)
+        load_policy(run, number, agent)
+        return agent
     has_spaces = all(run.config.get(name) for name in SPACES)
     with nullcontext() if has_spaces else closing(make_test_envs(run, env, 1, number)) as vec_env, preserve_rng_state():
         model = build_model(run, vec_env, changes=changes)
@@ -225,6 +237,7 @@ def compare_policies(run: RunDirectory | str | Path, number: int, *, env: AnyEnv
         Unsupported: the policy is no actor-critic one.
     """
     directory = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
+    refuse_custom(directory, "compare distributions of actions", "Its view gives log-probabilities alone.")
     model, records = load_round(directory, number, env=env)
     policy = model.policy
     inputs = actor_critic_view(policy).prepare(records)
@@ -274,6 +287,11 @@ def _describe(distribution: Distribution, when: str) -> dict[str, Tensor]:
     return {}
 
 
+def require_training(run: RunDirectory) -> None:
+    """Refuse a run whose rounds whence cannot train again, since their training is a loop of the user's."""
+    refuse_custom(run, "train its rounds again", "`whence why` tells what taught a decision, without the proof.")
+
+
 def load_trainable_rounds(
     run: RunDirectory, numbers: Sequence[int], *, env: AnyEnv = None
 ) -> tuple[Any, list[RoundRecording], list[int]]:
@@ -285,6 +303,7 @@ def load_trainable_rounds(
     Raises:
         RunDirectoryError: a round is not there, rounds between them are missing, or the policy cannot be built again.
     """
+    require_training(run)
     run.require_rounds(numbers)
     if missing := sorted(set(range(numbers[0], numbers[-1] + 1)) - set(numbers)):
         raise RunDirectoryError(

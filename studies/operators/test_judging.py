@@ -129,7 +129,7 @@ def test_checks_say_what_is_wrong_with_an_environment() -> None:
 
 
 def test_a_run_is_trained_judged_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "ROUNDS", 3)
+    monkeypatch.setattr(run, "ROUNDS", 5)
     monkeypatch.setattr(judging, "boost", lambda records: [])  # its library is not installed everywhere
     for operator in ("none", "rate-low"):
         cell = Cell("CartPole-v1", operator, OPERATORS[operator].sizes[0])

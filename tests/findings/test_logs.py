@@ -389,7 +389,7 @@ def test_the_command_names_what_it_does_not_read(small: Path, whence: Any) -> No
     code, out, _ = whence("findings", small)
     assert code == 0
     assert out.startswith("1. wrong: The policy hardly moves")
-    assert "Could not be looked at because logs hold no records: equal observations, " in out
+    assert "Could not be looked at because logs hold no records: numbers that are not finite, " in out
     assert re.search(r"^   Not read: .*train/value_loss", out.splitlines()[-1])
     content = json.loads(whence("findings", small, "--json")[1])
     assert "train/value_loss" in content["not_read"]

@@ -10,7 +10,9 @@ import pytest
 import torch
 from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ
 from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3, HerReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
@@ -107,6 +109,7 @@ def test_values_are_the_critics_and_returns_those_of_their_definition(tmp_path: 
     assert np.allclose(table["value"].to_numpy(), values.numpy(), atol=1e-5)
     # The first rewards of a run, by hand: r + γ ((1 − λ) v' + λ R').
     value, returns, rewards = (table[name].to_numpy().astype(float) for name in ("value", "return", "reward"))
+    rewards = model.env.normalize_reward(rewards)  # the critic is of these
     assert returns[3] == pytest.approx(rewards[3] + 0.99 * (0.05 * value[4] + 0.95 * returns[4]), rel=1e-5)
     assert add_values(model, table.drop("observation")).columns == table.drop("observation").columns
 
@@ -145,3 +148,28 @@ def test_a_second_learn_adds_rounds(tmp_path: Any) -> None:
     run = whence.open_run(tmp_path / "run")
     assert run.rounds() == [1, 2]
     assert [len(run.round("records", number)) for number in (1, 2)] == [104, 104]
+
+
+def test_an_evaluation_behind_vec_normalize_goes_on(tmp_path: Any) -> None:
+    watched = DummyVecEnv([lambda: Monitor(gym.make("Pendulum-v1"))])
+    evaluation = EvalCallback(VecNormalize(watched, training=False, norm_reward=False), eval_freq=60, verbose=0)
+    model = MODELS["SAC, normalised"][0]()
+    model.learn(150, callback=[InfluenceCallback(run=tmp_path / "run"), evaluation])
+    assert len(whence.open_run(tmp_path / "run").round("records", 1)) == 150
+
+
+def test_what_was_recorded_before_an_interruption_stays(tmp_path: Any) -> None:
+    class Stop(BaseCallback):
+        def _on_step(self) -> bool:
+            if self.num_timesteps == 80:
+                raise KeyboardInterrupt
+            return True
+
+    model = MODELS["DQN"][0]()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model.learn(200, callback=[InfluenceCallback(run=tmp_path / "run"), Stop()])
+    model.learn(100, callback=InfluenceCallback(run=tmp_path / "run"))
+    run = whence.open_run(tmp_path / "run")
+    assert [len(run.round("records", number)) for number in run.rounds()] == [80, 80, 104]
+    assert not {"reset", "step_wait", "end_round"} & vars(model.env).keys()

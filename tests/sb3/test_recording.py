@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import whence
 from whence.cli.app import app
-from whence.core import RunDirectoryError, WhenceError
+from whence.core import RunDirectoryError, Unsupported, WhenceError
 from whence.sb3 import RecordResets
 from whence.sb3.recorded_envs import RecordedAgents
 
@@ -391,3 +391,101 @@ def test_bad_arguments_are_refused_at_the_door(tmp_path: Any, env: Any, options:
     with pytest.raises(WhenceError, match=message):
         whence.record(env, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+class Told(gym.ObservationWrapper[Any, Any, Any]):
+    """A walk with a text of what to do, as MiniGrid's."""
+
+    observation_space = gym.spaces.Dict(mission=gym.spaces.Text(8), walk=Walk.observation_space)
+
+    def observation(self, observation: Any) -> Any:
+        return {"mission": "go", "walk": observation}
+
+
+def make_told() -> gym.Env[Any, Any]:
+    return Told(make_walk())
+
+
+def test_texts_are_left_out_and_episodes_are_played_again_all_the_same(tmp_path: Any, caplog: Any) -> None:
+    env = whence.record(make_told(), tmp_path / "run", round=128)
+    env.reset(seed=1)
+    for _ in range(200):
+        if any(env.step(1)[2:4]):
+            env.reset()
+    env.close()
+    assert "mission cannot be stored" in caplog.text
+    run, table = read(tmp_path / "run")
+    assert [name for name in table.columns if name.startswith("observation.")] == ["observation.walk"]
+    assert whence.replay_episode(run, 2, env=make_told).mismatch is None
+    assert whence.inspect(run)
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions"),
+    [
+        (gym.spaces.Tuple([Walk.observation_space]), Walk.action_space),
+        (gym.spaces.Dict(a=gym.spaces.Text(3)), Walk.action_space),
+        (Walk.observation_space, gym.spaces.Dict(a=Walk.action_space)),
+        (Walk.observation_space, gym.spaces.Text(3)),
+    ],
+)
+def test_spaces_that_no_run_holds_are_refused_at_the_door(tmp_path: Any, observations: Any, actions: Any) -> None:
+    env = Walk()
+    env.observation_space, env.action_space = observations, actions
+    with pytest.raises(Unsupported, match="cannot hold"):
+        whence.record(env, tmp_path / "run")
+
+
+def test_a_second_recording_of_a_directory_ends_the_first(tmp_path: Any, caplog: Any) -> None:
+    envs = []
+    for _ in range(2):
+        envs.append(whence.record(make_walk(), tmp_path / "run"))
+        envs[-1].reset(seed=0)
+        for _ in range(8):
+            envs[-1].step(0)
+    assert "recorded anew" in caplog.text
+    envs[0].step(0)
+    for env in envs:
+        env.close()
+        env.close()
+    run = whence.open_run(tmp_path / "run")
+    assert [len(run.round("records", number)) for number in run.rounds()] == [8, 8]
+
+
+def test_actions_are_those_that_were_sent(tmp_path: Any) -> None:
+    class Doubling(gym.ActionWrapper[Any, Any, Any]):
+        def action(self, action: Any) -> Any:
+            action *= 0
+            return int(action[0])
+
+    env = whence.record(Doubling(make_walk()), tmp_path / "run")
+    env.reset(seed=0)
+    env.step(np.array([1]))
+    env.close()
+    assert read(tmp_path / "run")[1]["action"].to_list() == [1]
+
+
+def test_numbers_of_a_round_keep_what_whence_counts(tmp_path: Any) -> None:
+    env: Any = whence.record(make_walk(), tmp_path / "run", round=None)
+    env.reset(seed=0)
+    env.step(1)
+    env.end_round({"round": 9, "loss": None, "kl": np.float32(0.5)})
+    env.close()
+    assert whence.open_run(tmp_path / "run").table("metrics").drop("episode_return").rows() == [(1, 0.5, 1, 1, 1)]
+
+
+def test_a_number_that_is_not_finite_is_found_and_spoils_no_figure(tmp_path: Any) -> None:
+    class Broken(gym.RewardWrapper[Any, Any]):
+        def reward(self, reward: Any) -> Any:
+            return np.nan if reward > 0.9 else reward
+
+    env = whence.record(Broken(make_walk()), tmp_path / "run")
+    play_on = np.random.default_rng(0)
+    env.reset(seed=0)
+    for _ in range(900):
+        if any(env.step(int(play_on.integers(2)))[2:4]):
+            env.reset()
+    env.close()
+    findings = whence.find(tmp_path / "run")
+    assert "Numbers are not finite: the reward in" in findings[0].title
+    assert "nan" not in " ".join(finding.title + finding.evidence for finding in findings)

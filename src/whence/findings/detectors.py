@@ -37,6 +37,7 @@ HALVED = 0.7
 """Least statistic of detectors that count in natural logarithms of squared misses: another reading halves them."""
 
 DETECTORS: Mapping[str, Detector] = {
+    "numbers that are not finite": Detector(observations.look_at_nonfinite, 0.0, is_fact=True),
     "equal observations": Detector(observations.look_at_equal_observations, TENFOLD),
     "lost observations": Detector(observations.look_at_lost_observations, DOUBLE),
     "late observations": Detector(observations.look_at_late_observations, DOUBLE),

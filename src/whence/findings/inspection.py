@@ -37,7 +37,8 @@ def measure(evidence: Evidence) -> dict[str, Sight]:
 def measure_one(look: Look, evidence: Evidence) -> Sight:
     """Return what a detector sees, or why it cannot look."""
     try:
-        return look(evidence)
+        sight = look(evidence)
+        return sight if np.isfinite(sight.statistic) else Sight(0.0, reason="some numbers are not finite")
     except CannotTellError as error:
         return Sight(0.0, reason=str(error))
     except np.linalg.LinAlgError:

@@ -37,6 +37,23 @@ _TAIL = 0.0025
 """The share on either side that a few outlying values may have: not of the range of the rest."""
 
 
+def look_at_nonfinite(evidence: Evidence) -> Sight:
+    """Count the records with a reward or an observation that is NaN or infinite: in decades, from 1 record on 1."""
+    mask, names = ~np.isfinite(evidence.columns["reward"]), ["the reward"]
+    names = names if mask.any() else []
+    for name, block in evidence.blocks.items():
+        if block.dtype.kind == "f" and (bad := ~np.isfinite(block).all(axis=1)).any():
+            mask, names = mask | bad, [*names, name]
+    return Sight(
+        float(np.log10(10 * mask.sum())) if mask.any() else 0.0,
+        "observation" if names[:1] != ["the reward"] else "reward",
+        f"Numbers are not finite: {', '.join(names[:4])} in {mask.sum():,} of {len(mask):,} records",
+        "They are NaN or infinite.",
+        "Find where they arise: a division by 0, an overflow, a sensor without a value. One of them spoils a gradient.",
+        mask,
+    )
+
+
 def look_at_equal_observations(evidence: Evidence) -> Sight:
     """Measure the share of the commonest observation of each environment: in nines."""
     is_commonest = select_commonest(evidence)

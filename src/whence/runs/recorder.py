@@ -88,7 +88,8 @@ def flatten_seconds(seconds: Mapping[str, Mapping[str, float]]) -> dict[str, flo
 
 def find_last_round(run: Path) -> Checkpoint:
     """Return where writing stopped that needs no state to continue: after the last round that has its row."""
-    return Checkpoint(RunDirectory.open(run).table("metrics").height, {}, run)
+    rounds = RunDirectory.open(run).table("metrics")
+    return Checkpoint(int(rounds["round"].max() or 0) if len(rounds) else 0, {}, run)  # type: ignore[arg-type]
 
 
 class RunRecorder:

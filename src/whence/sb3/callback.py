@@ -29,7 +29,7 @@ from whence.sb3.checkpointing import count_learns, is_other, open_run, read_trai
 from whence.sb3.episodes import ResetTracker, check_factory
 from whence.sb3.models import Names, check_model, check_names, read_names
 from whence.sb3.policy import warn_of_log_probs
-from whence.sb3.recorded_envs import RecordedVecEnv
+from whence.sb3.recorded_envs import WatchedVecEnv
 from whence.sb3.recorded_models import end_round_if_due, record_model, stop_recording, warn_of_no_scores
 from whence.sb3.round_result import (
     Choice,
@@ -163,7 +163,7 @@ class InfluenceCallback(BaseCallback):
         self.optimisation_clock = Stopwatch()
         self._recorder, self._overwrite = None if run is None else RunRecorder(run, save_every=save_every), overwrite
         self._checkpoint: Checkpoint | None = None
-        self._recorded: RecordedVecEnv | None = None
+        self._recorded: WatchedVecEnv | None = None
         self._start_model()
 
     def _start_model(self) -> None:
@@ -262,8 +262,7 @@ class InfluenceCallback(BaseCallback):
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
         check_callers(self)
-        if self._recorded is not None:  # by a learn() that was interrupted
-            stop_recording(self.model, self._recorded)
+        self._recorded = None  # of a learn() that was interrupted, another recording takes its place
         try:
             self.check_model()
         except Unsupported as refusal:
@@ -415,6 +414,7 @@ class InfluenceCallback(BaseCallback):
     def _on_training_end(self) -> None:
         if self._recorded is not None:
             stop_recording(self.model, self._recorded)
+            self._recorded = None
             return
         cancel_hook(self.model)
         if self._recorder is not None:

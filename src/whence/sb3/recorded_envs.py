@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
 from whence.core import WhenceError, describe
@@ -24,7 +24,7 @@ from whence.sb3.episodes import (
     select_settings,
 )
 from whence.sb3.models import Names, check_names, read_spec
-from whence.sb3.recording import Recording, States
+from whence.sb3.recording import Recording, States, copy_value
 
 E = TypeVar("E")
 
@@ -40,10 +40,11 @@ def record(
 ) -> E:
     """Record an environment, or several, while any loop trains in them; the training stays the same to the bit.
 
-    What is returned is used in place of the environment. It writes observations, actions, rewards, ends, numbers in
-    infos, and what is needed to play episodes again. Every so many steps a round is written; `env.end_round(metrics)`
-    ends one earlier, with numbers of the loop, and `env.close()` writes the rest. `whence findings`, `view` and `show`
-    work on the run. If the directory holds a run of the same environments, rounds are added to it.
+    What is returned is used in place of the environment; of a `VecEnv` it is the environment itself. It writes
+    observations, actions, rewards, ends, numbers in infos, and what is needed to play episodes again. Every so many
+    steps a round is written; `env.end_round(metrics)` ends one earlier, with numbers of the loop, and `env.close()`
+    writes the rest. `whence findings`, `view` and `show` work on the run. If the directory holds a run of the same
+    environments, rounds are added to it.
 
     Images and other large observations are stored as digests, and seen again by playing their episodes again. Episodes
     in other processes can be played again if each environment is wrapped in `whence.sb3.RecordResets` there.
@@ -75,12 +76,11 @@ def record(
     if isinstance(env, VectorEnv):
         return _record_vector(env, run, settings, options)  # type: ignore[return-value]
     if isinstance(env, VecEnv):
-        config = {
-            **describe_env(read_spec(env), describe_environments(env)),
-            **settings,
-        }
+        config = {**describe_env(read_spec(env), describe_environments(env)), **settings}
         spaces = env.observation_space, env.action_space
-        return RecordedVecEnv(env, Recording(run, config, spaces=spaces, count=env.num_envs, **options))  # type: ignore[return-value]
+        watched = WatchedVecEnv(env, Recording(run, config, spaces=spaces, count=env.num_envs, **options))
+        vars(env)["end_round"] = watched.recording.end_round
+        return env
     if isinstance(env, gym.Env):
         config = {**describe_env(env.spec, [describe_parts(env)]), **settings}
         spaces = env.observation_space, env.action_space
@@ -123,8 +123,9 @@ class RecordedEnv(AddedRecordResets):
         """Step, and record it."""
         if self.notes_steps:
             vars(self)["last_action"] = action
+        taken = copy_value(action)  # an environment may change it
         observation, reward, terminated, truncated, info = self.env.step(action)
-        self.recording.add(action, reward, (terminated, truncated), observation, (info,))
+        self.recording.add(taken, reward, (terminated, truncated), observation, (info,))
         return observation, reward, terminated, truncated, info
 
     def end_round(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -173,10 +174,11 @@ class RecordedVectorEnv(VectorWrapper):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step, and record it."""
+        taken = copy_value(actions)  # environments may change it
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         infos, states = _take_states(infos)
         each = _split(infos, self.num_envs) if infos else ()
-        self.recording.add(actions, rewards, (terminated, truncated), observations, each, states)
+        self.recording.add(taken, rewards, (terminated, truncated), observations, each, states)
         return observations, rewards, terminated, truncated, infos
 
     def end_round(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -212,42 +214,44 @@ def _split(infos: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return split
 
 
-class RecordedVecEnv(VecEnvWrapper):
-    """A `VecEnv` of Stable-Baselines3's whose steps are recorded; see `record`."""
+class WatchedVecEnv:
+    """A `VecEnv` of Stable-Baselines3's whose steps are recorded, by methods in the place of its own.
+
+    No wrapper is added, since SB3 compares those of environments for training with those for evaluation.
+    """
 
     def __init__(self, env: VecEnv, recording: Recording) -> None:
-        super().__init__(env)
-        self.recording, self._own = recording, list[Any]()
+        if (watching := getattr(vars(env).get("step_wait"), "__self__", None)) and isinstance(watching, WatchedVecEnv):
+            watching.stop()
+        self.env, self.recording, self._own = env, recording, list[Any]()
+        self._calls = {name: getattr(env, name) for name in _WATCHED}
+        self._attributes = {name: vars(env)[name] for name in _WATCHED if name in vars(env)}
+        vars(env).update({name: getattr(self, name) for name in _WATCHED})
         if isinstance(base := env.unwrapped, DummyVecEnv):
             self._own = [*base.envs]
             base.envs[:] = [each if _notes_resets(each) else AddedRecordResets(each, steps=False) for each in base.envs]
 
     def reset(self) -> VecEnvObs:
         """Reset all, and begin their episodes."""
-        observations = self.venv.reset()
-        self.recording.start(observations, self._read_states(range(self.num_envs)))
+        observations: VecEnvObs = self._calls["reset"]()
+        self.recording.start(observations, self._read_states(range(self.env.num_envs)))
         return observations
 
     def begin(self, observations: Any) -> None:
         """Begin episodes in environments that were reset before; None: what they show is not known."""
         if observations is not None:
-            states = self._read_states(range(self.num_envs))
+            states = self._read_states(range(self.env.num_envs))
             first = {env: states[env] or read_seed(each) for env, each in enumerate(self._own)}
             self.recording.start(observations, {**states, **first})
 
-    def release(self) -> None:
-        """Give the environments back as they were."""
-        if self._own:
-            self.venv.unwrapped.envs[:] = self._own  # type: ignore[attr-defined]
-
     def step_async(self, actions: Any) -> None:
         """Step the environments with these actions."""
-        self._actions = np.array(actions)
-        self.venv.step_async(actions)
+        self._actions = copy_value(actions)
+        self._calls["step_async"](actions)
 
     def step_wait(self) -> VecEnvStepReturn:
         """Wait for the step, and record it."""
-        observations, rewards, dones, infos = self.venv.step_wait()
+        observations, rewards, dones, infos = self._calls["step_wait"]()
         truncated = np.zeros_like(dones)
         ended = np.flatnonzero(dones)
         for env in ended:
@@ -257,17 +261,27 @@ class RecordedVecEnv(VecEnvWrapper):
         return observations, rewards, dones, infos
 
     def _read_states(self, envs: Iterable[Any]) -> States:
-        infos = getattr(self.venv.unwrapped, "reset_infos", [{}] * self.num_envs)
+        infos = getattr(self.env.unwrapped, "reset_infos", [{}] * self.env.num_envs)
         return {int(env): infos[env].get(STATE) for env in envs}
-
-    def end_round(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write the steps since the last round as a round, with further metrics; see `Recording.end_round`."""
-        self.recording.end_round(metrics)
 
     def close(self) -> None:
         """Write what is left, and close the environments."""
+        self.stop()
+        self.env.close()
+
+    def stop(self) -> None:
+        """Write what is left, and give the environments back as they were."""
         self.recording.close()
-        self.venv.close()
+        for name in _WATCHED:
+            del vars(self.env)[name]
+        vars(self.env).update(self._attributes)
+        vars(self.env).pop("end_round", None)
+        if self._own:
+            self.env.unwrapped.envs[:] = self._own  # type: ignore[attr-defined]
+
+
+_WATCHED = "reset", "step_async", "step_wait", "close"
+"""The methods of a `VecEnv` that stand in for its own while it is recorded."""
 
 
 def _record_agents(env: Any, run: str | Path, settings: dict[str, Any], options: dict[str, Any]) -> "RecordedAgents":
@@ -311,14 +325,15 @@ class RecordedAgents:
 
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, Any, Any, Any, Any]:
         """Step, and record it for the agents that act."""
+        taken = {agent: actions[agent] for agent in self.env.agents if agent in actions}
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         self.recording.add(
-            np.stack(self._fill(actions, self._action)),
-            np.array(self._fill(rewards, 0.0)),
+            np.stack(self._fill(taken, self._action)),
+            np.array([float(np.asarray(reward).item()) for reward in self._fill(rewards, 0.0)]),
             (np.array(self._fill(terminated, False)), np.array(self._fill(truncated, False))),
             np.stack(self._fill(observations, self._observation)),
             self._fill(infos, {}),
-            absent=np.array([agent not in actions for agent in self._agents]),
+            absent=np.array([agent not in taken for agent in self._agents]),
         )
         return observations, rewards, terminated, truncated, infos
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNorm
 from whence.core import eval_mode, preserve_rng_state, read_observations, to_numpy
 from whence.sb3.episodes import iterate_vec_wrappers
 from whence.sb3.models import describe_model, read_names
-from whence.sb3.recorded_envs import RecordedVecEnv
+from whence.sb3.recorded_envs import WatchedVecEnv
 from whence.sb3.recording import Recording
 from whence.sb3.round_result import read_train_metrics
 
@@ -41,7 +41,7 @@ def warn_of_no_scores(model: Any, reason: str, logged: set[str]) -> None:
 
 def record_model(
     model: Any, run: Path, reason: str, *, names: Any, factory: str | None, overwrite: bool
-) -> RecordedVecEnv:
+) -> WatchedVecEnv:
     """Record the environments of a model that cannot be scored, as `learn()` begins, inside of their wrappers."""
     warn_of_no_scores(model, reason, set())
     env, base = model.env, model.env.unwrapped
@@ -49,16 +49,10 @@ def record_model(
     names = read_names(model, names or {})
     config |= {**({"names": names} if names else {}), "policy": None}
     config |= {} if factory is None else {"env": factory, "env_kwargs": {}}
-    recording = Recording(
-        *(run, config),
-        spaces=(base.observation_space, base.action_space),
-        **{"count": env.num_envs, "length": None, "overwrite": overwrite, "complete": partial(add_values, model)},
-    )
-    recorded = RecordedVecEnv(base, recording)
-    if innermost := [*iterate_vec_wrappers(env)]:
-        innermost[-1].venv = recorded
-    else:
-        model.env = recorded
+    spaces, length = (base.observation_space, base.action_space), 16 * _RECORDS  # also in a learn() without a callback
+    options: Any = {"overwrite": overwrite, "complete": partial(add_values, model)}
+    recording = Recording(run, config, spaces=spaces, count=env.num_envs, length=length, **options)
+    recorded = WatchedVecEnv(base, recording)
     recorded.begin(_read_observation(model, [*iterate_vec_wrappers(env)]))
     return recorded
 
@@ -73,23 +67,17 @@ def _read_observation(model: Any, wrappers: list[VecEnvWrapper]) -> Any:
     return None
 
 
-def end_round_if_due(model: Any, recorded: RecordedVecEnv) -> None:
+def end_round_if_due(model: Any, recorded: WatchedVecEnv) -> None:
     """End a round if enough was recorded, with what the last training logged."""
     steps = 0 if isinstance(model, OffPolicyAlgorithm) else getattr(model, "n_steps", 0)
     if recorded.recording.size >= min(_RECORDS, (steps or _RECORDS) * model.n_envs):
-        recorded.end_round(read_train_metrics(model.logger))
+        recorded.recording.end_round(read_train_metrics(model.logger))
 
 
-def stop_recording(model: Any, recorded: RecordedVecEnv) -> None:
-    """Write what is left, and give the model its own environments back."""
-    recorded.end_round(read_train_metrics(model.logger))
-    recorded.recording.close()
-    recorded.release()
-    if model.env is recorded:
-        model.env = recorded.venv
-    for wrapper in iterate_vec_wrappers(model.env):
-        if wrapper.venv is recorded:
-            wrapper.venv = recorded.venv
+def stop_recording(model: Any, recorded: WatchedVecEnv) -> None:
+    """Write what is left with what the last training logged, and give the environments back as they were."""
+    recorded.recording.end_round(read_train_metrics(model.logger))
+    recorded.stop()
 
 
 def add_values(model: Any, table: pl.DataFrame) -> pl.DataFrame:
@@ -99,7 +87,7 @@ def add_values(model: Any, table: pl.DataFrame) -> pl.DataFrame:
     stored or that wrappers stack, gets neither.
     """
     normaliser = model.get_vec_normalize_env()
-    if not all(isinstance(each, VecNormalize | RecordedVecEnv) for each in iterate_vec_wrappers(model.env)):
+    if not all(isinstance(each, VecNormalize) for each in iterate_vec_wrappers(model.env)):
         return table
     values = None
     with suppress(Exception), torch.no_grad(), eval_mode(model.policy.modules()), preserve_rng_state():
@@ -110,7 +98,10 @@ def add_values(model: Any, table: pl.DataFrame) -> pl.DataFrame:
         values = _ask_critic(model, tensors, np.asarray(table["action"].to_numpy()))
     if values is None or len(values) != len(table) or not np.isfinite(values).all():
         return table
-    returns = _compute_returns(table, values, model.gamma)
+    rewards = table["reward"].to_numpy().astype(np.float64)
+    if normaliser is not None and normaliser.norm_reward:
+        rewards = normaliser.normalize_reward(rewards)
+    returns = _compute_returns(table, rewards, values, model.gamma)
     return table.with_columns(
         pl.Series("value", values.astype(np.float32)), pl.Series("return", returns.astype(np.float32))
     )
@@ -131,12 +122,14 @@ def _ask_critic(model: Any, tensors: Any, actions: NDArray[Any]) -> NDArray[np.f
     return np.asarray(to_numpy(torch.stack(parts).min(dim=0).values), np.float64)
 
 
-def _compute_returns(table: pl.DataFrame, values: NDArray[np.float64], gamma: float) -> NDArray[np.float64]:
+def _compute_returns(
+    table: pl.DataFrame, rewards: NDArray[np.float64], values: NDArray[np.float64], gamma: float
+) -> NDArray[np.float64]:
     """Return the λ-return of each record, by the values of the actions that were taken next.
 
     Where an episode is cut, or continues in the next round, the last value stands for what would follow.
     """
-    rewards, ends = table["reward"].to_numpy(), table["end"].fill_null("").to_numpy()
+    ends = table["end"].fill_null("").to_numpy()
     episodes = table["episode_id"].fill_null(-1).to_numpy()
     returns = np.zeros(len(table))
     for at in reversed(range(len(table))):

@@ -1,6 +1,7 @@
 """The recorder of any loop: what environments return, step by step, becomes the rounds of a run directory."""
 
 import atexit
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,14 +10,27 @@ import gymnasium as gym
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from torch import Tensor
 
-from whence.core import WhenceError, add_observations, describe, make_series, named_leaves
+from whence.core import Unsupported, WhenceError, add_observations, describe, make_series, named_leaves, to_numpy
 from whence.runs import Checkpoint, EpisodeCounter, RunRecorder, find_last_round
 from whence.sb3.episodes import InfoNumbers, digest_observation, digest_rows
 from whence.sb3.models import describe_space, read_versions
 
 _STORED = 4096
 """Bytes of an observation that a table holds at most, see `add_observations`; of larger ones it holds digests."""
+
+log = logging.getLogger("whence")
+
+_OPEN = dict[Path, "Recording"]()
+"""The recordings of this process that are not closed, by their directories."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for recording in [*_OPEN.values()]:
+        recording.close()
+
 
 _ENDS = pl.Series(["terminated", "truncated", None], dtype=pl.String)
 
@@ -28,6 +42,7 @@ class _Step(NamedTuple):
     """What n environments showed, did and returned in a step; copies, and those of one environment have no axis."""
 
     observation: Any
+    digests: Sequence[int] | None
     action: Any
     reward: Any
     terminated: Any
@@ -69,8 +84,11 @@ class Recording:
         self._space, self._is_one, self._length, self._resets_late = spaces[0], count is None, length, resets_late
         self._count, self._complete = count or 1, complete
         self._recorder = RunRecorder(run)
+        self._kept = keep_known_parts(*spaces)
         names = ("observation_space", "action_space")
-        described = {name: describe(describe_space(space)) for name, space in zip(names, spaces, strict=True)}
+        kept = zip(names, (self._kept, spaces[1]), strict=True)
+        described = {name: describe(describe_space(space)) for name, space in kept}
+        self._close_earlier(Path(run).absolute())
         checkpoint = self._recorder.begin(
             {"algorithm": None, "policy": None, "n_envs": self._count, **described, **config},
             versions=read_versions(),
@@ -85,7 +103,14 @@ class Recording:
         self._seen: Any = None
         self._is_stored: bool | None = None
         self._begin_round()
-        atexit.register(self.close)
+        self._is_closed, _OPEN[self._recorder.path] = False, self
+
+    @staticmethod
+    def _close_earlier(path: Path) -> None:
+        """Write what an earlier recording of this process has for a directory, and end it."""
+        if (earlier := _OPEN.get(path)) is not None:
+            log.warning("%s is recorded anew: the steps of the environment that was recorded there end here.", path)
+            earlier.close()
 
     def _begin_round(self, reset: NDArray[np.bool_] | None = None) -> None:
         """Begin a round; `reset` are the environments that were reset since the last step."""
@@ -139,11 +164,12 @@ class Recording:
             absent: (n,) which did not take part; None: none.
         """
         seen, self._seen = self._seen, self._read(observation)
-        if seen is None:  # nobody has reset the environments since recording began
+        if seen is None or self._is_closed:  # or nobody has reset the environments since recording began
             return
         if absent is not None and absent.any():
             self._absent[len(self._rows)] = absent
-        self._rows.append(_Step(seen, _copy(action), _copy(reward), _copy(ends[0]), _copy(ends[1])))
+        taken = copy_value(action), copy_value(reward), copy_value(ends[0]), copy_value(ends[1])
+        self._rows.append(_Step(seen[0], seen[1], *taken))
         if self._infos is not None or any(infos):
             if self._infos is None:
                 self._infos = InfoNumbers()
@@ -159,15 +185,20 @@ class Recording:
         for env, state in states.items():
             self._states[env].append(state)
 
-    def _read(self, observation: Any) -> Any:
-        """Return a copy of observations; of those that a table does not hold, their digests."""
+    def _read(self, observation: Any) -> tuple[Any, Sequence[int] | None]:
+        """Return a copy of observations, None if they are too large to be stored, and digests where these are needed.
+
+        They are needed of what is not stored; else `digest_rows` makes them, a round at a time.
+        """
+        kept = _keep(observation, self._kept)
         if self._is_stored is None:
-            size = sum(np.asarray(leaf).nbytes for _, leaf in named_leaves(observation))
+            size = sum(np.asarray(leaf).nbytes for _, leaf in named_leaves(kept))
             self._is_stored = size <= _STORED * self._count
-        if self._is_stored:
-            return _copy(observation)
+        stored = copy_value(kept) if self._is_stored else None
+        if stored is not None and self._kept is self._space:
+            return stored, None
         each = [observation] if self._is_one else [_take(observation, env) for env in range(self._count)]
-        return [digest_observation(one, self._space) for one in each]
+        return stored, [digest_observation(one, self._space) for one in each]
 
     @property
     def size(self) -> int:
@@ -182,6 +213,7 @@ class Recording:
         """
         if not self._rows:
             return
+        numbers = {name: float(number) for name, number in (metrics or {}).items() if number is not None}
         records, episodes = self._make_tables()
         records = records if self._complete is None else self._complete(records)
         self._begin_round(self._starts.pop(len(self._rows), None))
@@ -189,22 +221,24 @@ class Recording:
         self._records += len(records)
         self._recorder.write_round(self._rounds, records, tables={"episodes": episodes})
         row = {
+            **numbers,
             **{"round": self._rounds, "timestep": self._records, "records": len(records), "kept": len(records)},
             "episode_return": self._episodes.mean_return,
-            **{name: float(number) for name, number in (metrics or {}).items()},
         }
         self._recorder.directory.append("metrics", row)
 
     def close(self) -> None:
-        """Write what is left as a last round, and let others write the directory."""
-        atexit.unregister(self.close)
-        self.end_round()
-        self._recorder.end()
+        """Write what is left as a last round, and let others write the directory; further steps are not recorded."""
+        if not self._is_closed:
+            self._is_closed = True
+            del _OPEN[self._recorder.path]
+            self.end_round()
+            self._recorder.end()
 
     def _make_tables(self) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Return the records since the last round, environment by environment, and the episodes that began."""
         rows, shape = self._rows, (len(self._rows), self._count)
-        seen, taken, *parts = zip(*rows, strict=True)
+        seen, noted, taken, *parts = zip(*rows, strict=True)
         actions = self._flatten(taken)
         rewards, terminated, truncated = (np.array(part).reshape(shape) for part in parts)
         begins, acts = self._mark_steps(terminated.astype(bool) | truncated.astype(bool))
@@ -223,9 +257,10 @@ class Recording:
             names = [name for name, _ in named_leaves(seen[0], "observation")]
             leaves = zip(*([leaf for _, leaf in named_leaves(each)] for each in seen), strict=True)
             observations = {name: self._flatten(each)[order] for name, each in zip(names, leaves, strict=True)}
+        if noted[0] is None:
             digests = digest_rows(observations, self._space)
         else:
-            digests = np.array(seen, np.uint64).ravel()[order].tolist()
+            digests = np.array(noted, np.uint64).ravel()[order].tolist()
         columns["observation_digest"] = pl.Series(digests, dtype=pl.UInt64)
         if self._infos is not None:  # whose rows come environment by environment
             places = env * len(rows) + order // self._count
@@ -259,13 +294,55 @@ def _null(numbers: NDArray[np.int64]) -> Any:
     return column if (numbers >= 0).all() else column.set(column < 0, None)
 
 
-def _copy(value: Any) -> Any:
+def keep_known_parts(space: gym.Space[Any], actions: gym.Space[Any]) -> gym.Space[Any]:
+    """Return the part of an observation space that a run can hold: all, or a Dict without its texts, say.
+
+    Raises:
+        Unsupported: none of it, or the actions, can be held; the message names the space.
+    """
+    for what, one in (("observations", space), ("actions", actions)):
+        if describe_space(one) is None or (one is actions and isinstance(one, gym.spaces.Dict)):
+            raise Unsupported(
+                f"A run cannot hold {what} of {one}. Record inside of a wrapper that gives arrays, such as "
+                "gymnasium.wrappers.FlattenObservation, or numbers of actions."
+            )
+    if not isinstance(space, gym.spaces.Dict):
+        return space
+    parts = {name: _keep_known(part) for name, part in space.items()}
+    if all(parts[name] is part for name, part in space.items()):
+        return space
+    if not (known := {name: part for name, part in parts.items() if part is not None}):
+        raise Unsupported(f"A run cannot hold observations of {space}: no part of it is an array of numbers.")
+    log.warning("Of the observations, %s cannot be stored, and are left out.", ", ".join(parts.keys() - known.keys()))
+    return gym.spaces.Dict(known)
+
+
+def _keep_known(space: gym.Space[Any]) -> gym.Space[Any] | None:
+    """Return a part of a Dict as it can be held; None: not at all."""
+    if not isinstance(space, gym.spaces.Dict):
+        return space if describe_space(space) else None
+    parts = {name: _keep_known(part) for name, part in space.items()}
+    if all(parts[name] is part for name, part in space.items()) and parts:
+        return space
+    known = {name: part for name, part in parts.items() if part is not None}
+    return gym.spaces.Dict(known) if known else None
+
+
+def _keep(observation: Any, space: gym.Space[Any]) -> Any:
+    if isinstance(space, gym.spaces.Dict):
+        return {name: _keep(observation[name], part) for name, part in space.items()}
+    return observation
+
+
+def copy_value(value: Any) -> Any:
     """Return a copy of an array, of several by name, or of what only looks like one; numbers need none."""
     if type(value) is np.ndarray:
         return value.copy()
     if isinstance(value, int | float | np.generic):
         return value
-    return {name: _copy(part) for name, part in value.items()} if isinstance(value, Mapping) else np.array(value)
+    if isinstance(value, Tensor):
+        return to_numpy(value.detach()).copy()
+    return {name: copy_value(part) for name, part in value.items()} if isinstance(value, Mapping) else np.array(value)
 
 
 def _take(observation: Any, env: int) -> Any:

@@ -261,6 +261,7 @@ REFUSED = {
     *(("attribute", kind) for kind in ("a language model", "scored rollouts")),
     *((command, "classes") for command in ("attribute", "why", "prove")),
     *(("audit", kind) for kind in HOSTILE),  # it takes an environment
+    *(("import", kind) for kind in HOSTILE),  # it takes a file of rollouts
     *((command, "a comparison") for command in ("attribute", "why", "prove", "show", "findings")),
 }
 """Commands that can do nothing with a run of some kind, whatever the user supplies."""

@@ -21,7 +21,16 @@ def destroys_the_world_before() -> bool:
     return "self._destroy()" in inspect.getsource(BipedalWalker.reset)
 
 
+def marks_final_infos() -> bool:
+    """A vector that resets at once says which environments it holds the last infos of."""
+    envs = gym.vector.SyncVectorEnv([lambda: TimeLimit(Toy(), 1)], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    envs.reset()
+    infos = envs.step(envs.action_space.sample())[-1]
+    return isinstance(infos["final_info"], dict) and bool(infos["_final_info"].all())
+
+
 PRIVATE = {
+    "_final_info": marks_final_infos,
     "_saved_kwargs": lambda: ENV._saved_kwargs == {"max_episode_steps": 5},
     **{name: lambda name=name: name in vars(ENV) for name in OF_WRAPPERS},
     "_np_random": lambda: Toy()._np_random is None and ENV.unwrapped._np_random is ENV.np_random,

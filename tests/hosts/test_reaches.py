@@ -19,7 +19,8 @@ NO_HOSTS = {
 OVERRIDDEN = {
     "BaseCallback": "_init_callback _on_training_start _on_rollout_start _on_step _on_rollout_end _on_training_end",
     "VecEnv": "reset step_async step_wait seed close env_is_wrapped get_attr set_attr env_method",
-    **{"DummyVecEnv": "reset step_wait", "Wrapper": "reset step", "Module": "forward", "Trainer": "train"},
+    **{"DummyVecEnv": "reset step_wait", "Wrapper": "reset step close", "VectorWrapper": "reset step close"},
+    **{"Module": "forward", "Trainer": "train"},
     **{"TrainerCallback": "on_train_begin on_step_end on_save"},
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), " ".join(TRAINER_METHODS)),
 }

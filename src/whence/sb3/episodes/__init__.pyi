@@ -1,3 +1,5 @@
+from .digests import digest_observation as digest_observation
+from .digests import digest_rows as digest_rows
 from .environment_state import accept_resets as accept_resets
 from .environment_state import explain_inexact as explain_inexact
 from .environment_state import read_environments as read_environments
@@ -27,8 +29,6 @@ from .resets import STATE as STATE
 from .resets import AddedRecordResets as AddedRecordResets
 from .resets import RecordResets as RecordResets
 from .resets import ResetTracker as ResetTracker
-from .resets import digest_observation as digest_observation
-from .resets import digest_rows as digest_rows
 from .resets import read_seed as read_seed
 from .resets import reseed as reseed
 from .resets import reuses_world as reuses_world

@@ -12,8 +12,9 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
+from whence.sb3.episodes.digests import digest_observation
 from whence.sb3.episodes.held_values import is_constant, number_names
-from whence.sb3.episodes.resets import RecordResets, ResetTracker, digest_observation, reuses_world
+from whence.sb3.episodes.resets import RecordResets, ResetTracker, reuses_world
 from whence.sb3.episodes.wrappers import iterate_vec_wrappers, iterate_wrappers, load_attributes, read_attributes
 
 

@@ -3,11 +3,10 @@
 import base64
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
-from hashlib import blake2b
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +15,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from whence.core import ReplayError, decode, encode
+from whence.sb3.episodes.digests import digest_observation, digest_rows
 from whence.sb3.episodes.held_values import keep_constant, list_held_changes, read_chain, read_vector_values
 from whence.sb3.episodes.wrappers import (
     Part,
@@ -146,39 +146,11 @@ def _renew_world(env: Any) -> None:
     env.world = Box2D.b2World()
 
 
-def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
-    """Return 64 bits of a hash of an observation's bytes, cast to the dtypes of its space."""
-    return int.from_bytes(blake2b(_to_bytes(observation, space), digest_size=8).digest(), "little")
+_Seen: TypeAlias = Mapping[str, NDArray[Any]] | list[int | None]
+"""What environments show at a step: a copy, of which digests are made a rollout at a time, or the digests."""
 
-
-def digest_rows(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str = "observation") -> list[int]:
-    """Return the digests of n observations of a space, (n, ...) as `named_leaves` lists them by a name."""
-    if isinstance(space, gym.spaces.Dict):
-        count = len(next(iter(columns.values())))
-        return [digest_observation(_nest(columns, space, name, row), space) for row in range(count)]
-    (column,) = columns.values()
-    rows, begin = np.ascontiguousarray(column, dtype=space.dtype).reshape(len(column), -1), _write_shape(space.shape)
-    return [int.from_bytes(blake2b(begin + row.tobytes(), digest_size=8).digest(), "little") for row in rows]
-
-
-def _nest(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str, row: int) -> Any:
-    """Return one observation of a space, of columns."""
-    if isinstance(space, gym.spaces.Dict):
-        return {key: _nest(columns, part, f"{name}.{key}", row) for key, part in space.items()}
-    return columns[name][row]
-
-
-def _to_bytes(observation: Any, space: gym.Space[Any]) -> bytes:
-    if isinstance(space, gym.spaces.Dict):
-        parts = ((name, _to_bytes(observation[name], space[name])) for name in sorted(space.spaces))
-        return b"".join(repr(name).encode() + part for name, part in parts)
-    return _write_shape(space.shape) + np.asarray(observation, dtype=space.dtype).tobytes()
-
-
-@lru_cache
-def _write_shape(shape: tuple[int, ...] | None) -> bytes:
-    # No number has no axis here; ascontiguousarray() gave it one, and older runs hold such digests.
-    return repr(shape or (1,)).encode()
+_SMALL = 4096
+"""Bytes of an observation up to which copies of a rollout take no memory that matters."""
 
 
 class ResetTracker:
@@ -195,8 +167,8 @@ class ResetTracker:
         self._held = read_vector_values(vec_env)
         # Its buffers hold what the environments returned, so that nothing has to be added to infos.
         self._has_buffers = getattr(type(self._base), "step_wait", None) is DummyVecEnv.step_wait
-        self._past: list[list[int | None]] = []
-        self._current: list[int | None] = [None] * vec_env.num_envs
+        self._past: list[_Seen] = []
+        self._current: _Seen = [None] * vec_env.num_envs
         self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
         self._open: list[tuple[str | None, list[NDArray[Any]]]] = [(None, []) for _ in range(vec_env.num_envs)]
 
@@ -219,7 +191,7 @@ class ResetTracker:
         if isinstance(self._base, DummyVecEnv):
             # learn() resets before its callbacks can wrap anything. A first reset follows from the generator's seed;
             # whether it was the first is seen when the episode is played again.
-            self._current = self._digest_buffers()
+            self._current = self._read_buffers()
             states = [state or read_seed(env) for state, env in zip(states, self._base.envs, strict=True)]
         self._states = [[state] if start else [] for state, start in zip(states, starts, strict=True)]
         self._open = [(state if start else None, []) for state, start in zip(states, starts, strict=True)]
@@ -227,7 +199,8 @@ class ResetTracker:
     def step(self, actions: NDArray[Any], ended: NDArray[np.int64], infos: list[dict[str, Any]]) -> None:
         """Follow one step: the actions as the environments took them, which episodes ended, and what was returned."""
         self._past.append(self._current)
-        self._current = self._digest_buffers() if self._has_buffers else [_read_digest(info) for info in infos]
+        current: list[int | None] = [] if self._has_buffers else [_read_digest(info) for info in infos]
+        self._current = self._read_buffers() if self._has_buffers else current
         for (_, taken), action in zip(self._open, actions, strict=True):
             taken.append(action)
         if len(ended):
@@ -235,7 +208,7 @@ class ResetTracker:
             for env in ended:
                 state = resets[env].get(STATE)
                 if not self._has_buffers:
-                    self._current[env] = _read_digest(resets[env])
+                    current[env] = _read_digest(resets[env])
                 self._states[env].append(state)
                 self._open[env] = state, []
 
@@ -245,8 +218,17 @@ class ResetTracker:
 
     def take_digests(self) -> list[int | None]:
         """Return the digests of a rollout's observations, in the order of the flattened buffer, and forget them."""
-        digests, self._past = self._past, []
+        digests, self._past = self._digest(self._past), []
         return [step[env] for env in range(self._base.num_envs) for step in digests]
+
+    def _digest(self, steps: Sequence[_Seen]) -> list[list[int | None]]:
+        """Return the digests of steps, of which some may be copies of what was seen."""
+        copies = [step for step in steps if isinstance(step, Mapping)]
+        if not copies:
+            return [*steps]  # type: ignore[list-item]
+        columns = {name: np.concatenate([copy[name] for copy in copies]) for name in copies[0]}
+        rows = iter(digest_rows(columns, self._base.observation_space))
+        return [[*islice(rows, self._base.num_envs)] if isinstance(step, Mapping) else step for step in steps]
 
     def take_state(self, env: int) -> str | None:
         """Return the generator state before the next reset of an environment that was not taken yet."""
@@ -260,7 +242,9 @@ class ResetTracker:
         """
         return [
             {"pending": pending, "digest": digest, "generator": state, "actions": np.array(actions)}
-            for pending, digest, (state, actions) in zip(self._states, self._current, self._open, strict=True)
+            for pending, digest, (state, actions) in zip(
+                self._states, *self._digest([self._current]), self._open, strict=True
+            )
         ]
 
     def load_state(self, noted: list[Mapping[str, Any]]) -> None:
@@ -278,9 +262,13 @@ class ResetTracker:
         """List in what the environments differ from those that `read_environments` described."""
         return list_held_changes(content.get("constants", {}), self._held)
 
-    def _digest_buffers(self) -> list[int | None]:
-        """Return the digests of the present observations, which a `DummyVecEnv` holds."""
+    def _read_buffers(self) -> _Seen:
+        """Return the present observations, which a `DummyVecEnv` holds: a copy, or the digests of large ones."""
         parts = self._base.buf_obs  # type: ignore[attr-defined]
+        if sum(part[0].nbytes for part in parts.values()) <= _SMALL:
+            return {
+                "observation" if name is None else f"observation.{name}": part.copy() for name, part in parts.items()
+            }
         rows = [{name: part[env] for name, part in parts.items()} for env in range(self._base.num_envs)]
         return [digest_observation(row.get(None, row), self._base.observation_space) for row in rows]
 

@@ -35,9 +35,14 @@ def make_off_policy(algorithm: Any, name: str = "Pendulum-v1", **settings: Any) 
     )
 
 
+def shrink() -> dict[str, Any]:
+    """Return settings of a small model; SB3 changes the dictionaries that it gets."""
+    return {"batch_size": 16, "policy_kwargs": {"net_arch": [16]}}
+
+
 def make_her() -> Any:
     env = DummyVecEnv([lambda: BitFlippingEnv(n_bits=4, continuous=False)])
-    settings: Any = {"replay_buffer_class": HerReplayBuffer, "learning_starts": 50, "seed": 0}
+    settings: Any = {"replay_buffer_class": HerReplayBuffer, "learning_starts": 50, "seed": 0, **shrink()}
     return DQN("MultiInputPolicy", env, **settings)
 
 
@@ -57,7 +62,7 @@ MODELS: dict[str, tuple[Callable[[], Any], bool]] = {
     "QRDQN": (make_off_policy(QRDQN, "CartPole-v1"), True),
     "SAC": (make_off_policy(SAC), True),
     "SAC, normalised": (
-        lambda: SAC("MlpPolicy", VecNormalize(make_env("Pendulum-v1")), learning_starts=50, seed=0),
+        lambda: SAC("MlpPolicy", VecNormalize(make_env("Pendulum-v1")), learning_starts=50, seed=0, **shrink()),
         True,
     ),
     "TD3": (make_off_policy(TD3), True),

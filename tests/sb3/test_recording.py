@@ -137,12 +137,16 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
 }
 
 
+# Spawned workers import all that trains.
+NAMED = [pytest.param(name, marks=pytest.mark.long if name == "spawned" else ()) for name in KINDS]
+
+
 def read(path: Any) -> tuple[whence.RunDirectory, pl.DataFrame]:
     run = whence.open_run(path)
     return run, pl.concat([run.round("records", number) for number in run.rounds()], how="diagonal")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMED)
 def test_what_a_loop_sees_is_the_same_and_the_run_holds_it(tmp_path: Any, name: str) -> None:
     make, trial = KINDS[name]
     if name in ("forked", "spawned"):  # without what notes resets in each
@@ -179,7 +183,7 @@ def test_what_a_loop_sees_is_the_same_and_the_run_holds_it(tmp_path: Any, name: 
         assert mean[-1] == pytest.approx(float(returns["reward"].mean()), rel=1e-4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMED)
 def test_an_episode_is_played_again_to_the_bit(tmp_path: Any, name: str) -> None:
     make, trial = KINDS[name]
     env = whence.record(make(), tmp_path / "run", round=128)

@@ -133,6 +133,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
     "forked": (lambda: AsyncVectorEnv([make_watched] * COUNT, context="fork"), play_vector),
     "VecEnv": (make_vec_env, play_vec_env),
     "spawned": (lambda: SubprocVecEnv([make_watched] * COUNT, start_method="spawn"), play_vec_env),
+    "around VecNormalize": (lambda: VecNormalize(make_vec_env()), play_vec_env),
     "inside of VecNormalize": (make_vec_env, lambda envs: play_vec_env(VecNormalize(envs))),
 }
 

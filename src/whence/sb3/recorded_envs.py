@@ -50,8 +50,9 @@ def record(
     in other processes can be played again if each environment is wrapped in `whence.sb3.RecordResets` there.
 
     Args:
-        env: an environment or a vector of them of Gymnasium's, a `VecEnv` of Stable-Baselines3's inside of
-            VecNormalize, or a parallel environment of PettingZoo's, whose agents are recorded side by side.
+        env: an environment or a vector of them of Gymnasium's, a `VecEnv` of Stable-Baselines3's, which is recorded
+            inside of VecNormalize and others, or a parallel environment of PettingZoo's, whose agents are recorded side
+            by side.
         run: the directory to write to.
         round: the steps of all environments that are a round; None: rounds end at `end_round` alone.
         names: of actions and of the observation's entries; see `InfluenceCallback`.
@@ -76,9 +77,10 @@ def record(
     if isinstance(env, VectorEnv):
         return _record_vector(env, run, settings, options)  # type: ignore[return-value]
     if isinstance(env, VecEnv):
+        base = env.unwrapped  # inside of VecNormalize and others, where observations and rewards are the environments'
         config = {**describe_env(read_spec(env), describe_environments(env)), **settings}
-        spaces = env.observation_space, env.action_space
-        watched = WatchedVecEnv(env, Recording(run, config, spaces=spaces, count=env.num_envs, **options))
+        spaces = base.observation_space, base.action_space
+        watched = WatchedVecEnv(base, Recording(run, config, spaces=spaces, count=env.num_envs, **options))
         vars(env)["end_round"] = watched.recording.end_round
         return env
     if isinstance(env, gym.Env):

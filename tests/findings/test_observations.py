@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from whence.findings.episodes import (
+    look_at_equal_starts,
     look_at_first_rewards,
     look_at_fixed_length,
     look_at_limit,
@@ -22,7 +23,6 @@ from whence.findings.inspection import measure_one
 from whence.findings.observations import (
     look_at_clipped_observations,
     look_at_equal_observations,
-    look_at_equal_starts,
     look_at_idle_entries,
     look_at_late_observations,
     look_at_lost_entries,

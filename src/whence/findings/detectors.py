@@ -47,7 +47,7 @@ DETECTORS: Mapping[str, Detector] = {
     "lost entries": Detector(observations.look_at_lost_entries, DOUBLE),
     "outlying observations": Detector(observations.look_at_outlying_observations, TENFOLD),
     "clipped observations": Detector(observations.look_at_clipped_observations, 0.05),
-    "equal starts": Detector(observations.look_at_equal_starts, TENFOLD),
+    "equal starts": Detector(episodes.look_at_equal_starts, TENFOLD),
     "dead stretches of actions": Detector(actions.look_at_dead_stretches, HALVED),
     "late actions": Detector(actions.look_at_late_actions, HALVED),
     "swapped actions of copies and rounds": Detector(actions.look_at_swaps, HALVED),

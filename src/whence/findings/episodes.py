@@ -9,7 +9,7 @@ from scipy import stats
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight
 from whence.findings.models import expand
-from whence.findings.observations import compare_firsts, has_few_states, select_commonest
+from whence.findings.observations import compare_firsts, has_few_states, identify, select_commonest
 
 _SHORTEST = 20
 """Steps below which a fixed length is more likely a rule of the game than a time limit."""
@@ -105,6 +105,30 @@ def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
         "A model of ends by the observation and the action ranks them as any step.",
         "Check what sets `terminated`: chance, or something that the observation does not show.",
         np.isin(np.arange(len(evidence)), ends[low <= middle]),
+    )
+
+
+def look_at_equal_starts(evidence: Evidence) -> Sight:
+    """Compare how many pairs of episodes start alike within an environment and between two: in decades."""
+    starts = np.flatnonzero(evidence.columns["step"] == 0)
+    copies = np.unique(evidence.columns["env_index"][starts], return_inverse=True)[1]
+    ids = np.unique(identify(evidence, of_few=True)[starts], return_inverse=True)[1]
+
+    def count(numbers: Int[np.ndarray, " n"]) -> float:
+        """Return how many pairs are alike in a number."""
+        return float((np.bincount(numbers) * (np.bincount(numbers) - 1.0)).sum() / 2)
+
+    pairs, within = count(copies), count(copies * (ids.max(initial=0) + 1) + ids)
+    if not pairs or not (between := len(starts) * (len(starts) - 1) / 2 - pairs):
+        raise CannotTellError("there is one environment, or none was reset twice")
+    expected = pairs * (count(ids) - within) / between
+    return Sight(
+        float(max(0.0, np.log10((within + 1) / (expected + 1)))),
+        "episode",
+        f"Episodes of an environment start with the same observation: {within / pairs:.0%} of pairs within an "
+        f"environment, {expected / pairs:.1%} of pairs of two",
+        "Environments are alike, so that starts are as often equal between them.",
+        "Pass a seed to the first `reset` alone: each one with a seed plays the same episode again.",
     )
 
 

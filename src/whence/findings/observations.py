@@ -70,7 +70,7 @@ def look_at_equal_observations(evidence: Evidence) -> Sight:
 
 def select_commonest(evidence: Evidence) -> Mask:
     """Return which records show their environment's commonest observation."""
-    ids, copies = _identify(evidence), evidence.columns["env_index"]
+    ids, copies = identify(evidence), evidence.columns["env_index"]
     mask = np.zeros(len(ids), dtype=bool)
     for copy in np.unique(copies):
         here = copies == copy
@@ -174,7 +174,7 @@ def look_at_lost_entries(evidence: Evidence) -> Sight:
 
 def look_at_lost_observations(evidence: Evidence) -> Sight:
     """Compare how often one observation comes now and then with the next such observation: in decades."""
-    ids = _identify(evidence)
+    ids = identify(evidence)
     counts = _count_visits(ids, _list_inner(evidence))
     mask = ids == counts.argmax()
     return Sight(
@@ -194,7 +194,7 @@ def look_at_repeats(evidence: Evidence) -> Sight:
     Where something stands still, the next move is no larger than others; where an old observation was shown, it is
     that of two steps. Continuous entries and images move by their mean absolute change; the median over them counts.
     """
-    _identify(evidence)  # raises where observations are of few states
+    identify(evidence)  # raises where observations are of few states
     inside, numbers, blocks = _list_inner(evidence), dict(_list_continuous(evidence.blocks)), evidence.blocks
     parts = [block for name, block in blocks.items() if name in numbers or block.shape[1] > 1]
     if not parts:
@@ -228,7 +228,7 @@ def look_at_repeats(evidence: Evidence) -> Sight:
 
 def look_at_late_observations(evidence: Evidence) -> Sight:
     """Compare how many episodes' second observation is their first with what other repeats let expect: in decades."""
-    ids, rows = _identify(evidence), np.flatnonzero(evidence.has_next)
+    ids, rows = identify(evidence), np.flatnonzero(evidence.has_next)
     repeats, is_first = ids[rows] == ids[rows + 1], evidence.columns["step"][rows] == 0
     # Of all episodes: one that lasts for a second step only where the first did nothing has such a second observation.
     count, late = int((evidence.columns["step"] == 0).sum()), int(repeats[is_first].sum())
@@ -321,30 +321,6 @@ def look_at_scales(evidence: Evidence) -> Sight:
     )
 
 
-def look_at_equal_starts(evidence: Evidence) -> Sight:
-    """Compare how many pairs of episodes start alike within an environment and between two: in decades."""
-    starts = np.flatnonzero(evidence.columns["step"] == 0)
-    copies = np.unique(evidence.columns["env_index"][starts], return_inverse=True)[1]
-    ids = np.unique(_identify(evidence, of_few=True)[starts], return_inverse=True)[1]
-
-    def count(numbers: Int[np.ndarray, " n"]) -> float:
-        """Return how many pairs are alike in a number."""
-        return float((np.bincount(numbers) * (np.bincount(numbers) - 1.0)).sum() / 2)
-
-    pairs, within = count(copies), count(copies * (ids.max(initial=0) + 1) + ids)
-    if not pairs or not (between := len(starts) * (len(starts) - 1) / 2 - pairs):
-        raise CannotTellError("there is one environment, or none was reset twice")
-    expected = pairs * (count(ids) - within) / between
-    return Sight(
-        float(max(0.0, np.log10((within + 1) / (expected + 1)))),
-        "episode",
-        f"Episodes of an environment start with the same observation: {within / pairs:.0%} of pairs within an "
-        f"environment, {expected / pairs:.1%} of pairs of two",
-        "Environments are alike, so that starts are as often equal between them.",
-        "Pass a seed to the first `reset` alone: each one with a seed plays the same episode again.",
-    )
-
-
 def has_few_states(evidence: Evidence) -> bool:
     """Return whether observations are discrete, or a single number, which may come again for good reasons."""
     space = evidence.config.get("observation_space") or {}
@@ -352,7 +328,7 @@ def has_few_states(evidence: Evidence) -> bool:
     return is_number or space.get("type") in ("Discrete", "MultiDiscrete", "MultiBinary")
 
 
-def _identify(evidence: Evidence, *, of_few: bool = False) -> Int[np.ndarray, " n"]:
+def identify(evidence: Evidence, *, of_few: bool = False) -> Int[np.ndarray, " n"]:
     """Return a number of each record's whole observation, equal where these are."""
     if has_few_states(evidence) and not of_few:
         raise CannotTellError("observations are of few states, or a single number")

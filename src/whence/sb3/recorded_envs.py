@@ -1,6 +1,6 @@
 """Environments that are recorded while any loop trains in them: `record` goes in front of whatever trains."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrap
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 
-from whence.core import WhenceError, describe
+from whence.core import WhenceError
 from whence.sb3.episodes import (
     DIGEST,
     STATE,
@@ -21,9 +21,8 @@ from whence.sb3.episodes import (
     describe_parts,
     iterate_wrappers,
     read_seed,
-    select_settings,
 )
-from whence.sb3.models import Names, check_names, read_spec
+from whence.sb3.models import Names, check_names, describe_env, read_spec
 from whence.sb3.recording import Recording, States, copy_value
 
 E = TypeVar("E")
@@ -93,18 +92,6 @@ def record(
         f"record() got a {type(env).__name__}; an environment or a vector of them of Gymnasium's, a VecEnv of "
         "Stable-Baselines3's, or a parallel environment of PettingZoo's is needed."
     )
-
-
-def describe_env(spec: Any, environments: Sequence[Any]) -> dict[str, Any]:
-    """Return what a run's configuration says of environments; see `describe_model`."""
-    first, *others = environments or [[]]
-    return {
-        "env": None if spec is None else spec.id,
-        "env_kwargs": {} if spec is None else describe(select_settings(spec.kwargs)),
-        "max_episode_steps": None if spec is None else spec.max_episode_steps,
-        "env_wrappers": first,
-        "other_env_wrappers": {str(index): each for index, each in enumerate(others, 1) if each != first},
-    }
 
 
 class RecordedEnv(AddedRecordResets):

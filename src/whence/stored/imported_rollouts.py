@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from whence.core import WhenceError, first_line, named_leaves
 from whence.runs import RunDirectory
 from whence.sb3.episodes import find_object
-from whence.sb3.recorded_envs import describe_env
+from whence.sb3.models import describe_env
 from whence.sb3.recording import Recording
 
 Columns: TypeAlias = dict[str, Any]

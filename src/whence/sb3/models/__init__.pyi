@@ -10,6 +10,7 @@ from .building import resolve_classes as resolve_classes
 from .descriptions import HYPERPARAMETERS as HYPERPARAMETERS
 from .descriptions import Names as Names
 from .descriptions import check_names as check_names
+from .descriptions import describe_env as describe_env
 from .descriptions import describe_model as describe_model
 from .descriptions import describe_space as describe_space
 from .descriptions import is_schedule as is_schedule

@@ -42,16 +42,10 @@ def describe_model(model: Any) -> dict[str, Any]:
     """Return a model's algorithm, environments, policy, optimiser and hyper-parameters, in JSON types."""
     env, policy = model.get_env(), model.policy
     normalised = unwrap_vec_normalize(env)
-    spec = read_spec(env)
     settings = _select(model, (*HYPERPARAMETERS, "seed"))
-    first, *others = describe_environments(env) or [[]]
     return {
         "algorithm": type(model).__name__,
-        "env": None if spec is None else spec.id,
-        "env_kwargs": {} if spec is None else describe(select_settings(spec.kwargs)),
-        "max_episode_steps": None if spec is None else spec.max_episode_steps,
-        "env_wrappers": first,
-        "other_env_wrappers": {str(index): each for index, each in enumerate(others, 1) if each != first},
+        **describe_env(read_spec(env), describe_environments(env)),
         "n_envs": env.num_envs,
         "observation_space": describe(describe_space(model.observation_space)),
         "action_space": describe(describe_space(model.action_space)),
@@ -62,6 +56,18 @@ def describe_model(model: Any) -> dict[str, Any]:
         "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in policy.parameters()),
         "optimizer": type(policy.optimizer).__name__ if hasattr(policy, "optimizer") else None,
         "hyperparameters": {name: _describe_setting(value) for name, value in settings.items()},
+    }
+
+
+def describe_env(spec: Any, environments: Sequence[Any]) -> dict[str, Any]:
+    """Return what a run's configuration says of environments; see `describe_model`."""
+    first, *others = environments or [[]]
+    return {
+        "env": None if spec is None else spec.id,
+        "env_kwargs": {} if spec is None else describe(select_settings(spec.kwargs)),
+        "max_episode_steps": None if spec is None else spec.max_episode_steps,
+        "env_wrappers": first,
+        "other_env_wrappers": {str(index): each for index, each in enumerate(others, 1) if each != first},
     }
 
 

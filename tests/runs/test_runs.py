@@ -20,7 +20,7 @@ import whence.runs.files
 import whence.scores.influence
 from whence.core import InvalidInfluence, RunDirectoryError, write_atomically
 from whence.runs import Checkpoint, RunDirectory, list_checkpoints, time_stage
-from whence.runs.checkpoints import save_checkpoint
+from whence.runs.checkpoints import choose_checkpoints, save_checkpoint
 from whence.runs.locks import lock_run
 from whence.runs.recorder import flatten_seconds
 from whence.scores.influence import Influence, Provenance
@@ -472,3 +472,15 @@ def test_seconds_of_a_stage_that_is_repeated_add_up(monkeypatch):
             with time_stage(seconds, "inner"):
                 now[0] += duration
     assert flatten_seconds(seconds) == {"inner_cpu": 0, "inner_wall": 3, "outer_cpu": 0, "outer_wall": 8}
+
+
+def test_the_best_checkpoint_and_those_around_a_fall_stay() -> None:
+    """A checkpoint is judged by the round after it; while the return rises, the last two are all."""
+    rises = {1: 10.0, 2: 20.0, 3: 30.0, 4: 40.0}
+    assert choose_checkpoints([1, 2, 3, 4], rises, 2) == {3, 4}
+    falls = rises | {5: 100.0, 6: 90.0, 7: 12.0, 8: 11.0, 9: 12.0, 10: 11.0}
+    # The policy after round 4 collects the best round, and the one after round 6 is broken.
+    assert choose_checkpoints([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], falls, 2) == {4, 5, 6, 9, 10}
+    assert choose_checkpoints([2, 4, 8, 10], falls, 2) == {4, 8, 10}
+    assert choose_checkpoints([1, 2, 3], {}, 2) == {2, 3}
+    assert choose_checkpoints([1, 2, 3], {1: 5.0, 2: 5.0, 3: 5.0}, 2) == {2, 3}

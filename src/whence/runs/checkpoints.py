@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,9 @@ from whence.core import RunDirectoryError, WhenceError, decode, encode, first_li
 from whence.runs.files import CHANGED, list_numbered, read_tensor_file, write_tensor_file
 
 FORMAT, VERSION = "whence-checkpoint", "2"
+
+_HIGH = 2 / 3
+"""Returns above this share of the way from the first to the best have not fallen."""
 
 log = logging.getLogger("whence")
 
@@ -104,12 +107,40 @@ def read_latest(folder: str | Path) -> Checkpoint | None:
     return None
 
 
-def save_checkpoint(folder: str | Path, number: int, content: Mapping[str, Any], *, keep: int) -> None:
-    """Write the checkpoint after a round, then delete all but the last `keep`; before it, the rounds are on disk."""
+def save_checkpoint(
+    folder: str | Path, number: int, content: Mapping[str, Any], *, keep: int, returns: Mapping[int, float] = {}
+) -> None:
+    """Write the checkpoint after a round, then delete the others but those of `choose_checkpoints`.
+
+    Before it, the rounds are on disk.
+    """
     flush_to_disk(Path(folder), *(each for each in Path(folder).iterdir() if each.is_dir()))
     save_tree(checkpoint_path(folder, number), content)
-    for old in list_checkpoints(folder)[:-keep]:
+    numbers = list_checkpoints(folder)
+    for old in {*numbers} - choose_checkpoints(numbers, returns, keep):
         checkpoint_path(folder, old).unlink(missing_ok=True)
+
+
+def choose_checkpoints(numbers: Sequence[int], returns: Mapping[int, float], keep: int) -> set[int]:
+    """Return the checkpoints that stay: the last `keep`, the best one, and the two around a fall of the return.
+
+    The policy of a checkpoint collects the round after it, whose return tells how good it is. The return falls after
+    the last checkpoint that is above two thirds of the way from the run's first return to the best.
+
+    Args:
+        numbers: the rounds after which there is a checkpoint, in order.
+        returns: the mean return by round, as far as known.
+        keep: the number of last ones.
+    """
+    kept = {*numbers[-keep:]}
+    qualities = {number: returns[number + 1] for number in numbers if number + 1 in returns}
+    if qualities:
+        best = max(reversed(qualities), key=qualities.__getitem__)
+        first = returns[min(returns)]
+        good = [number for number, each in qualities.items() if each - first >= _HIGH * (qualities[best] - first)]
+        fall = numbers.index(good[-1])
+        kept |= {best, *numbers[fall : fall + 2]}
+    return kept
 
 
 def read_states(parts: Iterable[Any]) -> list[Any]:

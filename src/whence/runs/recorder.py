@@ -21,7 +21,7 @@ their rounds and rows are not written.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class RunRecorder:
     Args:
         run: the directory's path, which stays the same if the working directory changes; or a directory that was begun.
         save_every: rounds from one checkpoint to the next; see `CheckpointClock`.
-        keep: the number of checkpoints that stay.
+        keep: the number of last checkpoints that stay, besides the best and those around a fall of the return.
         writes: whether this process writes; of several processes of one training, the first does.
     """
 
@@ -112,7 +112,7 @@ class RunRecorder:
         self.path, self.writes = Path(path).absolute(), writes
         self._is_begun, self._keep, self._clock = self._directory is not None, keep, CheckpointClock(save_every)
         self._seconds, self._versions = dict.fromkeys(("cpu", "wall"), 0.0), dict[str, str]()
-        self._reason = ""
+        self._reason, self._returns = "", dict[int, float]()
         self._list_texts: Callable[[], Collection[str]] | None = None
 
     @property
@@ -174,6 +174,7 @@ class RunRecorder:
         are found here. They are logged now, before anything is trained.
         """
         self._clock.last_round = checkpoint.round
+        self._note_returns(self.directory.table("metrics").to_dicts())
         if self._directory is not None:
             self._directory.checkpoint = None
             self._reason = "; ".join([*differences, *list_changes(self._directory.versions, self._versions)])
@@ -230,9 +231,14 @@ class RunRecorder:
         """Write a round's row of metrics, and its seconds with those of the checkpoint before it."""
         if self.writes:
             self.directory.append("metrics", metrics)
+            self._note_returns([metrics])
             seconds = {**seconds, "checkpoint": self._seconds}
             self._seconds = dict.fromkeys(("cpu", "wall"), 0.0)
             self.directory.append("timings", {"round": metrics["round"], **flatten_seconds(seconds)})
+
+    def _note_returns(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        returns = {row["round"]: row.get("episode_return") for row in rows}
+        self._returns |= {number: float(value) for number, value in returns.items() if value is not None}
 
     def is_due(self, number: int, *, last: bool = False) -> bool:
         """Return whether a checkpoint is to be written after a round; after the `last` one in any case."""
@@ -245,7 +251,7 @@ class RunRecorder:
             content = read()
             if self.writes:
                 self.directory.prepare_writing()
-                save_checkpoint(self.path, number, content, keep=self._keep)
+                save_checkpoint(self.path, number, content, keep=self._keep, returns=self._returns)
         self._seconds = clock.seconds()
 
     def end(self) -> None:

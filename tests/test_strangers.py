@@ -325,22 +325,21 @@ class TestProofs:
             assert (again, "measured anew" in said) == (measured, True)
 
     def test_one_of_another_run_is_not_taken(self, tmp_path: Path) -> None:
-        table, nothing = pl.DataFrame({"round": [1], "record_id": [0]}), pl.DataFrame({"round": [1], "record_id": [1]})
         counts: list[int] = []
 
         def train(folder: Path) -> Path:
             counts.append(0)
 
-            def measure(group: pl.DataFrame, seed: int) -> dict[str, float]:
+            def measure(seed: int) -> dict[str, float]:
                 counts[-1] += 1
                 return {"outcome": 1.0}
 
-            return retraining.train_variants(table, nothing, lambda generator: nothing, measure, 1, folder, {})[1]
+            return retraining.train_variants({"all": measure, "without": measure}, 1, folder, [], {})[1]
 
         file = train(tmp_path / "one")
         shutil.copytree(tmp_path / "one", tmp_path / "two")
         assert (train(tmp_path / "one"), train(tmp_path / "two").name) == (file, file.name)
-        assert counts == [4, 0, 4]
+        assert counts == [2, 0, 2]
 
 
 SETTINGS = ("FrozenLake-v1", "--rounds", "2", "--eval-episodes", "2", "--n-steps", "32", "--batch-size", "32")

@@ -16,7 +16,7 @@ from whence import Action, NonFinite, RunDirectory, WhenceError
 from whence.causes import AgentTraining, prove
 from whence.causes.decisions import read_log_probs
 from whence.causes.proofs import Proof, check_left_out
-from whence.causes.retraining import VARIANTS, match_advantages, train_variants
+from whence.causes.retraining import VARIANTS, list_choices, match_advantages, train_variants
 from whence.cli.commands.prove_command import _print_proof
 from whence.llm.ppo import evaluate_log_probs, read_recipe, train_again
 from whence.runs import write_flag
@@ -38,7 +38,12 @@ class TestControls:
     def run(self, folder, measure, seeds):
         others = TRAINED.join(LEFT_OUT, on=["round", "record_id"], how="anti")
         choose = partial(match_advantages, TRAINED, LEFT_OUT)
-        return train_variants(LEFT_OUT, others, choose, measure, seeds, folder, {})
+        choices = list_choices(LEFT_OUT, others, choose)
+        trainings = {
+            name: lambda seed, choose_group=choose_group: measure(choose_group(seed), seed)
+            for name, choose_group in choices.items()
+        }
+        return train_variants(trainings, seeds, folder, [], {})
 
     def test_what_is_left_out_by_hand(self, tmp_path):
         calls = []

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from whence.causes.retraining import (
     LanguageTraining,
     Retraining,
     keep_finite,
+    list_choices,
     match_advantages,
     measure_finite,
     train_variants,
@@ -225,9 +226,11 @@ def prove(
                 ranked = ranked.join(left_out, on=KEYS, how="anti")
             return ranked.head(top)
 
-        def measure(group: pl.DataFrame, seed: int) -> dict[str, float]:
-            return retraining.measure(retraining.train(group, seed), rows, seed)
+        def train_without(choose: Callable[[int], pl.DataFrame], seed: int) -> dict[str, float]:
+            return retraining.measure(retraining.train(choose(seed), seed), rows, seed)
 
+        choices = list_choices(left_out, others, choose_placebo)
+        trainings = {variant: partial(train_without, choose) for variant, choose in choices.items()}
         subject = words or retraining.subject
         question = {
             "behaviour": subject,
@@ -236,7 +239,8 @@ def prove(
             **retraining.about,
         }
         folder = run.path / FOLDER
-        table, file = train_variants(left_out, others, choose_placebo, measure, seeds, folder, question, on_stage)
+        content = question | {"left_out": left_out.to_dict(as_series=False)}
+        table, file = train_variants(trainings, seeds, folder, [question, left_out.rows()], content, on_stage)
         ended, notes = retraining.load_end(), list(retraining.notes)
         stored = {} if ended is None else measure_finite(lambda: retraining.measure(ended, rows, 0), "the run itself")
         if not stored:

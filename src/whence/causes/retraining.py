@@ -88,44 +88,63 @@ class Retraining:
 
 
 def train_variants(
-    left_out: pl.DataFrame,
-    others: pl.DataFrame,
-    choose_placebo: Callable[[np.random.Generator], pl.DataFrame],
-    measure: Callable[[pl.DataFrame, int], Mapping[str, float]],
+    trainings: Mapping[str, Callable[[int], Mapping[str, float]]],
     seeds: int,
     folder: Path,
+    question: Any,
     about: Mapping[str, Any],
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> tuple[pl.DataFrame, Path]:
-    """Train with all records, without some, without as many at random, and without a placebo's; in each seed anew.
+    """Train each variant in each seed, and measure what comes of it.
 
-    Random records are of the same rounds. After each training its outcomes are written to a file in the folder, named
-    by the question, `about` in JSON types, so that the same question continues there. Returns the table of a `Proof`,
-    and the file. What is not finite is null there, and so is every outcome of a training that diverged.
+    After each training its outcomes are written to a file in the folder, named by the question, so that the same
+    question continues there. What is not finite is null there, and so is every outcome of a training that diverged.
+
+    Args:
+        trainings: by variant, a function that trains by a seed and returns the outcomes.
+        seeds: the number of seeds, from 0.
+        folder: where the file is.
+        question: what makes the trainings what they are, in JSON types.
+        about: what the file says of them besides, in JSON types.
+        on_stage: called with the name of each training as it begins.
+
+    Returns:
+        `seed`, `variant`, `outcome` and `value` of each training's outcomes, and the file.
     """
-    question = json.dumps([about, left_out.rows()], sort_keys=True)
-    file = folder / f"{sha256(question.encode()).hexdigest()[:12]}.json"
+    file = folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:12]}.json"
     rows = _read_rows(file)
-    choices = (
+    for seed, variant in product(range(seeds), trainings):
+        if any((row["seed"], row["variant"]) == (seed, variant) for row in rows):
+            continue
+        on_stage(f"seed {seed + 1} of {seeds}: {variant}")
+        outcomes = measure_finite(partial(trainings[variant], seed), f"seed {seed}, {variant}")
+        rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
+        write_json(file, {**about, "rows": rows, "signature": sign(file, rows)})
+    rows = [row for row in rows if row["seed"] < seeds and row["variant"] in trainings]
+    names = dict.fromkeys(name for row in rows for name in row["outcomes"])
+    cells = [(row["seed"], row["variant"], name, row["outcomes"].get(name)) for row in rows for name in names]
+    types = {"seed": pl.Int64, "variant": pl.String, "outcome": pl.String, "value": pl.Float64}
+    return pl.DataFrame(cells, schema=types, orient="row"), file
+
+
+def list_choices(
+    left_out: pl.DataFrame, others: pl.DataFrame, choose_placebo: Callable[[np.random.Generator], pl.DataFrame]
+) -> dict[str, Callable[[int], pl.DataFrame]]:
+    """Return, for each of `VARIANTS`, a function that returns by a seed what it leaves out, by `KEYS`.
+
+    Random records are of the same rounds as those in question; they and a placebo's are drawn anew in each seed.
+    """
+    choices: Sequence[Callable[[np.random.Generator], pl.DataFrame]] = (
         lambda generator: left_out.clear(),
         lambda generator: left_out,
         partial(_draw_matched, others, left_out),
         choose_placebo,
     )
-    for seed, (place, variant) in product(range(seeds), enumerate(VARIANTS)):
-        if any((row["seed"], row["variant"]) == (seed, variant) for row in rows):
-            continue
-        on_stage(f"seed {seed + 1} of {seeds}: {variant}")
-        group = choices[place](np.random.default_rng([seed, place])).select(KEYS)
-        outcomes = measure_finite(partial(measure, group, seed), f"seed {seed}, {variant}")
-        rows.append({"seed": seed, "variant": variant, "outcomes": outcomes})
-        content = {**about, "left_out": left_out.to_dict(as_series=False), "rows": rows}
-        write_json(file, content | {"signature": sign(file, rows)})
-    rows = [row for row in rows if row["seed"] < seeds]
-    names = dict.fromkeys(name for row in rows for name in row["outcomes"])
-    cells = [(row["seed"], row["variant"], name, row["outcomes"].get(name)) for row in rows for name in names]
-    types = {"seed": pl.Int64, "variant": pl.String, "outcome": pl.String, "value": pl.Float64}
-    return pl.DataFrame(cells, schema=types, orient="row"), file
+
+    def choose(place: int, seed: int) -> pl.DataFrame:
+        return choices[place](np.random.default_rng([seed, place])).select(KEYS)
+
+    return {variant: partial(choose, place) for place, variant in enumerate(VARIANTS)}
 
 
 def measure_finite(measure: Callable[[], Mapping[str, float]], name: str) -> dict[str, float | None]:

@@ -36,3 +36,22 @@ def interval_from_error(mean: float, standard_error: float, degrees_of_freedom: 
     # scipy's own `interval` is NaN if the standard error is 0.
     half_width = float(scipy.stats.t.ppf(0.975, degrees_of_freedom)) * standard_error
     return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
+
+
+def share_interval(count: int, of: int) -> tuple[float, float]:
+    """Return the ends of the 95% interval of a share (Wilson 1927)."""
+    ends = scipy.stats.binomtest(count, of).proportion_ci(method="wilson")
+    return float(ends.low), float(ends.high)
+
+
+def share_difference(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
+    """Return the ends of the 95% interval of the first share less the second (Newcombe 1998, method 10).
+
+    Args:
+        first: the count, and of how many.
+        second: the same.
+    """
+    share, other = (count / of for count, of in (first, second))
+    (low, high), (other_low, other_high) = share_interval(*first), share_interval(*second)
+    below, above = np.hypot(share - low, other_high - other), np.hypot(high - share, other - other_low)
+    return float(share - other - below), float(share - other + above)

@@ -6,12 +6,16 @@ from .proofs import Proof as Proof
 from .proofs import prove as prove
 from .ranking import rank_moments as rank_moments
 from .ranking import rank_records as rank_records
+from .repetitions import Repetition as Repetition
+from .repetitions import repeat as repeat
 from .response_causes import Examples as Examples
 from .retraining import AgentTraining as AgentTraining
 from .retraining import LanguageTraining as LanguageTraining
 
 # isort: split
 # What only other rooms of whence import.
+from .conditions import EXAMPLE as EXAMPLE
+from .conditions import select_where as select_where
 from .decisions import compare_log_probs as compare_log_probs
 from .decisions import read_record as read_record
 from .finders import check_kind as check_kind

@@ -1,6 +1,10 @@
+from .drops import LEAST_DEPTH as LEAST_DEPTH
+from .drops import Drop as Drop
+from .drops import find_drop as find_drop
 from .finding import Check as Check
 from .finding import Finding as Finding
 from .finding import Rank as Rank
+from .history import read_returns as read_returns
 from .inspection import choose_findings as choose_findings
 from .inspection import count_outcomes as count_outcomes
 from .inspection import find as find

@@ -136,9 +136,9 @@ def choose_checkpoints(numbers: Sequence[int], returns: Mapping[int, float], kee
     qualities = {number: returns[number + 1] for number in numbers if number + 1 in returns}
     if qualities:
         best = max(reversed(qualities), key=qualities.__getitem__)
-        first = returns[min(returns)]
-        good = [number for number, each in qualities.items() if each - first >= _HIGH * (qualities[best] - first)]
-        fall = numbers.index(good[-1])
+        first, highest = returns[min(returns)], qualities[best]
+        high = min(highest, first + _HIGH * (highest - first))
+        fall = numbers.index(max(number for number, each in qualities.items() if each >= high))
         kept |= {best, *numbers[fall : fall + 2]}
     return kept
 

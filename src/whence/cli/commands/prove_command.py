@@ -22,13 +22,10 @@ from whence.cli.terminal import (
     resumable,
     with_options,
 )
-from whence.core import WhenceError, first_line
+from whence.core import WhenceError
 from whence.page import ExploredRun
 from whence.runs import RunDirectory
-from whence.scores import read_axes
 from whence.stored.agents import require_training, score_round, state_names
-
-_EXAMPLE = '"action = 2 and advantage < 0"'
 
 _TITLES = {"all": "with all", "without": "without these", "random": "without random", "placebo": "without a placebo's"}
 
@@ -53,7 +50,7 @@ def prove(
     where: Annotated[
         str | None,
         options.agents_option(
-            help=f"Leave out the records of each round for which this condition holds: {_EXAMPLE}.", metavar="SQL"
+            help=f"Leave out the records of each round for which this condition holds: {causes.EXAMPLE}.", metavar="SQL"
         ),
     ] = None,
     record: Annotated[int | None, options.agents_option(help="The decision: what was done in this record.")] = None,
@@ -147,17 +144,8 @@ def _find_group(run: RunDirectory, number: int, where: str, env: str | None) -> 
     records = run.round("records", number).drop("score", "error", "score_folds", "fold", strict=False)
     scores = score_round(run, number, env=env).to_polars()
     records = records.join(scores, on="record_id", how="left", maintain_order="left")
-    axes = read_axes(records, state_names(run.config.get("env"), run.config))
-    plain = records.drop(name for name in records.columns if name.split(".")[0] in ("observation", "raw_observation"))
-    table = plain.with_columns(pl.Series(name, values) for name, values in axes.items())
-    try:
-        group = table.filter(pl.sql_expr(where))
-    except pl.exceptions.PolarsError as refusal:
-        raise WhenceError(
-            f"--where is {where!r}: {first_line(refusal)}. Write a condition in SQL, such as {_EXAMPLE}, over "
-            f"{', '.join(table.columns)}; names with spaces in double quotes."
-        ) from None
-    return group.select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id")
+    holds = causes.select_where(records, where, state_names(run.config.get("env"), run.config))
+    return records.filter(holds).select(pl.lit(number, dtype=pl.Int64).alias("round"), "record_id")
 
 
 def _print_proof(proof: causes.Proof, run: Path, *, json: bool) -> None:

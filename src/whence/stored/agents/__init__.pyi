@@ -14,6 +14,7 @@ from .replaying import LockstepEnvs as LockstepEnvs
 from .replaying import is_squashed as is_squashed
 from .replaying import make_lockstep as make_lockstep
 from .replaying import make_replay_env as make_replay_env
+from .replaying import make_training_envs as make_training_envs
 from .replaying import replay_episode as replay_episode
 from .replaying import replay_exactly as replay_exactly
 from .replaying import show_taken_actions as show_taken_actions

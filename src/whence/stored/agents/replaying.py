@@ -164,11 +164,17 @@ class LockstepEnvs(DummyVecEnv):
         return self._obs_from_buf(), rewards, np.zeros(self.num_envs, np.bool_), [{} for _ in range(self.num_envs)]
 
 
-def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int) -> VecEnv:
+def make_training_envs(run: RunDirectory, env: AnyEnv, number: int) -> VecEnv:
+    """Return environments to continue a training in after a round, behind the wrappers that it had."""
+    make, count = make_replay_env(run, env), int(run.config["n_envs"])
+    return wrap_as_trained(run, DummyVecEnv([lambda: Monitor(make())] * count), number, trains=True)
+
+
+def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int, *, trains: bool = False) -> VecEnv:
     """Return environments inside of the wrappers that a run had around its vectorised environments.
 
-    VecNormalize has the statistics after the collection of round `number`, or of the last one before it, and leaves
-    rewards as they are.
+    VecNormalize has the statistics after the collection of round `number`, or of the last one before it. It leaves
+    them, and rewards, as they are, unless the run is to be trained on (`trains`).
 
     Raises:
         ReplayError: a wrapper cannot be made again; the message names it.
@@ -187,7 +193,7 @@ def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int) -> VecEnv:
             case {"class": "VecExtractDictObs", "key": key}:
                 env = VecExtractDictObs(env, key)
             case {"class": "VecNormalize"}:
-                env = _normalise(run, env, number)
+                env = _normalise(run, env, number, {} if trains else {"training": False, "norm_reward": False})
             case {"class": kind} if kind not in _WATCHERS:
                 raise ReplayError(
                     f"The policy of {run.path} was trained behind {kind}, which cannot be made again around new "
@@ -196,9 +202,8 @@ def wrap_as_trained(run: RunDirectory, env: VecEnv, number: int) -> VecEnv:
     return env
 
 
-def _normalise(run: RunDirectory, env: VecEnv, number: int) -> VecNormalize:
-    settings = read_numbers(run.config["VecNormalize"])
-    normalised = VecNormalize(env, **{**settings, "training": False, "norm_reward": False})
+def _normalise(run: RunDirectory, env: VecEnv, number: int, changes: Mapping[str, bool]) -> VecNormalize:
+    normalised = VecNormalize(env, **{**read_numbers(run.config["VecNormalize"]), **changes})
     stored = [each for each in run.rounds("statistics") if each <= number]
     if not stored:
         raise ReplayError(

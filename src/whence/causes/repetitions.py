@@ -1,0 +1,277 @@
+"""Does it happen again: a training continued from one of its rounds with other seeds, unchanged and changed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import unwrap_vec_normalize
+
+from whence.causes.conditions import select_where
+from whence.causes.retraining import train_variants
+from whence.core import RecordBatch, WhenceError, preserve_rng_state
+from whence.findings import LEAST_DEPTH, Drop, find_drop, read_returns
+from whence.runs import RunDirectory, checkpoint_path, list_checkpoints, load_tree
+from whence.sb3 import Choice, InfluenceCallback
+from whence.sb3.checkpointing import restore_model
+from whence.sb3.models import build_model
+from whence.sb3.resuming import build_rule
+from whence.sb3.rounds import begin_episodes
+from whence.selection import ScoreAll, Selection
+from whence.statistics import share_difference, share_interval, t_interval
+from whence.stored.agents import AnyEnv, load_policy, make_training_envs, require_training, state_names
+
+FOLDER = "again"
+"""The folder of a run that holds what was measured: a file for each question."""
+
+PLAIN, WITHOUT, RANDOM = "unchanged", "without these records", "without random records"
+"""Variants: nothing is changed; some records of each round are left out; as many others at random."""
+
+BROKE, RETURN = "broke", "return"
+"""Outcomes: whether the return fell, 0 or 1; and its mean in the last tenth of the rounds."""
+
+_EARLIER = 2
+"""Rounds from where a repetition begins to the round from which the return was lower, at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class Repetition:
+    """What came of the trainings.
+
+    Attributes:
+        start: the round after which they continue.
+        rounds: how many rounds each has.
+        drop: how the run itself broke after that round; None: it did not.
+        table: a row for each seed, variant and outcome: `seed`, `variant`, `outcome`, `value`; null: it diverged.
+        notes: what a reader has to know of how it was done.
+        file: where the numbers are.
+    """
+
+    start: int
+    rounds: int
+    drop: Drop | None
+    table: pl.DataFrame
+    notes: tuple[str, ...]
+    file: Path
+
+    @cached_property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By variant, how many trainings broke, one that diverged among them, and how many there were."""
+        rows = self.table.filter(pl.col("outcome") == BROKE)
+        groups = rows.group_by("variant", maintain_order=True).agg(pl.col("value").fill_null(1.0).sum(), pl.len())
+        return {variant: (int(broke), int(count)) for variant, broke, count in groups.iter_rows()}
+
+    def summarise(self) -> list[dict[str, Any]]:
+        """Return a row for each variant: `broke`, `of`, the ends of the share's interval, of its change, the return."""
+        rows = []
+        for variant, (broke, of) in self.counts.items():
+            low, high = share_interval(broke, of)
+            change = (None, None) if variant == PLAIN else share_difference((broke, of), self.counts[PLAIN])
+            returns = self.table.filter((pl.col("variant") == variant) & (pl.col("outcome") == RETURN))["value"]
+            rows.append(
+                {
+                    **{"variant": variant, "broke": broke, "of": of, "low": low, "high": high},
+                    **{"change_low": change[0], "change_high": change[1]},
+                    "return": t_interval(returns.drop_nulls().to_list()),
+                }
+            )
+        return rows
+
+    @property
+    def text(self) -> str:
+        """Whether it happens again, and what prevents it."""
+        broke, of = self.counts[PLAIN]
+        low, high = share_interval(broke, of)
+        verdict = "whether most do is open; more seeds would tell"
+        if low > 0.5:
+            verdict = "the next seed would most likely break, too"
+        elif high < 0.5:
+            verdict = "most seeds do not, so what broke this run was chance"
+        count = f"{self.rounds} round{'s' * (self.rounds > 1)}"
+        sentences = [f"After round {self.start}, {broke} of {of} other seeds break within {count}: {verdict}."]
+        for row in self.summarise()[1:]:
+            change = "no difference is seen"
+            if row["change_high"] < 0:
+                change = "fewer than unchanged"
+            elif row["change_low"] > 0:
+                change = "more than unchanged"
+            variant = row["variant"]
+            sentences.append(f"{variant[0].upper()}{variant[1:]}, {row['broke']} of {row['of']} break: {change}.")
+        return " ".join(sentences)
+
+
+def repeat(
+    run: RunDirectory,
+    start: int | None = None,
+    *,
+    seeds: int = 8,
+    rounds: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    without: str | None = None,
+    env: AnyEnv = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    **hyperparameters: Any,
+) -> Repetition:
+    """Continue a training from one of its rounds with other seeds, and count how often its return falls.
+
+    Each seed has a training that is unchanged, one for each change, and of records to be left out, one without them
+    and one without as many others at random in each round. Other seeds mean other episodes, actions and minibatches.
+    They begin with the policy, the optimiser and VecNormalize's statistics after the round, in new episodes. What was
+    measured is kept, and the same question asked again continues after the last training.
+
+    Args:
+        run: the run of an agent of SB3's that whence can train again.
+        start: the round after which they continue; None: a checkpoint before the return fell.
+        seeds: the number of seeds.
+        rounds: the rounds of each training; None: as many as the run had from there on.
+        changes: hyper-parameters by name, each of which is changed in a variant of its own.
+        without: a condition in SQL on the records that one variant leaves out of each round.
+        env: the environment; see `make_replay_env`.
+        on_stage: called with the name of each training as it begins.
+        hyperparameters: schedules that are functions, which are not stored.
+
+    Raises:
+        RunDirectoryError: the model or the round's policy is not there.
+        ReplayError: the environment cannot be made.
+        WhenceError: the return did not fall and no round is named; or a change or condition is not known.
+    """
+    require_training(run)
+    numbers, returns = read_returns(run)
+    drop = find_drop(numbers, returns)
+    start = _choose_start(run, drop) if start is None else start
+    last = max(run.rounds(), default=0)
+    if not 1 <= start <= last:
+        raise WhenceError(f"The round to continue after is {start}; give one from 1 to {last}.")
+    count = max(1, last - start) if rounds is None else rounds
+    has_optimiser = start in list_checkpoints(run.path)
+    known = numbers <= start
+    trainings = dict[str, Callable[[int], dict[str, float]]]()
+
+    def add(variant: str, change: Mapping[str, Any], drops: bool | None = None) -> None:
+        def train(seed: int) -> dict[str, float]:
+            callback = _make_callback(run, without, drops, seed)
+            later = _continue(run, start, seed, count, {**hyperparameters, **change}, callback, env, has_optimiser)
+            together = np.append(returns[known], later)
+            fell = find_drop(np.arange(1, len(together) + 1), together)
+            broke = fell is not None and fell.depth >= LEAST_DEPTH and fell.place >= known.sum()
+            part = max(1, len(later) // 10)
+            return {BROKE: float(broke), RETURN: float(np.nanmean(later[-part:]))}
+
+        trainings[variant] = train
+
+    add(PLAIN, {})
+    for name, value in (changes or {}).items():
+        add(f"with {name} = {value}", {name: value})
+    if without is not None:
+        add(WITHOUT, {}, drops=True)
+        add(RANDOM, {}, drops=False)
+    question = {"start": start, "rounds": count, "without": without, "env": None if callable(env) else env}
+    table, file = train_variants(trainings, seeds, run.path / FOLDER, [question, [*trainings]], question, on_stage)
+    notes = () if has_optimiser else (f"There is no checkpoint after round {start}: the optimiser begins anew.",)
+    broke_after = drop if drop is not None and drop.round > start else None
+    return Repetition(start, count, broke_after, table, notes, file)
+
+
+def _choose_start(run: RunDirectory, drop: Drop | None) -> int:
+    """Return the last checkpoint before the return fell, else the best round."""
+    if drop is None:
+        raise WhenceError(
+            f"The return of {run.path} did not fall, so nothing says where to begin. Name the round: --from 20."
+        )
+    before = [number for number in list_checkpoints(run.path) if number <= drop.round - _EARLIER]
+    return before[-1] if before else max(1, drop.round - _EARLIER)
+
+
+def _make_callback(run: RunDirectory, without: str | None, drops: bool | None, seed: int) -> BaseCallback | None:
+    """Return what selects records: the run's own rule, or nothing, or a condition."""
+    rule = build_rule(run.config["rule"])
+    if without is None or drops is None:
+        return None if isinstance(rule, ScoreAll) else InfluenceCallback(rule)
+    if not isinstance(rule, ScoreAll):
+        raise WhenceError(
+            f"{run.path} was trained by {rule!r}, which selects records already. Leave --without out, or ask of a run "
+            "that trained on all records."
+        )
+    return _WithoutRecords(without, state_names(run.config.get("env"), run.config), None if drops else seed)
+
+
+class _WithoutRecords(InfluenceCallback):
+    """Leaves the records out for which a condition holds; with a seed, as many others at random."""
+
+    def __init__(self, where: str, names: list[str] | None, seed: int | None) -> None:
+        super().__init__()
+        self.where, self.axes = where, names
+        self.generator = None if seed is None else np.random.default_rng([seed, 1])
+
+    def choose(self, records: RecordBatch) -> Choice:
+        """Keep the others."""
+        mask = select_where(records.to_polars(observations=True), self.where, self.axes, "--without").to_numpy()
+        if self.generator is not None:
+            mask = self.generator.permutation(mask)
+        return Choice(None, Selection.dropping(torch.from_numpy(~mask), "left out"))
+
+
+class _Returns(BaseCallback):
+    """Notes the mean return of the episodes that end in each round, in the environment's rewards, and stops."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds, self.means, self.ended = rounds, list[float](), list[float]()
+
+    def _on_training_start(self) -> None:
+        self.sums = np.zeros(self.training_env.num_envs)
+
+    def _on_rollout_start(self) -> None:
+        self.ended = []
+
+    def _on_step(self) -> bool:
+        normaliser = unwrap_vec_normalize(self.training_env)
+        self.sums += self.locals["rewards"] if normaliser is None else normaliser.get_original_reward()
+        ended = np.flatnonzero(self.locals["dones"])
+        self.ended += self.sums[ended].tolist()
+        self.sums[ended] = 0.0
+        return len(self.means) < self.rounds
+
+    def _on_rollout_end(self) -> None:
+        self.means.append(float(np.mean(self.ended)) if self.ended else np.nan)
+
+
+def _continue(
+    run: RunDirectory,
+    start: int,
+    seed: int,
+    rounds: int,
+    changes: Mapping[str, Any],
+    callback: BaseCallback | None,
+    env: AnyEnv,
+    has_optimiser: bool,
+) -> NDArray[np.float64]:
+    """Return the mean return of each round of a training that continues after a round with another seed."""
+    with preserve_rng_state():
+        vec_env = make_training_envs(run, env, start)
+        try:
+            model = build_model(run, vec_env, changes=changes)
+            if has_optimiser:
+                content = load_tree(checkpoint_path(run.path, start))["model"]
+                restore_model(model, content)
+                total = content["total_timesteps"]
+            else:
+                load_policy(run, start + 1, model)
+                steps = run.table("metrics").sort("round")
+                model.num_timesteps = int(steps.filter(pl.col("round") <= start)["timestep"][-1])
+                total = int(steps["timestep"][-1])
+            # Seeds that the training has not used.
+            model.set_random_seed(int(np.random.SeedSequence([seed, start]).generate_state(1)[0] % 2**31))
+            begin_episodes(model)
+            noted = _Returns(rounds)
+            left = max(total - model.num_timesteps, rounds * model.n_steps * model.n_envs)
+            model.learn(left, [noted, *([] if callback is None else [callback])], reset_num_timesteps=False)
+        finally:
+            vec_env.close()
+    return np.array(noted.means)

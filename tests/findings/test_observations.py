@@ -252,6 +252,9 @@ def test_what_cannot_be_told_says_why():
     alone = replace(make_run(), columns={**make_run().columns, "env_index": np.zeros(N)})
     with pytest.raises(CannotTellError, match="one environment"):
         look_at_equal_starts(alone)
+    for look in (look_at_short_episodes, look_at_limit):  # whose loop does not tell where episodes end
+        with pytest.raises(CannotTellError, match="no end of an episode is known"):
+            look(replace(make_run(), ends=np.full(N, "")))
     with pytest.raises(CannotTellError, match="no time limit"):
         look_at_limit(replace(make_run(), config={}))
     with pytest.raises(CannotTellError, match="limit is registered"):

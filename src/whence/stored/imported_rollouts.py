@@ -35,6 +35,12 @@ _KNOWN = {name for names in _NAMES.values() for name in names}
 _DENSEST = 1100
 """How many bytes one stored byte may become; zlib reaches 1032."""
 
+_WIDEST = 8
+"""Bytes of a number at most: tables have no wider ones."""
+
+_STATES = 2**16
+"""Whole numbers that are names of states or actions; where there are more, they are amounts."""
+
 _PICKLE = """{path} is a pickle, as replay buffers of Stable-Baselines3 are; reading it could run code. \
 Write an .npz in your own script, and import that:
 b = stable_baselines3.common.save_util.load_from_pkl({name!r})
@@ -100,7 +106,7 @@ def import_rollouts(
         recording = Recording(run, config, spaces=(observed, acted), count=count, length=round, overwrite=overwrite)
         with closing(recording):
             for part in parts:
-                for steps in _record(part, recording, acted.shape or ()):
+                for steps in _record(part, recording, acted):
                     done += steps
                     if on_steps is not None and (done % 1024 < steps or done == total):
                         on_steps(done, total)
@@ -116,11 +122,12 @@ def _find_spec(env: str) -> Any:
         raise WhenceError(f"env is {env!r}; a registered id or module:Id is needed: {first_line(error)}") from None
 
 
-def _record(part: _Part, recording: Recording, action_shape: tuple[int, ...]) -> Iterator[int]:
+def _record(part: _Part, recording: Recording, acted: spaces.Space[Any]) -> Iterator[int]:
     """Record the rows of a part, and yield the steps of each."""
     shape, last = part.rewards.shape, len(part.rewards) - 1
     observations = _take(part.observations, slice(last + 1))
-    actions = np.asarray(part.actions[:]).reshape(*shape, *action_shape)
+    dtype = acted.dtype if isinstance(acted, spaces.Box) else None
+    actions = np.asarray(part.actions[:], dtype).reshape(*shape, *(acted.shape or ()))
     infos = {name: np.asarray(column[len(column) - last - 1 :]) for name, column in part.infos.items()}
     recording.start(_take(observations, 0), {})
     for at in range(last + 1):
@@ -141,25 +148,32 @@ def _make_part(place: str, columns: Columns, used: set[str]) -> _Part:
         raise WhenceError(f"{place} holds {', '.join(columns) or 'nothing'}; it also needs {', '.join(missing)}.")
     chosen = {key: columns[name] for key, name in called.items() if name}
     steps = chosen["rewards"].shape
+    steps = steps[:2] if steps[2:] == (1,) else steps
     longer = (*(length + 1 for length in steps[:1]), *steps[1:])
     for key, tree in chosen.items():
         leaves: Any = named_leaves(tree, called[key])
         for name, leaf in leaves:
-            axes = leaf.shape[: len(steps)] if key in ("observations", "actions") else leaf.shape
+            axes, rest = leaf.shape[: len(steps)], leaf.shape[len(steps) :]
             fits = axes == steps or (key == "observations" and axes == longer)
-            if len(steps) not in (1, 2) or not fits or leaf.dtype.kind not in "biuf":
+            fits &= 0 not in rest if key in ("observations", "actions") else rest in ((), (1,))
+            is_number = leaf.dtype.kind in "biuf" and leaf.dtype.itemsize <= _WIDEST
+            if len(steps) not in (1, 2) or not fits or not is_number:
                 raise WhenceError(
                     f"{place} holds {name} of shape {leaf.shape} and dtype {leaf.dtype}, and rewards of {steps}. "
-                    "Numbers of (steps, ...), or (steps, environments, ...), are needed, as many in each."
+                    "Numbers of (steps, ...), or (steps, environments, ...), are needed, as many in each, of at most "
+                    f"{8 * _WIDEST} bits."
                 )
     others = {name: leaf for name, leaf in columns.items() if name not in _KNOWN and not isinstance(leaf, Mapping)}
     infos = {n: leaf for n, leaf in others.items() if leaf.shape in (steps, longer) and leaf.dtype.kind in "biuf"}
     used.update(called.values(), infos)
-    ends = np.asarray(chosen["terminated"]), np.asarray(chosen.get("truncated", np.zeros(steps)))
+    names = ("rewards", "terminated", "truncated")
+    rewards, *ends = (np.reshape(chosen.get(key, np.zeros(steps)), steps) for key in names)
+    for key, each in zip(names[1:], ends, strict=True):
+        if np.isnan(each).any():
+            raise WhenceError(f"{place} holds NaN in {called[key]}: each entry needs to be 0 or 1.")
     terminated, truncated = (each.astype(bool) for each in ends)
     if "done" in called["terminated"]:  # which are ends of both kinds
         terminated &= ~truncated
-    rewards = np.asarray(chosen["rewards"])
     return _Part(chosen["observations"], chosen["actions"], rewards, terminated, truncated, infos)
 
 
@@ -175,7 +189,9 @@ def _guess_space(trees: Sequence[Any], axes: int) -> spaces.Space[Any]:
     if first.dtype.kind != "f" and np.prod(shape) == 1:
         ends = [end for leaf in trees if leaf.size for end in (int(np.min(leaf)), int(np.max(leaf)))]
         start = min(0, *ends)
-        return spaces.Discrete(max(ends) - start + 1, start=start)
+        if max(ends) - start < _STATES:
+            return spaces.Discrete(max(ends) - start + 1, start=start)
+        return spaces.Box(-np.inf, np.inf, shape, np.float64)
     if first.dtype.kind == "b":
         return spaces.MultiBinary(shape)
     limits = np.iinfo(first.dtype) if first.dtype.kind != "f" else None

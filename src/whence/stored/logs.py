@@ -221,7 +221,11 @@ def _join_returns(metrics: pl.DataFrame) -> pl.DataFrame:
     """Return an agent's metrics in the order of steps, with the mean of the last hundred episodes at each round."""
     metrics = metrics if "step" in metrics.columns else metrics.with_row_index("step").cast(pl.Float64)
     metrics = metrics.drop_nulls("step").sort("step", maintain_order=True)
-    most = [np.nanmax(metrics[name].to_numpy(), initial=0) for name in ("train/n_updates", "round") if name in metrics.columns]
+    most = [
+        np.nanmax(metrics[name].to_numpy(), initial=0)
+        for name in ("train/n_updates", "round")
+        if name in metrics.columns
+    ]
     if len(most) == 2 and most[0] <= most[1]:  # one epoch a round: SB3 measures divergence before each step
         metrics = metrics.drop("train/approx_kl", strict=False)
     if "episode" not in metrics.columns or "episode_return" in metrics.columns:

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.evidence import Evidence, Mask
-from whence.findings.finding import CannotTellError, Sight
-from whence.findings.models import expand, predict_each
-from whence.findings.places import (
+from whence.findings.detectors.models import expand, predict_each
+from whence.findings.detectors.places import (
     FITTED,
     FLOOR,
     MATCHED,
@@ -26,6 +24,8 @@ from whence.findings.places import (
     list_lags,
     read_moves,
 )
+from whence.findings.evidence import Evidence, Mask
+from whence.findings.finding import CannotTellError, Sight
 
 Rows = NDArray[np.int64]
 

@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import stats
 
+from whence.findings.detectors.models import expand
+from whence.findings.detectors.observations import compare_firsts, has_few_states, identify, select_commonest
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight
-from whence.findings.models import expand
-from whence.findings.observations import compare_firsts, has_few_states, identify, select_commonest
 
 _SHORTEST = 20
 """Steps below which a fixed length is more likely a rule of the game than a time limit."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ import polars as pl
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from whence.core import WhenceError, first_line, named_leaves
+from whence.core import WhenceError, explain_damage, first_line, named_leaves
 from whence.runs import RunDirectory
 from whence.sb3.episodes import find_object
 from whence.sb3.models import describe_env
@@ -91,7 +91,8 @@ def import_rollouts(
         RunDirectoryError: the directory holds a run.
     """
     path, spec = Path(file), None if env is None else _find_spec(env)
-    with ExitStack() as stack, _explain(path):
+    remedy = "A whole file with arrays of numbers is needed."
+    with ExitStack() as stack, explain_damage(path, "rollouts", "h5py", remedy):
         kind, tables, others = _read(path, stack)
         used: set[str] = set()
         parts = [part for place, columns in tables if (part := _make_part(place, columns, used)).rewards.size]
@@ -197,19 +198,6 @@ def _guess_space(trees: Sequence[Any], axes: int) -> spaces.Space[Any]:
     limits = np.iinfo(first.dtype) if first.dtype.kind != "f" else None
     low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
     return spaces.Box(low, high, shape, first.dtype.type)
-
-
-@contextmanager
-def _explain(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except WhenceError:
-        raise
-    except ImportError as error:
-        raise WhenceError(f"{path} needs h5py to be read: pip install h5py.") from error
-    except Exception as error:  # a damaged file may raise any
-        reason = first_line(error).rstrip(".")
-        raise WhenceError(f"{path} cannot be read: {reason}. A whole file with arrays of numbers is needed.") from error
 
 
 def _read(path: Path, stack: ExitStack) -> tuple[str, list[tuple[str, Columns]], list[str]]:

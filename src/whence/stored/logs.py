@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import polars as pl
 
-from whence.core import WhenceError, first_line
+from whence.core import WhenceError, explain_damage
 
 log = logging.getLogger("whence")
 
@@ -130,13 +130,8 @@ def _refuse_several(path: Path, places: Sequence[Path]) -> None:
 
 def _read_files(pattern: str, files: Sequence[Path]) -> pl.DataFrame:
     """Return numbers as columns by their logged names; what is not finite is null."""
-    try:
+    with explain_damage(files[0], pattern, "tensorboard", "Give the file as it was logged."):
         table = _READERS[pattern](files)
-    except ImportError as error:
-        raise WhenceError(f"{files[0]} needs TensorBoard to be read: pip install tensorboard.") from error
-    except Exception as error:  # a damaged file may raise any
-        reason = f"{files[0]} cannot be read as {pattern}: {first_line(error).rstrip('.')}."
-        raise WhenceError(f"{reason} Give the file as it was logged.") from error
     numbers = pl.all().cast(pl.Float64, strict=False)
     table = table.select(pl.when(numbers.is_finite()).then(numbers))
     return _drop_repeated_steps(table.select(column for column in table if column.count()), files[0])

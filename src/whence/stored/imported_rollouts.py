@@ -241,6 +241,7 @@ def _read_minari(path: Path, stack: ExitStack) -> list[tuple[str, Columns]]:
 
 
 def _read_lerobot(path: Path) -> tuple[list[tuple[str, Columns]], list[str]]:
+    """Return the columns of each episode, and the names of what is not read."""
     table = pl.scan_parquet(sorted(path.glob("data/chunk-*/*.parquet")), glob=False)
     names, places = table.collect_schema().names(), ["episode_index", "frame_index"]
     wanted = [name for name in names if name in _KNOWN or name.startswith("next.")]
@@ -249,12 +250,9 @@ def _read_lerobot(path: Path) -> tuple[list[tuple[str, Columns]], list[str]]:
     needed = json.loads((path / "meta/info.json").read_text(encoding="utf-8")).get("total_frames", len(rows))
     if len(rows) != needed or (rows["frame_index"] != frames).any():
         raise WhenceError(f"{path} lacks frames: it holds {len(rows)} of {needed}, and all of an episode are needed.")
-    parts = []
-    for episode in rows.partition_by("episode_index", maintain_order=True):
-        columns = {n if n in _KNOWN else n.removeprefix("next."): _to_array(episode[n]) for n in wanted}
-        parts.append((f"Episode {episode['episode_index'][0]} of {path}", columns))
-    return parts, [name for name in names if name not in (*places, *wanted)]
-
-
-def _to_array(column: pl.Series) -> NDArray[Any]:
-    return (column.list.to_array(len(column[0])) if column.dtype == pl.List else column).to_numpy()
+    parts = {}
+    for (number, *_), episode in rows.partition_by(places[:1], maintain_order=True, as_dict=True).items():
+        columns = {name if name in _KNOWN else name[5:]: episode[name] for name in wanted}
+        lists = {name: each.list.to_array(len(each[0])) for name, each in columns.items() if each.dtype == pl.List}
+        parts[f"Episode {number} of {path}"] = {name: each.to_numpy() for name, each in (columns | lists).items()}
+    return [*parts.items()], [name for name in names if name not in (*places, *wanted)]

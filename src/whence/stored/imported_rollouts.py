@@ -12,7 +12,7 @@ import polars as pl
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from whence.core import WhenceError, explain_damage, first_line, named_leaves
+from whence.core import WhenceError, explain_damage, first_line, named_leaves, take
 from whence.runs import RunDirectory
 from whence.sb3.episodes import find_object
 from whence.sb3.models import describe_env
@@ -126,20 +126,16 @@ def _find_spec(env: str) -> Any:
 def _record(part: _Part, recording: Recording, acted: spaces.Space[Any]) -> Iterator[int]:
     """Record the rows of a part, and yield the steps of each."""
     shape, last = part.rewards.shape, len(part.rewards) - 1
-    observations = _take(part.observations, slice(last + 1))
+    observations = take(part.observations, slice(last + 1))
     dtype = acted.dtype if isinstance(acted, spaces.Box) else None
     actions = np.asarray(part.actions[:], dtype).reshape(*shape, *(acted.shape or ()))
     infos = {name: np.asarray(column[len(column) - last - 1 :]) for name, column in part.infos.items()}
-    recording.start(_take(observations, 0), {})
+    recording.start(take(observations, 0), {})
     for at in range(last + 1):
-        ends, row = (part.terminated[at], part.truncated[at]), _take(infos, at)
-        rows = [row] if len(shape) == 1 else [_take(row, index) for index in range(shape[1])]
-        recording.add(actions[at], part.rewards[at], ends, _take(observations, min(at + 1, last)), rows)
+        ends, row = (part.terminated[at], part.truncated[at]), take(infos, at)
+        rows = [row] if len(shape) == 1 else [take(row, index) for index in range(shape[1])]
+        recording.add(actions[at], part.rewards[at], ends, take(observations, min(at + 1, last)), rows)
         yield part.rewards[at].size
-
-
-def _take(tree: Any, index: slice | int) -> Any:
-    return {name: _take(leaf, index) for name, leaf in tree.items()} if isinstance(tree, Mapping) else tree[index]
 
 
 def _make_part(place: str, columns: Columns, used: set[str]) -> _Part:

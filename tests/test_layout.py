@@ -1,6 +1,7 @@
 """Tests are found as their sources are, and share helpers rather than each other."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -21,3 +22,8 @@ def test_folders_are_those_of_the_sources() -> None:
     sources = {path.name for path in (TESTS.parent / "src" / "whence").iterdir() if path.is_dir()}
     folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
     assert folders - sources == {"docs", "hosts"}
+
+
+def test_a_folder_has_at_most_fourteen_files() -> None:
+    counts = Counter(path.parent for path in (TESTS.parent / "src").rglob("*.py"))
+    assert {folder: count for folder, count in counts.items() if count > 14} == {}

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings import learning, parts
+from whence.findings.detectors import learning, parts
 from whence.findings.evidence import Evidence
 from whence.findings.finding import CannotTellError
 from whence.findings.settings import log_new_advice

@@ -291,6 +291,68 @@ def test_the_guide_has_the_names_that_are_read() -> None:
         assert "\n".join(["| column | of a logged x | names |", "| --- | --- | --- |", *rows, ""]) in text
 
 
+PROGRESS = "time/total_timesteps,train/approx_kl,rollout/ep_rew_mean\n"
+
+
+def write_progress(path: Path, rows: Sequence[tuple[int, float]]) -> Path:
+    path.write_text(PROGRESS + "".join(f"{step},{kl},1.0\n" for step, kl in rows), encoding="utf-8")
+    return path
+
+
+def test_steps_that_are_logged_again_replace_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, first = tmp_path / "progress.csv", [(step, 0.01) for step in (128, 256, 384, 512)]
+    again = read_logs(write_progress(path, [*first, (128, 0.02), (256, 0.03)])).metrics
+    assert again["train/approx_kl"].to_list() == [0.02, 0.03]
+    assert "the first 4 rows" in caplog.text
+    resumed = read_logs(write_progress(path, [*first, (384, 0.02), (512, 0.03), (640, 0.04)])).metrics
+    assert resumed["step"].to_list() == [128, 256, 384, 512, 640]
+    assert resumed["train/approx_kl"].to_list() == [0.01, 0.01, 0.02, 0.03, 0.04]
+    caplog.clear()
+    assert len(read_logs(write_progress(path, first)).metrics) == 4
+    assert not caplog.text
+
+
+def test_events_that_are_logged_again_replace_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for at, step in enumerate((128, 256, 384, 256, 512)):
+            writer.add_scalar("losses/approx_kl", at, step)
+            writer.add_scalar("Train/mean_reward/time", at, at)  # of seconds, as rsl_rl counts it
+    metrics = read_logs(tmp_path).metrics.drop_nulls("train/approx_kl")
+    assert metrics.select("step", "train/approx_kl").rows() == [(128, 0), (256, 3), (512, 4)]
+
+
+@pytest.mark.parametrize("step", [1e300, float("nan"), -1e300, "x"])
+@pytest.mark.parametrize("row", [{"losses/approx_kl": 0.01}, {"kl": 0.01, "length": 5.0, "reward": 1.0}])
+def test_steps_that_are_no_number_of_steps(tmp_path: Path, step: Any, row: dict[str, float]) -> None:
+    rows = [{"step": each, "response_length": 9.0, **row} for each in (1, 2, step, 3)]
+    assert read_logs(log_lines(tmp_path / "log.jsonl", rows)).metrics["round"].to_list() == [1, 2, 3]
+    assert "could not be looked at" in outcomes(tmp_path).values()
+
+
+def test_logs_without_a_step_that_can_be_read(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"losses/entropy": 0.01}, {"step": 3}]
+    assert read_logs(log_lines(tmp_path / "log.jsonl", rows)).axes == 0
+    assert set(outcomes(tmp_path).values()) == {"could not be looked at"}
+
+
+def test_a_deviation_that_is_not_above_zero_has_no_entropy(tmp_path: Path) -> None:
+    spread = [1.0, 0.0, -1.0, *np.exp(np.linspace(0.0, -2.75, 40)).tolist()]
+    columns = {"Train/mean_reward": [1.0] * 43, "Policy/mean_noise_std": spread}
+    metrics = read_logs(log_table(tmp_path, columns)).metrics
+    assert metrics["train/entropy_loss"].is_null().to_list() == [False, True, True] + [False] * 40
+    assert outcomes(tmp_path)["lost entropy"] == "wrong"
+
+
+@pytest.mark.parametrize("data", [None, 3, [1], "x"])
+def test_a_line_without_data(tmp_path: Path, data: Any) -> None:
+    lines = [{"step": 1, "data": VERL}, {"step": 2, "data": data, "actor/entropy": 0.25}, {"step": 3, "data": VERL}]
+    metrics = read_logs(log_lines(tmp_path / "metrics.jsonl", lines)).metrics
+    assert metrics["train/entropy_loss"].to_list() == [-0.5, -0.25, -0.5]
+
+
 class Malicious:
     """What a pickle would run."""
 

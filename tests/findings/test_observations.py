@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings.episodes import (
+from whence.findings.detectors.episodes import (
     look_at_equal_starts,
     look_at_first_rewards,
     look_at_fixed_length,
@@ -17,10 +17,7 @@ from whence.findings.episodes import (
     look_at_short_episodes,
     look_at_unforeseen_ends,
 )
-from whence.findings.evidence import Evidence, summarise
-from whence.findings.finding import CannotTellError
-from whence.findings.inspection import measure_one
-from whence.findings.observations import (
+from whence.findings.detectors.observations import (
     look_at_clipped_observations,
     look_at_equal_observations,
     look_at_idle_entries,
@@ -32,6 +29,9 @@ from whence.findings.observations import (
     look_at_scales,
     look_at_stops,
 )
+from whence.findings.evidence import Evidence, summarise
+from whence.findings.finding import CannotTellError
+from whence.findings.inspection import measure_one
 
 COPIES, EPISODES, LENGTH = 4, 25, 30
 N = COPIES * EPISODES * LENGTH
@@ -252,6 +252,9 @@ def test_what_cannot_be_told_says_why():
     alone = replace(make_run(), columns={**make_run().columns, "env_index": np.zeros(N)})
     with pytest.raises(CannotTellError, match="one environment"):
         look_at_equal_starts(alone)
+    for look in (look_at_short_episodes, look_at_limit):  # whose loop does not tell where episodes end
+        with pytest.raises(CannotTellError, match="no end of an episode is known"):
+            look(replace(make_run(), ends=np.full(N, "")))
     with pytest.raises(CannotTellError, match="no time limit"):
         look_at_limit(replace(make_run(), config={}))
     with pytest.raises(CannotTellError, match="limit is registered"):

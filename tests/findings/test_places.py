@@ -9,10 +9,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from whence.findings.actions import look_at_dead_stretches, look_at_late_actions, look_at_swaps
+from whence.findings.detectors.actions import look_at_dead_stretches, look_at_late_actions, look_at_swaps
+from whence.findings.detectors.reward_effects import look_at_late_rewards, look_at_rewards
 from whence.findings.evidence import Evidence
 from whence.findings.finding import CannotTellError, Sight
-from whence.findings.reward_effects import look_at_late_rewards, look_at_rewards
 
 look_at_rewards_of_parts = partial(look_at_rewards, in_parts=True)
 look_at_missing_rewards = partial(look_at_rewards, is_missing=True)

@@ -250,6 +250,10 @@ def test_commands_read_it_with_the_names_of_the_environment(tmp_path: Path, monk
     assert import_rollouts(file, run, overwrite=True).rounds() == [1]
 
 
+LONG = ("obs", "act", "rew") if np.dtype(np.longdouble).itemsize > 8 else ()
+"""What is refused in 80 bits, where the machine has them."""
+
+
 def make_arrays(**changes: Any) -> dict[str, Any]:
     arrays = {"obs": np.zeros((9, 2)), "act": np.zeros(9, int), "rew": np.zeros(9), "dones": np.zeros(9, bool)}
     return {name: array for name, array in {**arrays, **changes}.items() if array is not None}
@@ -261,7 +265,12 @@ def make_arrays(**changes: Any) -> dict[str, Any]:
         ({"rew": None}, "holds obs, act, dones; it also needs rewards or rew or next.reward"),
         ({"act": np.zeros(8)}, r"act of shape \(8,\)"),
         ({"dones": np.zeros((9, 2))}, r"dones of shape \(9, 2\)"),
-        (dict.fromkeys(("obs", "act", "rew", "dones"), np.zeros((9, 1, 1))), r"rewards of \(9, 1, 1\)"),
+        (dict.fromkeys(("obs", "act", "rew", "dones"), np.zeros((9, 1, 2))), r"rewards of \(9, 1, 2\)"),
+        ({"obs": np.zeros((9, 0))}, r"obs of shape \(9, 0\)"),
+        ({"act": np.zeros((9, 0))}, r"act of shape \(9, 0\)"),
+        ({"dones": np.full(9, np.nan)}, "NaN in dones"),
+        ({"truncated": np.full(9, np.nan)}, "NaN in truncated"),
+        *(({name: np.zeros((9, 2)[: 1 + (name == "obs")], np.longdouble)}, "at most 64 bits") for name in LONG),
         ({"obs": np.array(["a"] * 9)}, "obs of shape .* dtype <U1"),
         ({"obs": np.array([{}] * 9)}, "allow_pickle"),
         (dict.fromkeys(("obs", "act", "rew", "dones"), np.zeros(0)), "no steps"),
@@ -272,6 +281,33 @@ def test_other_arrays_are_refused(tmp_path: Path, changes: dict[str, Any], messa
     with pytest.raises(WhenceError, match=message):
         import_rollouts(tmp_path / "stored.npz", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (9, 1)])
+@pytest.mark.parametrize("longer", [("dones",), ("rew", "dones"), ("rew", "dones", "act")])
+def test_numbers_of_a_step_may_have_an_axis_of_one(
+    tmp_path: Path, shape: tuple[int, int], longer: tuple[str, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"obs": rng.normal(size=(*shape, 2)), "act": rng.integers(3, size=shape), "rew": rng.normal(size=shape)}
+    arrays["dones"] = np.add.outer(np.arange(9), 2 * np.arange(shape[1])) % 4 == 3
+    np.savez(tmp_path / "short.npz", **arrays)
+    np.savez(tmp_path / "long.npz", **{n: a[..., None] if n in longer else a for n, a in arrays.items()})
+    tables = [read(import_rollouts(tmp_path / f"{n}.npz", tmp_path / n), "records") for n in ("short", "long")]
+    assert_frame_equal(*tables)
+    assert tables[1]["end"].count() == arrays["dones"].sum()
+
+
+@pytest.mark.parametrize("name", ["obs", "act"])
+def test_whole_numbers_of_a_wide_range_are_amounts(tmp_path: Path, name: str) -> None:
+    wide = np.array([1, 2**63 + 2**20] * 20, np.uint64)
+    arrays = {"obs": np.zeros((40, 2)), "act": np.zeros(40, int), "rew": np.ones(40), "dones": np.zeros(40, bool)}
+    np.savez(tmp_path / "wide.npz", **arrays | {name: wide})
+    run = import_rollouts(tmp_path / "wide.npz", tmp_path / "run")
+    column = {"obs": "observation", "act": "action"}[name]
+    assert run.config[f"{column}_space"]["type"] == "Box"
+    assert read(run, "records")[column].cast(pl.Float64).to_list() == wide.astype(float).tolist()
+    assert whence.inspect(run)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

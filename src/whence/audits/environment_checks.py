@@ -316,8 +316,8 @@ def _is_seen(state: Sequence[Any], step: int) -> bool:
 def _differ_later(play: Play) -> bool:
     """Return whether an episode of a held action differs from that of random ones with its seed."""
     by_seed = {episode.seed: episode.list_outcomes() for episode in play.random}
-    held = [episode for episode in play.episodes if episode.held]
-    pairs = (zip(each.list_outcomes(), by_seed[each.seed], strict=False) for each in held)
+    held_episodes = [episode for episode in play.episodes if episode.is_held]
+    pairs = (zip(each.list_outcomes(), by_seed[each.seed], strict=False) for each in held_episodes)
     return any(one != other for pair in pairs for one, other in pair)
 
 

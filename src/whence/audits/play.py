@@ -49,7 +49,7 @@ class Episode:
     """An episode as it was played: T actions and results (reward, terminated, truncated), T + 1 observations."""
 
     seed: int | None
-    held: bool = False
+    is_held: bool = False
     observations: list[Any] = field(default_factory=list)
     actions: list[Any] = field(default_factory=list)
     results: list[tuple[Any, Any, Any]] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Play:
     @property
     def random(self) -> list[Episode]:
         """The episodes of random actions."""
-        return [episode for episode in self.episodes if not episode.held]
+        return [episode for episode in self.episodes if not episode.is_held]
 
     def run(self) -> None:
         """Play random and held actions, some episodes twice, and each action from the same states.
@@ -183,12 +183,12 @@ class Play:
         """Play episodes of random actions, and every third time of one that is held."""
         holds, number = self._list_holds(), 0
         while self._get_spent() < _PLAYED or number < _REPEATED:
-            held = bool(holds) and number % 3 == 2
+            is_held = bool(holds) and number % 3 == 2
             # What is held has the seed of a random episode, so that the two differ only by actions.
-            episode, most = self._reset(Episode(number - 2 * held, held)), self._budget // (40 if held else 10)
+            episode, most = self._reset(Episode(number - 2 * is_held, is_held)), self._budget // (40 if is_held else 10)
             self.episodes.append(episode)
             while not episode.end and len(episode) < most and (self._get_spent() < _PLAYED or len(episode) < HORIZON):
-                self._step(episode, holds[number // 3 % len(holds)] if held else self._actions.sample())
+                self._step(episode, holds[number // 3 % len(holds)] if is_held else self._actions.sample())
             number += 1
 
     def _list_holds(self) -> list[Any]:

@@ -19,6 +19,7 @@ from .errors import RunDirectoryError as RunDirectoryError
 from .errors import Unsupported as Unsupported
 from .errors import WhenceError as WhenceError
 from .errors import check_flag as check_flag
+from .errors import explain_damage as explain_damage
 from .errors import first_line as first_line
 from .errors import require_names as require_names
 from .errors import suggest as suggest
@@ -33,6 +34,7 @@ from .guards import train_mode as train_mode
 from .objectives import A2C as A2C
 from .objectives import Objective as Objective
 from .objectives import PPOClip as PPOClip
+from .objectives import WeightedTerms as WeightedTerms
 from .objectives import as_objective as as_objective
 from .objectives import policy_part as policy_part
 from .packages import call_plugin as call_plugin

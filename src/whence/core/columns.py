@@ -40,8 +40,8 @@ def named_leaves(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
     return [leaf for key, branch in branches for leaf in named_leaves(branch, f"{name}.{key}" if name else str(key))]
 
 
-def take(tree: Tree, index: Tensor | slice) -> Tree:
-    """Take the records at `index` from every tensor of a tree."""
+def take(tree: Tree, index: Tensor | slice | int) -> Tree:
+    """Take the records at `index` from every tensor, or array, of a tree; of one record, without their axis."""
     return map_tree(lambda tensor: tensor[index], tree)
 
 

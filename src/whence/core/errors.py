@@ -1,8 +1,10 @@
 """The errors that whence raises. Every message says what came, what is needed and how to fix it."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 
 class WhenceError(ValueError):
@@ -49,6 +51,26 @@ class ReplayError(WhenceError):
 
 class RunDirectoryError(WhenceError):
     """A run directory cannot be read or written, or holds a run of another configuration."""
+
+
+@contextmanager
+def explain_damage(path: Path, kind: str, package: str, remedy: str) -> Iterator[None]:
+    """Raise a `WhenceError` in place of whatever reading a damaged file may raise, or a package that is missing.
+
+    Args:
+        path: the file.
+        kind: what it is read as.
+        package: what reads it, as pip calls it.
+        remedy: a sentence of what to do.
+    """
+    try:
+        yield
+    except WhenceError:
+        raise
+    except ImportError as error:
+        raise WhenceError(f"{path} needs {package} to be read: pip install {package}.") from error
+    except Exception as error:
+        raise WhenceError(f"{path} cannot be read as {kind}: {first_line(error).rstrip('.')}. {remedy}") from error
 
 
 def check_flag(name: str, value: object) -> None:

@@ -49,19 +49,12 @@ class FunctionObjective:
         return self.function(outputs, records)
 
 
-class _ActorCritic:
-    """The common part of PPO and A2C: normalised advantages, entropy and value terms."""
+class WeightedTerms:
+    """An objective whose terms of entropy and value have weights."""
 
-    # The dataclasses below declare them again, in the order of their signatures.
+    # The dataclasses that inherit it declare them again, in the order of their signatures.
     ent_coef: float
     vf_coef: float
-    advantage_norm: AdvantageNorm
-    clip_range_vf: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.advantage_norm not in get_args(AdvantageNorm):
-            known = suggest(str(self.advantage_norm), get_args(AdvantageNorm))
-            raise WhenceError(f"advantage_norm is {self.advantage_norm!r}.{known}")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -72,6 +65,19 @@ class _ActorCritic:
     def policy_part(self) -> Self:
         """Return the objective without its terms of entropy and value."""
         return replace(self, ent_coef=0.0, vf_coef=0.0)  # type: ignore[type-var]
+
+
+class _ActorCritic(WeightedTerms):
+    """The common part of PPO and A2C: normalised advantages, entropy and value terms."""
+
+    # As above, the dataclasses below declare them again.
+    advantage_norm: AdvantageNorm
+    clip_range_vf: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.advantage_norm not in get_args(AdvantageNorm):
+            known = suggest(str(self.advantage_norm), get_args(AdvantageNorm))
+            raise WhenceError(f"advantage_norm is {self.advantage_norm!r}.{known}")
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Return the records with the advantages normalised as `advantage_norm` says."""

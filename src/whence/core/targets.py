@@ -301,9 +301,9 @@ def _match_column(name: str, values: Tree, column: Tree) -> Tree:
         if not isinstance(values, dict) or values.keys() != column.keys():
             raise WhenceError(f"The {name} of Action() needs the keys {sorted(column)}, as the records have.")
         return {key: _match_column(f"{name}.{key}", values[key], column[key]) for key in column}
-    given = torch.as_tensor(values)
-    tensor = given.to(column)
-    if not column.is_floating_point() and (tensor.to(given) != given).any():
+    source = torch.as_tensor(values)
+    tensor = source.to(column)
+    if not column.is_floating_point() and (tensor.to(source) != source).any():
         raise WhenceError(
             f"The {name} of Action() is {values}, and the records' are {column.dtype}: pass such numbers."
         )

@@ -146,7 +146,7 @@ def measure_bytes(run: Callable[[], object]) -> list[int]:
     meter = _Meter()
     with meter:
         run()
-    return meter.held
+    return meter.byte_counts
 
 
 def _take_first(problem: Problem, size: int) -> Problem:
@@ -183,12 +183,12 @@ class _Meter(TorchDispatchMode):
     """Counts the bytes of live tensors that operations made.
 
     Attributes:
-        held: the bytes after each allocation and each release.
+        byte_counts: the bytes after each allocation and each release.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.held = [0]
+        self.byte_counts = [0]
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -205,7 +205,7 @@ class _Meter(TorchDispatchMode):
         return output
 
     def _change(self, nbytes: int) -> None:
-        self.held.append(self.held[-1] + nbytes)
+        self.byte_counts.append(self.byte_counts[-1] + nbytes)
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

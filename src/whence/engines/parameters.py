@@ -52,8 +52,8 @@ def release_whole(modules: Iterable[nn.Module]) -> None:
         if isinstance(module, wrapped):
             cast(Any, module).reshard()
         parameters: list[Any] = [p for p in module._parameters.values() if p is not None and _is_zero(p)]
-        kept = [p for p in parameters if not getattr(p, "ds_persist", False)]
-        whole += [p for p in kept if p.ds_status.name == "AVAILABLE"]
+        sharded = [p for p in parameters if not getattr(p, "ds_persist", False)]
+        whole += [p for p in sharded if p.ds_status.name == "AVAILABLE"]
     if whole:
         for parameter in whole:
             parameter.ds_active_sub_modules.clear()  # the layers whose passes have not ended, as ZeRO sees it

@@ -67,11 +67,11 @@ def find_finished(runs: Sequence[Planned], out: Path) -> list[Planned]:
     kept_runs = read_runs(out)
     finished = []
     for planned in runs:
-        if (kept := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
+        if (stored := kept_runs.get((planned.group, planned.label, planned.config.seed))) is None:
             continue
         assert isinstance(planned.config, RunConfig)
         now = {**planned.config.to_json(), "contents": digest_sources(planned.config)}
-        if changes := list_changes({**kept.config.to_json(), "contents": kept.contents}, now):
+        if changes := list_changes({**stored.config.to_json(), "contents": stored.contents}, now):
             raise RunDirectoryError(
                 f"{planned.name} in {out} is another run: {changes[0]}. Choose another directory, or delete its row."
             )

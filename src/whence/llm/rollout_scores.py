@@ -268,7 +268,7 @@ def _encode(
 
     Tokens that a file does not say come from its texts; a text's response has `most` at most.
     """
-    context, encoded, kept = context_length(model), list[Tokens](), []
+    context, encoded, places = context_length(model), list[Tokens](), []
     vocabulary = model.get_input_embeddings().num_embeddings
     for place, row in enumerate(table.iter_rows(named=True)):
         prompt, response = row.get("prompt_ids"), row.get("response_ids")
@@ -291,9 +291,9 @@ def _encode(
         elif not tokens.prompt or not any(tokens.mask):
             skipped["rows without a prompt, or a token that the model wrote"] += 1
         else:
-            kept.append(place)
+            places.append(place)
             encoded.append(tokens)
-    return table[kept].cast({"record_id": pl.Int64}), encoded
+    return table[places].cast({"record_id": pl.Int64}), encoded
 
 
 def add_advantages(table: pl.DataFrame) -> pl.DataFrame:

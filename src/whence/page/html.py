@@ -337,7 +337,7 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
     returns = evaluations["test_return"].drop_nulls().to_list() if has(evaluations, "test_return") else []
     dropped, entropy = last.get("dropped_share"), last.get("train/entropy_loss")
     rewards = {name: value for name, value in last.items() if name.startswith("reward.")}
-    test, kept = ("test", "responses kept") if run.is_language else ("test return", "records kept")
+    test, share_name = ("test", "responses kept") if run.is_language else ("test return", "records kept")
     numbers = [
         ("steps", "{:,}", last.get("timestep")),
         (test, "{:.4g}", returns[-1] if returns else None),
@@ -348,7 +348,7 @@ def list_latest(run: RunDirectory) -> list[tuple[str, str]]:
         ("reward", "{:.4g}", last.get("reward")),
         *((name[7:], "{:.4g}", value) for name, value in rewards.items()),
         ("tokens a response", "{:.4g}", last.get("length")),
-        (kept, "{:.1%}", 1 - dropped if dropped else None),
+        (share_name, "{:.1%}", 1 - dropped if dropped else None),
         ("policy entropy", "{:.3g} nats", None if entropy is None else -entropy),
     ]
     latest = [(name, form.format(value).replace("-", "−")) for name, form, value in numbers if value is not None]

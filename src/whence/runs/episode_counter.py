@@ -46,10 +46,8 @@ class EpisodeCounter:
         """
         missing = max(0, int(env.max(initial=-1)) + 1 - len(self._ids))
         self._ids, self._steps = (np.append(each, np.full(missing, -1)) for each in (self._ids, self._steps))
-        self._sums, self._ended = (
-            np.append(self._sums, np.zeros(missing)),
-            np.append(self._ended, np.ones(missing, bool)),
-        )
+        self._sums = np.append(self._sums, np.zeros(missing))
+        self._ended = np.append(self._ended, np.ones(missing, bool))
         place, first = np.arange(len(env)), np.searchsorted(env, env)
         if begins is None:
             assert ends is not None

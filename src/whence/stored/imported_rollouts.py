@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ import polars as pl
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from whence.core import WhenceError, first_line, named_leaves
+from whence.core import WhenceError, explain_damage, first_line, named_leaves, take
 from whence.runs import RunDirectory
 from whence.sb3.episodes import find_object
 from whence.sb3.models import describe_env
@@ -34,6 +34,12 @@ _KNOWN = {name for names in _NAMES.values() for name in names}
 
 _DENSEST = 1100
 """How many bytes one stored byte may become; zlib reaches 1032."""
+
+_WIDEST = 8
+"""Bytes of a number at most: tables have no wider ones."""
+
+_STATES = 2**16
+"""Whole numbers that are names of states or actions; where there are more, they are amounts."""
 
 _PICKLE = """{path} is a pickle, as replay buffers of Stable-Baselines3 are; reading it could run code. \
 Write an .npz in your own script, and import that:
@@ -85,7 +91,8 @@ def import_rollouts(
         RunDirectoryError: the directory holds a run.
     """
     path, spec = Path(file), None if env is None else _find_spec(env)
-    with ExitStack() as stack, _explain(path):
+    remedy = "A whole file with arrays of numbers is needed."
+    with ExitStack() as stack, explain_damage(path, "rollouts", "h5py", remedy):
         kind, tables, others = _read(path, stack)
         used: set[str] = set()
         parts = [part for place, columns in tables if (part := _make_part(place, columns, used)).rewards.size]
@@ -100,7 +107,7 @@ def import_rollouts(
         recording = Recording(run, config, spaces=(observed, acted), count=count, length=round, overwrite=overwrite)
         with closing(recording):
             for part in parts:
-                for steps in _record(part, recording, acted.shape or ()):
+                for steps in _record(part, recording, acted):
                     done += steps
                     if on_steps is not None and (done % 1024 < steps or done == total):
                         on_steps(done, total)
@@ -116,22 +123,19 @@ def _find_spec(env: str) -> Any:
         raise WhenceError(f"env is {env!r}; a registered id or module:Id is needed: {first_line(error)}") from None
 
 
-def _record(part: _Part, recording: Recording, action_shape: tuple[int, ...]) -> Iterator[int]:
+def _record(part: _Part, recording: Recording, acted: spaces.Space[Any]) -> Iterator[int]:
     """Record the rows of a part, and yield the steps of each."""
     shape, last = part.rewards.shape, len(part.rewards) - 1
-    observations = _take(part.observations, slice(last + 1))
-    actions = np.asarray(part.actions[:]).reshape(*shape, *action_shape)
+    observations = take(part.observations, slice(last + 1))
+    dtype = acted.dtype if isinstance(acted, spaces.Box) else None
+    actions = np.asarray(part.actions[:], dtype).reshape(*shape, *(acted.shape or ()))
     infos = {name: np.asarray(column[len(column) - last - 1 :]) for name, column in part.infos.items()}
-    recording.start(_take(observations, 0), {})
+    recording.start(take(observations, 0), {})
     for at in range(last + 1):
-        ends, row = (part.terminated[at], part.truncated[at]), _take(infos, at)
-        rows = [row] if len(shape) == 1 else [_take(row, index) for index in range(shape[1])]
-        recording.add(actions[at], part.rewards[at], ends, _take(observations, min(at + 1, last)), rows)
+        ends, row = (part.terminated[at], part.truncated[at]), take(infos, at)
+        rows = [row] if len(shape) == 1 else [take(row, index) for index in range(shape[1])]
+        recording.add(actions[at], part.rewards[at], ends, take(observations, min(at + 1, last)), rows)
         yield part.rewards[at].size
-
-
-def _take(tree: Any, index: slice | int) -> Any:
-    return {name: _take(leaf, index) for name, leaf in tree.items()} if isinstance(tree, Mapping) else tree[index]
 
 
 def _make_part(place: str, columns: Columns, used: set[str]) -> _Part:
@@ -141,25 +145,32 @@ def _make_part(place: str, columns: Columns, used: set[str]) -> _Part:
         raise WhenceError(f"{place} holds {', '.join(columns) or 'nothing'}; it also needs {', '.join(missing)}.")
     chosen = {key: columns[name] for key, name in called.items() if name}
     steps = chosen["rewards"].shape
+    steps = steps[:2] if steps[2:] == (1,) else steps
     longer = (*(length + 1 for length in steps[:1]), *steps[1:])
     for key, tree in chosen.items():
         leaves: Any = named_leaves(tree, called[key])
         for name, leaf in leaves:
-            axes = leaf.shape[: len(steps)] if key in ("observations", "actions") else leaf.shape
+            axes, rest = leaf.shape[: len(steps)], leaf.shape[len(steps) :]
             fits = axes == steps or (key == "observations" and axes == longer)
-            if len(steps) not in (1, 2) or not fits or leaf.dtype.kind not in "biuf":
+            fits &= 0 not in rest if key in ("observations", "actions") else rest in ((), (1,))
+            is_number = leaf.dtype.kind in "biuf" and leaf.dtype.itemsize <= _WIDEST
+            if len(steps) not in (1, 2) or not fits or not is_number:
                 raise WhenceError(
                     f"{place} holds {name} of shape {leaf.shape} and dtype {leaf.dtype}, and rewards of {steps}. "
-                    "Numbers of (steps, ...), or (steps, environments, ...), are needed, as many in each."
+                    "Numbers of (steps, ...), or (steps, environments, ...), are needed, as many in each, of at most "
+                    f"{8 * _WIDEST} bits."
                 )
     others = {name: leaf for name, leaf in columns.items() if name not in _KNOWN and not isinstance(leaf, Mapping)}
     infos = {n: leaf for n, leaf in others.items() if leaf.shape in (steps, longer) and leaf.dtype.kind in "biuf"}
     used.update(called.values(), infos)
-    ends = np.asarray(chosen["terminated"]), np.asarray(chosen.get("truncated", np.zeros(steps)))
+    names = ("rewards", "terminated", "truncated")
+    rewards, *ends = (np.reshape(chosen.get(key, np.zeros(steps)), steps) for key in names)
+    for key, each in zip(names[1:], ends, strict=True):
+        if np.isnan(each).any():
+            raise WhenceError(f"{place} holds NaN in {called[key]}: each entry needs to be 0 or 1.")
     terminated, truncated = (each.astype(bool) for each in ends)
     if "done" in called["terminated"]:  # which are ends of both kinds
         terminated &= ~truncated
-    rewards = np.asarray(chosen["rewards"])
     return _Part(chosen["observations"], chosen["actions"], rewards, terminated, truncated, infos)
 
 
@@ -175,25 +186,14 @@ def _guess_space(trees: Sequence[Any], axes: int) -> spaces.Space[Any]:
     if first.dtype.kind != "f" and np.prod(shape) == 1:
         ends = [end for leaf in trees if leaf.size for end in (int(np.min(leaf)), int(np.max(leaf)))]
         start = min(0, *ends)
-        return spaces.Discrete(max(ends) - start + 1, start=start)
+        if max(ends) - start < _STATES:
+            return spaces.Discrete(max(ends) - start + 1, start=start)
+        return spaces.Box(-np.inf, np.inf, shape, np.float64)
     if first.dtype.kind == "b":
         return spaces.MultiBinary(shape)
     limits = np.iinfo(first.dtype) if first.dtype.kind != "f" else None
     low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
     return spaces.Box(low, high, shape, first.dtype.type)
-
-
-@contextmanager
-def _explain(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except WhenceError:
-        raise
-    except ImportError as error:
-        raise WhenceError(f"{path} needs h5py to be read: pip install h5py.") from error
-    except Exception as error:  # a damaged file may raise any
-        reason = first_line(error).rstrip(".")
-        raise WhenceError(f"{path} cannot be read: {reason}. A whole file with arrays of numbers is needed.") from error
 
 
 def _read(path: Path, stack: ExitStack) -> tuple[str, list[tuple[str, Columns]], list[str]]:
@@ -237,6 +237,7 @@ def _read_minari(path: Path, stack: ExitStack) -> list[tuple[str, Columns]]:
 
 
 def _read_lerobot(path: Path) -> tuple[list[tuple[str, Columns]], list[str]]:
+    """Return the columns of each episode, and the names of what is not read."""
     table = pl.scan_parquet(sorted(path.glob("data/chunk-*/*.parquet")), glob=False)
     names, places = table.collect_schema().names(), ["episode_index", "frame_index"]
     wanted = [name for name in names if name in _KNOWN or name.startswith("next.")]
@@ -245,12 +246,9 @@ def _read_lerobot(path: Path) -> tuple[list[tuple[str, Columns]], list[str]]:
     needed = json.loads((path / "meta/info.json").read_text(encoding="utf-8")).get("total_frames", len(rows))
     if len(rows) != needed or (rows["frame_index"] != frames).any():
         raise WhenceError(f"{path} lacks frames: it holds {len(rows)} of {needed}, and all of an episode are needed.")
-    parts = []
-    for episode in rows.partition_by("episode_index", maintain_order=True):
-        columns = {n if n in _KNOWN else n.removeprefix("next."): _to_array(episode[n]) for n in wanted}
-        parts.append((f"Episode {episode['episode_index'][0]} of {path}", columns))
-    return parts, [name for name in names if name not in (*places, *wanted)]
-
-
-def _to_array(column: pl.Series) -> NDArray[Any]:
-    return (column.list.to_array(len(column[0])) if column.dtype == pl.List else column).to_numpy()
+    parts = {}
+    for (number, *_), episode in rows.partition_by(places[:1], maintain_order=True, as_dict=True).items():
+        columns = {name if name in _KNOWN else name[5:]: episode[name] for name in wanted}
+        lists = {name: each.list.to_array(len(each[0])) for name, each in columns.items() if each.dtype == pl.List}
+        parts[f"Episode {number} of {path}"] = {name: each.to_numpy() for name, each in (columns | lists).items()}
+    return [*parts.items()], [name for name in names if name not in (*places, *wanted)]

@@ -1,6 +1,7 @@
 """Logs of a training that is over, where no run directory exists: other libraries' files, in whence's names."""
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import polars as pl
 
-from whence.core import WhenceError, first_line
+from whence.core import WhenceError, explain_damage
+
+log = logging.getLogger("whence")
 
 Names: TypeAlias = Mapping[tuple[str, Literal["x", "-x", "1 - x", "x · length"]], tuple[str, ...]]
 """Logged names, by the column of a run's metrics that they are, and what becomes of a logged x."""
@@ -42,6 +45,11 @@ LANGUAGE_NAMES: Names = {
     ("train/learning_rate", "x"): ("learning_rate", "actor/lr", "actor_lr"),
 }
 """Of TRL, verl and OpenRLHF, whose TensorBoard files may have `train/` in front of them."""
+
+_STEPS = (*AGENT_NAMES["step", "x"], *LANGUAGE_NAMES["round", "x"])
+
+_MOST_STEPS = 2**53
+"""Beyond this, floats are no longer all whole numbers."""
 
 _AXIS = 0.5 * math.log(2 * math.pi * math.e)
 """The entropy of an axis of actions whose deviation is 1, in nats."""
@@ -83,7 +91,7 @@ def read_logs(path: Path) -> Logs:
         metrics, axes = _measure_axes(_join_returns(metrics), is_sb3="train/entropy_loss" in table.columns)
     if not is_language or "round" not in metrics.columns:
         metrics = metrics.drop("round", strict=False).with_row_index("round", 1)
-    metrics = metrics.drop_nulls("round").cast({"round": pl.Int64})
+    metrics = metrics.cast({"round": pl.Int64}, strict=False).drop_nulls("round")
     return Logs(metrics, is_language, axes, tuple(not_read))
 
 
@@ -122,16 +130,27 @@ def _refuse_several(path: Path, places: Sequence[Path]) -> None:
 
 def _read_files(pattern: str, files: Sequence[Path]) -> pl.DataFrame:
     """Return numbers as columns by their logged names; what is not finite is null."""
-    try:
+    with explain_damage(files[0], pattern, "tensorboard", "Give the file as it was logged."):
         table = _READERS[pattern](files)
-    except ImportError as error:
-        raise WhenceError(f"{files[0]} needs TensorBoard to be read: pip install tensorboard.") from error
-    except Exception as error:  # a damaged file may raise any
-        reason = f"{files[0]} cannot be read as {pattern}: {first_line(error).rstrip('.')}."
-        raise WhenceError(f"{reason} Give the file as it was logged.") from error
     numbers = pl.all().cast(pl.Float64, strict=False)
     table = table.select(pl.when(numbers.is_finite()).then(numbers))
-    return table.select(column for column in table if column.count())
+    return _drop_repeated_steps(table.select(column for column in table if column.count()), files[0])
+
+
+def _drop_repeated_steps(table: pl.DataFrame, file: Path) -> pl.DataFrame:
+    """Return rows without those whose steps are logged again after them, as by a second training in the same file."""
+    name = next((name for name in _STEPS if name in table.columns), None)
+    if name is None:
+        return table
+    steps = pl.col(name)
+    table = table.with_columns(pl.when(steps.is_between(0, _MOST_STEPS)).then(steps))
+    steps = steps.forward_fill()
+    starts = pl.when(steps.diff() < 0).then(steps)  # of a part that begins anew
+    next_start = starts.cum_min(reverse=True).backward_fill().shift(-1)
+    rest = table.filter((steps < next_start).fill_null(True))
+    if dropped := len(table) - len(rest):
+        log.warning("%s: steps begin anew, and the first %d rows of the same steps are left out.", file, dropped)
+    return rest
 
 
 def _read_monitors(files: Sequence[Path]) -> pl.DataFrame:
@@ -152,20 +171,25 @@ def _read_json(files: Sequence[Path]) -> pl.DataFrame:
     if files[0].name == "trainer_state.json":
         return _make_table(json.loads(text)["log_history"])
     rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return _make_table([{**row, **row.get("data", {})} for row in rows])
+    parts = [(row, row.get("data")) for row in rows]
+    return _make_table([row | data if isinstance(data, dict) else row for row, data in parts])
 
 
 def _read_events(files: Sequence[Path]) -> pl.DataFrame:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
-    rows: dict[int, dict[str, float]] = {}
+    series: dict[str, dict[int, float]] = {}
     for event in EventFileLoader(str(files[0])).Load():
         for value in event.summary.value:
             array = make_ndarray(value.tensor)
             if array.size == 1 and array.dtype.kind in "fiu":
-                rows.setdefault(event.step, {})[value.tag] = array.item()
-    return _make_table([{**rows[step], "step": step} for step in sorted(rows)])
+                values = series.setdefault(value.tag, {})
+                if values and event.step < next(reversed(values)):  # as `_drop_repeated_steps` does
+                    values = series[value.tag] = {step: x for step, x in values.items() if step < event.step}
+                values[event.step] = array.item()
+    steps = sorted({step for values in series.values() for step in values})
+    return _make_table([{"step": at, **{tag: x[at] for tag, x in series.items() if at in x}} for at in steps])
 
 
 def _make_table(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
@@ -192,7 +216,11 @@ def _join_returns(metrics: pl.DataFrame) -> pl.DataFrame:
     """Return an agent's metrics in the order of steps, with the mean of the last hundred episodes at each round."""
     metrics = metrics if "step" in metrics.columns else metrics.with_row_index("step").cast(pl.Float64)
     metrics = metrics.drop_nulls("step").sort("step", maintain_order=True)
-    most = [np.nanmax(metrics[name].to_numpy()) for name in ("train/n_updates", "round") if name in metrics.columns]
+    most = [
+        np.nanmax(metrics[name].to_numpy(), initial=0)
+        for name in ("train/n_updates", "round")
+        if name in metrics.columns
+    ]
     if len(most) == 2 and most[0] <= most[1]:  # one epoch a round: SB3 measures divergence before each step
         metrics = metrics.drop("train/approx_kl", strict=False)
     if "episode" not in metrics.columns or "episode_return" in metrics.columns:
@@ -209,10 +237,12 @@ def _measure_axes(metrics: pl.DataFrame, *, is_sb3: bool) -> tuple[pl.DataFrame,
     Unlike SB3, CleanRL does not log it: actions are continuous if their entropy begins as that of axes whose deviation
     is 1, or falls below 0.
     """
+    name = "train/entropy_loss"
     if "train/std" in metrics.columns:
-        return metrics.with_columns((-_AXIS - pl.col("train/std").log()).alias("train/entropy_loss")), 1
-    if "train/entropy_loss" not in metrics.columns or is_sb3:
+        std = pl.col("train/std")
+        return metrics.with_columns(pl.when(std > 0).then(-_AXIS - std.log()).alias(name)), 1
+    if is_sb3 or name not in metrics.columns or not metrics[name].count():
         return metrics, 0
-    entropy = -metrics["train/entropy_loss"].drop_nulls().to_numpy()
+    entropy = -metrics[name].drop_nulls().to_numpy()
     axes = max(1, round(entropy[0] / _AXIS))
     return metrics, axes if entropy.min() < 0 or abs(entropy[0] / axes - _AXIS) < 0.1 else 0

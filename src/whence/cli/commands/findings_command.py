@@ -40,9 +40,9 @@ def findings(
     with errors.status("Looking for what stands out …"):
         checks = inspect(directory)
     if json:
-        looked = [{"name": one.name, "outcome": one.outcome, "text": one.text} for one in checks]
-        found = [asdict(one) for one in choose_findings(checks)]
-        print_json({"run": str(run), "findings": found, "checks": looked, "not_read": not_read})
+        checked = [{"name": one.name, "outcome": one.outcome, "text": one.text} for one in checks]
+        listed = [asdict(one) for one in choose_findings(checks)]
+        print_json({"run": str(run), "findings": listed, "checks": checked, "not_read": not_read})
     else:
         print_findings(checks, not_read)
     exit_on_findings(checks, fail_on)

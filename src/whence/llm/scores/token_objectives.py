@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from whence.core import InvalidRecords, Outputs, RecordBatch, WhenceError
+from whence.core import InvalidRecords, Outputs, RecordBatch, WeightedTerms, WhenceError
 from whence.llm.base import last_token
 
 
@@ -111,7 +111,7 @@ def _check_columns(records: RecordBatch, *names: str) -> RecordBatch:
 
 
 @dataclass(frozen=True)
-class TokenPPO:
+class TokenPPO(WeightedTerms):
     """PPO's clipped objective of each row, to be raised: the mean over its response tokens; 0 for a row without any.
 
     A token's objective is `min(rho A, clip(rho, 1-eps, 1+eps) A) - vf_coef max((V-R)^2, (V'-R)^2) / 2 + ent_coef H`,
@@ -135,16 +135,6 @@ class TokenPPO:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise WhenceError(f"{name} is {value}; it must be greater than 0 (PPO's usual value: 0.2).")
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The policy's outputs that the objective reads; the others need not be computed."""
-        value, entropy = ["value"] if self.vf_coef else [], ["entropy"] if self.ent_coef else []
-        return frozenset(["log_prob", *value, *entropy])
-
-    def policy_part(self) -> Self:
-        """Return the objective without its terms of value and entropy."""
-        return replace(self, vf_coef=0.0, ent_coef=0.0)
 
     def prepare(self, records: RecordBatch) -> RecordBatch:
         """Check that the rows have the columns that are read, and return them unchanged."""

@@ -164,7 +164,7 @@ class ResetTracker:
     def __init__(self, vec_env: VecEnv) -> None:
         self.vec_env, self._base = vec_env, vec_env.unwrapped
         self.has_started = False
-        self._held = read_vector_values(vec_env)
+        self._constants = read_vector_values(vec_env)
         # Its buffers hold what the environments returned, so that nothing has to be added to infos.
         self._has_buffers = getattr(type(self._base), "step_wait", None) is DummyVecEnv.step_wait
         self._past: list[_Seen] = []
@@ -256,11 +256,11 @@ class ResetTracker:
 
     def read_constants(self) -> dict[str, Any]:
         """Return what the environments hold since they were followed, for a checkpoint; see `keep_constant`."""
-        return keep_constant(self._held, read_vector_values(self.vec_env))
+        return keep_constant(self._constants, read_vector_values(self.vec_env))
 
     def list_changes(self, content: Mapping[str, Any]) -> list[str]:
         """List in what the environments differ from those that `read_environments` described."""
-        return list_held_changes(content.get("constants", {}), self._held)
+        return list_held_changes(content.get("constants", {}), self._constants)
 
     def _read_buffers(self) -> _Seen:
         """Return the present observations, which a `DummyVecEnv` holds: a copy, or the digests of large ones."""

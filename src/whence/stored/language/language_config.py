@@ -116,7 +116,7 @@ class LanguageConfig:
         sources = [name for name in SOURCE if getattr(self, name) is not None]
         missing = [name for name in ("model", "dataset") if name not in sources]
         missing += [] if {"reward", "reward_model"} & set(sources) else ["reward"]
-        taken = sorted(self.settings.keys() & {"output_dir", "seed", "max_steps"})
+        reserved = sorted(self.settings.keys() & {"output_dir", "seed", "max_steps"})
         refusals = [
             (
                 self.dtype == "bfloat16" and not self.lora,
@@ -131,7 +131,7 @@ class LanguageConfig:
             (self.reward_label and not self.reward_model, "reward_label is given, and no reward_model with labels."),
             (self.test_reward and not self.test_dataset, "test_reward is given, and no test_dataset to measure on."),
             (self.held_out and self.algorithm != "ppo", "held_out is an option of PPO; leave it out with TRL."),
-            (taken, f"A run's settings have no setting {', '.join(taken)}: the run itself says it."),
+            (reserved, f"A run's settings have no setting {', '.join(reserved)}: the run itself says it."),
         ]
         if reason := next((reason for is_wrong, reason in refusals if is_wrong), None):
             raise WhenceError(reason)

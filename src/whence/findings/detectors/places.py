@@ -135,11 +135,11 @@ class Atlas:
     @cached_property
     def actions(self) -> list[tuple[str, Mask]]:
         """Each discrete action, or each sign of an axis, with who took it; of many actions none."""
-        names, taken = self.evidence.action_names, self.evidence.actions[self.rows]
-        if taken.ndim == 1:
-            common = np.argsort(-np.bincount(taken, minlength=len(names)), kind="stable")[:_FEW_ACTIONS]
-            return [(f"action {names[number]}", taken == number) for number in sorted(common)]
-        axes = list(zip(names, taken.T, strict=True))[: _FEW_ACTIONS // 2]
+        names, actions = self.evidence.action_names, self.evidence.actions[self.rows]
+        if actions.ndim == 1:
+            common = np.argsort(-np.bincount(actions, minlength=len(names)), kind="stable")[:_FEW_ACTIONS]
+            return [(f"action {names[number]}", actions == number) for number in sorted(common)]
+        axes = list(zip(names, actions.T, strict=True))[: _FEW_ACTIONS // 2]
         return [each for name, axis in axes for each in ((f"{name} < 0", axis < 0), (f"{name} ≥ 0", axis >= 0))]
 
     @cached_property

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.evidence import Evidence, Mask
-from whence.findings.finding import CannotTellError, Sight
-from whence.findings.models import expand, predict_each
-from whence.findings.places import (
+from whence.findings.detectors.models import expand, predict_each
+from whence.findings.detectors.places import (
     FITTED,
     FLOOR,
     MATCHED,
@@ -26,6 +24,8 @@ from whence.findings.places import (
     list_lags,
     read_moves,
 )
+from whence.findings.evidence import Evidence, Mask
+from whence.findings.finding import CannotTellError, Sight
 
 Rows = NDArray[np.int64]
 
@@ -126,11 +126,11 @@ def look_at_swaps(evidence: Evidence) -> Sight:
         missed = (change[rows_here] - ridge.basis[rows_here] @ coefficients.astype(np.float32)) / scale
         best: Misfit | None = None
         for number in range(len(swaps)) if like is None else [int(like.change)]:
-            taken = takers[number][rows_here]
-            here = rows_here[taken]
+            is_taker = takers[number][rows_here]
+            here = rows_here[is_taker]
             # Half of the difference of the two actions: the slope of moves on it is 1, or -1 of the other action.
             half = (others[number][here, start:] @ coefficients[start:].astype(np.float32)) / scale / -2
-            one = compare_slopes(half, missed[taken] + half, controls[here], units[here], -1.0, number)
+            one = compare_slopes(half, missed[is_taker] + half, controls[here], units[here], -1.0, number)
             if one and (best is None or one.likelihood > best.likelihood):
                 best = one
         return best
@@ -140,16 +140,16 @@ def look_at_swaps(evidence: Evidence) -> Sight:
     statistic, place, misfit = find_outstanding(atlas, ridge, places, measure)
     if place is None or misfit is None or statistic <= 0:
         return Sight(0.0)
-    text, taken, _ = swaps[int(misfit.change)]
+    text, is_taker, _ = swaps[int(misfit.change)]
     return Sight(
         statistic,
         "dynamics",
-        f"{text} {place.text}, in {(place.mask & taken).mean():.0%} of the steps: their difference has "
+        f"{text} {place.text}, in {(place.mask & is_taker).mean():.0%} of the steps: their difference has "
         f"{misfit.slope:.2g} times its effect elsewhere",
         "A model of moves was fitted without these steps; the slope of what it misses on the difference of the two "
         "actions is 1 where they act as elsewhere, and -1 where each acts as the other.",
         f"Compare how the environment and its wrappers read actions {place.text} with elsewhere.",
-        atlas.mark(whole, place._replace(mask=place.mask & taken)),
+        atlas.mark(whole, place._replace(mask=place.mask & is_taker)),
     )
 
 

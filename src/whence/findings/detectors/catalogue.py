@@ -1,10 +1,10 @@
-"""The detectors: what each looks at, and what it takes to matter."""
+"""The catalogue of detectors: their names, in the order of causes, and what it takes to matter."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from whence.findings import actions, episodes, learning, observations, parts, reward_effects
+from whence.findings.detectors import actions, episodes, learning, observations, parts, reward_effects
 from whence.findings.evidence import Evidence
 from whence.findings.finding import Rank, Sight
 

@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import stats
 
+from whence.findings.detectors.models import expand
+from whence.findings.detectors.observations import compare_firsts, has_few_states, identify, select_commonest
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CHANCE, CannotTellError, Sight
-from whence.findings.models import expand
-from whence.findings.observations import compare_firsts, has_few_states, identify, select_commonest
 
 _SHORTEST = 20
 """Steps below which a fixed length is more likely a rule of the game than a time limit."""
@@ -51,6 +51,7 @@ def _compare_longest(evidence: Evidence) -> Sight:
 
     Times the share of that which the observation leaves open: a game that shows its clock may end by it.
     """
+    _require_ends(evidence)
     lengths, ended = evidence.columns["step"] + 1, evidence.ends == "terminated"
     longest = int(evidence.last_step) + 1
     at_limit, near = (lengths == longest) & ended, (lengths >= 0.9 * longest) & (lengths < longest) & ended
@@ -76,6 +77,12 @@ def _compare_longest(evidence: Evidence) -> Sight:
         "then learns that more would have followed. If the game is over then, show the time left.",
         at_limit,
     )
+
+
+def _require_ends(evidence: Evidence) -> None:
+    """Raise where no episode is known to end, as if the loop did not say so."""
+    if not (evidence.ends != "").any():
+        raise CannotTellError("no end of an episode is known")
 
 
 def look_at_unforeseen_ends(evidence: Evidence) -> Sight:
@@ -134,6 +141,7 @@ def look_at_equal_starts(evidence: Evidence) -> Sight:
 
 def look_at_short_episodes(evidence: Evidence) -> Sight:
     """Compare episodes of one or two steps in a row with the others: by their number and their length, in decades."""
+    _require_ends(evidence)
     first, counts = np.unique(evidence.episodes, return_index=True, return_counts=True)[1:]
     order = np.argsort(first)
     first, counts = first[order], counts[order]

@@ -3,10 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from whence.findings.evidence import Evidence, Mask, Numbers
-from whence.findings.finding import CannotTellError, Sight
-from whence.findings.models import expand, predict_each
-from whence.findings.places import (
+from whence.findings.detectors.models import expand, predict_each
+from whence.findings.detectors.places import (
     FITTED,
     FLOOR,
     MATCHED,
@@ -18,6 +16,8 @@ from whence.findings.places import (
     list_lags,
     read_moves,
 )
+from whence.findings.evidence import Evidence, Mask, Numbers
+from whence.findings.finding import CannotTellError, Sight
 
 _WIDTH = 64
 """Random features of a state and its move."""

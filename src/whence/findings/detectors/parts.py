@@ -50,11 +50,8 @@ def look_at_rewards_of_copies(evidence: Evidence) -> Sight:
 
 def look_at_observations_of_copies(evidence: Evidence) -> Sight:
     """Find the environment whose observations, or their answer to actions, differ most from the others'."""
-    features, count, before = (
-        _name_features(evidence),
-        np.bincount(evidence.episodes),
-        np.flatnonzero(evidence.has_next),
-    )
+    features, count = _name_features(evidence), np.bincount(evidence.episodes)
+    before = np.flatnonzero(evidence.has_next)
     episodes, acting = evidence.episodes[before], evidence.acting[before]
     steps, pairs = np.maximum(np.bincount(episodes, minlength=len(count)), 1), max(len(before), 1)
     acting = acting - acting.sum(axis=0) / pairs

@@ -4,9 +4,9 @@ import numpy as np
 import polars as pl
 from scipy import stats
 
+from whence.findings.detectors.models import expand, predict_each
 from whence.findings.evidence import Evidence, Numbers
 from whence.findings.finding import CannotTellError, Sight
-from whence.findings.models import expand, predict_each
 
 _LEAST_ROUNDS, _LEAST_EPISODES = 8, 16
 """Rounds and episodes that a statement on the end of a run needs: a critic begins with nothing."""

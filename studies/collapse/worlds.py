@@ -179,9 +179,8 @@ class Changed(gym.Wrapper[Any, Any, Any, Any]):
         self.total += float(reward)
         if self.change == "rare outliers" and self.generator.random() < 2e-5:
             reward = -1e4
-        if self.is_changed:
-            if self.change == "outliers" and self.generator.random() < 2e-3:
-                reward = -1e4
+        if self.change == "outliers" and self.is_changed and self.generator.random() < 2e-3:
+            reward = -1e4
         return self._see(observation), reward, terminated, truncated, info
 
     def _see(self, observation: Any) -> Any:

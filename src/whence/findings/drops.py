@@ -1,25 +1,32 @@
 """When a run broke: the round from which its return stays below its best, and what was unusual until then."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 from scipy import stats
 
-from whence.findings.history import History, Series
+from whence.findings.evidence import Evidence
+from whence.findings.finding import CannotTellError, Sight
+from whence.findings.history import FEWEST, History, Series
+from whence.runs import RunDirectory
+from whence.scores import read_axes
+from whence.stored.agents import state_names
 
 Numbers = NDArray[np.float64]
 
-FEWEST = 12
-"""Rounds that a run needs to have worked, and then broken."""
-
 _PART, _LEAST_PART = 10, 3
-"""A tenth of the rounds, and three at least, are what a mean return is of (SPEC of the study: results/collapse)."""
+"""A mean return is of a tenth of the rounds, and of three at least."""
 
 LEAST_DEPTH = 1 / 3
 """How far a return has to fall, as a share of what it had risen, to be a drop."""
+
+WINDOW = 5
+"""Rounds before a drop in which something may have been unusual."""
 
 EARLIER = 8
 """Rounds before it that a number is compared with, at least."""
@@ -154,3 +161,82 @@ def scale(series: Series) -> Numbers:
     if series.kind == "explained variance":
         return np.maximum(series.values, 0.0)
     return series.values
+
+
+def look_at_drop(evidence: Evidence) -> Sight:
+    """Measure how far the return is, at the end, below its best: as a share of what it had risen."""
+    if (history := evidence.history) is None:
+        raise CannotTellError(f"the run has fewer than {FEWEST} rounds with a return")
+    if (drop := find_drop(history.rounds, history.returns)) is None:
+        return Sight(0.0)
+    first, last = drop.best_rounds
+    return Sight(
+        drop.depth,
+        "drop",
+        f"It worked, then it broke: the return rose from {drop.first:.3g} to {drop.best:.4g} in rounds {first} to "
+        f"{last}, fell about round {drop.round}, and ends at {drop.last:.3g}",
+        f"That is {min(drop.depth, 99):.0%} of what it had risen, and beyond the 95% intervals of both means.",
+        "See with other seeds whether it breaks again, and what prevents it: `whence again`. "
+        f"The policy of round {last} is kept.",
+    )
+
+
+def list_precursors(history: History, drop: Drop, healthy: Mapping[str, float]) -> list[Change]:
+    """Return what was beyond healthy runs until a drop: what was so first, then what was so the furthest.
+
+    Args:
+        history: the run's.
+        drop: its drop.
+        healthy: the largest change of each kind of number in healthy runs.
+    """
+    first = dict[str, Change]()
+    for place in range(max(0, drop.place - WINDOW), drop.place + 1):
+        for kind, change in measure_changes(history, range(place, place + 1)).items():
+            if kind in healthy and change.size > healthy[kind]:
+                first.setdefault(kind, change)
+    return sorted(first.values(), key=lambda each: (each.place, -each.size / max(healthy[each.series.kind], 0.1)))
+
+
+_ADVICE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("divergence", "clipped share", "gradient norm"),
+        "Updates were too large: lower `learning_rate` or `n_epochs`, clip gradients, or stop epochs by `target_kl`.",
+    ),
+    **dict.fromkeys(("learning rate", "clip range"), "See what the schedule does there."),
+    **dict.fromkeys(("value loss", "explained variance", "value"), "Look at rewards and the critic of that round."),
+    **dict.fromkeys(("entropy", "deviation", "action"), "Compare the policies of the rounds: `whence view`."),
+    **dict.fromkeys(("reward", "advantage"), "Look at these records. An outlier is clipped by `VecNormalize`."),
+    **dict.fromkeys(
+        ("observation", "new observations"),
+        "Look at these records: has the environment or a sensor changed, or has the policy gone where it never was?",
+    ),
+}
+
+
+def describe_change(change: Change, number: int, drop: Drop) -> tuple[str, str]:
+    """Return what was unusual in round `number`, in a line, and what to do."""
+    when = f"Before it broke, in round {number}" if change.place < drop.place else f"As it broke, in round {number}"
+    title = f"{when}: {change.series.words} is {change.value:.3g}, after {change.usual:.3g} in the median round"
+    return title, _ADVICE.get(change.series.kind, "Look at that round: `whence view`.")
+
+
+def find_records(run: RunDirectory, history: History, change: Change) -> tuple[int, ...]:
+    """Return the ids of the records of its round that show a change; none where no single ones do."""
+    series = change.series
+    if not series.column:
+        return ()
+    records = run.round("records", int(history.rounds[change.place]))
+    columns = read_axes(records, state_names(run.config.get("env"), run.config))
+    columns |= {name: records[name].to_numpy() for name in ("reward", "advantage", "value") if name in records.columns}
+    if (values := columns.get(series.column)) is None:
+        return ()
+    if series.kind == "new observations":
+        ranges = [
+            each.values[: change.place] for each in history.series if not each.kind and each.column == series.column
+        ]
+        mask = (values < np.nanmin(ranges)) | (values > np.nanmax(ranges))
+    elif series.pick is not None:
+        mask = series.pick(values, change.value)
+    else:
+        return ()
+    return tuple(records["record_id"].filter(pl.Series(mask)).to_list())

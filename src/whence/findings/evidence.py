@@ -11,6 +11,7 @@ import polars as pl
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 
+from whence.findings.history import FEW, History, read_history, read_logged_history
 from whence.runs import RunDirectory
 from whence.scores import name_entries
 from whence.stored import Logs
@@ -24,9 +25,6 @@ _LEAST_EPISODES = 32
 
 _BYTES = 2**27
 _STRETCHES = 8
-
-FEW = 24
-"""Numbers of an observation that are looked at one by one, and that regions are made of."""
 
 _WIDEST = 256
 _STATES = 64
@@ -55,6 +53,7 @@ class Evidence:
         ends: (n,) "terminated" or "truncated" at an episode's last record, "" elsewhere and where that is not known.
         normalised: the parts as the policy saw them, if VecNormalize changed them.
         digests: (n,) equal where observations are, also those that were too large to be stored; None: unknown.
+        history: what the run was like in each of its rounds; None: it has few.
     """
 
     config: Mapping[str, Any]
@@ -67,6 +66,7 @@ class Evidence:
     ends: NDArray[np.str_]
     normalised: Blocks = field(default_factory=dict)
     digests: NDArray[Any] | None = None
+    history: History | None = None
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -144,7 +144,8 @@ def read_evidence(run: RunDirectory) -> Evidence | None:
     """Read a run of an agent; None if no round of it holds what the detectors need."""
     tables = [run.round("records", each).with_columns(round=pl.lit(each)) for each in _choose_rounds(run)]
     table = pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame()
-    return make_evidence(table, run.config, run.table("metrics"))
+    evidence = make_evidence(table, run.config, run.table("metrics"))
+    return None if evidence is None else replace(evidence, history=read_history(run))
 
 
 def make_log_evidence(logs: Logs) -> Evidence:
@@ -153,7 +154,9 @@ def make_log_evidence(logs: Logs) -> Evidence:
     rates = logs.metrics[name].drop_nulls().unique().to_list() if name in logs.metrics.columns else []
     settings = {"learning_rate": rates[0]} if len(rates) == 1 else {}
     actions = np.zeros((0, logs.axes) if logs.axes else 0)
-    return Evidence({"hyperparameters": settings}, logs.metrics, {}, actions, [], {}, {}, np.zeros(0, dtype=str))
+    nothing: Any = ({}, actions, [], {}, {}, np.zeros(0, dtype=str))
+    history = read_logged_history(logs.metrics)
+    return Evidence({"hyperparameters": settings}, logs.metrics, *nothing, history=history)
 
 
 def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:

@@ -8,12 +8,17 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from whence.findings.evidence import FEW
 from whence.runs import RunDirectory
 from whence.scores import read_axes
 from whence.stored.agents import action_labels, state_names
 
 Numbers = NDArray[np.float64]
+
+FEW = 24
+"""Numbers of an observation that are looked at one by one; of more, none is."""
+
+FEWEST = 12
+"""Rounds that a history has at least: a run needs them to have worked, and then broken."""
 
 Key: TypeAlias = tuple[str, str, str]
 """What a number of a round is: its kind, its words, and the column that it is read from."""
@@ -73,6 +78,11 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 """Metrics that may tell why a return fell: their kind, and their words."""
 
+KINDS = (
+    *(kind for kind, _ in METRICS.values()),
+    *("reward", "advantage", "value", "observation", "new observations", "action", "length"),
+)
+"""The kinds of numbers."""
 
 _EXTREMES = {"the lowest": 0.0, "the median": 0.5, "the highest": 1.0}
 _INNER = {"the 1st percentile of": 0.01, "the median of": 0.5, "the 99th percentile of": 0.99}
@@ -106,9 +116,20 @@ def choose_returns(returns: Numbers, metrics: pl.DataFrame, rounds: NDArray[np.i
     return rows["episode_return"].cast(pl.Float64).fill_null(np.nan).to_numpy()
 
 
-def read_history(run: RunDirectory) -> History:
-    """Read what a run was like in each round, of whole episodes and all records."""
+def read_logged_history(metrics: pl.DataFrame) -> History | None:
+    """Return what metrics tell of a training that has no records; None if they are few, or hold no return."""
+    if "episode_return" not in metrics.columns or len(metrics) < FEWEST:
+        return None
+    numbers = metrics["round"] if "round" in metrics.columns else pl.arange(1, len(metrics) + 1, eager=True)
+    returns = metrics["episode_return"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+    return History(numbers.cast(pl.Int64).to_numpy(), returns, (*read_metrics(metrics),))
+
+
+def read_history(run: RunDirectory) -> History | None:
+    """Read what a run was like in each round, of whole episodes and all records; None if they are few."""
     rounds, metrics = list_whole_rounds(run), run.table("metrics")
+    if len(rounds) < FEWEST:
+        return None
     names, actions = state_names(run.config.get("env"), run.config), action_labels(run.config.get("env"), run.config)
     rows, ongoing, ranges = list[dict[Key, float]](), dict[int, tuple[float, int]](), dict[str, tuple[float, float]]()
     for number in rounds:

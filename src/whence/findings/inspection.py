@@ -11,16 +11,34 @@ import numpy as np
 
 from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
+from whence.findings.drops import WINDOW, describe_change, find_drop, find_records, list_precursors
 from whence.findings.evidence import Evidence, make_log_evidence, read_evidence
-from whence.findings.finding import CHANCE, CannotTellError, Check, Finding, Outcome, Sight, link_records, say_chance
+from whence.findings.finding import (
+    CHANCE,
+    CannotTellError,
+    Check,
+    Finding,
+    Outcome,
+    Rank,
+    Sight,
+    link_records,
+    say_chance,
+)
 from whence.findings.gamed_rewards import find_gamed_rewards
-from whence.findings.reference import Reference, compare, read_reference
+from whence.findings.history import History
+from whence.findings.reference import FEWEST, Reference, compare, read_reference
 from whence.findings.settings import RESPONSES, give_advice
 from whence.runs import RunDirectory
 from whence.stored import LOG_FILES, Logs, find_logs, read_logs
 
 MOST = 5
 """Findings that are returned at most."""
+
+DROP, BEFORE = "a return that fell", "before it fell: "
+"""The check of a drop, and what begins the names of what was unusual until then."""
+
+_PRECURSORS = 3
+"""What was unusual before a drop is named so often at most."""
 
 _REWARDS = "rewards that rise while another falls"
 
@@ -121,7 +139,32 @@ def _look_at(run: RunDirectory | Logs) -> list[Check]:
     if (evidence := make_log_evidence(run) if isinstance(run, Logs) else read_evidence(run)) is None:
         reason = "because no round holds actions and rewards by environment and episode"
         return [Check(name, "could not be looked at", reason) for name in DETECTORS]
-    return judge(measure(evidence), evidence, read_reference())
+    checks = judge(measure(evidence), evidence, read_reference())
+    if checks[0].name != DROP or checks[0].finding is None or (history := evidence.history) is None:
+        return checks
+    return sort_checks(_explain_drop(checks[0].finding, history, None if isinstance(run, Logs) else run) + checks[1:])
+
+
+def _explain_drop(finding: Finding, history: History, run: RunDirectory | None) -> list[Check]:
+    """Return the check of a return that fell, and those of what was unusual until then."""
+    drop = find_drop(history.rounds, history.returns)
+    assert drop is not None
+    reference, checks = read_reference(), list[Check]()
+    healthy = {name.removeprefix(BEFORE): values for name, values in reference.items() if name.startswith(BEFORE)}
+    largest = {kind: values[0] for kind, values in healthy.items() if len(values) >= FEWEST}
+    for change in list_precursors(history, drop, largest)[:_PRECURSORS]:
+        name, number = f"{BEFORE}{change.series.kind}", int(history.rounds[change.place])
+        outcome, text = compare(change.size, healthy[change.series.kind], DETECTORS[DROP])
+        rank: Rank = "wrong" if outcome == "wrong" else "unusual"
+        ids = () if run is None else find_records(run, history, change)
+        times = f"{change.size:,.0f}" if change.size >= 10 else f"{change.size:.2g}"
+        words = f"It is {times} times the range of all rounds before beyond that range, {text}."
+        title, advice = describe_change(change, number, drop)
+        checks.append(Check(name, rank, text, Finding("drop", title, words, advice, rank, None, number, ids)))
+    if not checks:
+        evidence = f"{finding.evidence} Nothing that was looked at was unusual in the {WINDOW} rounds before."
+        finding = replace(finding, evidence=evidence)
+    return [Check(DROP, finding.rank, finding.title, replace(finding, round=drop.round)), *checks]
 
 
 def _name_next_command(check: Check, run: RunDirectory) -> Check:
@@ -130,6 +173,8 @@ def _name_next_command(check: Check, run: RunDirectory) -> Check:
         return check
     path, shows_record = shlex.quote(str(run.path)), finding.record_ids and not run.is_language
     command = f"whence show {path} --record {finding.record_ids[0]}" if shows_record else f"whence view {path}"
+    if check.name == DROP and "rule" in run.config:
+        command = f"whence again {path}"
     return replace(check, finding=replace(finding, next_command=command))
 
 

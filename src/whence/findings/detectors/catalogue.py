@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from whence.findings import drops
 from whence.findings.detectors import actions, episodes, learning, observations, parts, reward_effects
+from whence.findings.drops import LEAST_DEPTH
 from whence.findings.evidence import Evidence
 from whence.findings.finding import Rank, Sight
 
@@ -37,6 +39,7 @@ HALVED = 0.7
 """Least statistic of detectors that count in natural logarithms of squared misses: another reading halves them."""
 
 DETECTORS: Mapping[str, Detector] = {
+    "a return that fell": Detector(drops.look_at_drop, LEAST_DEPTH, reads_records=False),
     "numbers that are not finite": Detector(observations.look_at_nonfinite, 0.0, is_fact=True),
     "equal observations": Detector(observations.look_at_equal_observations, TENFOLD),
     "lost observations": Detector(observations.look_at_lost_observations, DOUBLE),

@@ -2,7 +2,7 @@
 
 import csv
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -29,13 +29,12 @@ Reference: TypeAlias = Mapping[str, Sequence[float]]
 
 
 @cache
-def read_reference(keeps: Callable[[str, str], bool] = lambda environment, family: True) -> Reference:
-    """Read the reference; of environments that are kept, by their name and family."""
+def read_reference() -> Reference:
+    """Read the reference."""
     statistics = defaultdict[str, list[float]](list)
     with TABLE.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            if keeps(row["environment"], row["family"]):
-                statistics[row["detector"]].append(float(row["statistic"]))
+            statistics[row["detector"]].append(float(row["statistic"]))
     return {name: sorted(values, reverse=True) for name, values in statistics.items()}
 
 

@@ -116,8 +116,8 @@ def why(
     else:
         explored = ExploredRun(directory, env=env)
         with errors.status("Reading the decision …"):
-            asked = episode_seed, step, record, observation, action
-            target, decision = choose_decision(explored, *asked, with_frame=out is not None)
+            naming = episode_seed, step, record, observation, action
+            target, decision = choose_decision(explored, *naming, with_frame=out is not None)
         with RoundBar("rounds", "scoring") as bar:
             framed = 0 if out is None else pictures.ACROSS
             view = gather_causes(explored, target, decision, by=by, most=top, framed=framed, on_round=bar.update)

@@ -15,11 +15,11 @@ def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
     return int.from_bytes(blake2b(_to_bytes(observation, space), digest_size=8).digest(), "little")
 
 
-def digest_rows(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str = "observation") -> list[int]:
-    """Return the digests of n observations of a space, (n, ...) as `named_leaves` lists them by a name."""
+def digest_rows(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any]) -> list[int]:
+    """Return the digests of n observations of a space, (n, ...) as `named_leaves` lists an "observation"."""
     if isinstance(space, gym.spaces.Dict):
         count = len(next(iter(columns.values())))
-        return [digest_observation(_nest(columns, space, name, row), space) for row in range(count)]
+        return [digest_observation(_nest(columns, space, "observation", row), space) for row in range(count)]
     (column,) = columns.values()
     rows, begin = np.ascontiguousarray(column, dtype=space.dtype).reshape(len(column), -1), _write_shape(space.shape)
     return [int.from_bytes(blake2b(begin + row.tobytes(), digest_size=8).digest(), "little") for row in rows]

@@ -18,7 +18,7 @@ from studies.healthy.environments import PublicEnvironment, read_environments
 from studies.healthy.run import VARIANTS, place_run
 from studies.shared import Only, Out, report, write_line
 from whence.findings.detectors import DETECTORS
-from whence.findings.drops import EARLIER, measure_changes
+from whence.findings.drops import EARLIER, ITSELF, LEVELS, measure_changes
 from whence.findings.evidence import Evidence, read_evidence
 from whence.findings.finding import CannotTellError, Sight
 from whence.findings.history import KINDS
@@ -29,7 +29,7 @@ from whence.runs import RunDirectory
 
 KEYS = ("environment", "variant")
 
-NAMES = (*DETECTORS, *(f"{BEFORE}{kind}" for kind in KINDS))
+NAMES = (*DETECTORS, *(f"{BEFORE}{kind}" for kind in (*KINDS, *(f"{kind}{ITSELF}" for kind in LEVELS))))
 """The detectors, and the kinds of numbers that are looked at before a return fell."""
 
 

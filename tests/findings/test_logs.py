@@ -22,7 +22,7 @@ from whence import RunDirectory, WhenceError
 from whence.findings import open_run_or_logs
 from whence.stored.logs import AGENT_NAMES, LANGUAGE_NAMES, Logs, read_logs
 
-RECORDLESS = {"large steps", "small steps", "lost entropy", "settings of rounds"}
+RECORDLESS = {"a return that fell", "large steps", "small steps", "lost entropy", "settings of rounds"}
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "findings.md"
 

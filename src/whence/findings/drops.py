@@ -1,7 +1,7 @@
 """When a run broke: the round from which its return stays below its best, and what was unusual until then."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,7 +124,8 @@ _LEAST_SHARE = {"length": 0.1}
 def measure_changes(history: History, places: range) -> dict[str, Change]:
     """Return the largest change of each kind of number among some rounds.
 
-    Rounds have to follow `EARLIER` others. The range of a column's summary is that of all its summaries together.
+    Rounds have to follow `EARLIER` others. The range of a column's summary is that of all its summaries together. Of
+    `LEVELS` there is a second kind, whose size is the level itself, whatever it was before.
     """
     columns = defaultdict[tuple[bool, str], list[Numbers]](list)
     for series in history.series:
@@ -132,20 +133,46 @@ def measure_changes(history: History, places: range) -> dict[str, Change]:
     changes = dict[str, Change]()
     for series in filter(lambda each: each.kind, history.series):
         values, around = scale(series), np.stack(columns[_name_scale(series)])
+        levels = LEVELS[series.kind](series.values) if series.kind in LEVELS else None
         for place in places:
             known = np.isfinite(values[:place])
             if known.sum() < EARLIER or not np.isfinite(values[place]):
                 continue
-            earlier, all_earlier = values[:place][known], around[:, :place][:, known]
-            least = _LEAST_WIDTH.get(series.kind, _LEAST_SHARE.get(series.kind, 0.01) * np.nanmax(np.abs(all_earlier)))
-            width = max(float(np.nanmax(all_earlier) - np.nanmin(all_earlier)), float(least))
-            if width <= 0:  # it has been 0 all the time
-                continue
-            size = max(values[place] - earlier.max(), earlier.min() - values[place], 0.0) / width
-            if series.kind not in changes or size > changes[series.kind].size:
-                usual = float(np.median(series.values[:place][known]))
-                changes[series.kind] = Change(series, place, float(series.values[place]), usual, float(size))
+            usual, value = float(np.median(series.values[:place][known])), float(series.values[place])
+            size = _measure_beyond(values[place], values[:place][known], around[:, :place][:, known], series.kind)
+            sizes = {series.kind: size, f"{series.kind}{ITSELF}": 0.0 if levels is None else float(levels[place])}
+            for kind, each in sizes.items():
+                if (kind == series.kind or levels is not None) and (kind not in changes or each > changes[kind].size):
+                    changes[kind] = Change(series._replace(kind=kind), place, value, usual, each)
     return changes
+
+
+def _measure_beyond(value: float, earlier: Numbers, around: NDArray[np.float64], kind: str) -> float:
+    """Return how far a value is beyond earlier ones, in widths of the range of what is around them."""
+    least = _LEAST_WIDTH.get(kind, _LEAST_SHARE.get(kind, 0.01) * float(np.nanmax(np.abs(around))))
+    width = max(float(np.nanmax(around) - np.nanmin(around)), least)
+    beyond = max(value - earlier.max(), earlier.min() - value, 0.0)
+    return float(beyond / width) if width > 0 else 0.0  # it has been 0 all the time
+
+
+def _count_decades(values: Numbers) -> Numbers:
+    """Return how far positive numbers are below the first one, in decades; where one is not positive, 0."""
+    known = values[np.isfinite(values)]
+    if not len(known) or known.min() <= 0:
+        return np.zeros(len(values))
+    return np.log10(known[0] / values)
+
+
+LEVELS: Mapping[str, Callable[[Numbers], Numbers]] = {
+    "divergence": lambda values: values,
+    "clipped share": lambda values: values,
+    "entropy": _count_decades,
+    "deviation": lambda values: np.abs(_count_decades(values)),
+}
+"""Kinds that mean the same in every run: nats, shares, and decades from what they were in the first round."""
+
+ITSELF = " itself"
+"""The end of the name of a kind that is a level."""
 
 
 def _name_scale(series: Series) -> tuple[bool, str]:
@@ -193,7 +220,7 @@ def list_precursors(history: History, drop: Drop, healthy: Mapping[str, float]) 
     for place in range(max(0, drop.place - WINDOW), drop.place + 1):
         for kind, change in measure_changes(history, range(place, place + 1)).items():
             if kind in healthy and change.size > healthy[kind]:
-                first.setdefault(kind, change)
+                first.setdefault(change.series.words, change)
     return sorted(first.values(), key=lambda each: (each.place, -each.size / max(healthy[each.series.kind], 0.1)))
 
 
@@ -217,7 +244,17 @@ def describe_change(change: Change, number: int, drop: Drop) -> tuple[str, str]:
     """Return what was unusual in round `number`, in a line, and what to do."""
     when = f"Before it broke, in round {number}" if change.place < drop.place else f"As it broke, in round {number}"
     title = f"{when}: {change.series.words} is {change.value:.3g}, after {change.usual:.3g} in the median round"
-    return title, _ADVICE.get(change.series.kind, "Look at that round: `whence view`.")
+    return title, _ADVICE.get(change.series.kind.removesuffix(ITSELF), "Look at that round: `whence view`.")
+
+
+def say_distance(change: Change) -> str:
+    """Return how far a number is beyond those before, as a sentence."""
+    if change.series.kind.endswith(ITSELF):
+        return (
+            f"Earlier rounds of this run may have it, too; {change.series.words} was {change.usual:.3g} in the median."
+        )
+    times = f"{change.size:,.0f}" if change.size >= 10 else f"{change.size:.2g}"
+    return f"It is beyond all rounds before by {times} times their range."
 
 
 def find_records(run: RunDirectory, history: History, change: Change) -> tuple[int, ...]:

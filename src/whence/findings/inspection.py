@@ -11,7 +11,7 @@ import numpy as np
 
 from whence.core import RunDirectoryError
 from whence.findings.detectors import DETECTORS, Look
-from whence.findings.drops import WINDOW, describe_change, find_drop, find_records, list_precursors
+from whence.findings.drops import WINDOW, describe_change, find_drop, find_records, list_precursors, say_distance
 from whence.findings.evidence import Evidence, make_log_evidence, read_evidence
 from whence.findings.finding import (
     CHANCE,
@@ -157,8 +157,7 @@ def _explain_drop(finding: Finding, history: History, run: RunDirectory | None) 
         outcome, text = compare(change.size, healthy[change.series.kind], DETECTORS[DROP])
         rank: Rank = "wrong" if outcome == "wrong" else "unusual"
         ids = () if run is None else find_records(run, history, change)
-        times = f"{change.size:,.0f}" if change.size >= 10 else f"{change.size:.2g}"
-        words = f"It is {times} times the range of all rounds before beyond that range, {text}."
+        words = f"{say_distance(change)} That is {text}."
         title, advice = describe_change(change, number, drop)
         checks.append(Check(name, rank, text, Finding("drop", title, words, advice, rank, None, number, ids)))
     if not checks:

@@ -13,6 +13,8 @@ from stable_baselines3 import PPO
 
 from studies.collapse.worlds import SEEDS, STEPS, WORLDS, World, make_copies
 from studies.shared import Only, Runs, Workers, report, run_jobs
+from whence.findings import LEAST_DEPTH, find_drop, read_returns
+from whence.runs import RunDirectory
 from whence.sb3 import Choice, InfluenceCallback
 
 
@@ -30,10 +32,17 @@ class Recorder(InfluenceCallback):
         return Choice(None, self.select(records, None))
 
 
+def has_broken(path: Path) -> bool:
+    """Return whether the return of a finished run fell."""
+    drop = find_drop(*read_returns(RunDirectory.open(path))) if (path / "done").exists() else None
+    return drop is not None and drop.depth >= LEAST_DEPTH
+
+
 def train(name: str, seed: int, runs: Path) -> None:
     """Train and record a run, where that is not done."""
     path, world = runs / f"{name}-{seed}", WORLDS[name]
-    if (path / "done").exists():
+    earlier = [runs / f"{name}-{each}" for each in range(seed)]
+    if (path / "done").exists() or (world.kind == "natural" and any(map(has_broken, earlier))):
         return
     torch.set_num_threads(1)
     env = make_copies(name, seed)

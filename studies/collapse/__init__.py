@@ -1,0 +1,1 @@
+"""Trainings that break, and what came before."""

@@ -20,12 +20,13 @@ from whence.findings import LEAST_DEPTH, Drop, find_drop, read_returns
 from whence.runs import RunDirectory, checkpoint_path, list_checkpoints, load_tree
 from whence.sb3 import Choice, InfluenceCallback
 from whence.sb3.checkpointing import restore_model
+from whence.sb3.episodes import digest_environment
 from whence.sb3.models import build_model
 from whence.sb3.resuming import build_rule
 from whence.sb3.rounds import begin_episodes
 from whence.selection import ScoreAll, Selection
 from whence.statistics import share_difference, share_interval, t_interval
-from whence.stored.agents import AnyEnv, load_policy, make_training_envs, require_training, state_names
+from whence.stored.agents import AnyEnv, load_policy, make_replay_env, make_training_envs, require_training, state_names
 
 FOLDER = "again"
 """The folder of a run that holds what was measured: a file for each question."""
@@ -144,7 +145,7 @@ def repeat(
     require_training(run)
     numbers, returns = read_returns(run)
     drop = find_drop(numbers, returns)
-    start = _choose_start(run, drop) if start is None else start
+    start = choose_start(run, drop) if start is None else start
     last = max(run.rounds(), default=0)
     if not 1 <= start <= last:
         raise WhenceError(f"The round to continue after is {start}; give one from 1 to {last}.")
@@ -171,15 +172,16 @@ def repeat(
     if without is not None:
         add(WITHOUT, {}, drops=True)
         add(RANDOM, {}, drops=False)
-    question = {"start": start, "rounds": count, "without": without, "env": None if callable(env) else env}
+    question = {"start": start, "rounds": count, "without": without, "changes": dict(changes or {})}
+    question["env"] = digest_environment(make_replay_env(run, env))
     table, file = train_variants(trainings, seeds, run.path / FOLDER, [question, [*trainings]], question, on_stage)
     notes = () if has_optimiser else (f"There is no checkpoint after round {start}: the optimiser begins anew.",)
     broke_after = drop if drop is not None and drop.round > start else None
     return Repetition(start, count, broke_after, table, notes, file)
 
 
-def _choose_start(run: RunDirectory, drop: Drop | None) -> int:
-    """Return the last checkpoint before the return fell, else the best round."""
+def choose_start(run: RunDirectory, drop: Drop | None) -> int:
+    """Return the last checkpoint before the return fell; without one, the round so long before."""
     if drop is None:
         raise WhenceError(
             f"The return of {run.path} did not fall, so nothing says where to begin. Name the round: --from 20."

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from heapq import heapreplace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -191,5 +192,5 @@ def standard_errors(
     weights = weights / weights.sum(dim=0)
     count = counted.sum(dim=0)
     squares = (weights * (by_fold - scores)) ** 2
-    factors = torch.from_numpy(widen_errors((count - 1).double().numpy())).to(squares.dtype)
-    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * factors
+    factors = torch.from_numpy(widen_errors(np.arange(len(sizes)))).to(squares.dtype)  # of each number of degrees
+    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * factors[count - 1]

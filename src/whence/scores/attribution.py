@@ -1,14 +1,14 @@
 """Scores of records: which of them raise a target, which lower it (LDA §3)."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.core import (
@@ -47,12 +47,12 @@ from whence.engines import (
 )
 from whence.scores.folds import (
     NoMean,
-    PartialTarget,
     balance_folds,
     check_batch_target,
     check_mean,
     check_mean_target,
     count_folds,
+    split_target,
     standard_errors,
     usable_folds,
 )
@@ -60,6 +60,8 @@ from whence.scores.influence import Influence, Provenance
 from whence.scores.nonfinite import check_scores
 
 log = logging.getLogger("whence")
+
+K = TypeVar("K", bound=Hashable)
 
 
 @overload
@@ -140,26 +142,26 @@ def attribute(
             f"folds is {folds} and leave_one_out is {leave_one_out!r}: errors are of scores by the whole target. Leave "
             "out one of them."
         )
+    targets: dict[Any, Target] = {(name, None): each for name, each in by_name.items()}
     if folds is not None:
-        for each in by_name.values():  # before anything is computed
-            check_batch_target(as_target(each))
-        balance_folds(records, folds)
-    policy = as_view(policy)
-    influences = score_targets(
-        policy, records, by_name, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
+        parts = {name: check_batch_target(as_target(each)) for name, each in by_name.items()}
+        fold = balance_folds(records, folds)
+        targets |= {(name, part): each for name in parts for part, each in split_target(parts[name], fold).items()}
+    scored = score_targets(
+        policy, records, targets, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
     )
+    influences = {name: scored[name, None] for name in by_name}
     if folds is not None:
-        add = partial(add_errors, folds=folds, objective=objective, engine=engine, memory=memory)
-        influences = {
-            name: add(influence, policy, records, target=by_name[name]) for name, influence in influences.items()
-        }
+        for name, each in by_name.items():
+            by_fold = [part for key, part in scored.items() if key[0] == name and key[1] is not None]
+            influences[name] = join_folds(influences[name], by_fold, records, fold, each)
     return influences if isinstance(target, Mapping) else influences[""]
 
 
 def score_targets(
     policy: object,
     records: RecordBatch,
-    targets: Mapping[str, Target],
+    targets: Mapping[K, Target],
     *,
     objective: Objective | None = None,
     engine: str = "auto",
@@ -167,7 +169,7 @@ def score_targets(
     chunk_size: int | None = None,
     summed: Summed | None = None,
     leave_one_out: Unit | None = None,
-) -> dict[str, Influence]:
+) -> dict[K, Influence]:
     """Score records as `attribute` does, whose arguments the others are, for at least one target by its name.
 
     Args:
@@ -214,33 +216,17 @@ def name_target(target: Target, leave_one_out: Unit | None) -> str:
     return target_name(target) + ("" if leave_one_out is None else f" over the other {leave_one_out}s")
 
 
-def add_errors(
-    influence: Influence,
-    policy: object,
-    records: RecordBatch,
-    *,
-    target: Target,
-    folds: int,
-    objective: Objective | None = None,
-    engine: str = "auto",
-    memory: int | None = None,
+def join_folds(
+    influence: Influence, by_fold: Iterable[Influence], records: RecordBatch, fold: Int[Tensor, " n"], target: Target
 ) -> Influence:
-    """Return an influence with the standard errors of its scores over at least 3 folds of the target's episodes.
+    """Return an influence of all records with the standard errors of its scores over folds of the target's episodes.
 
-    The influence is from `attribute`, with the arguments that follow; the target is a mean over the scored records,
-    which say where episodes begin.
+    `by_fold` are the influences on the target's parts by `split_target`, whose folds are `fold`.
 
     Raises:
-        WhenceError: the target reads no records or is no mean over them, or there are too few episodes.
+        NoMean: the target is no mean over the records.
     """
-    part = check_batch_target(as_target(target))
-    fold = balance_folds(records, folds)
-    parts = {
-        str(number): PartialTarget(part, (fold == number).nonzero().flatten()) for number in range(int(fold.max()) + 1)
-    }
-    by_fold = score_targets(policy, records, parts, objective=objective, engine=engine, memory=memory)
-    scores = torch.stack([each.scores for each in by_fold.values()])
-    sizes = fold.bincount()
+    scores, sizes = torch.stack([each.scores for each in by_fold]), fold.bincount()
     check_mean(target_name(target), influence.scores, scores, sizes)
     errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
     return replace(influence, errors=errors, by_fold=scores.T.contiguous(), folds=fold.to(torch.int16))
@@ -266,8 +252,10 @@ def estimate_errors(
     is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
     if usable is None or not is_snapshot or len(influence) != len(records):
         return influence
+    fold = balance_folds(records, usable)
+    by_fold = score_targets(policy, records, split_target(check_batch_target(target), fold), **settings)
     try:
-        return add_errors(influence, policy, records, target=target, folds=usable, **settings)
+        return join_folds(influence, by_fold.values(), records, fold, target)
     except NoMean as reason:
         logged.add("errors")
         log.warning("Scores are written without errors. %s", reason)

@@ -56,6 +56,11 @@ class PartialTarget(WrappedTarget):
         return self.target(view, params, records.take(self.index))
 
 
+def split_target(target: BatchTarget, fold: Int[Tensor, " n"]) -> dict[int, PartialTarget]:
+    """Return a target on each fold of the records, by its number; `fold` is each record's."""
+    return {part: PartialTarget(target, (fold == part).nonzero().flatten()) for part in range(int(fold.max()) + 1)}
+
+
 def check_batch_target(target: Target) -> BatchTarget:
     """Return a target that reads the scored records, so that some of them can be left out of it.
 

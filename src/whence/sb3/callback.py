@@ -58,7 +58,17 @@ from whence.sb3.rounds import (
     watch_training,
     wrap_next,
 )
-from whence.scores import FOLDS, Influence, attribute, check_folds, estimate_errors, name_round
+from whence.scores import (
+    FOLDS,
+    Influence,
+    NoMean,
+    attribute,
+    check_folds,
+    estimate_errors,
+    name_round,
+    usable_folds,
+    warn_of_no_errors,
+)
 from whence.selection import (
     Progress,
     ScoreAll,
@@ -200,7 +210,10 @@ class InfluenceCallback(BaseCallback):
         """
         influence = None
         if self.rule.needs_influence:
-            score: Any = partial(attribute, self.model.policy, engine=self.engine, memory=self.memory)
+            # Errors are no part of a selection, and are estimated after it; where nothing is selected, in one pass.
+            is_late = not self._only_records or "errors" in self._logged
+            settings: Any = {"folds": None if is_late else usable_folds(self.target, records, self.folds)}
+            score: Any = partial(attribute, self.model.policy, engine=self.engine, memory=self.memory, **settings)
             objective = self.objective or model_objective(self.model)
             influence = score_for(self.rule, records, score, target=self.target, objective=objective)
         return Choice(influence, self.select(records, influence))
@@ -208,6 +221,9 @@ class InfluenceCallback(BaseCallback):
     def _choose_if_scored(self, records: RecordBatch) -> Choice:
         """Return the choice; all records without scores if these cannot be had and nobody asked for a choice."""
         try:
+            return self.choose(records)
+        except NoMean as reason:
+            warn_of_no_errors(reason, self._logged)
             return self.choose(records)
         except Unsupported as refusal:
             if not self._only_records:

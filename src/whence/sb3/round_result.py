@@ -120,7 +120,7 @@ def write_round(
     digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
     if digests.count():
         records = records.with_columns(digests)
-    episodes = records.filter("episode_start").select("episode_id", "env_index")
+    episodes = pl.DataFrame([records[name].filter(records["episode_start"]) for name in ("episode_id", "env_index")])
     states = [tracker.take_state(env) for env in episodes["env_index"]]
     episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
     tensors: Any = {"policies": named_tensors(model.policy), "statistics": steps.statistics, "states": lstm_states}

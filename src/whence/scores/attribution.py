@@ -193,19 +193,20 @@ def score_targets(
         if leave_one_out is not None:
             products = subtract_own_parts(problem, products, label_units(records, leave_one_out), engine, limit)
         check_scores(products, problem)
+    provenance = Provenance(
+        target="",
+        objective=repr(problem.objective),
+        engine=engine,
+        engine_reason=reason,
+        parameters=tuple(problem.params),
+        records=records.fingerprint,
+        versions=library_versions(("whence", "torch")),
+    )
     return {
         name: Influence(
             scores=row.detach().cpu().clone(),
             record_ids=records.ids.cpu().clone(),
-            provenance=Provenance(
-                target=name_target(each, leave_one_out),
-                objective=repr(problem.objective),
-                engine=engine,
-                engine_reason=reason,
-                parameters=tuple(problem.params),
-                records=records.fingerprint,
-                versions=library_versions(("whence", "torch")),
-            ),
+            provenance=replace(provenance, target=name_target(each, leave_one_out)),
         )
         for (name, each), row in zip(targets.items(), products, strict=True)
     }
@@ -246,7 +247,7 @@ def estimate_errors(
     A target that is no mean over records has none, which is logged once, and noted in `logged`. The settings are the
     `objective`, `engine` and `memory` that the records were scored with.
     """
-    if influence is None or influence.errors is not None or folds is None or "errors" in logged:
+    if influence is None or influence.errors is not None or "errors" in logged:
         return influence
     usable = usable_folds(target, records, folds)
     is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
@@ -257,9 +258,14 @@ def estimate_errors(
     try:
         return join_folds(influence, by_fold.values(), records, fold, target)
     except NoMean as reason:
-        logged.add("errors")
-        log.warning("Scores are written without errors. %s", reason)
+        warn_of_no_errors(reason, logged)
         return influence
+
+
+def warn_of_no_errors(reason: NoMean, logged: set[str]) -> None:
+    """Log why scores have no errors, and note it in `logged`."""
+    logged.add("errors")
+    log.warning("Scores are written without errors. %s", reason)
 
 
 @contextmanager

@@ -101,9 +101,9 @@ def check_folds(folds: int | None) -> int | None:
     return folds
 
 
-def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> int | None:
-    """Return the folds for the errors of a target's scores; None if there can be no errors."""
-    if not reads_scored_records(target) or records.episode_ids is None:
+def usable_folds(target: Target, records: RecordBatch, folds: int | None = FOLDS) -> int | None:
+    """Return the folds for the errors of a target's scores; None if there can be no errors, or are to be none."""
+    if folds is None or not reads_scored_records(target) or records.episode_ids is None:
         return None
     return folds if int(label_units(records, "episode").max()) + 1 >= LEAST else None
 

@@ -1,9 +1,9 @@
 from .attribution import attribute as attribute
+from .attribution import attribute_with_errors as attribute_with_errors
 from .attribution import estimate_errors as estimate_errors
 from .attribution import name_target as name_target
 from .attribution import open_problem as open_problem
 from .attribution import score_targets as score_targets
-from .attribution import warn_of_no_errors as warn_of_no_errors
 from .folds import FOLDS as FOLDS
 from .folds import NoMean as NoMean
 from .folds import check_folds as check_folds

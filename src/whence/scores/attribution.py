@@ -258,12 +258,23 @@ def estimate_errors(
     try:
         return join_folds(influence, by_fold.values(), records, fold, target)
     except NoMean as reason:
-        warn_of_no_errors(reason, logged)
+        _warn_of_no_errors(reason, logged)
         return influence
 
 
-def warn_of_no_errors(reason: NoMean, logged: set[str]) -> None:
-    """Log why scores have no errors, and note it in `logged`."""
+def attribute_with_errors(
+    policy: object, folds: int | None, logged: set[str], records: RecordBatch, *, target: Target, **settings: Any
+) -> Influence:
+    """Return what `attribute` does with folds, in one pass; without errors where there can be none, as above."""
+    usable = None if "errors" in logged else usable_folds(target, records, folds)
+    try:
+        return attribute(policy, records, target=target, folds=usable, **settings)
+    except NoMean as reason:
+        _warn_of_no_errors(reason, logged)
+        return attribute(policy, records, target=target, **settings)
+
+
+def _warn_of_no_errors(reason: NoMean, logged: set[str]) -> None:
     logged.add("errors")
     log.warning("Scores are written without errors. %s", reason)
 

@@ -116,7 +116,7 @@ def attribute(
             measured on a few of them, once per policy. Tensors of a target that runs the policy itself are not counted.
             None: a quarter of the GPU's memory, or half of what is free if that is less; on a CPU 2 GiB.
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
-            have no errors. Where one pass holds all records, scores are the same bits either way. It takes about three
+            have no errors. Where one pass holds all records, scores are the same bits either way. It takes about four
             times as long, and needs a target that reads the scored records, as `Return` does.
         leave_one_out: score each record by the mean over the other units alone: "record", "episode", "row" or "group".
             The target is then a mean over the scored records, as `Return` is. A unit's own part of the target raises

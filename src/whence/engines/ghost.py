@@ -79,10 +79,10 @@ def _products_from_one_pass(tape: Tape) -> Tensor:
     if seed.log_prob is None or reads_more or len(weights) < len(target_seeds):
         return _products_pass_by_pass(tape, seed, target_seeds)
     # Objective and targets depend on the log-probs alone: each is a weighted sum of the records' log-prob gradients.
-    factors = [_find_factors(each, weights[0]) for each in (seed.log_prob, *weights)] if weights else []
-    if factors and all(each is not None for each in factors):
-        of_objective, *of_targets = factors
-        return _products_from_one_quantity(tape, weights[0], of_objective, of_targets)
+    quantities = (seed.log_prob, *weights) if weights else ()
+    factors = [each for quantity in quantities if (each := _find_factors(quantity, weights[0])) is not None]
+    if len(factors) > len(weights):  # each is a multiple of the first target's in every record
+        return _products_from_one_quantity(tape, weights[0], factors[0], factors[1:])
     if seed.log_prob.ndim > 1:
         return _products_pass_by_pass(tape, seed, target_seeds)
     return _products_from_one_quantity(tape, torch.ones_like(seed.log_prob), seed.log_prob, weights)

@@ -168,7 +168,7 @@ class Recording:
             return
         if absent is not None and absent.any():
             self._absent[len(self._rows)] = absent
-        self._rows.append(_Step(*seen, action, copy_value(reward), copy_value(ends[0]), copy_value(ends[1])))
+        self._rows.append(_Step(seen[0], seen[1], action, copy_value(reward), copy_value(ends[0]), copy_value(ends[1])))
         if self._infos is not None or any(infos):
             if self._infos is None:
                 self._infos = InfoNumbers()

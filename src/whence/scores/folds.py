@@ -197,5 +197,5 @@ def standard_errors(
     weights = weights / weights.sum(dim=0)
     count = counted.sum(dim=0)
     squares = (weights * (by_fold - scores)) ** 2
-    factors = torch.from_numpy(widen_errors(np.arange(len(sizes)))).to(squares.dtype)  # of each number of degrees
-    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * factors[count - 1]
+    by_degrees = torch.from_numpy(widen_errors(np.arange(len(sizes), dtype=np.float64))).to(squares.dtype)
+    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * by_degrees[count - 1]

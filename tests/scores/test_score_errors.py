@@ -12,7 +12,7 @@ from helpers.toys import model
 from whence import IIF, Action, Influence, RecordBatch, Return, RunDirectory, attribute
 from whence.core import BatchTarget
 from whence.sb3 import InfluenceCallback, collect
-from whence.scores.attribution import score_targets
+from whence.scores.attribution import attribute_with_errors, score_targets
 from whence.scores.folds import PartialTarget, balance_folds, count_folds, standard_errors
 from whence.scores.influence import SIGNIFICANT
 
@@ -141,6 +141,26 @@ def test_scores_are_the_same_bits_with_errors(engine):
     assert plain.errors is None
     both = attribute(toy.policy, records, target={"one": Return(), "two": Return()}, engine=engine, folds=3)
     assert torch.equal(both["one"].errors, both["two"].errors)
+
+
+def test_scores_and_errors_take_one_pass():
+    view, records = small_records([2] * 24)
+    attribute(view, records, target=Return(), engine="ghost", folds=8)  # notes what it needs to
+    sizes = []
+    view.module.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    attribute(view, records, target=Return(), engine="ghost", folds=8)
+    assert sizes.count(len(records)) == 1
+
+
+def test_a_recorder_goes_without_errors_where_the_target_is_no_mean(caplog):
+    view, records = small_records()
+    logged = set()
+    for _ in range(2):
+        influence = attribute_with_errors(view, 3, logged, records, target=Summed())
+        assert influence.errors is None
+    assert logged == {"errors"}
+    assert len(caplog.records) == 1
+    assert attribute_with_errors(view, 3, set(), records, target=Return()).errors is not None
 
 
 def test_intervals_hold_the_truth_of_a_linear_softmax_policy():

@@ -27,11 +27,11 @@ def encode(value: Any, special: Special | None = None) -> Any:
     Raises:
         TypeError: it holds something else, which `special` does not encode either.
     """
-    inner = partial(encode, special=special)
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if special is not None and (encoded := special(value)) is not None:
         return encoded
+    inner = partial(encode, special=special)
     match value:
         case bool() | int() | str():
             return value

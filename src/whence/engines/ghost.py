@@ -79,8 +79,10 @@ def _products_from_one_pass(tape: Tape) -> Tensor:
     if seed.log_prob is None or reads_more or len(weights) < len(target_seeds):
         return _products_pass_by_pass(tape, seed, target_seeds)
     # Objective and targets depend on the log-probs alone: each is a weighted sum of the records' log-prob gradients.
-    if len(problem.targets) == 1 and weights and (factors := _find_factors(seed.log_prob, weights[0])) is not None:
-        return _products_from_one_quantity(tape, weights[0], factors, [torch.ones_like(factors)])
+    quantities = (seed.log_prob, *weights) if weights else ()
+    factors = [each for quantity in quantities if (each := _find_factors(quantity, weights[0])) is not None]
+    if len(factors) > len(weights):  # each is a multiple of the first target's in every record
+        return _products_from_one_quantity(tape, weights[0], factors[0], factors[1:])
     if seed.log_prob.ndim > 1:
         return _products_pass_by_pass(tape, seed, target_seeds)
     return _products_from_one_quantity(tape, torch.ones_like(seed.log_prob), seed.log_prob, weights)
@@ -178,8 +180,10 @@ def _weighted_gradient(tape: Tape, g: list[Tensor | None], weights: Tensor) -> G
 
 def _weighted_direction(weights: Tensor, call: Call, g: Tensor) -> Gradient:
     """Sum the gradients of the records' quantities in the parameters of a call's layer, each with its weight."""
-    total = Gradient()
-    for of_block in _by_blocks(call.layer.gradient, call.x, g, weights):
+    total, x, rows = Gradient(), call.x, weights.nonzero().flatten()
+    if 0 < len(rows) < len(weights):  # as of a target on a fold of the records
+        x, g, weights = x[rows], g[rows], weights[rows]
+    for of_block in _by_blocks(call.layer.gradient, x, g, weights):
         total = add_gradients(total, {**of_block})
     return total
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from whence.core import Outputs, Unsupported, first_line, notes_on, reads_scored_records
-from whence.engines.memory import kind_of, replace_target
+from whence.engines.memory import kind_of, list_tensors, replace_target
 from whence.engines.per_record import differentiate, loop, multiply, record_gradient
 from whence.engines.problem import Engine, Gradient, Problem, Refused
 
@@ -179,8 +178,8 @@ class Precision(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        for tensor in list_tensors(output):
+            if tensor.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
                 self.on_cuda |= tensor.is_cuda
         return output

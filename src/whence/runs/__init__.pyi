@@ -7,6 +7,7 @@ from .checkpoints import load_tree as load_tree
 from .checkpoints import read_latest as read_latest
 from .checkpoints import read_states as read_states
 from .checkpoints import save_tree as save_tree
+from .config_file import POLICIES_EVERY as POLICIES_EVERY
 from .config_file import SIGNATURE as SIGNATURE
 from .config_file import check_content as check_content
 from .config_file import explain_distrust as explain_distrust
@@ -14,7 +15,6 @@ from .config_file import find_content as find_content
 from .config_file import is_signature as is_signature
 from .config_file import list_changes as list_changes
 from .config_file import sign as sign
-from .directory import POLICIES_EVERY as POLICIES_EVERY
 from .directory import RunDirectory as RunDirectory
 from .directory import open_run as open_run
 from .episode_counter import EpisodeCounter as EpisodeCounter

@@ -19,6 +19,12 @@ from platformdirs import user_state_path
 from whence.core import RunDirectoryError, parse_document, require_file, show, suggest, write_atomically
 from whence.runs.files import check_links, is_empty
 
+POLICIES_EVERY = "policies_every"
+"""The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
+
+REPLACING = "replacing"
+"""The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
+
 FORMAT = "whence-run"
 """The mark of a run's config.json."""
 

@@ -16,6 +16,8 @@ from whence.runs import files
 from whence.runs.checkpoints import Checkpoint, list_checkpoints, read_latest
 from whence.runs.config_file import (
     FORMAT,
+    POLICIES_EVERY,
+    REPLACING,
     VERSION,
     check_place,
     check_same,
@@ -30,12 +32,6 @@ from whence.runs.locks import Lock, check_writer, lock_run
 
 T = TypeVar("T")
 log = logging.getLogger("whence")
-
-POLICIES_EVERY = "policies_every"
-"""The note that says how many rounds lie between the policies that a run keeps; missing: it keeps them all."""
-
-_REPLACING = "replacing"
-"""The note of a run in whose place another one is being put; killed meanwhile, the next start does the rest."""
 
 Start: TypeAlias = Literal["latest", "anew"] | Checkpoint
 """Where a training begins: after the latest checkpoint if there is one, with a first round, or after a checkpoint."""
@@ -210,7 +206,7 @@ class RunDirectory:
 
     def count_rounds(self) -> int | None:
         """Return the number of rounds that were finished, by any file of theirs; None if the run wrote none."""
-        if self.notes.get(_REPLACING):
+        if self.notes.get(REPLACING):
             return None
         finished = list_checkpoints(self.path)
         with suppress(Damaged):  # it counts as lost
@@ -229,7 +225,7 @@ class RunDirectory:
             files.remove_later(self.path, rounds)
             return
         if (self.path / "config.json").exists():
-            notes, self.notes = self.notes, {_REPLACING: True}
+            notes, self.notes = self.notes, {REPLACING: True}
             self._write_config()
             files.remove_rounds(self.path)
             self.notes = notes

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from whence.core import WhenceError
 from whence.runs.checkpoints import Checkpoint, CheckpointClock, save_checkpoint
-from whence.runs.config_file import list_changes
-from whence.runs.directory import POLICIES_EVERY, RunDirectory
+from whence.runs.config_file import POLICIES_EVERY, list_changes
+from whence.runs.directory import RunDirectory
 from whence.runs.files import VOCABULARY, PerRound, RoundTensors, RowTable, write_vocabulary
 
 log = logging.getLogger("whence")

@@ -24,8 +24,8 @@ from whence.core import (
 )
 from whence.engines import check_engine, check_memory
 from whence.rounds import RoundRecording
-from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, load_states, read_states, time_stage
-from whence.sb3.checkpointing import count_learns, is_other, open_run, read_training, restore_training
+from whence.runs import Checkpoint, RunDirectory, RunRecorder, Stopwatch, time_stage
+from whence.sb3.checkpointing import CallbackState, is_other, open_run, read_training, restore_training
 from whence.sb3.episodes import ResetTracker, check_factory
 from whence.sb3.models import Names, check_model, check_names, read_names
 from whence.sb3.policy import warn_of_log_probs
@@ -43,7 +43,6 @@ from whence.sb3.round_result import (
 from whence.sb3.rounds import (
     EnvironmentSteps,
     Last,
-    Ongoing,
     Recorder,
     cancel_hook,
     check_callers,
@@ -58,13 +57,12 @@ from whence.sb3.rounds import (
     watch_training,
     wrap_next,
 )
-from whence.scores import FOLDS, Influence, attribute, check_folds, estimate_errors, name_round
+from whence.scores import FOLDS, Influence, attribute, attribute_with_errors, check_folds, estimate_errors, name_round
 from whence.selection import (
     Progress,
     ScoreAll,
     Selection,
     SelectionRule,
-    add_selection,
     can_train,
     check_rule,
     check_selection,
@@ -171,11 +169,9 @@ class InfluenceCallback(BaseCallback):
         self.round: RoundResult | None = None
         self.metrics: list[dict[str, Any]] = []
         self.recording: RoundRecording | None = None
-        self._logged: set[str] = set()
         self._tracker: ResetTracker | None = None
         self._scored_model: Any = None
-        self.skipped_rounds, self._rounds_done, self._learns, self._last_timestep = 0, 0, 0, 0
-        self._ongoing = Ongoing.unknown(0)
+        self._state = CallbackState()
 
     def check_model(self) -> None:
         """Refuse a model that cannot be trained in this way; called when `learn()` begins.
@@ -200,7 +196,10 @@ class InfluenceCallback(BaseCallback):
         """
         influence = None
         if self.rule.needs_influence:
-            score: Any = partial(attribute, self.model.policy, engine=self.engine, memory=self.memory)
+            score: Any = partial(attribute, self.model.policy)
+            if self._only_records:  # errors in the same pass; those of a selection are no part of it, and come after
+                score = partial(attribute_with_errors, self.model.policy, self.folds, self._state.logged)
+            score = partial(score, engine=self.engine, memory=self.memory)
             objective = self.objective or model_objective(self.model)
             influence = score_for(self.rule, records, score, target=self.target, objective=objective)
         return Choice(influence, self.select(records, influence))
@@ -212,7 +211,7 @@ class InfluenceCallback(BaseCallback):
         except Unsupported as refusal:
             if not self._only_records:
                 raise
-            warn_of_no_scores(self.model, str(refusal), self._logged)
+            warn_of_no_scores(self.model, str(refusal), self._state.logged)
             return Choice(None, self.select(records, None))
 
     def select(self, records: RecordBatch, influence: Influence | None) -> Selection:
@@ -257,7 +256,12 @@ class InfluenceCallback(BaseCallback):
     @property
     def next_round(self) -> int:
         """The number of the round that is about to be scored, from 1."""
-        return self._rounds_done + 1
+        return self._state.rounds + 1
+
+    @property
+    def skipped_rounds(self) -> int:
+        """The number of rounds that kept too few records to train on."""
+        return self._state.skipped_rounds
 
     def _init_callback(self) -> None:
         cancel_hook(self.model)  # left by a learn() that was interrupted between a rollout and its training
@@ -266,12 +270,12 @@ class InfluenceCallback(BaseCallback):
         try:
             self.check_model()
         except Unsupported as refusal:
-            if not self._only_records or self._rounds_done or self._recorder is None:
+            if not self._only_records or self._state.rounds or self._recorder is None:
                 raise
             options: dict[str, Any] = {"names": self.names, "factory": self.env, "overwrite": self._overwrite}
             self._recorded = record_model(self.model, self._recorder.path, str(refusal), **options)
             return
-        if self._rounds_done and is_other(self.model, self._scored_model, self.rule, self._recorder):
+        if self._state.rounds and is_other(self.model, self._scored_model, self.rule, self._recorder):
             self._start_model()
         claim_learn(self.model)
         if self._recorder is not None:
@@ -286,53 +290,21 @@ class InfluenceCallback(BaseCallback):
         if self._checkpoint is not None:
             self._load_state(self._checkpoint)
         else:
-            self._continue_episodes()
+            self._state.begin_learn(self.model, self._tracker)
         record_next_rollout(self.model, self._tracker)
-
-    def _continue_episodes(self) -> None:
-        self._learns += 1
-        # learn() resets the environments, or continues where it stopped, and with it the ongoing episodes, unless steps
-        # were taken that no rollout of this callback holds, or the environments are others.
-        starts = self.locals["self"]._last_episode_starts
-        continues = len(self._ongoing.ids) == len(starts) and not starts.all()
-        is_new = self._tracker is not None and not self._tracker.has_started
-        if is_new or not continues or self.model.num_timesteps != self._last_timestep:
-            self._begin_episodes(len(starts))
-            if self._tracker is not None:
-                self._tracker.start(starts)
-
-    def _begin_episodes(self, n_envs: int) -> None:
-        # Where learn() has reset SB3's count of steps, ids of records continue.
-        first_record = self._ongoing.first_record + max(0, self._last_timestep - self.model.num_timesteps)
-        self._ongoing = Ongoing.unknown(n_envs, self._ongoing.next_id, first_record)
 
     def _load_state(self, checkpoint: Checkpoint) -> None:
         """Put everything where it was after the checkpoint's round."""
         assert self._recorder is not None
         assert self._tracker is not None
-        state, self._checkpoint = checkpoint.content["callback"], None
-        self._rounds_done, self._last_timestep = checkpoint.round, state["last_timestep"]
-        self._ongoing = Ongoing(**state["ongoing"])
-        self.skipped_rounds, self._logged = state["skipped_rounds"], set(state["advice"])
+        self._checkpoint = None
+        self._state = CallbackState.load(self.model, checkpoint, self.rule)
         self.metrics = self._recorder.directory.table("metrics").to_dicts()
-        self._learns = count_learns(self.model, checkpoint)
-        load_states([self.rule], state["rule"])
         reason = restore_training(self.model, self._tracker, checkpoint)
         changes = self._tracker.list_changes(checkpoint.content["environments"])
         self._recorder.continue_after(checkpoint, [*changes, *([] if reason is None else [reason])])
         if reason is not None:
-            self._begin_episodes(self.training_env.num_envs)
-
-    def _read_state(self) -> dict[str, Any]:
-        """Return the callback's own state between two rounds, for a checkpoint."""
-        return {
-            "learns": self._learns,
-            "last_timestep": self._last_timestep,
-            "ongoing": vars(self._ongoing),
-            "skipped_rounds": self.skipped_rounds,
-            "advice": sorted(self._logged),
-            "rule": read_states([self.rule]),
-        }
+            self._state.begin_episodes(self.model)
 
     def _on_rollout_start(self) -> None:
         if self._recorded is not None:
@@ -340,7 +312,7 @@ class InfluenceCallback(BaseCallback):
             return
         self._collection_clock = Stopwatch()
         with name_round(self.next_round):
-            check_observation(self.model, self.model._last_obs, self._ongoing.first_record)
+            check_observation(self.model, self.model._last_obs, self._state.ongoing.first_record)
         self._steps = EnvironmentSteps(self.model)
 
     def _on_step(self) -> bool:
@@ -351,7 +323,7 @@ class InfluenceCallback(BaseCallback):
         if self._tracker is not None:
             actions = step.get("clipped_actions", step["actions"])  # a MaskablePPO clips none
             self._tracker.step(actions, ended, infos)
-        check_step(self.model, step, self.next_round, self._ongoing.first_record)
+        check_step(self.model, step, self.next_round, self._state.ongoing.first_record)
         self._steps.add(step["rewards"], dones, ended, infos, step.get("lstm_states"))
         return True
 
@@ -366,9 +338,9 @@ class InfluenceCallback(BaseCallback):
         """Score the rollout, select from it, write it, and return its metrics."""
         check_model(self.model)  # again, since a callback may have replaced a part of it
         with time_stage(seconds, "scoring"), name_round(self.next_round):
-            records, self._ongoing = read_buffer(self.model, self.model.rollout_buffer, self._ongoing)  # type: ignore[attr-defined]
-            self._last_timestep = self.model.num_timesteps
-            if self.rule.needs_influence and not self._rounds_done:
+            records, self._state.ongoing = read_buffer(self.model, self.model.rollout_buffer, self._state.ongoing)  # type: ignore[attr-defined]
+            self._state.last_timestep = self.model.num_timesteps
+            if self.rule.needs_influence and not self._state.rounds:
                 warn_of_log_probs(self.model.policy, records)
             choice = self._choose_if_scored(records)
         check_selection(choice.selection, records, f"{type(self).__name__}.choose()", strict=self.strict)
@@ -376,22 +348,19 @@ class InfluenceCallback(BaseCallback):
             if self._recorder is not None:
                 objective = self.objective or model_objective(self.model)
                 settings: Any = {"objective": objective, "engine": self.engine, "memory": self.memory}
-                scores = choice.influence, records, self.target, self.folds, self._logged
+                scores = choice.influence, records, self.target, self.folds, self._state.logged
                 choice = replace(choice, influence=estimate_errors(self.model.policy, *scores, **settings))
-        self._rounds_done += 1
-        self.round = RoundResult(self._rounds_done, records, choice.influence, choice.selection)
-        self.skipped_rounds += not can_train(choice.selection)
-        metrics = measure_choice(self.model, self._rounds_done, choice, self._steps)
+        self._state.rounds += 1
+        self.round = RoundResult(self._state.rounds, records, choice.influence, choice.selection)
+        self._state.skipped_rounds += not can_train(choice.selection)
+        metrics = measure_choice(self.model, self._state.rounds, choice, self._steps)
         self.logger.record("influence/seconds", seconds["scoring"]["wall"])
         self.logger.record("influence/skipped_rounds", self.skipped_rounds)
         if self.verbose:
             skipped = ": skipped, training needs two" if metrics["skipped"] else ""
             print(f"whence: round {metrics['round']} keeps {metrics['kept']} of {metrics['records']} records{skipped}")
         if self._recorder is not None:
-            table = add_selection(records.to_polars(observations=True), choice.selection, choice.influence)
-            states = getattr(records.history, "states", {})
-            number, logged = self.round.number, self._logged
-            write_round(self._recorder, self._tracker, self.model, number, table, self._steps, states, logged)
+            write_round(self._recorder, self._tracker, self.model, self.round, self._steps, self._state.logged)
         return metrics
 
     def _train_round(self, train: Callable[[], None], seconds: dict[str, dict[str, float]]) -> None:
@@ -400,12 +369,12 @@ class InfluenceCallback(BaseCallback):
         assert self.round is not None
         self.optimisation_clock = Stopwatch()
         if not metrics["skipped"]:
-            with name_round(self.round.number), watch_training(self.model, self.round.records, self._logged):
+            with name_round(self.round.number), watch_training(self.model, self.round.records, self._state.logged):
                 self.train_selected(train, self.round.selection)
         seconds["optimisation"] = self.optimisation_clock.seconds()
         # The logger of a skipped round still holds an earlier round's.
         self.metrics.append({**metrics, **({} if metrics["skipped"] else read_train_metrics(self.model.logger))})
-        call_plugin("whence.advice", "settings", self.metrics, read_settings(self.model), self._logged)
+        call_plugin("whence.advice", "settings", self.metrics, read_settings(self.model), self._state.logged)
         if self._recorder is not None:
             self._recorder.write_rows(self.metrics[-1], seconds)
             self._save_if_due()
@@ -418,13 +387,13 @@ class InfluenceCallback(BaseCallback):
             return
         cancel_hook(self.model)
         if self._recorder is not None:
-            self._recorder.directory.write_policy(self._rounds_done + 1, named_tensors(self.model.policy))
-            if self.model.num_timesteps == self._last_timestep:  # no checkpoint holds a part of a round
+            self._recorder.directory.write_policy(self._state.rounds + 1, named_tensors(self.model.policy))
+            if self.model.num_timesteps == self._state.last_timestep:  # no checkpoint holds a part of a round
                 self._save_if_due(last=True)
             self._recorder.end()
 
     def _save_if_due(self, *, last: bool = False) -> None:
         """Write the checkpoint after the round if one is due; after the last one in any case."""
-        recorder, tracker, number = self._recorder, self._tracker, self._rounds_done
+        recorder, tracker, number = self._recorder, self._tracker, self._state.rounds
         if recorder is not None and tracker is not None and recorder.is_due(number, last=last):
-            recorder.save_checkpoint(number, lambda: read_training(self.model, tracker, self._read_state()))
+            recorder.save_checkpoint(number, lambda: read_training(self.model, tracker, self._state.read(self.rule)))

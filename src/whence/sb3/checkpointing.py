@@ -4,9 +4,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from sb3_contrib import MaskablePPO
@@ -14,7 +15,7 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from torch import Tensor
 
 from whence.core import RunDirectoryError, WhenceError, load_rng_state, named_tensors, read_rng_state
-from whence.runs import Checkpoint, RunRecorder
+from whence.runs import Checkpoint, RunRecorder, load_states, read_states
 from whence.sb3.episodes import (
     ResetTracker,
     accept_resets,
@@ -25,7 +26,7 @@ from whence.sb3.episodes import (
     restore_vec_wrappers,
 )
 from whence.sb3.models import describe_model, load_tensors, read_versions
-from whence.sb3.rounds import begin_episodes
+from whence.sb3.rounds import Ongoing, begin_episodes
 from whence.selection import SelectionRule
 
 log = logging.getLogger("whence")
@@ -72,6 +73,63 @@ def open_run(
             reason,
         )
     return checkpoint, tracker
+
+
+@dataclass
+class CallbackState:
+    """What a callback counts from round to round, of one model; a checkpoint holds it.
+
+    Attributes:
+        rounds: the rounds that were scored.
+        learns: the calls of `learn()`.
+        last_timestep: SB3's count of steps at the end of the last round.
+        skipped_rounds: the rounds that kept too few records to train on.
+        ongoing: the episodes between two rounds.
+        logged: what was logged, and is not logged again.
+    """
+
+    rounds: int = 0
+    learns: int = 0
+    last_timestep: int = 0
+    skipped_rounds: int = 0
+    ongoing: Ongoing = field(default_factory=lambda: Ongoing.unknown(0))
+    logged: set[str] = field(default_factory=set)
+
+    def begin_learn(self, model: Any, tracker: ResetTracker | None) -> None:
+        """Begin a `learn()`, which resets the environments or continues where it stopped, and so the episodes.
+
+        They are new if steps were taken that no rollout of the callback holds, too, or if the environments are others.
+        """
+        self.learns += 1
+        starts = model._last_episode_starts
+        continues = len(self.ongoing.ids) == len(starts) and not starts.all()
+        is_new = tracker is not None and not tracker.has_started
+        if is_new or not continues or model.num_timesteps != self.last_timestep:
+            self.begin_episodes(model)
+            if tracker is not None:
+                tracker.start(starts)
+
+    def begin_episodes(self, model: Any) -> None:
+        """Begin new episodes in all environments of a model."""
+        # Where learn() has reset SB3's count of steps, ids of records continue.
+        first_record = self.ongoing.first_record + max(0, self.last_timestep - model.num_timesteps)
+        self.ongoing = Ongoing.unknown(model.n_envs, self.ongoing.next_id, first_record)
+
+    def read(self, rule: SelectionRule) -> dict[str, Any]:
+        """Return the state between two rounds, with the rule's, for a checkpoint."""
+        return {
+            **{name: getattr(self, name) for name in ("learns", "last_timestep", "skipped_rounds")},
+            **{"ongoing": vars(self.ongoing), "advice": sorted(self.logged), "rule": read_states([rule])},
+        }
+
+    @classmethod
+    def load(cls, model: Any, checkpoint: Checkpoint, rule: SelectionRule) -> Self:
+        """Return the state after a checkpoint's round, and put the rule into its own."""
+        state = checkpoint.content["callback"]
+        load_states([rule], state["rule"])
+        ongoing, logged = Ongoing(**state["ongoing"]), set(state["advice"])
+        learns = count_learns(model, checkpoint)
+        return cls(checkpoint.round, learns, state["last_timestep"], state["skipped_rounds"], ongoing, logged)
 
 
 _COUNTERS = "num_timesteps", "_episode_num", "_n_updates", "_current_progress_remaining"

@@ -155,7 +155,7 @@ class Recording:
         """Take a step of all environments.
 
         Args:
-            action: (n, ...).
+            action: (n, ...), a copy that nobody changes.
             reward: (n,).
             ends: whether episodes were terminated, and whether truncated, (n,) each.
             observation: of all environments, as the step returned them.
@@ -168,8 +168,7 @@ class Recording:
             return
         if absent is not None and absent.any():
             self._absent[len(self._rows)] = absent
-        taken = copy_value(action), copy_value(reward), copy_value(ends[0]), copy_value(ends[1])
-        self._rows.append(_Step(seen[0], seen[1], *taken))
+        self._rows.append(_Step(seen[0], seen[1], action, copy_value(reward), copy_value(ends[0]), copy_value(ends[1])))
         if self._infos is not None or any(infos):
             if self._infos is None:
                 self._infos = InfoNumbers()
@@ -255,7 +254,9 @@ class Recording:
         observations = dict[str, NDArray[Any]]()
         if self._is_stored:
             names = [name for name, _ in named_leaves(seen[0], "observation")]
-            leaves = zip(*([leaf for _, leaf in named_leaves(each)] for each in seen), strict=True)
+            leaves = [seen]
+            if isinstance(seen[0], dict):
+                leaves = [*zip(*([leaf for _, leaf in named_leaves(each)] for each in seen), strict=True)]
             observations = {name: self._flatten(each)[order] for name, each in zip(names, leaves, strict=True)}
         if noted[0] is None:
             digests = digest_rows(observations, self._space)

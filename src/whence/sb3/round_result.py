@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.logger import Logger
-from torch import Tensor
 
 from whence.core import named_tensors
 from whence.runs import RunRecorder
@@ -18,7 +17,7 @@ from whence.sb3.episodes import MOST_INFOS, ResetTracker
 from whence.sb3.rounds import EnvironmentSteps, note_rewards, wrap_next
 from whence.scores import Influence
 from whence.selection import RoundResult as RoundResult
-from whence.selection import Selection, can_train, summarise_selection
+from whence.selection import Selection, add_selection, can_train, summarise_selection
 
 log = logging.getLogger("whence")
 
@@ -93,10 +92,8 @@ def write_round(
     recorder: RunRecorder,
     tracker: ResetTracker | None,
     model: Any,
-    number: int,
-    table: pl.DataFrame,
+    round: RoundResult,
     steps: EnvironmentSteps,
-    lstm_states: Mapping[str, Tensor],
     logged: set[str],
 ) -> None:
     """Write a round before its training.
@@ -105,13 +102,12 @@ def write_round(
         recorder: the run's recorder.
         tracker: what followed the environments.
         model: the model that collected it.
-        number: the round's number, from 1.
-        table: the buffer's records, to which are added what the environments returned and digests of observations.
+        round: the buffer's records, to which are added what the environments returned and digests of observations.
         steps: what the environments returned.
-        lstm_states: a recurrent policy's states before the first step, see `History`; empty if there are none.
         logged: what was logged before, to which is added what is logged of this round.
     """
     assert tracker is not None
+    table = add_selection(round.records.to_polars(observations=True), round.selection, round.influence)
     records = steps.add_columns(table)
     if left_out := {f"info {key!r}" for key in steps.infos.left_out} - logged:
         logged |= left_out
@@ -120,11 +116,12 @@ def write_round(
     digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
     if digests.count():
         records = records.with_columns(digests)
-    episodes = records.filter("episode_start").select("episode_id", "env_index")
-    states = [tracker.take_state(env) for env in episodes["env_index"]]
-    episodes = episodes.with_columns(pl.Series("generator_state", states, dtype=pl.String))
-    tensors: Any = {"policies": named_tensors(model.policy), "statistics": steps.statistics, "states": lstm_states}
-    recorder.write_round(number, records, tables={"episodes": episodes}, tensors=tensors)
+    episodes = pl.DataFrame([records[name].filter(records["episode_start"]) for name in ("episode_id", "env_index")])
+    noted = [tracker.take_state(env) for env in episodes["env_index"]]
+    episodes = episodes.with_columns(pl.Series("generator_state", noted, dtype=pl.String))
+    states = getattr(round.records.history, "states", {})  # a recurrent policy's before the first step
+    tensors: Any = {"policies": named_tensors(model.policy), "statistics": steps.statistics, "states": states}
+    recorder.write_round(round.number, records, tables={"episodes": episodes}, tensors=tensors)
 
 
 def record_next_rollout(model: Any, tracker: ResetTracker | None) -> None:

@@ -1,5 +1,5 @@
-from .attribution import add_errors as add_errors
 from .attribution import attribute as attribute
+from .attribution import attribute_with_errors as attribute_with_errors
 from .attribution import estimate_errors as estimate_errors
 from .attribution import name_target as name_target
 from .attribution import open_problem as open_problem

@@ -1,14 +1,14 @@
 """Scores of records: which of them raise a target, which lower it (LDA §3)."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from whence.core import (
@@ -47,12 +47,12 @@ from whence.engines import (
 )
 from whence.scores.folds import (
     NoMean,
-    PartialTarget,
     balance_folds,
     check_batch_target,
     check_mean,
     check_mean_target,
     count_folds,
+    split_target,
     standard_errors,
     usable_folds,
 )
@@ -60,6 +60,8 @@ from whence.scores.influence import Influence, Provenance
 from whence.scores.nonfinite import check_scores
 
 log = logging.getLogger("whence")
+
+K = TypeVar("K", bound=Hashable)
 
 
 @overload
@@ -114,8 +116,8 @@ def attribute(
             measured on a few of them, once per policy. Tensors of a target that runs the policy itself are not counted.
             None: a quarter of the GPU's memory, or half of what is free if that is less; on a CPU 2 GiB.
         folds: give each score a standard error over so many folds of the target's episodes, such as 8; None: scores
-            have no errors. Scores are the same bits either way. It takes about four times as long, and needs a
-            target that reads the scored records, as `Return` does.
+            have no errors. Where one pass holds all records, scores are the same bits either way. It takes about four
+            times as long, and needs a target that reads the scored records, as `Return` does.
         leave_one_out: score each record by the mean over the other units alone: "record", "episode", "row" or "group".
             The target is then a mean over the scored records, as `Return` is. A unit's own part of the target raises
             its score: of a mean objective by the square of its gradient. A unit without others scores 0. None: the
@@ -140,26 +142,26 @@ def attribute(
             f"folds is {folds} and leave_one_out is {leave_one_out!r}: errors are of scores by the whole target. Leave "
             "out one of them."
         )
+    targets: dict[Any, Target] = {(name, None): each for name, each in by_name.items()}
     if folds is not None:
-        for each in by_name.values():  # before anything is computed
-            check_batch_target(as_target(each))
-        balance_folds(records, folds)
-    policy = as_view(policy)
-    influences = score_targets(
-        policy, records, by_name, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
+        parts = {name: check_batch_target(as_target(each)) for name, each in by_name.items()}
+        fold = balance_folds(records, folds)
+        targets |= {(name, part): each for name in parts for part, each in split_target(parts[name], fold).items()}
+    scored = score_targets(
+        policy, records, targets, objective=objective, engine=engine, memory=memory, leave_one_out=leave_one_out
     )
+    influences = {name: scored[name, None] for name in by_name}
     if folds is not None:
-        add = partial(add_errors, folds=folds, objective=objective, engine=engine, memory=memory)
-        influences = {
-            name: add(influence, policy, records, target=by_name[name]) for name, influence in influences.items()
-        }
+        for name, each in by_name.items():
+            by_fold = [part for key, part in scored.items() if key[0] == name and key[1] is not None]
+            influences[name] = join_folds(influences[name], by_fold, records, fold, each)
     return influences if isinstance(target, Mapping) else influences[""]
 
 
 def score_targets(
     policy: object,
     records: RecordBatch,
-    targets: Mapping[str, Target],
+    targets: Mapping[K, Target],
     *,
     objective: Objective | None = None,
     engine: str = "auto",
@@ -167,7 +169,7 @@ def score_targets(
     chunk_size: int | None = None,
     summed: Summed | None = None,
     leave_one_out: Unit | None = None,
-) -> dict[str, Influence]:
+) -> dict[K, Influence]:
     """Score records as `attribute` does, whose arguments the others are, for at least one target by its name.
 
     Args:
@@ -191,19 +193,20 @@ def score_targets(
         if leave_one_out is not None:
             products = subtract_own_parts(problem, products, label_units(records, leave_one_out), engine, limit)
         check_scores(products, problem)
+    provenance = Provenance(
+        target="",
+        objective=repr(problem.objective),
+        engine=engine,
+        engine_reason=reason,
+        parameters=tuple(problem.params),
+        records=records.fingerprint,
+        versions=library_versions(("whence", "torch")),
+    )
     return {
         name: Influence(
             scores=row.detach().cpu().clone(),
             record_ids=records.ids.cpu().clone(),
-            provenance=Provenance(
-                target=name_target(each, leave_one_out),
-                objective=repr(problem.objective),
-                engine=engine,
-                engine_reason=reason,
-                parameters=tuple(problem.params),
-                records=records.fingerprint,
-                versions=library_versions(("whence", "torch")),
-            ),
+            provenance=replace(provenance, target=name_target(each, leave_one_out)),
         )
         for (name, each), row in zip(targets.items(), products, strict=True)
     }
@@ -214,33 +217,17 @@ def name_target(target: Target, leave_one_out: Unit | None) -> str:
     return target_name(target) + ("" if leave_one_out is None else f" over the other {leave_one_out}s")
 
 
-def add_errors(
-    influence: Influence,
-    policy: object,
-    records: RecordBatch,
-    *,
-    target: Target,
-    folds: int,
-    objective: Objective | None = None,
-    engine: str = "auto",
-    memory: int | None = None,
+def join_folds(
+    influence: Influence, by_fold: Iterable[Influence], records: RecordBatch, fold: Int[Tensor, " n"], target: Target
 ) -> Influence:
-    """Return an influence with the standard errors of its scores over at least 3 folds of the target's episodes.
+    """Return an influence of all records with the standard errors of its scores over folds of the target's episodes.
 
-    The influence is from `attribute`, with the arguments that follow; the target is a mean over the scored records,
-    which say where episodes begin.
+    `by_fold` are the influences on the target's parts by `split_target`, whose folds are `fold`.
 
     Raises:
-        WhenceError: the target reads no records or is no mean over them, or there are too few episodes.
+        NoMean: the target is no mean over the records.
     """
-    part = check_batch_target(as_target(target))
-    fold = balance_folds(records, folds)
-    parts = {
-        str(number): PartialTarget(part, (fold == number).nonzero().flatten()) for number in range(int(fold.max()) + 1)
-    }
-    by_fold = score_targets(policy, records, parts, objective=objective, engine=engine, memory=memory)
-    scores = torch.stack([each.scores for each in by_fold.values()])
-    sizes = fold.bincount()
+    scores, sizes = torch.stack([each.scores for each in by_fold]), fold.bincount()
     check_mean(target_name(target), influence.scores, scores, sizes)
     errors = standard_errors(influence.scores, scores, sizes, count_folds(fold, label_units(records, "episode")))
     return replace(influence, errors=errors, by_fold=scores.T.contiguous(), folds=fold.to(torch.int16))
@@ -260,18 +247,36 @@ def estimate_errors(
     A target that is no mean over records has none, which is logged once, and noted in `logged`. The settings are the
     `objective`, `engine` and `memory` that the records were scored with.
     """
-    if influence is None or influence.errors is not None or folds is None or "errors" in logged:
+    if influence is None or influence.errors is not None or "errors" in logged:
         return influence
     usable = usable_folds(target, records, folds)
     is_snapshot = influence.provenance.target == target_name(target) and influence.engine in ENGINES
     if usable is None or not is_snapshot or len(influence) != len(records):
         return influence
+    fold = balance_folds(records, usable)
+    by_fold = score_targets(policy, records, split_target(check_batch_target(target), fold), **settings)
     try:
-        return add_errors(influence, policy, records, target=target, folds=usable, **settings)
+        return join_folds(influence, by_fold.values(), records, fold, target)
     except NoMean as reason:
-        logged.add("errors")
-        log.warning("Scores are written without errors. %s", reason)
+        _warn_of_no_errors(reason, logged)
         return influence
+
+
+def attribute_with_errors(
+    policy: object, folds: int | None, logged: set[str], records: RecordBatch, *, target: Target, **settings: Any
+) -> Influence:
+    """Return what `attribute` does with folds, in one pass; without errors where there can be none, as above."""
+    usable = None if "errors" in logged else usable_folds(target, records, folds)
+    try:
+        return attribute(policy, records, target=target, folds=usable, **settings)
+    except NoMean as reason:
+        _warn_of_no_errors(reason, logged)
+        return attribute(policy, records, target=target, **settings)
+
+
+def _warn_of_no_errors(reason: NoMean, logged: set[str]) -> None:
+    logged.add("errors")
+    log.warning("Scores are written without errors. %s", reason)
 
 
 @contextmanager

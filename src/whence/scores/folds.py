@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from heapq import heapreplace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -55,6 +56,11 @@ class PartialTarget(WrappedTarget):
         return self.target(view, params, records.take(self.index))
 
 
+def split_target(target: BatchTarget, fold: Int[Tensor, " n"]) -> dict[int, PartialTarget]:
+    """Return a target on each fold of the records, by its number; `fold` is each record's."""
+    return {part: PartialTarget(target, (fold == part).nonzero().flatten()) for part in range(int(fold.max()) + 1)}
+
+
 def check_batch_target(target: Target) -> BatchTarget:
     """Return a target that reads the scored records, so that some of them can be left out of it.
 
@@ -95,9 +101,9 @@ def check_folds(folds: int | None) -> int | None:
     return folds
 
 
-def usable_folds(target: Target, records: RecordBatch, folds: int = FOLDS) -> int | None:
-    """Return the folds for the errors of a target's scores; None if there can be no errors."""
-    if not reads_scored_records(target) or records.episode_ids is None:
+def usable_folds(target: Target, records: RecordBatch, folds: int | None = FOLDS) -> int | None:
+    """Return the folds for the errors of a target's scores; None if there can be no errors, or are to be none."""
+    if folds is None or not reads_scored_records(target) or records.episode_ids is None:
         return None
     return folds if int(label_units(records, "episode").max()) + 1 >= LEAST else None
 
@@ -191,5 +197,5 @@ def standard_errors(
     weights = weights / weights.sum(dim=0)
     count = counted.sum(dim=0)
     squares = (weights * (by_fold - scores)) ** 2
-    factors = torch.from_numpy(widen_errors((count - 1).double().numpy())).to(squares.dtype)
-    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * factors
+    by_degrees = torch.from_numpy(widen_errors(np.arange(len(sizes), dtype=np.float64))).to(squares.dtype)
+    return (squares.sum(dim=0) * count / (count - 1)).sqrt() * by_degrees[count - 1]

@@ -266,8 +266,10 @@ def summarise_selection(selection: Selection, influence: Influence | None) -> di
     row: dict[str, Any] = {"records": total, "kept": trained, "dropped_share": 1 - trained / total}
     if influence is not None:
         scores = influence.scores.double().numpy()
-        quantiles = {f"q{level:02d}": float(np.quantile(scores, level / 100)) for level in (0, 5, 25, 50, 75, 95, 100)}
-        row |= {"negative_share": float((scores < 0).mean()), "mean": float(scores.mean()), **quantiles}
+        levels = (0, 5, 25, 50, 75, 95, 100)
+        quantiles = np.quantile(scores, [level / 100 for level in levels]).tolist()
+        row |= {"negative_share": float((scores < 0).mean()), "mean": float(scores.mean())}
+        row |= {f"q{level:02d}": quantile for level, quantile in zip(levels, quantiles, strict=True)}
         if influence.errors is not None:
             row["significant_share"] = float(influence.is_significant().double().mean())
     return row

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
@@ -21,8 +22,10 @@ def digest_rows(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any]) -> l
         count = len(next(iter(columns.values())))
         return [digest_observation(_nest(columns, space, "observation", row), space) for row in range(count)]
     (column,) = columns.values()
-    rows, begin = np.ascontiguousarray(column, dtype=space.dtype).reshape(len(column), -1), _write_shape(space.shape)
-    return [int.from_bytes(blake2b(begin + row.tobytes(), digest_size=8).digest(), "little") for row in rows]
+    content, begin = np.ascontiguousarray(column, dtype=space.dtype).tobytes(), _write_shape(space.shape)
+    cuts = range(0, len(content) + 1, len(content) // len(column))
+    digests = [blake2b(begin + content[at:end], digest_size=8).digest() for at, end in pairwise(cuts)]
+    return np.frombuffer(b"".join(digests), "<u8").tolist()  # type: ignore[no-any-return]
 
 
 def _nest(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str, row: int) -> Any:

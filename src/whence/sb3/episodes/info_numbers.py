@@ -34,7 +34,7 @@ class InfoNumbers:
 
     def add(self, infos: Sequence[Mapping[str, Any]]) -> None:
         """Read the infos of a step, one for each environment."""
-        self._steps.append([self._select_numbers(info) for info in infos])
+        self._steps.append([{} if _OTHERS.issuperset(info) else self._select_numbers(info) for info in infos])
 
     def make_columns(self) -> list[pl.Series]:
         """Return a column `info.KEY` for each key, null where an info lacks it, environment by environment."""

@@ -146,7 +146,7 @@ def _renew_world(env: Any) -> None:
     env.world = Box2D.b2World()
 
 
-_Seen: TypeAlias = Mapping[str, NDArray[Any]] | list[int | None]
+_Seen: TypeAlias = dict[str, NDArray[Any]] | list[int | None]
 """What environments show at a step: a copy, of which digests are made a rollout at a time, or the digests."""
 
 _SMALL = 4096
@@ -167,6 +167,7 @@ class ResetTracker:
         self._constants = read_vector_values(vec_env)
         # Its buffers hold what the environments returned, so that nothing has to be added to infos.
         self._has_buffers = getattr(type(self._base), "step_wait", None) is DummyVecEnv.step_wait
+        self._names: dict[str | None, str] | None = None
         self._past: list[_Seen] = []
         self._current: _Seen = [None] * vec_env.num_envs
         self._states: list[list[str | None]] = [[] for _ in range(vec_env.num_envs)]
@@ -223,12 +224,12 @@ class ResetTracker:
 
     def _digest(self, steps: Sequence[_Seen]) -> list[list[int | None]]:
         """Return the digests of steps, of which some may be copies of what was seen."""
-        copies = [step for step in steps if isinstance(step, Mapping)]
+        copies = [step for step in steps if isinstance(step, dict)]
         if not copies:
             return [*steps]  # type: ignore[list-item]
         columns = {name: np.concatenate([copy[name] for copy in copies]) for name in copies[0]}
         rows = iter(digest_rows(columns, self._base.observation_space))
-        return [[*islice(rows, self._base.num_envs)] if isinstance(step, Mapping) else step for step in steps]
+        return [[*islice(rows, self._base.num_envs)] if isinstance(step, dict) else step for step in steps]
 
     def take_state(self, env: int) -> str | None:
         """Return the generator state before the next reset of an environment that was not taken yet."""
@@ -265,10 +266,12 @@ class ResetTracker:
     def _read_buffers(self) -> _Seen:
         """Return the present observations, which a `DummyVecEnv` holds: a copy, or the digests of large ones."""
         parts = self._base.buf_obs  # type: ignore[attr-defined]
-        if sum(part[0].nbytes for part in parts.values()) <= _SMALL:
-            return {
-                "observation" if name is None else f"observation.{name}": part.copy() for name, part in parts.items()
-            }
+        if self._names is None:
+            is_small = sum(part[0].nbytes for part in parts.values()) <= _SMALL
+            names = {name: "observation" if name is None else f"observation.{name}" for name in parts}
+            self._names = names if is_small else {}
+        if self._names:
+            return {name: parts[part].copy() for part, name in self._names.items()}
         rows = [{name: part[env] for name, part in parts.items()} for env in range(self._base.num_envs)]
         return [digest_observation(row.get(None, row), self._base.observation_space) for row in rows]
 
@@ -340,9 +343,9 @@ def _read_wrappers(env: gym.Env[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def _count(value: Any) -> int:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return sum(map(_count, value.values()))
-    return len(value) if isinstance(value, list | tuple) else int(np.size(value))
+    return len(value) if isinstance(value, list | tuple) else int(np.size(value)) if hasattr(value, "size") else 1
 
 
 def _load_wrappers(env: gym.Env[Any, Any], states: list[tuple[str, Any]]) -> None:

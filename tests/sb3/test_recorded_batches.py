@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 import whence
 from helpers.examples import script
 from whence.core import WhenceError
+from whence.sb3.episodes import digest_observation, digest_rows
 
 ISAAC = script("ppo_isaac")
 COUNT, STEPS = 5, 230
@@ -190,3 +191,36 @@ def test_a_round_of_numpys_numbers_and_infos_that_are_none(tmp_path: Any, caplog
         "The environments' infos hold numbers that this run does not store: 'grid'. A round stores up to 32 keys that "
         "are texts, with one number each."
     ]
+
+
+SPACES = gym.spaces
+NESTED = SPACES.Dict(b=SPACES.Discrete(3), a=SPACES.Dict(z=SPACES.Box(-1, 1, (2,)), y=SPACES.MultiBinary(2)))
+
+
+def gather(observations: list[Any], name: str = "observation") -> dict[str, Any]:
+    """Return columns of observations, each part by its name."""
+    if not isinstance(observations[0], dict):
+        return {name: np.array(observations)}
+    parts = (gather([each[key] for each in observations], f"{name}.{key}") for key in observations[0])
+    return {key: column for part in parts for key, column in part.items()}
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        SPACES.Box(-1, 1, (3,)),
+        SPACES.Box(0, 255, (4, 5, 1), np.uint8),
+        SPACES.Box(-1, 1, ()),
+        SPACES.Discrete(5),
+        SPACES.MultiDiscrete([3, 4]),
+        NESTED,
+    ],
+    ids=str,
+)
+def test_digests_of_columns_are_those_of_each_observation(space: Any) -> None:
+    observations = [space.sample() for _ in range(7)]
+    columns = gather(observations)
+    digests = digest_rows(columns, space)
+    assert digests == [digest_observation(each, space) for each in observations]
+    assert len({*digests}) > 1
+    assert digest_rows({name: column[:0] for name, column in columns.items()}, space) == []

@@ -172,6 +172,21 @@ def test_episodes_and_their_returns_go_through_rounds(tmp_path: Path, known: str
     assert directory.table("metrics")["episode_return"][-1] == pytest.approx(np.mean(returns), abs=1e-5)
 
 
+def test_further_numbers_are_stored_by_name(tmp_path: Path) -> None:
+    run, actor = whence.Run(tmp_path / "run", whence.KeepAll()), make_actor()
+    view = whence.ModuleView(actor, read_actor)
+    terms = {"goal": torch.randn(STEPS, ENVS), "hit": np.arange(STEPS * ENVS) % 7 == 0}
+    with pytest.raises(InvalidRecords, match=r"infos\['goal'\] holds 95 numbers for 96 records"):
+        run.write_round(view, collect(actor, 0), infos={"goal": np.zeros(95)})
+    result = run.write_round(view, collect(actor, 0), infos=terms)
+    run.close()
+    table = whence.open_run(tmp_path / "run").round("records", 1)
+    assert np.array_equal(table["info.goal"], terms["goal"].flatten())
+    assert table["info.hit"].to_list() == terms["hit"].tolist()
+    assert result.influence is None  # KeepAll() scores nothing
+    assert "score" not in table.columns
+
+
 def test_findings_look_at_episodes_whose_beginning_was_not_seen(tmp_path: Path) -> None:
     run, starts = begin(tmp_path / "run"), torch.zeros(STEPS, ENVS, dtype=torch.bool)
     starts[10], starts[25] = True, True

@@ -268,3 +268,24 @@ def test_what_is_dropped_changes_nothing_and_what_is_kept_trains(recipe):
 
         raised = recipe.run(Chosen(keep_three_of_four, raise_advantage))
         assert any(not torch.equal(untouched[key], raised[key]) for key in untouched), position
+
+
+def test_thousands_of_environments_train_as_without_whence(tmp_path, monkeypatch):
+    module = script("ppo_isaac")
+
+    def run(environments: Any = None) -> Any:
+        torch.manual_seed(0)
+        return module.main(rounds=2, num_envs=16, path=tmp_path / "run", environments=environments)
+
+    recorded = run(tmp_path / "environments")
+    learner, environments = (whence.open_run(tmp_path / name) for name in ("run", "environments"))
+    for number in learner.rounds():
+        one, other = (
+            each.round("records", number).sort("env_index", "episode_id", "step") for each in (learner, environments)
+        )
+        for name in ("reward", "end", "info.tracking", "info.termination"):
+            assert one[name].to_list() == other[name].to_list(), name
+    assert learner.rounds() == environments.rounds() == [1, 2]
+    monkeypatch.setattr(module, "Run", NoRun)
+    plain = run()
+    assert all(map(torch.equal, recorded.parameters(), plain.parameters()))

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import whence
 from whence.cli.app import app
 from whence.core import InvalidRecords, RunDirectoryError, Unsupported, WhenceError
+from whence.page.content.explored_run import ExploredRun
 from whence.runs import RunDirectory
 
 STEPS, ENVS = 32, 3
@@ -185,6 +186,8 @@ def test_further_numbers_are_stored_by_name(tmp_path: Path) -> None:
     assert table["info.hit"].to_list() == terms["hit"].tolist()
     assert result.influence is None  # KeepAll() scores nothing
     assert "score" not in table.columns
+    (note,) = ExploredRun(tmp_path / "run").round(1).notes
+    assert "names no policy" in note  # and not that it was recorded around its environments
 
 
 def test_findings_look_at_episodes_whose_beginning_was_not_seen(tmp_path: Path) -> None:

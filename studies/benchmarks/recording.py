@@ -9,6 +9,7 @@ the environments' side, and with scores, and prints medians of the paired differ
 import argparse
 import json
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from whence import KeepAll, ScoreAll
 
 KINDS = {
     "plain": "without whence",
@@ -45,11 +48,7 @@ class NoRun:
 
 def measure(kind: str, rounds: int, num_envs: int) -> dict[str, float]:
     """Train in this process, and return the CPU seconds of a round, a median, and the peak memory in MiB."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    import ppo_isaac as script
-
-    from whence import KeepAll, ScoreAll
-
+    script = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ppo_isaac.py")))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     marks, make = list[float](), script.RecordBatch.from_rollout
@@ -58,9 +57,10 @@ def measure(kind: str, rounds: int, num_envs: int) -> dict[str, float]:
         marks.append(time.process_time())
         return make(**columns)
 
-    script.RecordBatch = SimpleNamespace(from_rollout=mark)
+    names = script.main.__names_
+    names["RecordBatch"] = SimpleNamespace(from_rollout=mark)
     if kind in ("plain", "environments"):
-        script.Run = NoRun
+        names["Run"] = NoRun
     with tempfile.TemporaryDirectory() as folder:
         environments = f"{folder}/environments" if kind == "environments" else None
         rule = ScoreAll() if kind == "scored" else KeepAll()

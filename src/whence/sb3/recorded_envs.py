@@ -73,7 +73,7 @@ def record(
         ```
     """
     check_names(names or {})
-    settings = {} if check_factory(env_factory) is None else {"env": env_factory, "env_kwargs": {}}
+    settings: dict[str, Any] = {} if check_factory(env_factory) is None else {"env": env_factory, "env_kwargs": {}}
 
     def begin(config: Mapping[str, Any], spaces: _Spaces, **options: Any) -> Recording:
         listed = name_spaces(names or {}, *spaces, env)
@@ -306,7 +306,7 @@ class WatchedVecEnv(_Recorded):
         vars(self.env).update(self._attributes)
         vars(self.env).pop("end_round", None)
         if self._unwatched:
-            self.env.unwrapped.envs[:] = self._unwatched  # type: ignore[attr-defined]
+            self.env.unwrapped.envs[:] = self._unwatched
 
 
 _WATCHED = "reset", "step_async", "step_wait", "close"

@@ -7,9 +7,9 @@ the environments' side, and with scores, and prints medians of the paired differ
 """
 
 import argparse
+import importlib.util
 import json
 import resource
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -48,7 +48,12 @@ class NoRun:
 
 def measure(kind: str, rounds: int, num_envs: int) -> dict[str, float]:
     """Train in this process, and return the CPU seconds of a round, a median, and the peak memory in MiB."""
-    script = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ppo_isaac.py")))
+    path = Path(__file__).parents[2] / "examples" / "ppo_isaac.py"
+    spec = importlib.util.spec_from_file_location("ppo_isaac", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     marks, make = list[float](), script.RecordBatch.from_rollout
@@ -57,10 +62,9 @@ def measure(kind: str, rounds: int, num_envs: int) -> dict[str, float]:
         marks.append(time.process_time())
         return make(**columns)
 
-    names = script.main.__names_
-    names["RecordBatch"] = SimpleNamespace(from_rollout=mark)
+    script.RecordBatch = SimpleNamespace(from_rollout=mark)
     if kind in ("plain", "environments"):
-        names["Run"] = NoRun
+        script.Run = NoRun
     with tempfile.TemporaryDirectory() as folder:
         environments = f"{folder}/environments" if kind == "environments" else None
         rule = ScoreAll() if kind == "scored" else KeepAll()

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import whence
 from whence.cli.app import app
 from whence.core import InvalidRecords, RunDirectoryError, Unsupported, WhenceError
+from whence.page.content.explored_run import ExploredRun
 from whence.runs import RunDirectory
 
 STEPS, ENVS = 32, 3
@@ -170,6 +171,23 @@ def test_episodes_and_their_returns_go_through_rounds(tmp_path: Path, known: str
                 step, total = 0, 0.0
     assert len(ids) == len({episode for _, episode in ids}) == int(table["episode_start"].sum())
     assert directory.table("metrics")["episode_return"][-1] == pytest.approx(np.mean(returns), abs=1e-5)
+
+
+def test_further_numbers_are_stored_by_name(tmp_path: Path) -> None:
+    run, actor = whence.Run(tmp_path / "run", whence.KeepAll()), make_actor()
+    view = whence.ModuleView(actor, read_actor)
+    terms = {"goal": torch.randn(STEPS, ENVS), "hit": np.arange(STEPS * ENVS) % 7 == 0}
+    with pytest.raises(InvalidRecords, match=r"infos\['goal'\] holds 95 numbers for 96 records"):
+        run.write_round(view, collect(actor, 0), infos={"goal": np.zeros(95)})
+    result = run.write_round(view, collect(actor, 0), infos=terms)
+    run.close()
+    table = whence.open_run(tmp_path / "run").round("records", 1)
+    assert np.array_equal(table["info.goal"], terms["goal"].flatten())
+    assert table["info.hit"].to_list() == terms["hit"].tolist()
+    assert result.influence is None  # KeepAll() scores nothing
+    assert "score" not in table.columns
+    (note,) = ExploredRun(tmp_path / "run").round(1).notes
+    assert "names no policy" in note  # and not that it was recorded around its environments
 
 
 def test_findings_look_at_episodes_whose_beginning_was_not_seen(tmp_path: Path) -> None:

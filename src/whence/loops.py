@@ -26,6 +26,7 @@ from whence.core import (
     library_versions,
     named_leaves,
     named_tensors,
+    to_numpy,
 )
 from whence.runs import Checkpoint, EpisodeCounter, RunRecorder, find_last_round, time_stage
 from whence.scores import FOLDS, attribute, check_folds, estimate_errors, name_round
@@ -58,6 +59,7 @@ class Run:
     Args:
         run: the directory to write to.
         rule: which records train: `IIF(drop=0.125)` or another rule. None: all of them; they are scored and written.
+            `KeepAll()`: they are written and not scored, which is the cheapest.
         target: what to raise; None: `Return()`.
         objective: what the loop's optimisation raises, one value per record; None: `PPOClip()`.
         folds: folds of episodes that errors of scores are computed over; None: scores have no errors.
@@ -114,7 +116,13 @@ class Run:
             self._episodes = EpisodeCounter((table.select(pl.col("episode_id").max()).item() or 0) + 1)
 
     def write_round(
-        self, policy: object, records: RecordBatch, *, ends: tuple[Any, Any] | None = None, remaining: float = 1.0
+        self,
+        policy: object,
+        records: RecordBatch,
+        *,
+        ends: tuple[Any, Any] | None = None,
+        infos: Mapping[str, Any] | None = None,
+        remaining: float = 1.0,
     ) -> RoundResult:
         """Score a round's records, select from them, and write both with the policy, before any of it trains.
 
@@ -126,6 +134,8 @@ class Run:
             records: n records.
             ends: whether each record ended its episode by termination, and whether by truncation, two arrays in the
                 order of the records, (n,) or (steps, environments); None: not known.
+            infos: further numbers of each record by name, such as the terms of its reward, in the same shapes. They are
+                written, and nothing is scored or selected by them.
             remaining: the share of the training still to come, which a rule's schedule is called with.
 
         Returns:
@@ -139,6 +149,7 @@ class Run:
         check_records(records)
         self._check_shapes(shapes := _describe_shapes(view, records))
         end = None if ends is None else _read_ends(ends, len(records))
+        further = [_read_info(name, column, len(records)) for name, column in (infos or {}).items()]
         number, seconds = self._row["round"] + 1, dict[str, dict[str, float]]()
         records = self._number(records, end)
         influence, score = None, partial[Any](attribute, view)
@@ -153,7 +164,7 @@ class Run:
         table = add_selection(records.to_polars(observations=True), selection, with_errors)
         if number == 1:
             self._recorder.directory.note(**{SHAPES: shapes})
-        columns = [] if end is None else [end]
+        columns = [*([] if end is None else [end]), *further]
         tensors: Any = {"policies": named_tensors(view)}
         self._recorder.write_round(number, table.with_columns(columns), tensors=tensors)
         timestep, row = self._row["timestep"] + len(records), summarise_selection(selection, with_errors)
@@ -225,3 +236,14 @@ def _read_ends(ends: tuple[Any, Any], count: int) -> pl.Series:
         )
     words = pl.Series("end", ["terminated", "truncated", None])
     return words.gather(np.where(terminated, 0, np.where(truncated, 1, 2)))
+
+
+def _read_info(name: str, column: Any, count: int) -> pl.Series:
+    """Return the column `info.NAME` of a number of each record."""
+    numbers = to_numpy(torch.as_tensor(column).detach()).reshape(-1)
+    if len(numbers) != count:
+        raise InvalidRecords(
+            f"infos[{name!r}] holds {len(numbers)} numbers for {count} records; pass one per record, in the order of "
+            "the records."
+        )
+    return pl.Series(f"info.{name}", numbers)

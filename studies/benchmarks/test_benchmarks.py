@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import whence
-from studies.benchmarks import engines, libraries, peers, policies, run, timing
+from studies.benchmarks import engines, libraries, peers, policies, recording, run, timing
 from studies.benchmarks.cells import Cell, Setting, choose, measure_cells, read_results
 from studies.benchmarks.subjects import Subject
 from whence.core import WhenceError
@@ -83,3 +83,12 @@ def test_a_peers_scores_are_those_of_whence(name: str, subject: Subject) -> None
     with peers.silence():
         scores = peer.run(subject.question(64))
     assert peers.measure_difference(scores.double(), truth.scores.double()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", recording.KINDS)
+def test_what_recording_costs_is_measured(kind: str) -> None:
+    threads = torch.get_num_threads()
+    result = recording.measure(kind, rounds=2, num_envs=8)
+    torch.set_num_threads(threads)
+    assert result["seconds"] > 0
+    assert result["mebibytes"] > 50

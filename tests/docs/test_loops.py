@@ -1,5 +1,6 @@
 """The recipes for PPO loops of other libraries: whence reads their records, and they train on those it keeps."""
 
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,30 @@ import whence
 from helpers.examples import script
 from whence.core import preserve_rng_state
 
-LIBRARIES = {"cleanrl": "gymnasium", **{name: name for name in ("torchrl", "tianshou", "skrl", "rsl_rl")}}
-MODULES = pytest.mark.parametrize("name", LIBRARIES)
+LIBRARIES = {
+    "cleanrl": "gymnasium",
+    "rllib": "ray",
+    **{name: name for name in ("torchrl", "tianshou", "skrl", "rsl_rl")},
+}
+SELECTIVE = {
+    "skrl": "SelectiveMemory",
+    "tianshou": "SelectivePPO",
+    "rsl_rl": "SelectivePPO",
+    "rllib": "SelectiveLearner",
+}
+# RLlib starts Ray, which takes some ten seconds.
+MODULES = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "rllib" else ()) for name in LIBRARIES]
+)
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(120)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ray():
+    """Ray, which RLlib starts, ends with this module."""
+    yield
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +93,11 @@ class Recipe:
             pytest.importorskip(LIBRARIES[name])
             self.module = script(f"ppo_{name}")
         self.name, self.patch, self.path = name, monkeypatch, path
-        self.view = self.records = self.settings = self.owner = None
+        self.view = self.records = self.settings = self.owner = self.batch = None
         self.columns: dict[str, Any] = {}
         self.at_scoring: Any = None
         recipe = self
-        make = whence.RecordBatch if name == "tianshou" else whence.RecordBatch.from_rollout
+        make = whence.RecordBatch if name in ("tianshou", "rllib") else whence.RecordBatch.from_rollout
 
         def note(**columns: Any) -> whence.RecordBatch:
             recipe.columns = columns
@@ -93,9 +115,21 @@ class Recipe:
 
         monkeypatch.setattr(self.module, "RecordBatch", note)
         monkeypatch.setattr(self.module, "Run", WatchedRun)
-        self.selective = {"skrl": "SelectiveMemory", "tianshou": "SelectivePPO", "rsl_rl": "SelectivePPO"}.get(name)
+        if name == "rllib":
+            self.watch_batches(self.module.SelectRows)
+        self.selective = SELECTIVE.get(name)
         if self.selective is not None:
             self.watch(getattr(self.module, self.selective))
+
+    def watch_batches(self, kind: Any) -> None:
+        """Note the columns of RLlib's batches, which have rows that are no records."""
+        recipe, call = self, kind.__call__
+
+        def note_batch(connector: Any, *, batch: Any, **arguments: Any) -> Any:
+            [recipe.batch] = batch.values()
+            return call(connector, batch=batch, **arguments)
+
+        self.patch.setattr(kind, "__call__", note_batch)
 
     def watch(self, kind: type) -> None:
         """Let the recipe use a subclass of `kind`, whose object becomes `owner`."""
@@ -119,6 +153,7 @@ class Recipe:
             modules = [models["policy"], models["value"]]
         else:
             modules = [trained.actor, trained.critic] if self.name == "rsl_rl" else [trained]
+            modules = [trained.module["default_policy"]] if self.name == "rllib" else modules
         return {
             f"{number}.{name}": parameter.detach().clone()
             for number, module in enumerate(modules)
@@ -133,11 +168,15 @@ class Recipe:
         every = torch.ones(512, dtype=torch.bool)
         base = getattr(self.module, self.selective).__mro__[2]
         assert base.__module__.startswith(LIBRARIES[self.name])
-        self.watch(type("Plain", (base,), {"keep": every, "rows": every.nonzero().flatten()}))
+        plain = {"keep": every, "rows": every.nonzero().flatten()}
+        plain |= {"run": NoRun(), "select": SimpleNamespace(keep=every)} if self.name == "rllib" else {}
+        self.watch(type("Plain", (base,), plain))
         return self.run(None)
 
     def live_columns(self) -> list[Any]:
         """The library's own columns that it trains on."""
+        if self.name == "rllib":
+            return [column for name, column in self.batch.items() if name != "loss_mask"]
         columns = [*self.columns.values()]
         if self.name == "cleanrl":
             columns += [getattr(self.records, name) for name in self.columns]
@@ -147,7 +186,13 @@ class Recipe:
             columns += [self.owner.storage.advantages, self.owner.storage.returns]
         return [leaf for column in columns for leaf in (column.values() if isinstance(column, dict) else [column])]
 
+    def live_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where the live columns have these rows of the records."""
+        return self.batch["loss_mask"].nonzero().flatten()[rows] if self.name == "rllib" else rows
+
     def live_advantages(self) -> torch.Tensor:
+        if self.name == "rllib":
+            return self.batch["advantages"]
         if self.name == "cleanrl":
             return self.records.advantages
         owners = {"skrl": lambda: self.owner.tensors["advantages"], "rsl_rl": lambda: self.owner.storage.advantages}
@@ -201,11 +246,12 @@ def check_raw_advantages(recipe):
 def test_what_is_dropped_changes_nothing_and_what_is_kept_trains(recipe):
     def spoil(records, keep):
         for column in recipe.live_columns():
-            flat = column.reshape(len(keep), -1)
+            flat = column if recipe.name == "rllib" else column.reshape(len(keep), -1)
+            dropped = recipe.live_rows((~keep).nonzero().flatten())
             if isinstance(flat, np.ndarray) and flat.dtype.kind == "f":
-                flat[~keep.numpy()] = np.nan
+                flat[dropped.numpy()] = np.nan
             elif isinstance(flat, torch.Tensor) and flat.is_floating_point():
-                flat[~keep] = torch.nan
+                flat[dropped] = torch.nan
 
     untouched = recipe.run(Chosen(keep_three_of_four))
     spoiled = recipe.run(Chosen(keep_three_of_four, spoil))
@@ -218,7 +264,28 @@ def test_what_is_dropped_changes_nothing_and_what_is_kept_trains(recipe):
 
         def raise_advantage(records, keep, position=position):
             assert keep[position]
-            recipe.live_advantages().reshape(-1)[position] += 10
+            recipe.live_advantages().reshape(-1)[recipe.live_rows(torch.tensor(position))] += 10
 
         raised = recipe.run(Chosen(keep_three_of_four, raise_advantage))
         assert any(not torch.equal(untouched[key], raised[key]) for key in untouched), position
+
+
+def test_thousands_of_environments_train_as_without_whence(tmp_path, monkeypatch):
+    module = script("ppo_isaac")
+
+    def run(environments: Any = None) -> Any:
+        torch.manual_seed(0)
+        return module.main(rounds=2, num_envs=16, path=tmp_path / "run", environments=environments)
+
+    recorded = run(tmp_path / "environments")
+    learner, environments = (whence.open_run(tmp_path / name) for name in ("run", "environments"))
+    for number in learner.rounds():
+        one, other = (
+            each.round("records", number).sort("env_index", "episode_id", "step") for each in (learner, environments)
+        )
+        for name in ("reward", "end", "info.tracking", "info.termination"):
+            assert one[name].to_list() == other[name].to_list(), name
+    assert learner.rounds() == environments.rounds() == [1, 2]
+    monkeypatch.setattr(module, "Run", NoRun)
+    plain = run()
+    assert all(map(torch.equal, recorded.parameters(), plain.parameters()))

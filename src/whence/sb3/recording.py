@@ -3,6 +3,7 @@
 import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from whence.core import Unsupported, WhenceError, add_observations, describe, make_series, named_leaves, to_numpy
 from whence.runs import Checkpoint, EpisodeCounter, RunRecorder, find_last_round
-from whence.sb3.episodes import InfoNumbers, digest_observation, digest_rows
+from whence.sb3.episodes import InfoArrays, InfoNumbers, digest_observation, digest_rows, warn_of_infos
 from whence.sb3.models import describe_space, read_versions
 
 _STORED = 4096
@@ -79,7 +80,7 @@ class Recording:
         resets_late: bool = False,
         complete: Callable[[pl.DataFrame], pl.DataFrame] | None = None,
     ) -> None:
-        if length is not None and (type(length) is not int or length < 1):
+        if length is not None and (isinstance(length, bool) or not isinstance(length, Integral) or length < 1):
             raise WhenceError(f"round is {length!r}; give the records of a round, or None to end it by end_round().")
         self._space, self._is_one, self._length, self._resets_late = spaces[0], count is None, length, resets_late
         self._count, self._complete = count or 1, complete
@@ -101,6 +102,7 @@ class Recording:
         self._done, self._waits = np.zeros((2, self._count), bool)
         self._states: list[list[str | None]] = [[] for _ in range(self._count)]
         self._seen: Any = None
+        self._logged = set[str]()
         self._is_stored: bool | None = None
         self._begin_round()
         self._is_closed, _OPEN[self._recorder.path] = False, self
@@ -117,7 +119,7 @@ class Recording:
         self._rows: list[_Step] = []
         self._starts: dict[int, NDArray[np.bool_]] = {} if reset is None else {0: reset}
         self._absent: dict[int, NDArray[np.bool_]] = {}
-        self._infos: InfoNumbers | None = None
+        self._infos: Any = None  # InfoNumbers or InfoArrays, once there is one
 
     def _continue_after(self, checkpoint: Checkpoint) -> None:
         self._recorder.continue_after(checkpoint, ["the loop began anew, and with it whatever it trains"])
@@ -148,7 +150,7 @@ class Recording:
         reward: Any,
         ends: tuple[Any, Any],
         observation: Any,
-        infos: Sequence[Mapping[str, Any]],
+        infos: Sequence[Mapping[str, Any]] | Mapping[str, Any],
         states: States | None = None,
         absent: NDArray[np.bool_] | None = None,
     ) -> None:
@@ -159,22 +161,33 @@ class Recording:
             reward: (n,).
             ends: whether episodes were terminated, and whether truncated, (n,) each.
             observation: of all environments, as the step returned them.
-            infos: one of each environment; empty: there are none.
+            infos: one of each environment, or what `InfoArrays` reads; empty: there are none.
             states: of the environments that the step has reset.
             absent: (n,) which did not take part; None: none.
+
+        Raises:
+            WhenceError: there is not one reward of each environment.
         """
         seen, self._seen = self._seen, self._read(observation)
         if seen is None or self._is_closed:  # or nobody has reset the environments since recording began
             return
         if absent is not None and absent.any():
             self._absent[len(self._rows)] = absent
-        self._rows.append(_Step(seen[0], seen[1], action, copy_value(reward), copy_value(ends[0]), copy_value(ends[1])))
+        copies = action, copy_value(reward), copy_value(ends[0]), copy_value(ends[1])
+        if not self._rows and np.size(copies[1]) != self._count:
+            raise WhenceError(
+                f"The rewards of a step have the shape {np.shape(copies[1])}; {self._count} are needed, one of each "
+                "environment. If the environment is a batch of several, let it have num_envs, "
+                "single_observation_space and single_action_space."
+            )
+        self._rows.append(_Step(seen[0], seen[1], *copies))
+        none: Any = {} if isinstance(infos, Mapping) else [{}] * self._count
         if self._infos is not None or any(infos):
             if self._infos is None:
-                self._infos = InfoNumbers()
+                self._infos = InfoArrays(self._count) if isinstance(infos, Mapping) else InfoNumbers()
                 for _ in self._rows[1:]:
-                    self._infos.add([{}] * self._count)
-            self._infos.add(infos or [{}] * self._count)
+                    self._infos.add(none)
+            self._infos.add(infos or none)
         if states:
             self._note_states(states)
         if self._length is not None and len(self._rows) * self._count >= self._length:
@@ -199,6 +212,9 @@ class Recording:
         each = [observation] if self._is_one else [_take(observation, env) for env in range(self._count)]
         return stored, [digest_observation(one, self._space) for one in each]
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:  # by which copy.deepcopy and pickle copy
+        return NoRecording, ()
+
     @property
     def size(self) -> int:
         """The number of records since the last round."""
@@ -215,10 +231,12 @@ class Recording:
         numbers = {name: float(number) for name, number in (metrics or {}).items() if number is not None}
         records, episodes = self._make_tables()
         records = records if self._complete is None else self._complete(records)
+        left_out = set() if self._infos is None else self._infos.left_out
         self._begin_round(self._starts.pop(len(self._rows), None))
         self._rounds += 1
         self._records += len(records)
         self._recorder.write_round(self._rounds, records, tables={"episodes": episodes})
+        warn_of_infos(left_out, self._logged)
         row = {
             **numbers,
             **{"round": self._rounds, "timestep": self._records, "records": len(records), "kept": len(records)},
@@ -237,8 +255,8 @@ class Recording:
     def _make_tables(self) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Return the records since the last round, environment by environment, and the episodes that began."""
         rows, shape = self._rows, (len(self._rows), self._count)
-        seen, noted, taken, *parts = zip(*rows, strict=True)
-        actions = self._flatten(taken)
+        seen, noted, sent, *parts = zip(*rows, strict=True)
+        actions = self._flatten(sent)
         rewards, terminated, truncated = (np.array(part).reshape(shape) for part in parts)
         begins, acts = self._mark_steps(terminated.astype(bool) | truncated.astype(bool))
         order = np.arange(acts.size).reshape(shape).T[acts.T]
@@ -287,6 +305,17 @@ class Recording:
         begins = starts | np.vstack([self._waits, waits[:-1]]) | (follows_end & (not self._resets_late))
         self._done, self._waits = done[-1], waits[-1]
         return begins, ~(waits | absent)
+
+
+class NoRecording:
+    """What a copy of a recorded environment has in place of its recording: nothing is written."""
+
+    size = 0
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, as each method."""
+
+    add = end_round = close = start
 
 
 def _null(numbers: NDArray[np.int64]) -> Any:

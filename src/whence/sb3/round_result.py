@@ -13,7 +13,7 @@ from stable_baselines3.common.logger import Logger
 
 from whence.core import named_tensors
 from whence.runs import RunRecorder
-from whence.sb3.episodes import MOST_INFOS, ResetTracker
+from whence.sb3.episodes import ResetTracker, warn_of_infos
 from whence.sb3.rounds import EnvironmentSteps, note_rewards, wrap_next
 from whence.scores import Influence
 from whence.selection import RoundResult as RoundResult
@@ -82,12 +82,6 @@ def read_settings(model: Any) -> dict[str, Any]:
     return {"hyperparameters": {name: getattr(model, name, None) for name in names}, "n_envs": model.n_envs}
 
 
-_LEFT_OUT = (
-    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are "
-    "texts, with one number each."
-)
-
-
 def write_round(
     recorder: RunRecorder,
     tracker: ResetTracker | None,
@@ -109,10 +103,7 @@ def write_round(
     assert tracker is not None
     table = add_selection(round.records.to_polars(observations=True), round.selection, round.influence)
     records = steps.add_columns(table)
-    if left_out := {f"info {key!r}" for key in steps.infos.left_out} - logged:
-        logged |= left_out
-        names = ", ".join(name.removeprefix("info ") for name in sorted(left_out))
-        log.warning(_LEFT_OUT, names, MOST_INFOS)
+    warn_of_infos(steps.infos.left_out, logged)
     digests = pl.Series("observation_digest", tracker.take_digests(), dtype=pl.UInt64)
     if digests.count():
         records = records.with_columns(digests)

@@ -71,7 +71,7 @@
   function tellWorst(round, actions) {
     if (!round.records) return [`This round has no ${Whence.one}s that can be read.`];
     if (language && !round.scored) return [`This round has ${number(round.records)} responses, without scores.`];
-    if (!round.scored) return [`This round has ${number(round.records)} records. None was scored, so nothing can be said about which of them harmed: the selection rule needs no influence.`];
+    if (!round.scored) return [`This round has ${number(round.records)} records. None was scored, so nothing can be said about which of them harmed.`];
     const [worst] = round.worst;
     if (!worst) return [`No ${Whence.one} of this round scored below 0.`];
     const where = Whence.place(worst);

@@ -288,7 +288,7 @@ class ExploredRun:
                 "all responses, or give the rollouts to `whence llm score`."
             )
             return table
-        if self.directory.config.get("policy", "") is None:
+        if self.directory.config.get("policy", "") is None and not is_custom(self.directory):
             notes.append("The run was recorded around its environments alone: without a policy no record has a score.")
             return table
         failure = "Nothing was scored in this round, and scoring it now failed"

@@ -22,8 +22,9 @@ from .evaluations import evaluate_pool as evaluate_pool
 from .evaluations import use_fresh_noise as use_fresh_noise
 from .held_values import digest_environment as digest_environment
 from .held_values import digest_function as digest_function
-from .info_numbers import MOST_INFOS as MOST_INFOS
+from .info_numbers import InfoArrays as InfoArrays
 from .info_numbers import InfoNumbers as InfoNumbers
+from .info_numbers import warn_of_infos as warn_of_infos
 from .resets import DIGEST as DIGEST
 from .resets import STATE as STATE
 from .resets import AddedRecordResets as AddedRecordResets

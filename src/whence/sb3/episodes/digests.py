@@ -1,9 +1,9 @@
 """Digests of observations, by which a run says whether the same was seen again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from math import prod
 from typing import Any
 
 import gymnasium as gym
@@ -18,21 +18,27 @@ def digest_observation(observation: Any, space: gym.Space[Any]) -> int:
 
 def digest_rows(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any]) -> list[int]:
     """Return the digests of n observations of a space, (n, ...) as `named_leaves` lists an "observation"."""
+    # A row of this matrix holds the bytes that `_to_bytes` returns; all observations of a space have equally many.
+    rows = np.hstack([*_list_bytes(columns, space, "observation")])
+    digests = b"".join(blake2b(row, digest_size=8).digest() for row in rows)
+    return np.frombuffer(digests, "<u8").tolist()  # type: ignore[no-any-return]
+
+
+def _list_bytes(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str) -> Iterator[NDArray[np.uint8]]:
+    """Yield the bytes of n observations, (n, bytes), part by part; see `_to_bytes`."""
     if isinstance(space, gym.spaces.Dict):
         count = len(next(iter(columns.values())))
-        return [digest_observation(_nest(columns, space, "observation", row), space) for row in range(count)]
-    (column,) = columns.values()
-    content, begin = np.ascontiguousarray(column, dtype=space.dtype).tobytes(), _write_shape(space.shape)
-    cuts = range(0, len(content) + 1, len(content) // len(column))
-    digests = [blake2b(begin + content[at:end], digest_size=8).digest() for at, end in pairwise(cuts)]
-    return np.frombuffer(b"".join(digests), "<u8").tolist()  # type: ignore[no-any-return]
+        for key in sorted(space.spaces):
+            yield _repeat(repr(key).encode(), count)
+            yield from _list_bytes(columns, space[key], f"{name}.{key}")
+    else:
+        column = np.ascontiguousarray(columns[name], dtype=space.dtype)
+        yield _repeat(_write_shape(space.shape), len(column))
+        yield column.reshape(len(column), prod(column.shape[1:])).view(np.uint8)
 
 
-def _nest(columns: Mapping[str, NDArray[Any]], space: gym.Space[Any], name: str, row: int) -> Any:
-    """Return one observation of a space, of columns."""
-    if isinstance(space, gym.spaces.Dict):
-        return {key: _nest(columns, part, f"{name}.{key}", row) for key, part in space.items()}
-    return columns[name][row]
+def _repeat(text: bytes, count: int) -> NDArray[np.uint8]:
+    return np.broadcast_to(np.frombuffer(text, np.uint8), (count, len(text)))
 
 
 def _to_bytes(observation: Any, space: gym.Space[Any]) -> bytes:

@@ -1,6 +1,7 @@
 """Numbers in infos, as columns of a round's table: reward terms, distances, whatever comes with a step."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from numbers import Number
@@ -8,12 +9,21 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 from torch import Tensor
 
+from whence.core import to_numpy
 from whence.sb3.episodes.resets import DIGEST, STATE
+
+log = logging.getLogger("whence")
 
 MOST_INFOS = 32
 """How many numbers of the user's `infos` a round's table holds."""
+
+_LEFT_OUT = (
+    "The environments' infos hold numbers that this run does not store: %s. A round stores up to %d keys that are "
+    "texts, with one number each."
+)
 
 _NUMBERS = bool, int, float, np.bool_, np.integer, np.floating
 _SB3S = "TimeLimit.truncated", "episode", "terminal_observation"
@@ -54,6 +64,55 @@ class InfoNumbers:
             elif key not in self.left_out and (number is not None or _holds_numbers(value)):
                 self.left_out.add(key)
         return numbers
+
+
+def warn_of_infos(left_out: set[Any], logged: set[str]) -> None:
+    """Log the keys of infos that no column holds, each once; those that were logged are added to `logged`."""
+    if names := {f"info {key!r}" for key in left_out} - logged:
+        logged |= names
+        log.warning(_LEFT_OUT, ", ".join(name.removeprefix("info ") for name in sorted(names)), MOST_INFOS)
+
+
+class InfoArrays:
+    """The numbers in the infos of a batch of environments, as Isaac Lab's: arrays or tensors (n,), under any mapping.
+
+    Args:
+        count: the number of environments n.
+
+    Attributes:
+        left_out: the keys that are no columns, though they hold numbers, such as those of means over environments.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._steps = count, list[dict[str, NDArray[Any]]]()
+        self.left_out: set[Any] = set()
+
+    def add(self, infos: Mapping[str, Any]) -> None:
+        """Read the infos of a step."""
+        self._steps.append(dict(self._select_arrays(infos)))
+
+    def make_columns(self) -> list[pl.Series]:
+        """Return a column `info.KEY` for each key, null where a step lacks it, environment by environment."""
+        keys = list(dict.fromkeys(key for step in self._steps for key in step))
+        self.left_out.update(keys[MOST_INFOS:])
+        return [self._make_column(key) for key in keys[:MOST_INFOS]]
+
+    def _make_column(self, key: str) -> pl.Series:
+        missing = np.full(self._count, np.nan)
+        steps = np.stack([step.get(key, missing) for step in self._steps], axis=1).ravel()
+        lacks = pl.Series(np.tile([key not in step for step in self._steps], self._count))
+        return pl.Series(f"info.{key}", steps).set(lacks, None)
+
+    def _select_arrays(self, infos: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+        for key, value in infos.items():
+            if key in _OTHERS or value is None:
+                continue
+            if isinstance(value, Mapping):
+                yield from self._select_arrays(value)
+            elif np.prod(getattr(value, "shape", ())) == self._count and _is_name(key) and _holds_numbers(value):
+                yield key, (to_numpy(value.detach()) if isinstance(value, Tensor) else value).flatten()
+            elif key not in self.left_out and _holds_numbers(value):
+                self.left_out.add(key)
 
 
 def _read_number(value: Any) -> Any:

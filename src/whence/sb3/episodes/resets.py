@@ -66,7 +66,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         # As SB3 calls it: an environment of another library may know no options.
         observation, info = self.env.reset(seed=seed, **({} if options is None else {"options": options}))
         state = before and json.dumps(before, default=lambda number: number.tolist())
-        return observation, {**info, STATE: state, DIGEST: self._digest(observation)}
+        return observation, {**(info or {}), STATE: state, DIGEST: self._digest(observation)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Bring back the state that a reset's info held, to reset the environment again; a seed is for the reset."""
@@ -91,7 +91,7 @@ class RecordResets(gym.Wrapper[Any, Any, Any, Any]):
         """Step; the info holds the observation's digest."""
         vars(self)["last_action"] = action  # not by a __setattr__ that looks where attributes belong
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return observation, reward, terminated, truncated, {**info, DIGEST: self._digest(observation)}
+        return observation, reward, terminated, truncated, {**(info or {}), DIGEST: self._digest(observation)}
 
     def _digest(self, observation: Any) -> np.uint64:
         # Gymnasium's vectors would put an integer of Python's into an array that is too narrow for it.

@@ -15,6 +15,7 @@ from .descriptions import describe_model as describe_model
 from .descriptions import describe_space as describe_space
 from .descriptions import is_schedule as is_schedule
 from .descriptions import make_space as make_space
+from .descriptions import name_spaces as name_spaces
 from .descriptions import read_names as read_names
 from .descriptions import read_spec as read_spec
 from .descriptions import read_versions as read_versions

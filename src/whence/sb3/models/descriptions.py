@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium import Env, spaces
+from gymnasium.vector import SyncVectorEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv, VecExtractDictObs, VecFrameStack, unwrap_vec_normalize
@@ -204,19 +205,33 @@ def read_names(model: Any, names: Names) -> dict[str, list[str]]:
     Raises:
         WhenceError: `names` has other numbers of names.
     """
-    counts = {"actions": _count(model.action_space), "observations": _count(model.observation_space)}
-    env, lists = model.get_env(), {}
+    env = model.get_env()
     stacks = [each.stacked_obs.n_stack for each in iterate_vec_wrappers(env) if isinstance(each, VecFrameStack)]
-    frames = stacks[-1] if stacks else 1
-    for kind, count in counts.items():
-        listed = names.get(kind) or _ask(env.unwrapped, kind)
+    return name_spaces(names, model.observation_space, model.action_space, env.unwrapped, stacks[-1] if stacks else 1)
+
+
+def name_spaces(
+    names: Names, observations: spaces.Space[Any], actions: spaces.Space[Any], env: Any, frames: int = 1
+) -> dict[str, list[str]]:
+    """Return the names that are known of actions and observations; see `read_names`.
+
+    Args:
+        names: those that a user passed.
+        observations: the space of one environment's observations.
+        actions: the space of its actions.
+        env: an environment, or several, which may have names.
+        frames: how many frames an observation stacks.
+    """
+    lists = {}
+    for kind, space in {"actions": actions, "observations": observations}.items():
+        count = _count(space)
+        listed = names.get(kind) or _ask(env, kind)
         if kind == "observations" and len(listed) * frames == count:
             ages = [f" ({age} back)" if age else "" for age in reversed(range(frames))]
             listed = [f"{name}{age}" for age in ages for name in listed]
         if len(listed) == count:
             lists[kind] = [*listed]
         elif names.get(kind):
-            space = model.action_space if kind == "actions" else model.observation_space
             remedy = f"Pass {count}, in their order" if count else "Leave them out"
             raise WhenceError(f"names has {len(listed)} {kind} ({', '.join(listed)}); {space} has {count}. {remedy}.")
     return lists
@@ -229,17 +244,31 @@ def _count(space: spaces.Space[Any]) -> int:
     return prod(space.shape) if space.shape and len(space.shape) == 1 else 0
 
 
-def _ask(env: VecEnv, kind: str) -> Sequence[str]:
+_MEANINGS = "get_action_meanings"
+
+
+def _ask(env: Any, kind: str) -> Sequence[str]:
     """Return the names that the first environment has; none if it has none."""
-    with suppress(Exception):  # it may be of another library, or have something else by that name
-        attribute = f"{kind[:-1]}_names"
-        listed: Any = []
-        if env.has_attr(attribute):
-            listed = env.get_attr(attribute, [0])[0]
-        elif kind == "actions" and env.has_attr("get_action_meanings"):
-            listed = env.env_method("get_action_meanings", indices=[0])[0]
-        return listed if _are_names(listed) else []
+    attribute = f"{kind[:-1]}_names"
+    for name in (attribute, _MEANINGS) if kind == "actions" else (attribute,):
+        with suppress(Exception):  # it may be of another library, or have something else by that name
+            listed = _read_first(env, name)
+            if listed and _are_names(listed):
+                return list(listed)
     return []
+
+
+def _read_first(env: Any, name: str) -> Any:
+    """Return an attribute of the first environment of several, or what a method without arguments returns."""
+    if isinstance(env, VecEnv):
+        if not env.has_attr(name):  # to ask all the same would end another process
+            return None
+        is_method = name == _MEANINGS
+        return env.env_method(name, indices=[0])[0] if is_method else env.get_attr(name, [0])[0]
+    base = getattr(env, "unwrapped", env)
+    first = base.envs[0] if isinstance(base, SyncVectorEnv) else env
+    value = first.get_wrapper_attr(name) if isinstance(first, Env) else getattr(first, name)
+    return value() if callable(value) else value
 
 
 def _are_names(value: object) -> bool:

@@ -10,6 +10,7 @@ from .checkpoints import save_tree as save_tree
 from .config_file import SIGNATURE as SIGNATURE
 from .config_file import check_content as check_content
 from .config_file import explain_distrust as explain_distrust
+from .config_file import find_changes as find_changes
 from .config_file import find_content as find_content
 from .config_file import is_signature as is_signature
 from .config_file import list_changes as list_changes

@@ -188,6 +188,11 @@ class RunRecorder:
             notes = self.directory.notes.get("resumed", [])
             self.directory.note(resumed=[*notes, {"after_round": self._clock.last_round, "reason": reason}])
 
+    def note_first(self, **entries: Any) -> None:
+        """Add those entries to the run's notes that hold something and that an earlier process did not add."""
+        if new := {name: value for name, value in entries.items() if value and name not in self.directory.notes}:
+            self.directory.note(**new)
+
     def plan_policies(self, size: int, rounds: int) -> None:
         """Note how many rounds' policies, of `size` bytes each, are kept of so many rounds, unless the run notes it."""
         if POLICIES_EVERY not in self.directory.notes:

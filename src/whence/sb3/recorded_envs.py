@@ -19,6 +19,7 @@ from whence.sb3.episodes import (
     check_factory,
     describe_environments,
     describe_parts,
+    digest_code,
     iterate_wrappers,
     read_seed,
 )
@@ -72,7 +73,7 @@ def record(
         **({"names": dict(check_names(names))} if names else {}),
         **({} if check_factory(env_factory) is None else {"env": env_factory, "env_kwargs": {}}),
     }
-    options: dict[str, Any] = {"length": round, "overwrite": overwrite}
+    options: dict[str, Any] = {"length": round, "overwrite": overwrite, "code": digest_code(env)}
     if isinstance(env, VectorEnv):
         return _record_vector(env, run, settings, options)  # type: ignore[return-value]
     if isinstance(env, VecEnv):

@@ -155,7 +155,8 @@ def _explain_chance(
     ways = ["generator_state"] if is_seeded else ["generator_state", "parameters"]
     if first is None or not (seeds or (first.subject in ways and first.round == 1 and not first.record_id)):
         return []
-    return [replace(first, kind="chance", text=f"They differ only by chance: {first.text}"), *rest]
+    text = f"They differ only by chance: {first.text[0].lower()}{first.text[1:]}"
+    return [replace(first, kind="chance", text=text), *rest]
 
 
 def _compare_data(a: RunDirectory, b: RunDirectory) -> tuple[list[Difference], int, int]:
@@ -293,7 +294,7 @@ def _describe_form(name: str, x: pl.DataFrame, y: pl.DataFrame, acts: NDArray[np
     first = [table.filter(place=0)[name].to_list() for table in (x, y)]
     if first[0] != first[1] and sorted(map(repr, first[0])) == sorted(map(repr, first[1])):
         return ": environments are in another order"
-    if _base(name) not in _FORMED:
+    if _base(name) not in _FORMED or pl.String in (x[name].dtype, y[name].dtype):
         return ""
     end = len(x) if acts is None else int(acts.argmax()) + (_order(name) < _PLACES["action"])
     old, new = (np.array(each[name].to_list(), float).reshape(len(x), -1)[:end] for each in (x, y))

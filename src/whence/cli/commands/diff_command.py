@@ -10,6 +10,9 @@ from whence.cli.terminal import errors, options, print_json, print_line
 from whence.runs import RunDirectory
 from whence.stored import compare_runs
 
+_LISTED = 4
+"""Settings that are printed with their values; of the others as many are named."""
+
 
 def diff(
     a: Annotated[Path, typer.Argument(help="A run directory, finished or not.")],
@@ -29,8 +32,12 @@ def diff(
     if json:
         print_json({"a": str(a), "b": str(b), **asdict(compared)})
         return
+    settings = [each for each in compared.differences if each.kind in ("setting", "version")]
     for each in compared.differences:
-        print_line(each.text)
+        if each not in settings[_LISTED:]:
+            print_line(each.text)
+    if rest := [each.subject for each in settings[_LISTED:]]:
+        print_line(f"{len(rest)} more differ, which --json shows: {', '.join(rest[:_LISTED])}{', …' * (len(rest) > _LISTED)}.")
     counts = f"{compared.rounds:,} {'round' if compared.rounds == 1 else 'rounds'}, {compared.records:,} records"
     if not compared.differences:
         print_line(f"No difference: {counts} equal to the bit.")

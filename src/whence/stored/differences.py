@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +15,16 @@ from whence.runs import RunDirectory, find_changes
 
 Kind: TypeAlias = Literal["chance", "setting", "code", "version", "resumption", "parameters", "records", "length"]
 
-_RANKS = ("algorithm", "env", "other_env", "vec_", "VecNormalize", "code", "n_envs", "observation_space")
+_RANKS: tuple[str, ...] = (
+    "algorithm",
+    "env",
+    "other_env",
+    "vec_",
+    "VecNormalize",
+    "code",
+    "n_envs",
+    "observation_space",
+)
 _RANKS = (*_RANKS, "action_space", "policy", "hyperparameters", "rule", "")
 """Beginnings of subjects, those that tell most first."""
 
@@ -25,8 +35,8 @@ _LATE = "hyperparameters.", "optimizer", "rule", "target", "objective", "engine"
 _NOT_LATE = ("seed", ".n_steps", ".use_sde", ".sde_sample_freq")
 """Beginnings of settings that act after the first round's steps, and ends of others among them."""
 
-_COLUMNS = ("episode_start", "generator_state", "raw_observation", "observation", "observation_digest", "prompt")
-_COLUMNS = (*_COLUMNS, "action_mask", "value", "action", "response", "log_prob", "reward", "end", "info")
+_COLUMNS: tuple[str, ...] = ("episode_start", "generator_state", "raw_observation", "observation", "observation_digest")
+_COLUMNS = (*_COLUMNS, "prompt", "action_mask", "value", "action", "response", "log_prob", "reward", "end", "info")
 _COLUMNS = (*_COLUMNS, "trained_reward", "bootstrap", "advantage", "return", "keep", "weight")
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _ROUND = _PLACES["trained_reward"]
@@ -105,12 +115,10 @@ def _compare_settings(a: RunDirectory, b: RunDirectory) -> Iterator[Difference]:
     for name, (old, new) in (telling if telling or members else changes).items():
         if "wrappers" in name and isinstance(old, list) and isinstance(new, list):
             chains = [{part["class"]: _show_part(part) for part in each} for each in (old, new)]
-            for one, two in [*find_changes(*chains).values()] or [tuple(" < ".join(each.values()) for each in chains)]:
-                text = (
-                    f"{one} in A, {two} in B."
-                    if one and two
-                    else f"Only {'A' if one else 'B'}'s environments have {one or two}."
-                )
+            orders = [" < ".join(each.values()) for each in chains]
+            for one, two in [*find_changes(*chains).values()] or [(orders[0], orders[1])]:
+                text = f"{one} in A, {two} in B." if two else f"Only A's environments have {one}."
+                text = text if one else f"Only B's environments have {two}."
                 yield Difference("setting", name, text, one, two)
         elif name not in implied:
             key = name.removeprefix("hyperparameters.")
@@ -206,7 +214,8 @@ def _read_records(run: RunDirectory, number: int) -> pl.DataFrame:
     states = dict(run.round("episodes", number).select("episode_id", "generator_state").rows())
     for episode, text in states.items():
         state = {key: each for key, each in json.loads(text or "{}").items() if key not in ("wrappers", "last_action")}
-        states[episode] = json.dumps(state) if state else None
+        digest = blake2b(json.dumps(state).encode(), digest_size=4).hexdigest() if state else None
+        states[episode] = f"seed {state['seed']}" if "seed" in state else digest
     begins = zip(table["episode_id"], table["episode_start"], strict=True)
     column = [states.get(episode) if starts else None for episode, starts in begins]
     return table.with_columns(generator_state=pl.Series(column, dtype=pl.String))
@@ -231,7 +240,8 @@ def _compare_records(number: int, x: pl.DataFrame, y: pl.DataFrame) -> list[Diff
         return []
     firsts = {name: int(mask.argmax()) for name, mask in masks.items()}
     name = min(firsts, key=lambda each: (_order(each) >= _ROUND, x["place"][firsts[each]], _order(each)))
-    record, (values, text) = x.row(firsts[name], named=True), _show_values(x[name], y[name], firsts[name])
+    record = x.row(firsts[name], named=True)
+    old, new = (each[name].slice(firsts[name], 1).to_list()[0] for each in (x, y))
     where = f"round {number}, at record {record.get('record_id')}"
     if record.get("step") is not None:
         where += f" (step {record['step']} of episode {record['episode_id']}"
@@ -239,12 +249,12 @@ def _compare_records(number: int, x: pl.DataFrame, y: pl.DataFrame) -> list[Diff
     rest = ", ".join(f"{_label(each)} ({mask.sum():,})" for each, mask in masks.items() if each != name)
     equal = ", ".join(_label(each) for each in names if each not in masks)
     texts = [
-        f"They part in {where}, by the {_label(name)}: {text}.",
+        f"They part in {where}, by the {_label(name)}: {_show_values(old, new)}.",
         f"In round {number} it differs in {masks[name].sum():,} of {len(x):,} records"
         f"{_describe_form(name, x, y, masks.get('action'))}.",
         f"Others that differ: {rest or 'none'}. Equal: {equal or 'none'}.",
     ]
-    parting = Difference("records", name, texts[0], *values, number, record.get("record_id"))
+    parting = Difference("records", name, texts[0], old, new, number, record.get("record_id"))
     return [parting, *(Difference("records", name, each, round=number) for each in texts[1:])]
 
 
@@ -268,17 +278,16 @@ def _mark_differing(old: pl.Series, new: pl.Series) -> NDArray[np.bool_]:
         return np.ones(len(old), bool)
 
 
-def _show_values(old: pl.Series, new: pl.Series, row: int) -> tuple[list[Any], str]:
-    """Return the values of a record as data and as words; of several numbers the one that differs most."""
-    values = [each.slice(row, 1).to_list()[0] for each in (old, new)]
-    a, b = (np.array(each) for each in values)
-    if a.shape != b.shape:
-        return values, f"{a.size} numbers in A, {b.size} in B"
-    if not a.shape:
-        return values, f"{_format(*values)} in A, {_format(*values[::-1])} in B"
-    most = int(np.abs(a.astype(float) - b).argmax())
-    texts = _format(values[0][most], values[1][most]), _format(values[1][most], values[0][most])
-    return values, f"entry {most} is {texts[0]} in A, {texts[1]} in B ({(a != b).sum()} of {a.size} entries differ)"
+def _show_values(a: Any, b: Any) -> str:
+    """Return the values of a record in words; of several numbers the one that differs most."""
+    if not (isinstance(a, list) and isinstance(b, list)):
+        return f"{_format(a, b)} in A, {_format(b, a)} in B"
+    if len(a) != len(b):
+        return f"{len(a)} numbers in A, {len(b)} in B"
+    change = np.abs(np.subtract(a, b, dtype=float))
+    most, count = int(change.argmax()), np.count_nonzero(change)
+    texts = _format(a[most], b[most]), _format(b[most], a[most])
+    return f"entry {most} is {texts[0]} in A, {texts[1]} in B ({count} of {len(a)} entries differ)"
 
 
 def _format(value: Any, other: Any) -> str:

@@ -37,7 +37,9 @@ def diff(
         if each not in settings[_LISTED:]:
             print_line(each.text)
     if rest := [each.subject for each in settings[_LISTED:]]:
-        print_line(f"{len(rest)} more differ, which --json shows: {', '.join(rest[:_LISTED])}{', …' * (len(rest) > _LISTED)}.")
+        print_line(
+            f"{len(rest)} more differ, which --json shows: {', '.join(rest[:_LISTED])}{', …' * (len(rest) > _LISTED)}."
+        )
     counts = f"{compared.rounds:,} {'round' if compared.rounds == 1 else 'rounds'}, {compared.records:,} records"
     if not compared.differences:
         print_line(f"No difference: {counts} equal to the bit.")

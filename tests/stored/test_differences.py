@@ -210,12 +210,22 @@ def test_environments_in_another_order_are_seen(tmp_path):
     assert "environments are in another order" in compared.differences[1].text
 
 
-def test_a_setting_that_acts_later_does_not_come_first(tmp_path):
+@pytest.mark.parametrize("is_on_policy", [True, False])
+def test_a_setting_that_acts_later_does_not_come_first(is_on_policy, tmp_path):
     shifted = {**STEPS, "observation": [4.0, 5.0, 8.0, 10.0]}
-    compared = compare_runs(write(tmp_path / "a", GAMMA[0], STEPS), write(tmp_path / "b", GAMMA[1], shifted))
-    assert [each.kind for each in compared.differences] == ["records"] * 3 + ["setting"]
-    assert "B = A + 3" in compared.differences[1].text
-    compared = compare_runs(write(tmp_path / "c", GAMMA[0], STEPS), write(tmp_path / "d", GAMMA[1], STEPS))
+    for name, steps, config in zip("ab", (STEPS, shifted), GAMMA, strict=True):
+        run = write(tmp_path / name, config, steps)
+        if is_on_policy:  # others train while they collect
+            run.write_policy(1, {"weight": torch.zeros(1)})
+            run.release()
+    compared = compare(tmp_path / "a", tmp_path / "b")
+    kinds = [each.kind for each in compared.differences]
+    assert kinds == (["records"] * 3 + ["setting"] if is_on_policy else ["setting"] + ["records"] * 3)
+    assert "B = A + 3" in find(compared, "records")[1].text
+
+
+def test_a_setting_may_have_no_effect(tmp_path):
+    compared = compare_runs(write(tmp_path / "a", GAMMA[0], STEPS), write(tmp_path / "b", GAMMA[1], STEPS))
     assert ([each.subject for each in compared.differences], compared.records) == (["hyperparameters.gamma"], 4)
 
 

@@ -37,7 +37,7 @@ _NOT_LATE = ("seed", ".n_steps", ".use_sde", ".sde_sample_freq")
 
 _COLUMNS: tuple[str, ...] = ("episode_start", "generator_state", "raw_observation", "observation", "observation_digest")
 _COLUMNS = (*_COLUMNS, "prompt", "action_mask", "value", "action", "response", "log_prob", "reward", "end", "info")
-_COLUMNS = (*_COLUMNS, "trained_reward", "bootstrap", "advantage", "return", "keep", "weight")
+_COLUMNS = (*_COLUMNS, "trained_reward", "bootstrap", "round_value", "advantage", "return", "keep", "weight")
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _ROUND = _PLACES["trained_reward"]
 """The columns of data in the order in which they are computed, from `trained_reward` on of a whole round."""
@@ -93,8 +93,9 @@ def compare_runs(a: RunDirectory, b: RunDirectory) -> Comparison:
     settings, (data, rounds, records) = sorted(_compare_settings(a, b), key=_rank), _compare_data(a, b)
     if chance := _explain_chance(a, b, settings, data):
         return Comparison(chance, rounds, records)
-    # What acts in training explains nothing of the first round's steps.
+    # What acts in training explains nothing of the first round's steps, unless that has no end, as off-policy.
     is_early = any(each.round == 1 and _PLACES.get(_base(each.subject), 0) < _ROUND for each in data[:1])
+    is_early = is_early and all(run.rounds("policies") for run in (a, b))
     late = [each for each in settings if is_early and each.subject.startswith(_LATE)]
     late = [each for each in late if not each.subject.endswith(_NOT_LATE)]
     return Comparison([*(each for each in settings if each not in late), *data, *late], rounds, records)
@@ -209,6 +210,8 @@ def _compare_parameters(a: RunDirectory, b: RunDirectory, number: int) -> list[D
 def _read_records(run: RunDirectory, number: int) -> pl.DataFrame:
     """Return a round's records, with the generator's state before the reset where an episode begins."""
     table = run.round("records", number)
+    if not run.rounds("policies"):  # the critic is that of the round's end
+        table = table.rename({"value": "round_value"}, strict=False)
     if number not in run.rounds("episodes") or "episode_start" not in table.columns:
         return table
     states = dict(run.round("episodes", number).select("episode_id", "generator_state").rows())

@@ -112,11 +112,12 @@ def digest_code(env: Any) -> dict[str, str]:
         values = read_vector_values(env)
     else:
         base = getattr(env, "unwrapped", env)
-        values = read_chain(env if isinstance(env, gym.Env) else next(iter(getattr(base, "envs", [])), base))
+        first = env if isinstance(env, gym.Env) else next(iter(getattr(base, "envs", [])), base)
+        values = read_chain(first) if isinstance(first, gym.Env) else read_values([base])
     members = defaultdict[str, list[Any]](list)
     for name, value in values.items():
         part, is_class, inner = name.partition(".__class__.")
-        if (is_class and inner != "__name__") or name.endswith(_CODE):
+        if (is_class and not inner.endswith("__name__")) or name.endswith(_CODE):
             place = f"{part}.{inner.partition('.')[0]}" if is_class else part.removesuffix(_CODE)
             members[place].append((name, value))
     return {name: _digest(json.dumps(entries).encode()) for name, entries in members.items()}

@@ -176,7 +176,9 @@ class RunRecorder:
         self._clock.last_round = checkpoint.round
         if self._directory is not None:
             self._directory.checkpoint = None
-            self._reason = "; ".join([*differences, *list_changes(self._directory.versions, self._versions)])
+            noted = self._directory.versions  # an older run noted fewer
+            versions = {name: version for name, version in self._versions.items() if name in noted}
+            self._reason = "; ".join([*differences, *list_changes(noted, versions)])
             if self._reason:
                 message = "What is trained after round %d is not as if nothing had happened: %s."
                 log.warning(message, checkpoint.round, self._reason)

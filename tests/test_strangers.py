@@ -262,7 +262,7 @@ REFUSED = {
     *((command, "classes") for command in ("attribute", "why", "prove")),
     *(("audit", kind) for kind in HOSTILE),  # it takes an environment
     *(("import", kind) for kind in HOSTILE),  # it takes a file of rollouts
-    *((command, "a comparison") for command in ("attribute", "why", "prove", "show", "findings")),
+    *((command, "a comparison") for command in ("attribute", "why", "prove", "show", "findings", "diff")),
 }
 """Commands that can do nothing with a run of some kind, whatever the user supplies."""
 

@@ -28,6 +28,7 @@ NAMED = {
 """Objects whose keys are names: of arms, environments, metrics or outcomes."""
 
 DESCRIBED_ELSEWHERE = {f"{name}: {place}" for name in ("train", "llm train") for place in ("config", "last_round")}
+DESCRIBED_ELSEWHERE |= {"diff: differences[].a", "diff: differences[].b"}
 """What is copied from a run's files, which have a version of their own."""
 
 AGENT = "CartPole-v1 --rounds 2 --n-steps 256 --n-epochs 1 --eval-episodes 2"
@@ -42,6 +43,7 @@ LINES = {
     "show": "show agent --bottom 2 --continuations 2 --out moment.png",
     "import": "import rollouts.npz --out imported",
     "findings": "findings agent",
+    "diff": "diff agent imported",
     "audit": "audit CartPole-v1",
     "why": "why agent --episode-seed 0 --step 1 --top 2 --out why.png",
     "view": "view agent --no-browser",

@@ -16,6 +16,7 @@ from helpers.toys import model
 from whence import IIF, FromMask, RunDirectory
 from whence.core import RunDirectoryError, WhenceError
 from whence.sb3 import InfluenceCallback, resume
+from whence.sb3.episodes import digest_code
 from whence.selection import Progress, ScoreAll, Selection
 
 
@@ -200,7 +201,7 @@ def test_what_fails_before_its_first_round_is_written_overwrites_nothing(tmp_pat
     toy.learn(2 * STEPS, callback=callback)
     run = RunDirectory.open(tmp_path)
     assert run.table("metrics")["round"].to_list() == [1, 2]
-    assert run.notes == {"save_every": 1, "policies_every": 1}
+    assert run.notes == {"save_every": 1, "policies_every": 1, "code": digest_code(toy.env)}
 
 
 @pytest.mark.parametrize("resumed", [False, True])

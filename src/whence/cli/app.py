@@ -34,6 +34,7 @@ COMMANDS = _list_commands(
     attribute="attribute_command:attribute",
     show="show_command:show",
     **{"import": "import_command:import_"},  # a word of Python's
+    diff="diff_command:diff",
     findings="findings_command:findings",
     audit="audit_command:audit",
     why="why_command:why",

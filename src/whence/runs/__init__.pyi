@@ -11,6 +11,7 @@ from .config_file import POLICIES_EVERY as POLICIES_EVERY
 from .config_file import SIGNATURE as SIGNATURE
 from .config_file import check_content as check_content
 from .config_file import explain_distrust as explain_distrust
+from .config_file import find_changes as find_changes
 from .config_file import find_content as find_content
 from .config_file import is_signature as is_signature
 from .config_file import list_changes as list_changes

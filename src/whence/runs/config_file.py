@@ -91,14 +91,23 @@ def list_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, but: Coll
     An empty table of settings and a value of None are settings that are not there. New digests under `contents` are no
     changes: an older run has none, and rollouts may be added.
     """
-    old, new = _flatten_settings(before), _flatten_settings(now)
-    new = {name: value for name, value in new.items() if name in old or not name.startswith("contents.")}
+    stored = _flatten_settings(before)
     return [
-        f"{name} was {repr(show(old[name])) if name in old else 'not set'}, "
-        f"now {repr(show(new[name])) if name in new else 'not set'}"
-        for name in sorted((old.keys() | new.keys()) - set(but))
-        if old.get(name) != new.get(name)
+        f"{name} was {_show_setting(old)}, now {_show_setting(new)}"
+        for name, (old, new) in find_changes(before, now).items()
+        if name not in but and (name in stored or not name.startswith("contents."))
     ]
+
+
+def _show_setting(value: Any) -> str:
+    return "not set" if value is None else repr(show(value))
+
+
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which two configurations differ, under names such as `outer.inner`; None is not set."""
+    old, new = _flatten_settings(before), _flatten_settings(now)
+    names = sorted(old.keys() | new.keys())
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
 def check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str]) -> None:

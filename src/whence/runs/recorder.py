@@ -177,7 +177,9 @@ class RunRecorder:
         self._note_returns(self.directory.table("metrics").to_dicts())
         if self._directory is not None:
             self._directory.checkpoint = None
-            self._reason = "; ".join([*differences, *list_changes(self._directory.versions, self._versions)])
+            noted = self._directory.versions  # an older run noted fewer
+            versions = {name: version for name, version in self._versions.items() if name in noted}
+            self._reason = "; ".join([*differences, *list_changes(noted, versions)])
             if self._reason:
                 message = "What is trained after round %d is not as if nothing had happened: %s."
                 log.warning(message, checkpoint.round, self._reason)
@@ -188,6 +190,11 @@ class RunRecorder:
         if reason:
             notes = self.directory.notes.get("resumed", [])
             self.directory.note(resumed=[*notes, {"after_round": self._clock.last_round, "reason": reason}])
+
+    def note_first(self, **entries: Any) -> None:
+        """Add those entries to the run's notes that hold something and that an earlier process did not add."""
+        if new := {name: value for name, value in entries.items() if value and name not in self.directory.notes}:
+            self.directory.note(**new)
 
     def plan_policies(self, size: int, rounds: int) -> None:
         """Note how many rounds' policies, of `size` bytes each, are kept of so many rounds, unless the run notes it."""

@@ -19,6 +19,7 @@ from whence.runs import Checkpoint, RunRecorder, load_states, read_states
 from whence.sb3.episodes import (
     ResetTracker,
     accept_resets,
+    digest_code,
     explain_inexact,
     is_plain,
     read_environments,
@@ -54,11 +55,12 @@ def open_run(
     may_change = (*NAMES, *(() if tracker is None else ("env_wrappers", "other_env_wrappers")))
     checkpoint = recorder.begin(
         {**describe_model(model), **settings},
-        versions=read_versions(),
+        versions={**read_versions(), "device": str(model.device)},
         overwrite=overwrite,
         may_change=may_change,
         check=partial(check_continues, model, recorder.path),
     )
+    recorder.note_first(code=digest_code(model.env))
     if checkpoint is None:
         rounds = math.ceil(model._total_timesteps / (model.n_steps * model.n_envs))
         recorder.plan_policies(sum(tensor.nbytes for tensor in named_tensors(model.policy).values()), rounds)

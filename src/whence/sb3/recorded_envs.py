@@ -19,6 +19,7 @@ from whence.sb3.episodes import (
     check_factory,
     describe_environments,
     describe_parts,
+    digest_code,
     iterate_wrappers,
     read_seed,
 )
@@ -78,7 +79,8 @@ def record(
     def begin(config: Mapping[str, Any], spaces: _Spaces, **options: Any) -> Recording:
         listed = name_spaces(names or {}, *spaces, env)
         config = {**config, **({"names": listed} if listed else {}), **settings}
-        return Recording(run, config, spaces=spaces, length=round, overwrite=overwrite, **options)
+        options |= {"length": round, "overwrite": overwrite, "code": digest_code(env)}
+        return Recording(run, config, spaces=spaces, **options)
 
     if isinstance(env, VectorEnv):
         return _record_vector(env, begin)  # type: ignore[return-value]

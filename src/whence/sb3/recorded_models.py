@@ -14,7 +14,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecNormalize
 
 from whence.core import eval_mode, preserve_rng_state, read_observations, to_numpy
-from whence.sb3.episodes import iterate_vec_wrappers
+from whence.sb3.episodes import digest_code, iterate_vec_wrappers
 from whence.sb3.models import describe_model, read_names
 from whence.sb3.recorded_envs import WatchedVecEnv
 from whence.sb3.recording import Recording
@@ -50,7 +50,7 @@ def record_model(
     config |= {**({"names": names} if names else {}), "policy": None}
     config |= {} if factory is None else {"env": factory, "env_kwargs": {}}
     spaces, length = (base.observation_space, base.action_space), 16 * _RECORDS  # also in a learn() without a callback
-    options: Any = {"overwrite": overwrite, "complete": partial(add_values, model)}
+    options: Any = {"overwrite": overwrite, "complete": partial(add_values, model), "code": digest_code(env)}
     recording = Recording(run, config, spaces=spaces, count=env.num_envs, length=length, **options)
     recorded = WatchedVecEnv(base, recording)
     recorded.begin(_read_observation(model, [*iterate_vec_wrappers(env)]))

@@ -62,6 +62,7 @@ class Recording:
         overwrite: delete the run that the directory holds, and start anew.
         complete: adds columns to a round's table before it is written; None: nothing does.
         resets_late: whether an environment whose episode has ended is reset by the next step, in which nobody acts.
+        code: digests of the environments' code, which the run notes; see `digest_code`.
 
     Raises:
         WhenceError: an argument is not what it should be.
@@ -79,6 +80,7 @@ class Recording:
         overwrite: bool = False,
         resets_late: bool = False,
         complete: Callable[[pl.DataFrame], pl.DataFrame] | None = None,
+        code: Mapping[str, str] | None = None,
     ) -> None:
         if length is not None and (isinstance(length, bool) or not isinstance(length, Integral) or length < 1):
             raise WhenceError(f"round is {length!r}; give the records of a round, or None to end it by end_round().")
@@ -96,6 +98,7 @@ class Recording:
             overwrite=overwrite,
             find=find_last_round,
         )
+        self._recorder.note_first(code=code)
         self._rounds, self._records, self._episodes = 0, 0, EpisodeCounter()
         if checkpoint is not None and checkpoint.round:
             self._continue_after(checkpoint)

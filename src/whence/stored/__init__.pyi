@@ -9,6 +9,9 @@ from .language.language_config import LanguageConfig as LanguageConfig
 # isort: split
 # What only whence imports besides.
 from .agents.replaying import replay_episode as replay_episode
+from .differences import Comparison as Comparison
+from .differences import Difference as Difference
+from .differences import compare_runs as compare_runs
 from .logs import LOG_FILES as LOG_FILES
 from .logs import Logs as Logs
 from .logs import find_logs as find_logs

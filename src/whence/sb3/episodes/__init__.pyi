@@ -20,6 +20,7 @@ from .evaluations import Pool as Pool
 from .evaluations import cast_actions as cast_actions
 from .evaluations import evaluate_pool as evaluate_pool
 from .evaluations import use_fresh_noise as use_fresh_noise
+from .held_values import digest_code as digest_code
 from .held_values import digest_environment as digest_environment
 from .held_values import digest_function as digest_function
 from .info_numbers import InfoArrays as InfoArrays

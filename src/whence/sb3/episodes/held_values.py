@@ -4,6 +4,7 @@ import inspect
 import json
 import sys
 import sysconfig
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dis import get_instructions
@@ -103,6 +104,23 @@ def digest_environment(make: Callable[[], gym.Env[Any, Any]]) -> str | None:
             env.close()
     constants = {name: value for name, value in keep_constant(*chains)["held"].items() if ".__class__." in name}
     return _digest(json.dumps(constants).encode()) if any(name.endswith(_CODE) for name in constants) else None
+
+
+def digest_code(env: Any) -> dict[str, str]:
+    """Return digests of the user's code of environments and wrappers, with its constants, as {"Cart.step": ...}."""
+    if isinstance(env, VecEnv):
+        values = read_vector_values(env)
+    else:
+        base = getattr(env, "unwrapped", env)
+        first = env if isinstance(env, gym.Env) else next(iter(getattr(base, "envs", [])), base)
+        values = read_chain(first) if isinstance(first, gym.Env) else read_values([base])
+    members = defaultdict[str, list[Any]](list)
+    for name, value in values.items():
+        part, is_class, inner = name.partition(".__class__.")
+        if (is_class and not inner.endswith("__name__")) or name.endswith(_CODE):
+            place = f"{part}.{inner.partition('.')[0]}" if is_class else part.removesuffix(_CODE)
+            members[place].append((name, value))
+    return {name: _digest(json.dumps(entries).encode()) for name, entries in members.items()}
 
 
 def keep_constant(start: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ With them go the spaces, from which a policy is built again, and the names of ac
 """
 
 import inspect
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import Env, spaces
 from gymnasium.vector import SyncVectorEnv
 from stable_baselines3 import PPO
@@ -132,8 +134,9 @@ _LIBRARIES = (
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of the libraries that an agent's results depend on, as far as they are installed."""
-    return library_versions(_LIBRARIES)
+    """Return the versions of the libraries, and what of the machine, an agent's results depend on, if it is there."""
+    machine = {"torch threads": str(torch.get_num_threads()), "CPU": torch.backends.cpu.get_cpu_capability()}
+    return {**library_versions(_LIBRARIES), "python": platform.python_version(), **machine}
 
 
 def describe_space(space: spaces.Space[Any]) -> dict[str, Any] | None:

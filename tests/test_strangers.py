@@ -197,6 +197,7 @@ CHEAP: Mapping[str, Any] = {
 WAYS: list[Mapping[str, Any]] = [
     *({}, {"--flagged": None}, {"--where": "advantage > 0.9"}, {"--record": "RECORD"}),
     *({"--observation": 0, "--action": 0}, {"--target": "action", "--record": "RECORD"}),
+    {"--from": 1, "--rounds": 1},
     *({"--prompt": "ab", "--response": "c", "--by": "bm25"}, {"--prompt": "ab", "--response": "c", "--by": "nearest"}),
 ]
 """What can be asked of a run."""
@@ -258,11 +259,11 @@ def make_hostile(stage: Path, kind: str) -> tuple[Path, int]:
 
 
 REFUSED = {
-    *(("attribute", kind) for kind in ("a language model", "scored rollouts")),
-    *((command, "classes") for command in ("attribute", "why", "prove")),
+    *((command, kind) for command in ("attribute", "again") for kind in ("a language model", "scored rollouts")),
+    *((command, "classes") for command in ("attribute", "why", "prove", "again")),
     *(("audit", kind) for kind in HOSTILE),  # it takes an environment
     *(("import", kind) for kind in HOSTILE),  # it takes a file of rollouts
-    *((command, "a comparison") for command in ("attribute", "why", "prove", "show", "findings", "diff")),
+    *((command, "a comparison") for command in ("attribute", "why", "prove", "again", "show", "findings", "diff")),
 }
 """Commands that can do nothing with a run of some kind, whatever the user supplies."""
 

@@ -50,6 +50,7 @@ LINES = {
     "report": "report agent --rounds 1",
     "list": "list",
     "prove": "prove agent --where 'action = 1 and step < 5' --seeds 2 --test-episodes 2",
+    "again": "again agent --from 1 --rounds 1 --seeds 1",
     "llm train": f"llm train {TINY} --run language",
     "llm compare": f"llm compare {TINY} --arms none,iif-sequence --seeds 1 --workers 1 --out answers",
     "llm score": "llm score rollouts --model model --run scored",

@@ -160,7 +160,7 @@ def _count_decades(values: Numbers) -> Numbers:
     known = values[np.isfinite(values)]
     if not len(known) or known.min() <= 0:
         return np.zeros(len(values))
-    return np.log10(known[0] / values)
+    return np.asarray(np.log10(known[0] / values))
 
 
 LEVELS: Mapping[str, Callable[[Numbers], Numbers]] = {

@@ -154,9 +154,8 @@ def make_log_evidence(logs: Logs) -> Evidence:
     rates = logs.metrics[name].drop_nulls().unique().to_list() if name in logs.metrics.columns else []
     settings = {"learning_rate": rates[0]} if len(rates) == 1 else {}
     actions = np.zeros((0, logs.axes) if logs.axes else 0)
-    nothing: Any = ({}, actions, [], {}, {}, np.zeros(0, dtype=str))
-    history = read_logged_history(logs.metrics)
-    return Evidence({"hyperparameters": settings}, logs.metrics, *nothing, history=history)
+    nothing = Evidence({"hyperparameters": settings}, logs.metrics, {}, actions, [], {}, {}, np.zeros(0, dtype=str))
+    return replace(nothing, history=read_logged_history(logs.metrics))
 
 
 def make_evidence(table: pl.DataFrame, config: Mapping[str, Any], metrics: pl.DataFrame) -> Evidence | None:

@@ -1,6 +1,6 @@
 """How a run went, round by round: what was logged, and what its records were like, one number a round each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -130,74 +130,79 @@ def read_history(run: RunDirectory) -> History | None:
     rounds, metrics = list_whole_rounds(run), run.table("metrics")
     if len(rounds) < FEWEST:
         return None
-    names, actions = state_names(run.config.get("env"), run.config), action_labels(run.config.get("env"), run.config)
     rows, ongoing, ranges = list[dict[Key, float]](), dict[int, tuple[float, int]](), dict[str, tuple[float, float]]()
     for number in rounds:
         records = run.round("records", int(number))
-        rows.append(dict(_summarise(records, names, actions, ranges, run.config)) | _count_episodes(records, ongoing))
-    columns = {
-        key: np.array([row.get(key, np.nan) for row in rows]) for key in dict.fromkeys(k for row in rows for k in row)
-    }
+        rows.append(dict(_summarise(records, run, ranges)) | _count_episodes(records, ongoing))
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = {key: np.array([row.get(key, np.nan) for row in rows]) for key in keys}
     returns = choose_returns(columns.pop(RETURN, np.full(len(rounds), np.nan)), metrics, rounds)
     series = [
         Series(kind, f"{words} `{column}`" if column else words, values, column, _PICKS.get(words))
         for (kind, words, column), values in columns.items()
     ]
-    return History(
-        rounds, returns, (*read_metrics(metrics.filter(pl.col("round").is_in(rounds)).sort("round")), *series)
-    )
+    logged = metrics.filter(pl.col("round").is_in(rounds)).sort("round")
+    return History(rounds, returns, (*read_metrics(logged), *series))
 
 
 def read_metrics(metrics: pl.DataFrame) -> list[Series]:
     """Return the metrics that may tell why a return fell."""
-    return [
-        Series(
-            kind, words, metrics[name].cast(pl.Float64).fill_null(np.nan).to_numpy() * (-1 if "entropy" in name else 1)
-        )
-        for name, (kind, words) in METRICS.items()
-        if name in metrics.columns
-    ]
+    series = []
+    for name, (kind, words) in METRICS.items():
+        if name in metrics.columns:
+            sign = -1.0 if kind == "entropy" else 1.0  # the loss is its negative
+            series.append(Series(kind, words, sign * metrics[name].cast(pl.Float64).fill_null(np.nan).to_numpy()))
+    return series
 
 
 def _summarise(
-    records: pl.DataFrame,
-    names: Any,
-    actions: Any,
-    ranges: dict[str, tuple[float, float]],
-    config: Mapping[str, Any],
+    records: pl.DataFrame, run: RunDirectory, ranges: dict[str, tuple[float, float]]
 ) -> Iterator[tuple[Key, float]]:
-    """Yield the numbers of a round by kind, words and column; `ranges` are those of earlier rounds, and extended."""
-    for column in ("reward", "advantage", "value"):
+    """Yield the numbers of a round; `ranges` are those of the observation in earlier rounds, and are extended."""
+    env, config = run.config.get("env"), run.config
+    for column, quantiles in (("reward", _EXTREMES), ("advantage", _EXTREMES), ("value", _INNER)):
         if column in records.columns and records[column].null_count() < len(records):
-            values = records[column].cast(pl.Float64).drop_nulls().to_numpy()
-            for words, share in (_INNER if column == "value" else _EXTREMES).items():
-                yield (column, words, column), float(np.quantile(values, share))
-    for axis, values in read_axes(records, names, most=FEW).items():
-        values = values.astype(np.float64)
-        for words, share in _INNER.items():
-            yield ("observation", words, axis), float(np.quantile(values, share))
-        for words, extreme in (("the lowest", values.min()), ("the highest", values.max())):
-            yield ("", words, axis), float(extreme)
-        low, high = ranges.get(axis, (np.inf, -np.inf))
-        if low <= high:
-            yield (
-                ("new observations", "the share outside of all earlier ones of", axis),
-                float(np.mean((values < low) | (values > high))),
-            )
-        ranges[axis] = min(low, float(values.min())), max(high, float(values.max()))
-    values = np.asarray(records["action"].to_numpy()) if "action" in records.columns else np.zeros(0)
-    if values.ndim == 1 and values.dtype.kind in "iu" and len(values):
-        counts = np.bincount(values - values.min() if values.min() < 0 else values)
-        for index, count in enumerate(counts[:FEW]):
-            name = actions[index] if actions and index < len(actions) else str(index)
-            yield ("action", "the share of the action", name), count / len(values)
-    elif len(values):
-        flat, space = values.reshape(len(values), -1).astype(np.float64), config.get("action_space") or {}
-        low, high = (
-            np.asarray(space.get(name, limit), dtype=np.float64).reshape(-1)
-            for name, limit in (("low", "-inf"), ("high", "inf"))
+            yield from _take_quantiles(column, column, records[column].drop_nulls().to_numpy(), quantiles)
+    for axis, read in read_axes(records, state_names(env, config), most=FEW).items():
+        if not len(values := read[np.isfinite(read)]):
+            continue
+        yield from _take_quantiles("observation", axis, values, _INNER)
+        low, high = float(values.min()), float(values.max())
+        yield from {("", "the lowest", axis): low, ("", "the highest", axis): high}.items()
+        if axis in ranges:
+            before = ranges[axis]
+            is_new = (values < before[0]) | (values > before[1])
+            yield ("new observations", "the share outside of all earlier ones of", axis), float(is_new.mean())
+            low, high = min(low, before[0]), max(high, before[1])
+        ranges[axis] = low, high
+    if "action" in records.columns and len(records):
+        yield from _summarise_actions(
+            np.asarray(records["action"].to_numpy()), action_labels(env, config) or [], config
         )
-        yield ("action", "the share of actions at a bound", ""), float(np.mean((flat <= low) | (flat >= high)))
+
+
+def _take_quantiles(
+    kind: str, column: str, values: NDArray[Any], quantiles: Mapping[str, float]
+) -> Iterator[tuple[Key, float]]:
+    numbers = np.quantile(values.astype(np.float64), [*quantiles.values()])
+    yield from (((kind, words, column), float(number)) for words, number in zip(quantiles, numbers, strict=True))
+
+
+def _summarise_actions(
+    actions: NDArray[Any], names: Sequence[str], config: Mapping[str, Any]
+) -> Iterator[tuple[Key, float]]:
+    """Yield the share of each discrete action, or of those at a bound."""
+    space = config.get("action_space") or {}
+    if actions.ndim == 1 and actions.dtype.kind in "iu":
+        counts = np.bincount(actions - actions.min() if actions.min() < 0 else actions)[:FEW]
+        for index, count in enumerate(counts):
+            name = names[index] if index < len(names) else str(index)
+            yield ("action", "the share of the action", name), float(count / len(actions))
+        return
+    bounds = (space.get("low", "-inf"), space.get("high", "inf"))
+    low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in bounds)
+    flat = actions.reshape(len(actions), -1).astype(np.float64)
+    yield ("action", "the share of actions at a bound", ""), float(((flat <= low) | (flat >= high)).mean())
 
 
 def _count_episodes(records: pl.DataFrame, ongoing: dict[int, tuple[float, int]]) -> dict[Key, float]:

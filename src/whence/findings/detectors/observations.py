@@ -8,8 +8,9 @@ import polars as pl
 from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 
-from whence.findings.evidence import FEW, Blocks, Evidence, Mask, Numbers
+from whence.findings.evidence import Blocks, Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError, Sight
+from whence.findings.history import FEW
 
 _MANY, _SAMPLE = 50, 2000
 """Distinct values, of so many records, from which on a number counts as continuous: none comes twice by chance."""

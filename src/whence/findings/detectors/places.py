@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from whence.findings.evidence import FEW, Evidence, Mask, Numbers
+from whence.findings.evidence import Evidence, Mask, Numbers
 from whence.findings.finding import CannotTellError
+from whence.findings.history import FEW
 
 Matrix = Float[np.ndarray, "n d"]
 

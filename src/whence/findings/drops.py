@@ -202,9 +202,10 @@ def look_at_drop(evidence: Evidence) -> Sight:
         "drop",
         f"It worked, then it broke: the return rose from {drop.first:.3g} to {drop.best:.4g} in rounds {first} to "
         f"{last}, fell about round {drop.round}, and ends at {drop.last:.3g}",
-        f"That is {min(drop.depth, 99):.0%} of what it had risen, and beyond the 95% intervals of both means.",
-        "See with other seeds whether it breaks again, and what prevents it: `whence again`. "
-        f"The policy of round {last} is kept.",
+        f"It {f'lost {drop.depth:.0%} of what it had gained' if drop.depth < 1 else 'ends below where it began'}, "
+        "beyond the 95% intervals of these means.",
+        f"The policy of round {last} is among the best. See with other seeds whether it breaks again, and what "
+        "prevents it: `whence again`.",
     )
 
 
@@ -248,13 +249,12 @@ def describe_change(change: Change, number: int, drop: Drop) -> tuple[str, str]:
 
 
 def say_distance(change: Change) -> str:
-    """Return how far a number is beyond those before, as a sentence."""
-    if change.series.kind.endswith(ITSELF):
-        return (
-            f"Earlier rounds of this run may have it, too; {change.series.words} was {change.usual:.3g} in the median."
-        )
+    """Return how far a number is beyond those before, as the beginning of a sentence; of a level, nothing."""
+    if (kind := change.series.kind).endswith(ITSELF):
+        is_size = kind.removesuffix(ITSELF) in ("divergence", "clipped share")
+        return "It is" if is_size else "Its distance from the first round's is"
     times = f"{change.size:,.0f}" if change.size >= 10 else f"{change.size:.2g}"
-    return f"It is beyond all rounds before by {times} times their range."
+    return f"It is beyond all rounds before by {times} times their range,"
 
 
 def find_records(run: RunDirectory, history: History, change: Change) -> tuple[int, ...]:

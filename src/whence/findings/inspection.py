@@ -157,7 +157,7 @@ def _explain_drop(finding: Finding, history: History, run: RunDirectory | None) 
         outcome, text = compare(change.size, healthy[change.series.kind], DETECTORS[DROP])
         rank: Rank = "wrong" if outcome == "wrong" else "unusual"
         ids = () if run is None else find_records(run, history, change)
-        words = f"{say_distance(change)} That is {text}."
+        words = f"{say_distance(change)} {text}."
         title, advice = describe_change(change, number, drop)
         checks.append(Check(name, rank, text, Finding("drop", title, words, advice, rank, None, number, ids)))
     if not checks:
